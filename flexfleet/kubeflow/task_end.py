@@ -29,7 +29,7 @@ from fl_engine.core.errors import (
     Unreachable,
     masked,
 )
-from flexfleet.config.form_fields import LISTED, REMOTE, SHORT, STUDY
+from flexfleet.config.form_fields import REMOTE, SHORT, STUDY
 from flexfleet.files.terminal import told_of
 
 log = logging.getLogger("flexfleet")
@@ -49,12 +49,6 @@ BUG = "bug"
 """The word for every other error."""
 WIDTH = 100
 """Characters of the longest line of an error. Kubeflow shows the lines in a box that does not wrap."""
-OPTION = re.compile(r"--(run-)?id\b(?! \(in the pipeline)")
-"""The command line's word for the parameter that names what was begun; not where the error names the parameter too."""
-SET = re.compile(r"--set ([\w.]+)=(\S+?)(?=[,;.)]*(?:\s|$))")
-"""The command line's way to set a parameter."""
-RESUME = re.compile(r"(: mend the cause, then go on|[,:;] resume) with --resume\b")
-"""The command line's way to continue, which `_advice` replaces."""
 WAITS_S = (10.0, 30.0, 90.0, 270.0)
 """Seconds that a task waits before each new try, if a server did not answer or another coordinator has the run."""
 FRESH_S = 600.0
@@ -74,7 +68,7 @@ FORMS: Mapping[str, Mapping[str, str]] = {
 
 @contextmanager
 def ending(again: str, form: Mapping[str, Any] = MappingProxyType({})) -> Iterator[None]:
-    """Run the body of a task. On an error, print it and end the process with the command line's exit code.
+    """Run the body of a task. On an error, print it and end the process with the exit code of the command line.
 
     Args:
         again: The field of the pipeline's form whose value resumes what was begun: a key of FORMS.
@@ -89,8 +83,8 @@ def ending(again: str, form: Mapping[str, Any] = MappingProxyType({})) -> Iterat
             line = f"{type(error).__name__}: {masked(str(error))}"
         kind = next((word for kind, word in KINDS.items() if code == kind.exit_code), BUG)
         causes = [(told_of(each) or (line,))[0] for each in error.errors] if isinstance(error, Faults) else [line]
-        fields = _fields(again, form)
-        first, *more = (_in_form(" ".join(cause.split()), again, fields) for cause in causes)
+        fields = FORMS[again]
+        first, *more = (" ".join(cause.split()) for cause in causes)
         head = f"error, exit code {code} ({kind}): {first}"
         lines = [head, *(f"  also: {cause}" for cause in more), *_named(" ".join([first, *more]), fields)]
         lines += [f"  {_advice(kind, again)}"]
@@ -119,33 +113,8 @@ def _wrapped(line: str) -> list[str]:
     )
 
 
-def _fields(again: str, form: Mapping[str, Any]) -> dict[str, str]:
-    """Map dotted names to the form's fields that set them. Leave out those that `advanced` sets for a label, and those
-    whose field it replaces, because an error may be about that value."""
-    advanced = form.get("advanced")
-    keys = [key.partition(":") for key in advanced] if isinstance(advanced, Mapping) else []
-    own = {
-        path.strip() if sign else label.strip()
-        for label, sign, path in keys
-        if sign or label.strip() in LISTED.values()
-    }
-    return {path: name for path, name in FORMS[again].items() if path not in own}
-
-
-def _in_form(cause: str, again: str, fields: Mapping[str, str]) -> str:
-    """Replace the command line's options by the form's way to give the same parameters."""
-
-    def given(found: re.Match[str]) -> str:
-        path, value = found.groups()
-        if path in fields:
-            return f"{fields[path]} = {value if value != 'null' else 'empty'}"
-        return f'advanced = {{"{path}": {value}}}'
-
-    return SET.sub(given, OPTION.sub(again, RESUME.sub("", cause)))
-
-
 def _named(causes: str, fields: Mapping[str, str]) -> list[str]:
-    """Return the line with the form's fields that set the parameters in the errors; empty if there is none."""
+    """Return the line that maps the parameters in the errors to the form's fields; empty without such fields."""
     named = [
         f"{path} is {field}"
         for path, field in fields.items()

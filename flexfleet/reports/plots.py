@@ -1,9 +1,7 @@
-"""Drawings of runs as SVG text that can stand inside one HTML page.
+"""Drawings of runs as SVG elements for HTML pages.
 
-Every function returns one `<svg>` element (`reports.figure`), its ids starting with the `name` given. Accuracies are
-drawn in %, other metrics as they are; a MB is 1e6 bytes, rounds count from 1.
-
-Raises EnvironmentFailure where matplotlib is not installed.
+Every function returns one `<svg>` element whose ids start with the given `name`. Accuracies are drawn in %, other
+metrics unscaled; a MB is 1e6 bytes, rounds count from 1. Raises EnvironmentFailure without matplotlib.
 """
 
 from __future__ import annotations
@@ -40,7 +38,8 @@ Series = tuple[str, Sequence[Row]]
 """A run's label and its rounds."""
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")
-"""Okabe and Ito's colours without yellow, too faint on white; an eighth run has the first and another mark."""
+"""Okabe and Ito's colours without yellow, which is too faint on white. The eighth run has the first colour and another
+mark."""
 MARKS = ("", "o", "s", "^", "D", "v", "P", "X")
 FEW = 8
 """A curve of fewer points has a mark at each."""
@@ -52,7 +51,8 @@ MOST_BARS = 120
 
 # ------------------------------------------------------------------------------------------- several runs
 def learning_curves(runs: Sequence[Series], name: str = "learning-curves", measure: Measure = ACCURACY) -> str:
-    """avg as a line in a band from the lowest to the highest level, full dashed. A run of one level has no avg."""
+    """Draw avg as a line in a band from the lowest to the highest level, and full as a dashed line. A run of one level
+    has no avg."""
 
     def paint(figure: Any) -> None:
         axes = figure.add_subplot()
@@ -76,7 +76,7 @@ def learning_curves(runs: Sequence[Series], name: str = "learning-curves", measu
 
 
 def bytes_to_accuracy(runs: Sequence[Series], name: str = "bytes-to-metric", measure: Measure = ACCURACY) -> str:
-    """avg against all MB sent down and up so far; full, dashed, for a run of one level."""
+    """Draw avg against all MB sent down and up so far; for a run of one level full, dashed."""
 
     def paint(figure: Any) -> None:
         axes = figure.add_subplot()
@@ -108,10 +108,15 @@ def comparison(
     reference: tuple[str, float] | None = None,
     clocks: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> str:
-    """Of each algorithm avg (no points: it has none) and full, as means over the seeds, of up to MOST_BANDS algorithms
-    in a band from the lowest to the highest: on the left over the rounds, beside it full against all MB sent so far,
-    and on the right full over the simulated time. `clocks`: by label the seconds of each point of full (empty: it has
-    none); without any there is no drawing on the right. `reference`: (name, value) of a horizontal line."""
+    """Draw avg and full of each algorithm over the rounds, full against the MB sent, and full over the simulated time.
+
+    Lines are means over the seeds; up to MOST_BANDS algorithms have a band from the lowest to the highest seed.
+
+    Args:
+        curves: For each algorithm its label, the points of avg (may be empty), and the points of full.
+        reference: Name and value of a horizontal line.
+        clocks: Map labels to the simulated seconds of each point of full; without any the last drawing is left out.
+    """
     timed = any(clocks.values())
     bands = len(curves) <= MOST_BANDS and any(len(point[2]) > 1 for _, _, full in curves for point in full)
 
@@ -170,9 +175,9 @@ def study(
     name: str = "study",
     measure: Measure = ACCURACY,
 ) -> list[str]:
-    """Of complete trials (number, value, parameters) a drawing each: in the order in which they ran, with the best so
-    far; what each parameter mattered (shares that add up to 1); and the values over each parameter, the one that
-    mattered most first. `labels`: the parameters' names for people."""
+    """Draw the complete trials (number, value, parameters): in their order with the best so far, the importance of the
+    parameters (shares that add up to 1), and the values over each parameter, the most important first. `labels`: the
+    parameters' names for people."""
     names = sorted(importances, key=lambda path: -importances[path])
     value = f"value ({measure.unit})" if measure.unit else "value"
 
@@ -215,8 +220,8 @@ def study(
 
 # ------------------------------------------------------------------------------------------------ one run
 def pool_widths(pool: PoolFile, apoz: Apoz | None = None, name: str = "pool") -> str:
-    """Each level's width in every prunable layer, in % of the full width; levels that only devices make are dashed.
-    Below it APoZ per layer, where it was measured."""
+    """Draw each level's width in every prunable layer, in % of the full width, and below it APoZ if it was measured.
+    Levels that only devices make are dashed."""
     groups, n = list(pool.groups), len(pool.groups)
     colours = level_colours([m.name for m in pool.levels])
     scores = {layer.group: 100 * layer.apoz for layer in apoz.layers} if apoz else {}
@@ -226,7 +231,7 @@ def pool_widths(pool: PoolFile, apoz: Apoz | None = None, name: str = "pool") ->
         grid = figure.add_gridspec(2, 1, height_ratios=(3, 1)) if scores else figure.add_gridspec(1, 1)
         top = figure.add_subplot(grid[0])
         edges, handles = np.arange(n + 1) - 0.5, []
-        # The largest first: where levels coincide, the smaller one stays visible on top.
+        # The largest first, so that the smaller of two equal levels is visible on top.
         for m in reversed(pool.levels):
             share = [100 * m.widths[g] / pool.groups[g] for g in groups]
             look = {"color": colours[m.name], "linewidth": 2, "linestyle": "-" if m.dispatched else (0, (4, 1.5))}
@@ -263,52 +268,68 @@ def of_levels(
     measure: Measure = ACCURACY,
     along: str = "round",
 ) -> str:
-    """Each level's metric over the rounds, or what else a row is `along`. `levels`: the whole pool, smallest first,
-    coloured as in its drawing."""
+    """Draw each level's metric over the rounds, or over what else a row is `along`. `levels`: the whole pool, smallest
+    first, coloured as in its drawing."""
     colours = level_colours(levels)
-
-    def paint(figure: Any) -> None:
-        axes, scored = figure.add_subplot(), _scored(rows)
-        shown = [level for level in reversed(levels) if any(f"{measure.name}/{level}" in r.metrics for r in scored)]
-        handles = []
-        for level in shown:
-            key = f"{measure.name}/{level}"
-            having = [r for r in scored if key in r.metrics]
-            few = "o" if len(having) < FEW else ""
-            look = {"color": colours[level], "marker": few, "linewidth": _thin(len(having))}
-            axes.plot(*thinned([r.round + 1 for r in having], _values(having, key, measure)), **look)
-            handles.append(line(**look))
-        name_axes(axes, along, measure.title, whole_x=True)
-        put_legend(figure, handles, shown)
-
-    return drawing(name, f"Test {measure.name} over the {along}s, a line for each level", 3.2, paint)
-
-
-ON_CLIENTS = {"mean": "-", "p10": "--", "worst": ":"}
-"""Figures of the evaluation at the clients that are drawn, with their kinds of line."""
+    curves = {level: (f"{measure.name}/{level}", {"color": colours[level]}) for level in reversed(levels)}
+    alt = f"Test {measure.name} over the {along}s, a line for each level"
+    return _lines(rows, curves, name, alt, 3.2, (along, measure.title), measure.scale)
 
 
 def on_clients(rows: Sequence[Row], name: str = "on-clients", measure: Measure = ACCURACY) -> str:
-    """Mean, 10th percentile and worst of all clients over the rounds in which they evaluated."""
+    """Draw mean, 10th percentile and worst of all clients over the rounds in which they evaluated."""
+    dashes = {"mean": ("mean", "-"), "10th percentile": ("p10", "--"), "worst": ("worst", ":")}
+    curves = {
+        label: (f"{PREFIX}{of}", {"color": PALETTE[0], "linestyle": dash}) for label, (of, dash) in dashes.items()
+    }
+    title = f"{measure.name} ({measure.unit})" if measure.unit else measure.name
+    alt = f"The clients' {measure.name} on samples of their own over the rounds"
+    return _lines(rows, curves, name, alt, 2.8, ("round", f"clients' {title}"), measure.scale)
+
+
+def evenness(rows: Sequence[Row], name: str = "uniformity") -> str:
+    """Draw the uniformity of the simulated time in each round, and of its two parts; lower is more even."""
+    curves = {
+        "in all": ("uniformity", {"color": "#4d4d4d"}),
+        "compute": ("uniformity_compute", {"color": "#0072b2"}),
+        "communication": ("uniformity_communication", {"color": "#d55e00"}),
+    }
+    alt = "How evenly the clients finish in each round, by the simulated clock"
+    return _lines(rows, curves, name, alt, 2.4, ("round", "uniformity (s)"), 1, bottom=0)
+
+
+def _lines(
+    rows: Sequence[Row],
+    curves: Mapping[str, tuple[str, Mapping[str, Any]]],
+    name: str,
+    alt: str,
+    height: float,
+    titles: tuple[str, str],
+    scale: float,
+    bottom: float | None = None,
+) -> str:
+    """Draw a line for each of the `curves` that rows have: by label, the metric's key and the line's look."""
+    having = {label: [r for r in rows if key in r.metrics] for label, (key, _) in curves.items()}
 
     def paint(figure: Any) -> None:
         axes, handles = figure.add_subplot(), []
-        having = [r for r in rows if f"{PREFIX}mean" in r.metrics]
-        few = "o" if len(having) < FEW else ""
-        for figure_of, dash in ON_CLIENTS.items():
-            look = {"color": PALETTE[0], "marker": few, "linestyle": dash, "linewidth": _thin(len(having))}
-            values = _values(having, f"{PREFIX}{figure_of}", measure)
-            axes.plot(*thinned([r.round + 1 for r in having], values), **look)
+        shown = [label for label, own in having.items() if own]
+        for label in shown:
+            key, style = curves[label]
+            own = having[label]
+            look = {**style, "marker": "o" if len(own) < FEW else "", "linewidth": _thin(len(own))}
+            axes.plot(*thinned([r.round + 1 for r in own], [scale * r.metrics[key] for r in own]), **look)
             handles.append(line(**look))
-        title = f"{measure.name} ({measure.unit})" if measure.unit else measure.name
-        name_axes(axes, "round", f"clients' {title}", whole_x=True)
-        put_legend(figure, handles, ["mean", "10th percentile", "worst"])
+        name_axes(axes, *titles, whole_x=True)
+        if bottom is not None:
+            axes.set_ylim(bottom=bottom)
+        put_legend(figure, handles, shown)
 
-    return drawing(name, f"The clients' {measure.name} on samples of their own over the rounds", 2.8, paint)
+    return drawing(name, alt, height, paint)
 
 
 def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:
-    """How many clients trained what they were sent, pruned it first, or failed; long runs as means of some rounds."""
+    """Draw how many clients trained the model as sent, pruned it first, or failed; long runs as means of rounds."""
     step = math.ceil(len(rows) / MOST_BARS)
     trained, pruned, failed = (
         np.array([r.metrics[f"clients_{kind}"] for r in rows]) for kind in ("trained", "pruned", "failed")
@@ -340,34 +361,8 @@ def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:
     return drawing(name, "Clients that trained, pruned or failed in each round", 2.4, paint)
 
 
-EVENNESS = {
-    "uniformity": ("in all", "#4d4d4d"),
-    "uniformity_compute": ("compute", "#0072b2"),
-    "uniformity_communication": ("communication", "#d55e00"),
-}
-
-
-def evenness(rows: Sequence[Row], name: str = "uniformity") -> str:
-    """The uniformity of the simulated time in each round, and of its two parts; lower is more even."""
-    shown = [key for key in EVENNESS if any(key in r.metrics for r in rows)]
-
-    def paint(figure: Any) -> None:
-        axes, handles = figure.add_subplot(), []
-        for key in shown:
-            having = [r for r in rows if key in r.metrics]
-            few = "o" if len(having) < FEW else ""
-            look = {"color": EVENNESS[key][1], "marker": few, "linewidth": _thin(len(having))}
-            axes.plot(*thinned([r.round + 1 for r in having], [r.metrics[key] for r in having]), **look)
-            handles.append(line(**look))
-        name_axes(axes, "round", "uniformity (s)", whole_x=True)
-        axes.set_ylim(bottom=0)
-        put_legend(figure, handles, [EVENNESS[key][0] for key in shown])
-
-    return drawing(name, "How evenly the clients finish in each round, by the simulated clock", 2.4, paint)
-
-
 def partition_map(counts: Sequence[Sequence[int]], name: str = "partition", label: str = "class") -> str:
-    """Label x client heat map; `counts` has a row for each label and a column for each client."""
+    """Draw a label x client heat map; `counts` has a row for each label and a column for each client."""
     with style(PLAIN):
         out = io.StringIO()
         heat_map.save_figure(heat_map.heat_map(np.array(counts, dtype=np.int64), label), out, "svg")
@@ -376,12 +371,12 @@ def partition_map(counts: Sequence[Sequence[int]], name: str = "partition", labe
 
 # ---------------------------------------------------------------------------------------- what they share
 def single(rows: Sequence[Row], measure: Measure) -> bool:
-    """Whether one level alone is scored, so that avg says nothing."""
+    """Return whether only one level is evaluated, so that avg is meaningless."""
     return all(len(_levels(r, measure)) <= 1 for r in rows)
 
 
 def level_colours(levels: Sequence[str]) -> dict[str, str]:
-    """Light to dark from the smallest to the largest, told apart without seeing hues."""
+    """Map levels to colours from light to dark, which can be distinguished without hues."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
@@ -403,8 +398,8 @@ def _values(rows: Sequence[Row], key: str, measure: Measure) -> list[float]:
 
 
 def _looks(points: Sequence[int]) -> list[dict[str, Any]]:
-    """How each run is drawn, and shown in the legend, by the number of its points. No two of the first 49 look alike:
-    seven colours with seven marks each. "No mark" is one of the seven unless a run has few points."""
+    """Return the look of each run's line, by its number of points. The first 49 differ: seven colours with seven marks
+    each, of which "no mark" is one unless a run has few points."""
     marks = MARKS[1:] if any(0 < n < FEW for n in points) else MARKS[:-1]
     return [
         {
@@ -428,7 +423,7 @@ def _mb(x: float, _: int) -> str:
 def _legend(
     figure: Any, runs: Sequence[Series], looks: Sequence[Mapping[str, Any]], *, avg: bool, full: bool, band: bool
 ) -> None:
-    """A line per run, and what the kinds of line mean that are drawn."""
+    """Put a legend with a line per run, and the meaning of the kinds of lines."""
     from matplotlib.patches import Patch
 
     handles = [line(**look) for look in looks]

@@ -1,26 +1,20 @@
-"""One self-contained HTML page, and one table for the terminal, about one or more finished runs.
+"""One self-contained HTML page, and one table for the terminal, about finished runs.
 
-avg is the mean of the metric that decides (accuracy, R2) over the reported levels, full that of the largest model.
-Where one level alone is reported the papers print no avg, and neither does this. `best` is the round with the best avg,
-as in the papers; it is chosen on the test data, so the last round is given beside it.
+avg is the mean of the deciding metric (accuracy, R2) over the reported levels, and full the metric of the largest
+model. A run of one level has no avg. `best` is the round with the best avg, as in the papers, chosen on test data.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from fl_engine.core.errors import ConfigError, IntegrityError, brief, masked
+from fl_engine.core.errors import ConfigError, IntegrityError, masked
 from fl_engine.core.fields import Moves
-from fl_engine.core.text import path_of
 from fl_engine.data.partition_files import Manifest, read_manifest
 from fl_engine.datasets import stored_data
 from fl_engine.models.onnx_comparison import Precisions
@@ -29,8 +23,8 @@ from fl_engine.rounds.phases import means, waste
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore
-from flexfleet.config import Config, flatten, moves
-from flexfleet.files import manifest, terminal
+from flexfleet.config import moves
+from flexfleet.files import manifest
 from flexfleet.files.artifacts import (
     Apoz,
     BareHistory,
@@ -50,27 +44,24 @@ from flexfleet.reports.local_accuracy import Shown, local_accuracy
 from flexfleet.reports.page import Drawing, render
 
 NEEDED = {
-    "run.json": "give the folder of a run, e.g. runs/<run id>",
-    "history.json": "its rounds are not finished: go on with `flexfleet run --resume` and the same --run-id",
-    "evaluation.json": "its final model is not evaluated: run the evaluate step, or `flexfleet run --resume`",
-    "pool/pool.json": "put the model_pool step's output into the run's folder pool/",
-    "partition/partition.json": "put the partition step's output into the run's folder partition/",
+    "run.json": "Use the folder of a run, e.g. runs/<run id>",
+    "history.json": "Continue its rounds with `flexfleet run --resume` and the same --run-id",
+    "evaluation.json": "Run the evaluate step, or `flexfleet run --resume`",
+    "pool/pool.json": "Copy the output of the model_pool step into the run's folder pool/",
+    "partition/partition.json": "Copy the output of the partition step into the run's folder partition/",
 }
-"""Files of a finished run, and what to do where one is missing."""
-
-DEFAULTS = flatten(Config())
-"""The defaults of all parameters, by dotted name."""
+"""Map the files of a finished run to the cure if one is missing."""
 COUNTED = ("bytes_down", "bytes_up", "clients_trained", "clients_pruned", "clients_failed")
 COMPARED = (Moves.RESULT, Moves.LENGTH, Moves.ANSWERS)
-"""Parameters that move these should be the same in runs that are compared, the algorithm's own apart."""
+"""Parameters that change these should be equal in runs that are compared, except for the algorithm's own."""
 CLASSES = 26
-"""The most classes of a confusion matrix that is drawn: nobody can read a larger one."""
+"""The most classes of a confusion matrix that is still readable."""
 NONE = "\N{EN DASH}"
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a run folder says. `best` is the row with the best avg; bytes and clients are sums over all rounds."""
+    """The contents of a run folder. `best` is the row with the best avg; bytes and clients are sums over all rounds."""
 
     file: RunFile
     config: dict[str, Any]
@@ -82,19 +73,13 @@ class FinishedRun:
     partition: Manifest
     evaluation: EvaluationFile
     precisions: tuple[Precisions, ...]
-    """What was measured of the exported levels, smallest first."""
+    """Measurements of the exported levels, smallest first."""
     confusion: ConfusionFile | None
-    """None in folders that were made before there was one."""
     best: Row
     bytes_down: float
     bytes_up: float
     clients_pruned: int
     clients_failed: int
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """`config`, with the defaults of parameters that the version which made the folder did not have: it ran so."""
-        return DEFAULTS | self.config
 
     @property
     def single(self) -> bool:
@@ -102,7 +87,7 @@ class FinishedRun:
 
     @property
     def dataset(self) -> str:
-        """What a person calls the data."""
+        """Name of the data for people."""
         return stored_data.display_name(str(self.config.get("dataset.name", "?")), self.config.get("dataset.root"))
 
     @property
@@ -111,8 +96,7 @@ class FinishedRun:
 
     @property
     def uniformity(self) -> float | None:
-        """How evenly the clients of a round finish, in simulated seconds, the mean over the rounds; None in folders
-        that were made before this was measured."""
+        """How evenly the clients of a round finish, in simulated seconds; None if it was not measured."""
         return means([row.metrics for row in self.rows], ("uniformity",)).get("uniformity")
 
     @property
@@ -121,19 +105,18 @@ class FinishedRun:
 
     @property
     def waste(self) -> float:
-        """Share of the weights sent down that did not come back (`phases.waste`)."""
+        """Share of the weights sent down that did not come back."""
         return waste([row.metrics for row in self.rows])
 
 
 # ----------------------------------------------------------------------------------------------- reading
 def load(folder: Path) -> FinishedRun:
-    """Reads a finished run. Raises as `check_is_folder` does; IntegrityError naming the file that is
-    missing (and what to do), damaged, or of another run."""
+    """Read a finished run. Raises as `check_is_folder`; IntegrityError for a missing, damaged or foreign file."""
     check_is_folder(folder)
     manifest.check(folder)
     for name, remedy in NEEDED.items():
         if not (folder / name).is_file():
-            raise IntegrityError(f"{folder} is not a finished run, {name} is missing: {remedy}")
+            raise IntegrityError(f"{folder} is not a finished run, {name} is missing. {remedy}")
     file, history = RunFile.read(folder / "run.json"), BareHistory.read(folder / "history.json")
     evaluation = EvaluationFile.read(folder / "evaluation.json")
     check_inputs(folder, file)
@@ -143,8 +126,8 @@ def load(folder: Path) -> FinishedRun:
     _check_all(folder, config, rows)
     if evaluation.rounds != len(rows):
         raise IntegrityError(
-            f"{folder / 'evaluation.json'} is of round {evaluation.rounds}, history.json has {len(rows)} rounds: "
-            "run the evaluate step again"
+            f"{folder / 'evaluation.json'} is of round {evaluation.rounds}, but history.json has {len(rows)} rounds. "
+            "Run the evaluate step again"
         )
     return FinishedRun(
         file=file,
@@ -166,37 +149,29 @@ def load(folder: Path) -> FinishedRun:
 
 
 def _rows(path: Path, history: History) -> tuple[Row, ...]:
-    rows = []
-    for i, row in enumerate(rows_of(history)):
+    rows = tuple(rows_of(history))
+    for i, row in enumerate(rows):
         absent = [name for name in (*COUNTED, *(("full",) if "avg" in row.metrics else ())) if name not in row.metrics]
         if row.round != i or absent:
-            what = f"lacks {', '.join(absent)}" if absent else f"is round {row.round}, expected {i}"
-            raise IntegrityError(f"{path}: entry {i} {what}; the file is damaged: write it again from the ledger")
-        rows.append(row)
+            raise IntegrityError(f"{path} is damaged at entry {i}. Write it again from the ledger")
     if not any("avg" in row.metrics for row in rows):
-        raise IntegrityError(f"{path} has no evaluated round: run at least one, rounds.stop >= 1")
-    return tuple(rows)
+        raise IntegrityError(f"{path} has no evaluated round")
+    return rows
 
 
 def _check_all(folder: Path, config: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Raises IntegrityError where the rows are fewer than the run has by now: its files are of an earlier end."""
-    told = {name: config.get(f"rounds.{name}") for name in ("stop", "stop_simulated_s")}
-    if told["stop"] is None:
-        return
-    try:
-        end = RoundsConfig.model_validate(told).end(row.metrics for row in rows)
-    except ValidationError as error:
-        raise IntegrityError(f"{folder / 'run.json'} is damaged: rounds: {brief(error)}") from error
-    if end is None:
+    """Raise IntegrityError if the run is to have more rounds than its files have."""
+    stop = config.get("rounds.stop")
+    told = {"stop": stop, "stop_simulated_s": config.get("rounds.stop_simulated_s")}
+    if stop is not None and RoundsConfig.model_validate(told).end(row.metrics for row in rows) is None:
         raise IntegrityError(
-            f"{folder} is not a finished run, history.json is of {len(rows)} rounds and the run goes on to "
-            f"{told['stop']}: {NEEDED['history.json']}"
+            f"{folder} is not a finished run, history.json has {len(rows)} of {stop} rounds. {NEEDED['history.json']}"
         )
 
 
 def load_all(folders: Sequence[Path]) -> list[FinishedRun]:
-    """Finished runs to be shown together. Raises as `load` does; ConfigError for no run, for one that is given more
-    than once, and for runs with different metrics."""
+    """Read finished runs that are shown together. Raises as `load`; ConfigError for no run, for a run that is given
+    twice, and for runs with different metrics."""
     if not folders:
         raise ConfigError("no run given: name at least one run folder")
     for folder in folders:
@@ -210,11 +185,11 @@ def load_all(folders: Sequence[Path]) -> list[FinishedRun]:
 
 
 def measure_of(runs: Sequence[FinishedRun]) -> Measure:
-    """The metric that the runs have in common. Raises ConfigError where they have not one."""
+    """Return the metric of the runs. Raises ConfigError if they have different metrics."""
     metrics = {run.evaluation.metric: run.file.run_id for run in runs}
     if len(metrics) > 1:
         told = ", ".join(f"{metric} ({run_id})" for metric, run_id in metrics.items())
-        raise ConfigError(f"the runs have different metrics, {told}: they cannot be put side by side")
+        raise ConfigError(f"the runs must have one metric, got {told}")
     return runs[0].measure
 
 
@@ -227,7 +202,7 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def labels(runs: Sequence[FinishedRun]) -> list[str]:
-    """The algorithm where that tells all runs apart, else the run id, numbered where even that does not."""
+    """Return the algorithms' names if they are unique, else the run ids, numbered if these are not unique."""
     names = [r.pool.algorithm for r in runs]
     if len(set(names)) < len(names):
         names = [r.file.run_id for r in runs]
@@ -238,10 +213,10 @@ def labels(runs: Sequence[FinishedRun]) -> list[str]:
 
 
 def differences(runs: Sequence[FinishedRun]) -> list[str]:
-    """What the runs do not have in common though a comparison assumes it: one line for each parameter."""
+    """Return a line for each parameter that the runs should have in common, and do not."""
     names, lines = labels(runs), []
 
-    def compare(what: str, value: Callable[[FinishedRun], str]) -> None:
+    def note(what: str, value: Callable[[FinishedRun], str]) -> None:
         held: dict[str, list[str]] = {}
         for name, run in zip(names, runs, strict=True):
             held.setdefault(value(run), []).append(name)
@@ -251,21 +226,21 @@ def differences(runs: Sequence[FinishedRun]) -> list[str]:
     for key in dict.fromkeys(key for run in runs for key in run.config):
         if moves(key) not in COMPARED or key.startswith(("algorithm", "schema_version")):
             continue
-        if len({plain(run.settings.get(key)) for run in runs}) > 1:
-            compare(key, lambda run, key=key: plain(run.settings.get(key)))  # type: ignore[misc]
+        if len({plain(run.config.get(key)) for run in runs}) > 1:
+            note(key, lambda run, key=key: plain(run.config.get(key)))  # type: ignore[misc]
     if not any(line.startswith(("dataset.", "partition.", "seed:")) for line in lines):
-        compare("the partition itself (sha256)", lambda run: run.file.partition_sha256[:12])
+        note("the partition itself (sha256)", lambda run: run.file.partition_sha256[:12])
     return lines
 
 
 # ---------------------------------------------------------------------------------------------- the table
 def table(runs: Sequence[Path]) -> str:
-    """The runs in aligned columns. Raises as `load_all` does."""
+    """Return the runs in aligned columns. Raises as `load_all`."""
     return table_of(load_all(runs))
 
 
 def table_of(loaded: Sequence[FinishedRun]) -> str:
-    """`table` of runs that have been read."""
+    """Return the `table` of runs that have been read."""
     unit = f" {loaded[0].measure.unit}".rstrip()
     scored = (f"avg{unit}", f"full{unit}", f"best avg/full{unit} (round)")
     timed = any(r.uniformity is not None for r in loaded)
@@ -282,7 +257,7 @@ def table_of(loaded: Sequence[FinishedRun]) -> str:
         cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
         text.append("  ".join(cells))
     if any(r.single for r in loaded):
-        text.append(f"{NONE}: the run reports one level alone, and an average over levels says nothing")
+        text.append(f"{NONE}: the run reports one level, so it has no average over levels")
     text += [f"{r.file.run_id}: {r.tally.problem()}" for r in loaded if r.tally.status != "finished"]
     return "\n".join(text)
 
@@ -292,12 +267,12 @@ def percent(share: float) -> str:
 
 
 def mb(count: float) -> str:
-    """MB of 1e6 bytes, with decimals where they matter."""
+    """Return MB of 1e6 bytes, with more decimals for small values."""
     return f"{count / 1e6:,.{0 if count >= 1e9 else decimals(count / 1e6, 2)}f}"
 
 
 def short_seconds(value: float | None) -> str:
-    """With more decimals for small values: simulated seconds of a small network are small."""
+    """Return seconds, with more decimals for small values, as simulated seconds of a small network are."""
     return NONE if value is None else f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else decimals(value, 3)}f}"
 
 
@@ -316,16 +291,16 @@ def _best(run: FinishedRun) -> str:
 
 # ----------------------------------------------------------------------------------------------- the page
 def report(runs: Sequence[Path], out: Path) -> Path:
-    """Writes the page to `out` (.html), whole or not at all; the same runs give the same bytes.
+    """Write the page to `out` (.html) atomically; the same runs give the same bytes.
 
-    Raises as `load_all` does, ConfigError for another file ending, EnvironmentFailure without jinja2 or matplotlib.
+    Raises as `load_all`; ConfigError for another suffix, EnvironmentFailure without jinja2 or matplotlib.
     """
     _check_ending(out)
     return report_of(load_all(runs), out)
 
 
 def report_of(loaded: Sequence[FinishedRun], out: Path) -> Path:
-    """`report` of runs that have been read."""
+    """Write the `report` of runs that have been read."""
     _check_ending(out)
     FolderStore(out.parent).put(out.name, _page(loaded).encode())
     return out
@@ -337,7 +312,7 @@ def _check_ending(out: Path) -> None:
 
 
 FILTERS = {"percent": percent, "mb": mb, "plain": plain, "short_seconds": short_seconds}
-"""The functions that the page's template calls by name."""
+"""Functions that the page's template calls by name."""
 
 
 def _page(runs: Sequence[FinishedRun]) -> str:
@@ -350,7 +325,7 @@ def _page(runs: Sequence[FinishedRun]) -> str:
         owner = first_with.setdefault(run.file.partition_sha256, name)
         alone = len(levels) == 1 and run.pool.levels[0].share == 1
         counts, label = run.partition.class_counts, run.partition.label
-        known = any(run.partition.client_samples)  # clients may have data of their own
+        known = any(run.partition.client_samples)  # clients with their own data are not counted
         told = any(f"{PREFIX}mean" in row.metrics for row in run.rows)  # perhaps not in the last round
         drawings = {
             "pool": None if alone else plots.pool_widths(run.pool, run.apoz, f"pool-{i}"),
@@ -401,7 +376,7 @@ def _page(runs: Sequence[FinishedRun]) -> str:
 
 
 def _local(evaluation: EvaluationFile, colours: Mapping[str, str], name: str) -> str | None:
-    """A panel for each level, the largest first; None where the run has no local accuracies."""
+    """Draw a panel for each level, the largest first; None if the run has no local accuracies."""
     shown = {
         level: Shown(colours[level], score.mean, score.sd, evaluation.local_histogram.get(level, {}))
         for level, score in reversed(evaluation.local.items())
@@ -410,8 +385,7 @@ def _local(evaluation: EvaluationFile, colours: Mapping[str, str], name: str) ->
 
 
 def _confusion(run: FinishedRun) -> list[tuple[str, list[list[tuple[int, float]]]]]:
-    """By the level's title, the largest first: of each class's samples how many were taken for which, and as a share of
-    them."""
+    """Return the confusion matrix of each level, the largest first: counts, and shares of the row's class."""
     levels = {} if run.confusion is None or run.pool.classes > CLASSES else run.confusion.levels
     whole = {m.name for m in run.pool.levels if m.share == 1}
     return [
@@ -424,20 +398,5 @@ def _confusion(run: FinishedRun) -> list[tuple[str, list[list[tuple[int, float]]
 
 
 def _best_of(rows: Sequence[Row], key: str) -> Row | None:
-    """The first round in which a level's metric was at its best; None where no round scored it."""
+    """Return the first round with a level's best metric; None if no round evaluated the level."""
     return max((r for r in rows if key in r.metrics), key=lambda r: r.metrics[key], default=None)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m flexfleet.reports.report", description=__doc__)
-    p.add_argument("runs", type=path_of, nargs="+", metavar="RUN", help="folder of a finished run")
-    p.add_argument("--out", type=path_of, required=True, metavar="FILE", help="the page, an .html file")
-    args = p.parse_args(argv)
-    page = report(args.runs, args.out)
-    terminal.show(table(args.runs))
-    terminal.show(f"report: {page}")
-    return 0
-
-
-if __name__ == "__main__":
-    terminal.run_main(main)

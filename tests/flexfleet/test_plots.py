@@ -60,13 +60,13 @@ def test_bands_of_many_algorithms_are_left_out_as_they_hide_each_other(drawn: li
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every figure that is drawn."""
     found: list[Any] = []
-    save = plots.heat_map.save
+    save = plots.heat_map.save_figure
 
     def keep(figure: Any, *told: Any) -> None:
         save(figure, *told)
         found.append(figure)
 
-    monkeypatch.setattr(plots.heat_map, "save", keep)
+    monkeypatch.setattr(plots.heat_map, "save_figure", keep)
     return found
 
 

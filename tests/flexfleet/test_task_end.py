@@ -75,43 +75,25 @@ def test_error_ends_with_code_kind_cause_and_advice(
     assert bool(before) == (kind == "bug"), "only a bug has a traceback"
 
 
-@pytest.mark.parametrize("form", [{}, {"advanced": {}}])
 @pytest.mark.parametrize(
     ("again", "error", "said"),
     [
-        ("run_id", "rounds.stop: at least 1, got 0", "rounds.stop is rounds"),
         (
             "run_id",
             "partition.clients = 0; dataset.name = 'x'.",
             "dataset.name is dataset, partition.clients is clients",
         ),
-        ("run_id", "create the bucket, or correct run.remote", "run.remote is store_uri"),
-        ("run_id", "tracking.mlflow = 'http://x' cannot be used", "tracking.mlflow is mlflow_uri"),
         ("comparison_id", "algorithm.name", "algorithm.name is algorithms"),
         ("study_id", "tune.trials: at least 1", "tune.trials is trials"),
         ("night_id", "run.remote cannot be reached", "run.remote is store_uri"),
         ("run_id", "rounds.stop_simulated_s, more.rounds.stop, rounds.stop-x, rounds.stop.x", None),
-        ("night_id", "rounds.stop: the suite says it", None),
-        ("run_id", "seed is wrong", None),
     ],
 )
-def test_error_of_any_task_names_the_forms_fields(
-    again: str, error: str, said: str | None, form: dict[str, Any], capsys: pytest.CaptureFixture[str]
+def test_ending_names_the_fields_of_the_form(
+    again: str, error: str, said: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = told_by(ConfigError(error), again, form, capsys)
+    lines = told_by(ConfigError(error), again, {}, capsys)
     assert [line for line in lines if "in the form" in line] == ([f"  in the form: {said}"] if said else [])
-
-
-def test_error_about_a_labels_own_value_names_no_field(capsys: pytest.CaptureFixture[str]) -> None:
-    form = {"advanced": {"a:training.lr": 0}}
-    assert len(told_by(ConfigError("a: training.lr: above 0"), "comparison_id", form, capsys)) == 2
-    assert len(told_by(ConfigError("training.lr: above 0"), "comparison_id", {"advanced": 5}, capsys)) == 3
-
-
-def test_error_about_a_name_that_advanced_replaces_names_no_field(capsys: pytest.CaptureFixture[str]) -> None:
-    error = ConfigError("algorithm.name: no class in mine:FedMine")
-    assert len(told_by(error, "run_id", {"advanced": {"algorithm.name": "mine:FedMine"}}, capsys)) == 2
-    assert len(told_by(error, "run_id", {"advanced": {}}, capsys)) == 3
 
 
 def test_error_lines_have_at_most_100_characters(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,35 +105,6 @@ def test_error_lines_have_at_most_100_characters(capsys: pytest.CaptureFixture[s
     assert more[-2] == "  in the form: run.remote is store_uri"
     words = "".join("".join([first, *more[:-2]]).split())
     assert words.endswith("".join(cause.split()))
-
-
-def test_several_errors_each_begin_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    error = errors.together([Unreachable("run.remote is away"), errors.together(map(ConfigError, "ab"))])
-    assert told_by(error, "run_id", {}, capsys) == [
-        "error, exit code 2 (wrong parameter): run.remote is away",
-        "  also: a",
-        "  also: b",
-        "  in the form: run.remote is store_uri",
-        f"  {CORRECT}",
-    ]
-
-
-def test_error_names_the_form_not_the_command_lines_options(capsys: pytest.CaptureFixture[str]) -> None:
-    for field, error, said in (
-        ("run_id", ConfigError("choose another --run-id"), "choose another run_id"),
-        ("study_id", ConfigError("choose another --id"), "choose another study_id"),
-        (
-            "night_id",
-            ConfigError("another --id (in the pipeline, night_id)"),
-            "another --id (in the pipeline, night_id)",
-        ),
-        ("run_id", ConfigError("give --ids"), "give --ids"),
-        ("run_id", ConfigError("or --set tracking.mlflow=null"), "or mlflow_uri = empty"),
-        ("run_id", ConfigError("or --set publish.onnx=false."), 'or advanced = {"publish.onnx": false}.'),
-        ("run_id", Stopped(errors.ON_REQUEST), "stopped on request: what was committed stays"),
-    ):
-        first, *_ = told_by(error, field, {}, capsys)
-        assert first.partition("): ")[2] == said
 
 
 def test_no_line_says_a_password(capsys: pytest.CaptureFixture[str]) -> None:
