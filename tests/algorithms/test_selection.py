@@ -7,14 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fl_engine.core.contracts import Selector
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Device
-from fl_engine.selection import ByCapacity, Oort, ResourceTable, Uniform
+from fl_engine.selection import SELECTIONS, ByCapacity, Curiosity, Oort, ResourceTable, Uniform
 from fl_engine.selection.capacity import round_size
+from fl_engine.selection.tiers import tiers
+from fl_engine.testing.checks import check_silent, times_asked
+from fl_engine.testing.plugins import LargestUtility
 from fl_engine.testing.tiny import (
     paper_pool,
     picked,
+    tiny_fleet,
 )
 
 
@@ -133,3 +140,83 @@ def test_uniform_asks_all_and_by_capacity_those_that_hold_one() -> None:
 )
 def test_the_number_asked_is_max_1_f_times_devices(fraction: float, clients: int, k: int) -> None:
     assert round_size(fraction, clients) == k
+
+
+# ----------------------------------------------------------------------------------------------------- every selection
+_, PAPER_POOL = paper_pool()
+EACH: list[Selector] = [
+    *(Uniform(model=model) for model in ("capacity", "random", "largest")),
+    ByCapacity(),
+    ResourceTable(),
+    *(Curiosity(score=score, per_type=p) for score in ("cs", "c", "s") for p in (1, 2)),
+    *(Oort(model=model) for model in ("capacity", "largest")),
+    Oort(cut_off=0.7, cut_off_pool=0.0, exploration_min=0.2, clip=0.98),
+    LargestUtility(),
+]
+
+
+@pytest.mark.parametrize("selector", EACH, ids=str)
+def test_a_silent_client_is_asked_no_more_often(selector: Selector) -> None:
+    check_silent(selector, PAPER_POOL)
+
+
+def test_every_registered_selection_is_held_to_this() -> None:
+    assert set(SELECTIONS.values()) <= {type(each) for each in EACH}
+
+
+def test_curiosity_asks_silent_clients_least() -> None:
+    """Three of 20: less often than any client that answers."""
+    fleet = tiny_fleet(20)
+    asked = times_asked(Curiosity(per_type=2), PAPER_POOL, fleet, range(3))
+    assert max(asked[client] for client in range(3)) < min(asked[client] for client in range(3, 20))
+
+
+# ----------------------------------------------------------------------------------------------------- tier clustering
+FEW = st.lists(st.tuples(st.sampled_from([1e9, 2e9, 5e9, 2e11]), st.floats(1e3, 1e9)), min_size=1, max_size=60)
+COUNTS = st.integers(1, 12)
+MUS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 1e6])
+
+
+def test_tiers_by_hand() -> None:
+    """P of 0, 1/2, 1/4, 1 and S of 1, 0, 1/2, 0: T with mu = 2 is 1, 1, 1, 2, with 0.5 it is 1, 1/4, 5/8, 1/2, with 0
+    it is S."""
+    speed, bandwidth = [10.0, 30.0, 20.0, 50.0], [9.0, 1.0, 5.0, 1.0]
+    assert tiers(speed, bandwidth, 4, mu=2.0) == [0, 1, 2, 3], "equal ones in the order of their numbers"
+    assert tiers(speed, bandwidth, 4, mu=0.5) == [3, 0, 2, 1]
+    assert tiers(speed, bandwidth, 4, mu=0.0) == [3, 0, 2, 1]
+    assert tiers(speed, bandwidth, 4, mu=1e6) == [0, 2, 1, 3], "the speed alone"
+    assert tiers(speed, bandwidth, 2, mu=0.5) == [1, 0, 1, 0]
+
+
+def test_the_paper_s_hundred_clients_in_ten_tiers() -> None:
+    assert Counter(tiers([float(i) for i in range(100)], [1.0] * 100, 10, mu=1.0)) == dict.fromkeys(range(10), 10)
+
+
+@pytest.mark.parametrize(
+    ("clients", "count", "expected"),
+    [
+        pytest.param(0, 3, [], id="nobody"),
+        pytest.param(1, 10, [9], id="one client"),
+        pytest.param(2, 10, [4, 9], id="fewer clients than tiers"),
+        pytest.param(3, 10, [3, 6, 9], id="three clients"),
+        pytest.param(5, 3, [0, 1, 1, 2, 2], id="not a multiple"),
+        pytest.param(4, 1, [0, 0, 0, 0], id="one tier"),
+    ],
+)
+def test_all_alike_in_the_order_of_their_numbers(clients: int, count: int, expected: list[int]) -> None:
+    assert tiers([7.0] * clients, [3.0] * clients, count, mu=1.0) == expected
+
+
+@given(FEW, COUNTS, MUS)
+def test_tiers_are_even_and_in_the_order_of_capability(
+    clients: list[tuple[float, float]], count: int, mu: float
+) -> None:
+    speed, bandwidth = zip(*clients, strict=True)
+    found = tiers(speed, bandwidth, count, mu)
+    sizes = Counter(found)
+    assert set(found) <= set(range(count)) and count - 1 in found
+    assert max(sizes.values()) - min(sizes[tier] for tier in range(count)) <= 1
+    for i, (p, s) in enumerate(clients):
+        for j, (q, t) in enumerate(clients):
+            if p >= q and s >= t and (p, s) != (q, t) and mu > 0 and p > q:
+                assert found[i] >= found[j], "no slower in anything, and faster in one thing"

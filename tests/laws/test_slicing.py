@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from fl_engine.core.costs import count_macs, count_params
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import contains, entries, shapes, take
 from fl_engine.core.types import FULL, Axis, Keep, ParamLayout, Params, Slot, SubmodelSpec
+from fl_engine.core.widths import random_drop
 from fl_engine.testing.kinds import TinyLSTM
 from fl_engine.testing.models import ModelSuite
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
@@ -240,3 +243,52 @@ def test_an_lstm_counts_each_matrix_once_a_step() -> None:
         spec = SubmodelSpec.of({"lstm": hidden})
         assert count_macs(family, spec) == 5 * 4 * hidden * (2 + hidden) + 5 * hidden * 3
         assert count_params(family, spec) == 4 * hidden * (2 + hidden + 2) + 5 * hidden * 3 + 3
+
+
+# ------------------------------------------------------------------------------------------------- choices of channels
+
+RATIOS = st.fractions(Fraction(1, 20), 1, max_denominator=40)
+
+
+def choice_channels(layout: ParamLayout, spec: SubmodelSpec, group: str) -> list[int]:
+    keep = layout.indices(spec, group)
+    return list(range(keep)) if isinstance(keep, int) else list(keep)
+
+
+@law
+@given(size=st.integers(1, 20), widths=st.tuples(RATIOS, RATIOS).map(sorted), seed=st.integers(0, 2**32))
+def test_a_choice_draws_by_itself_as_many(size: int, widths: list[Fraction], seed: int) -> None:
+    """`between` is of the group `g` and follows it where a sub-model names no choice_channels for it."""
+    g, between = Axis("g"), Axis("g", choice="between")
+    layout = ParamLayout({"g": size, "classes": 2}, {"a": Slot("a", (between, g)), "b": Slot("b", (g, between))})
+    rng, (small, large) = np.random.default_rng(seed), (float(w) for w in widths)
+    outer = random_drop(layout, large, rng)
+    inner = random_drop(layout, small, rng, inside=outer)
+    assert contains(layout, outer, inner)
+    full = {name: torch.arange(size * size).view(size, size) for name in "ab"}
+    for spec in (outer, inner):
+        layout.check(spec)
+        rows, columns = choice_channels(layout, spec, "between"), choice_channels(layout, spec, "g")
+        assert len(rows) == len(columns)
+        cut = take(full, layout, spec)
+        assert cut["a"].tolist() == full["a"][rows][:, columns].tolist()
+        assert cut["b"].tolist() == full["b"][columns][:, rows].tolist()
+    again = take(take(full, layout, outer), layout, inner, have=outer)
+    assert {name: t.tolist() for name, t in again.items()} == {name: t.tolist() for name, t in cut.items()}
+    part = SubmodelSpec.of({"g": 1})
+    assert choice_channels(layout, part, "between") == [0]
+    assert contains(layout, FULL, part) and contains(layout, outer, part) == (
+        0 in choice_channels(layout, outer, "g") and 0 in choice_channels(layout, outer, "between")
+    )
+
+
+def test_a_choice_of_another_size_is_an_error() -> None:
+    layout = ParamLayout({"g": 4}, {"a": Slot("a", (Axis("g", choice="between"), Axis("g")))})
+    with pytest.raises(ModelError, match="choice 'between'"):
+        layout.check(SubmodelSpec.of({"between": 3}))
+    with pytest.raises(ModelError, match="'between' has 4 channels"):
+        layout.check(SubmodelSpec.of({"g": 2, "between": [1, 5]}))
+    with pytest.raises(ModelError, match="the choice 'g' is a group's name, or of two groups"):
+        ParamLayout({"g": 4}, {"a": Slot("a", (Axis("g", choice="g"),))})
+    with pytest.raises(ModelError, match="the choice 'x' is a group's name, or of two groups"):
+        ParamLayout({"g": 4, "h": 4}, {"a": Slot("a", (Axis("g", choice="x"), Axis("h", choice="x")))})
