@@ -272,15 +272,3 @@ def test_what_does_not_fit_is_refused_and_nothing_has_been_added(case: str) -> N
     for m in (clean, mean):
         m.add(GOOD, HALF, 5)
     assert_same_bits(mean.result(), clean.result())
-
-
-@pytest.mark.parametrize("keep", [5, (1, 6)], ids=["prefix", "indices"])
-def test_a_sub_model_that_the_network_does_not_have_is_refused(keep: int | tuple[int, ...]) -> None:
-    """Group a has four channels. The update's own shapes agree with what it claims."""
-    spec = SubmodelSpec.of({"a": keep})
-    count = keep if isinstance(keep, int) else len(keep)
-    payload = {"free": torch.ones(5), "one": torch.ones(count, 2)}
-    mean = Mean(old_model(), LAYOUT)
-    with pytest.raises(ModelError, match="'a'"):
-        mean.add(payload, spec, 1)
-    assert_same_bits(mean.result(), old_model())

@@ -157,23 +157,3 @@ def test_a_claim_counts_for_a_multiple_of_the_round_s_median(
     if bound == 1e9:
         free = replace(run, terms=terms.model_copy(update={"samples_bound": None}))
         assert_same_bits(final.params, federated(free, FolderStore(tmp_path / "free"), backend)[0].params)
-
-
-def test_a_limit_of_samples_is_the_same_after_a_kill(tmp_path: Path) -> None:
-    """A round that was closed is merged again from its own answers."""
-    algorithm = FedAvg(training=replace(TRAINING, fraction=1.0, epochs=1))
-    site = tiny_site(algorithm, fleet=tuple(Device(c, "strong", 120.0, 0.0) for c in range(4)))
-    terms = RoundsConfig(stop=1, commit_every=1, keep_updates=True, norm_bound=None, samples_bound=4.0)
-    run, backend = Run(algorithm, site, terms), Claiming(InProcess(site))
-    whole, _ = federated(run, FolderStore(tmp_path / "whole"), backend)
-    store = FolderStore(tmp_path / "killed")
-
-    def heard(round: int, answered: int, asked: int) -> None:
-        if answered == asked:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        federated(run, store, backend, heard=heard)
-    again, (row,) = federated(run, store, backend)
-    assert_same_bits(again.params, whole.params)
-    assert row.metrics["clients_limited"] == 1.0

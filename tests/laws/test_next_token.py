@@ -39,12 +39,6 @@ def test_accuracy_by_hand() -> None:
     assert next(iter(TASK.measure(seen).values)) == TASK.metric.name
 
 
-def test_a_sample_whose_targets_are_all_masked_has_no_accuracy() -> None:
-    y = torch.tensor([[END, PADDING, PADDING, PADDING]])
-    found = TASK.measure([TASK.observe(sure_of([END] * 4), y)]).values
-    assert math.isnan(found["accuracy"]) and found["accuracy_all"] == 1
-
-
 def test_the_loss_is_the_mean_over_what_is_not_padding() -> None:
     """Logits 0 but log 3 for WORD: its probability is 3/7, that of any other token 1/7."""
     logits = torch.zeros(2, 5, 4)
