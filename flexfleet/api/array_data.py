@@ -39,11 +39,6 @@ log = logging.getLogger("flexfleet")
 
 CHANNELS = (1, 3, 4)
 PAIR = 2
-FINE = 0.1
-"""The largest step between neighbouring numbers of float32 that a feature keeps its values in, as a share of their
-standard deviation."""
-EQUAL_64 = 1e-12
-"""A deviation of less than this share of the largest value is what arithmetic in float64 makes of equal values."""
 IDS = 1000
 """Labels from this number on are ids if most of the smaller numbers do not occur."""
 
@@ -58,11 +53,23 @@ def from_arrays(
     std: Sequence[float] | None = None,
     name: str = "arrays",
 ) -> Data:
-    """Samples x (N, ...) and targets y (N,) or (N, outputs), NumPy arrays or tensors. `test`: the share of the samples
-    to test on, of each class alike, drawn with a constant seed; or (x, y) of the test part. `clients` (N,): whose
-    each sample is; a run then has these clients, unless it sets another `partition_rule`. `mean` and `std`: a number
-    for each channel or feature, by which samples are normalised; None: as measured on those to train on. Raises
-    DataError for what are no samples and targets, or do not fit each other."""
+    """Make data of arrays.
+
+    Args:
+        x: Samples (N, ...), NumPy arrays or tensors.
+        y: Targets (N,) or (N, outputs).
+        test: Share of the samples to test on, of each class alike, drawn with a constant seed; or (x, y) of the test
+            part.
+        clients: (N,): the owner of each sample. A run then has these clients, unless it sets another `partition_rule`.
+        mean, std: A number for each channel or feature, by which samples are normalised; None: those of the training
+            samples.
+
+    Raises:
+        DataError: The arrays are no samples and targets, or do not fit each other.
+
+    Example:
+        >>> data = flexfleet.from_arrays(x, y, test=(test_x, test_y))
+    """
     x, y = array_of(x, f"{name}: x"), targets_of(y, f"{name}: y")
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
         raise DataError(f"{name}: x has the shape {x.shape}, y {y.shape}; one target is needed for each sample")
@@ -91,9 +98,19 @@ def from_clients(
     std: Sequence[float] | None = None,
     name: str = "clients",
 ) -> Data:
-    """One (x, y) for each client, as in `from_arrays`. A run then has these clients with these samples, unless it sets
-    another `partition_rule`. `test`: the share of each client's samples to test on, or (x, y) of a common test part.
-    Raises DataError as `from_arrays` does, and if clients' samples or targets are not alike."""
+    """Make data of one (x, y) for each client. A run then has these clients with these samples, unless it sets another
+    `partition_rule`.
+
+    Args:
+        parts: Samples and targets of each client, as in `from_arrays`.
+        test: Share of each client's samples to test on, or (x, y) of a common test part.
+
+    Raises:
+        DataError: As in `from_arrays`, or clients' samples or targets are not alike.
+
+    Example:
+        >>> data = flexfleet.from_clients([(x0, y0), (x1, y1)])
+    """
     _check_test(test, name)
     pairs = [] if isinstance(parts, Mapping) or not isinstance(parts, Iterable) else list(parts)
     if any(not isinstance(pair, tuple | list) or len(pair) != PAIR for pair in pairs):
@@ -143,7 +160,6 @@ def _data(
 ) -> Data:
     task, y, test_y = _task(y, test_y, name)
     x, test_x = _channel_first(x), _channel_first(test_x)
-    _tell_merged(x, name)
     x, test_x = _samples(x, name), _samples(test_x, name)
     if (mean is None) != (std is None):
         raise DataError(f"{name}: mean and std go together: give both, or neither, and they are measured")
@@ -183,21 +199,12 @@ def _owners(clients: Any, samples: int, name: str) -> Array:
     if listed.shape != (samples,):
         raise DataError(f"{name}: clients says whose each of {samples} samples is, (N,); got the shape {listed.shape}")
     try:
-        missing = sum(map(_is_missing, listed.tolist()))
-        owners = None if missing else np.unique(listed, return_inverse=True)[1]
+        missing = sum(each is None or bool(each != each) for each in listed.tolist())  # NaN differs from itself
+        if not missing:
+            return np.unique(listed, return_inverse=True)[1]
     except (TypeError, ValueError) as error:
-        raise DataError(f"{name}: clients are all numbers or all texts: {error}") from error
-    if owners is None:
-        raise DataError(f"{name}: clients: {missing} of {samples} samples have no client: leave them out, or name one")
-    return owners
-
-
-def _is_missing(value: Any) -> bool:
-    """Whether it is None, or one of NaN, NaT and pandas' NA, which do not equal themselves."""
-    try:
-        return value is None or bool(value != value)
-    except TypeError:  # NA has no truth value
-        return True
+        raise DataError(f"{name}: clients must be all numbers or all texts: {error}") from error
+    raise DataError(f"{name}: clients: {missing} of {samples} samples have no client. Leave them out, or name one")
 
 
 def _split(y: Array, share: float, name: str) -> tuple[Array, Array]:
@@ -261,25 +268,6 @@ def _channel_first(x: Array) -> Array:
 def _feature_axis(x: Array) -> int:
     """The axis that mean and std are per."""
     return 1 if x.ndim == 4 else -1
-
-
-def _tell_merged(x: Array, name: str) -> None:
-    """A warning where numbers of float64 lie so close together, for their size, that float32 makes many of them one."""
-    if x.dtype.kind != "f" or x.dtype.itemsize <= 4 or x.ndim < 2 or not x.size:
-        return
-    others = tuple(i for i in range(x.ndim) if i != _feature_axis(x) % x.ndim)
-    with np.errstate(over="ignore", invalid="ignore"):
-        largest, std = np.abs(x).max(others), x.std(others)
-        step = np.spacing(largest.astype(np.float32)).astype(np.float64)
-        merged = np.flatnonzero((std > EQUAL_64 * largest) & (step > FINE * std))
-    if len(merged):
-        at = merged[0]
-        log.warning(
-            "%s: feature %d goes up to %g with a standard deviation of %g, and float32, in which networks compute, has "
-            "only every %g there: it makes different values one (%d such features). Subtract their mean first, in "
-            "float64: x - x.mean(axis=0)",
-            name, at, largest[at], std[at], step[at], len(merged),
-        )  # fmt: skip
 
 
 def _samples(x: Array, name: str) -> Array:

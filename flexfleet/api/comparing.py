@@ -44,22 +44,27 @@ def compare(
     progress: bool | None = None,
     **common: Any,
 ) -> Comparison:
-    """Several algorithms on the same data and network with several seeds: what `flexfleet compare` does, with the same
-    folders and the same bits.
+    """Run several algorithms on the same data and network with several seeds, as `flexfleet compare` does, with the
+    same folders and the same bits.
 
-    `algorithms`: a list of names, classes or objects with their options; or, by label, one of these or a mapping:
-    {"flexfl": "flexfl", "skewed": {"algorithm": "flexfl", "partition.alpha": 0.1}}. `over` makes parameters factors of
-    the table: {"training.lr": [0.01, 0.1]} makes every label with each of these values. `to`: accuracies to reach, as
-    shares. `common`: the keywords of `flexfleet.run` (dataset, model, rounds, options, config, store_uri, ...), the
-    same for all runs; what a label says itself takes their place.
+    Args:
+        algorithms: A list of names, classes or objects with their options; or, by label, one of these or a mapping:
+            {"flexfl": "flexfl", "skewed": {"algorithm": "flexfl", "partition.alpha": 0.1}}.
+        over: Factors of the table: {"training.lr": [0.01, 0.1]} makes every label with each of these values.
+        to: Accuracies to reach, as shares.
+        jobs: Runs side by side. With 1 they run in this process, so that they may use what a notebook defines.
+        id: Name of the comparison's folder in the store (default: the time).
+        resume: Resume the comparison of this id.
+        common: The keywords of `flexfleet.run` (dataset, model, rounds, options, config, store_uri, ...), the same for
+            all runs unless a label sets them itself.
 
-    `jobs`: runs side by side. With 1 they run in this process, one by one, so that they may use what a notebook
-    defines; with more, each is a process of its own. `id`: the name of the comparison's folder in the store (default:
-    the time); `resume`: go on with the comparison of this id.
+    Raises:
+        ConfigError: Something is wrong, before anything trains.
+        RunsFailed: Runs failed with an expected error, after all others ended. With one job an error of your own code
+            ends the comparison at once, with a note that names label and seed.
 
-    Raises ConfigError before anything trains; RunsFailed if runs failed with an expected
-    error, after all others ended. With one job an error of own code ends the comparison at once, with a note that names
-    label and seed.
+    Example:
+        >>> flexfleet.compare(["flexfl", "heterofl"], seeds=(0, 1, 2), rounds=20).table
     """
     __tracebackhide__ = True
     return told(lambda: _compare(algorithms, seeds, over, to, jobs, id, resume, progress, common))
@@ -156,9 +161,8 @@ class Comparison:
 
     @property
     def table(self) -> Any:
-        """`label`, `algorithm`, the parameters that differ, and the figures by the names that MLflow has: `avg` and
-        `full` of the last round, `best_avg`, `mb_down`, `seconds`, ...; `_std` is the deviation. A figure that a label
-        does not have is missing."""
+        """`label`, `algorithm`, the parameters that differ, and the figures by their names in MLflow (`avg`,
+        `best_avg`, `mb_down`, ...; `_std` is the standard deviation)."""
         figures = comparison_report.metrics(self._file)
         rows = []
         for label, found in self._file.results.items():
@@ -174,12 +178,9 @@ class Comparison:
         return {(label, seed): Result(self.folder / run_name(label, seed)) for label, seed in pairs}
 
     def paired(self, a: str, b: str, metric: str = "avg") -> Paired:
-        """The differences a - b by seed, their mean and its 95 % interval, and p of the paired t test, adjusted by
-        Holm's method for all pairs of labels. Printed, it also says what so few seeds cannot show.
-
-        `metric`: a figure of comparison.json's runs, one number each: avg, full, best_avg, devices, mb_up, seconds, ...
-        Raises ConfigError for one that there is not, or that a label does not have.
-        """
+        """Return the differences a - b by seed, their mean and its 95 % interval, and p of the paired t test, adjusted
+        by Holm's method for all pairs of labels. `metric`: avg, full, best_avg, devices, mb_up, seconds, ... Raises
+        ConfigError for an unknown metric or label."""
         if metric not in FIGURES:
             raise ConfigError(
                 f"there is no metric {metric!r}{did_you_mean(metric, FIGURES)}; there are {', '.join(FIGURES)}"

@@ -27,22 +27,23 @@ log = logging.getLogger("flexfleet")
 def from_folder(
     path: str | Path, *, test: float = 0.2, size: int | tuple[int, int] | None = None, name: str | None = None
 ) -> Data:
-    """Reads images from a folder for each class, path/<class>/**/*, in every format that Pillow opens.
+    """Read images from a folder for each class, path/<class>/**/*, in every format that Pillow opens.
 
-    Images in subfolders of a class folder belong to the class, as in torchvision's ImageFolder. The classes are the
-    folders' names in alphabetical order; `data.task.names` keeps them. A warning counts and names the files that were
-    skipped: files that are no images, files beside the class folders, and files and folders whose names begin with a
-    dot. Another one names images with several frames, of which only the first is read.
+    The classes are the folders' names in alphabetical order; `data.task.names` keeps them. Of an image with several
+    frames the first is read. Files that are no images, or not in a class folder, or hidden, are skipped with a warning.
 
     Args:
-        path: the folder.
-        test: share of the images to test on.
-        size: height and width in pixels that all images are scaled to; None: all have the same size already.
-        name: name of the data set; None: that of the folder.
+        path: The folder.
+        test: Share of the images to test on.
+        size: Height and width in pixels that all images are scaled to; None: all have the same size already.
+        name: Name of the data set; None: that of the folder.
 
     Raises:
         DataError: A class folder has no image, an image cannot be read, or sizes differ.
         EnvironmentFailure: Pillow is not installed.
+
+    Example:
+        >>> data = flexfleet.from_folder("photos", size=32)
     """
     if not isinstance(path, str | Path):
         raise DataError(f"a folder is expected, got {path!r}")
@@ -55,7 +56,6 @@ def from_folder(
     found: list[Array] = []
     labels: list[int] = []
     skipped: list[str] = []
-    cut: list[str] = []
     for file in _files(root):
         at = file.relative_to(root)
         read = None
@@ -64,19 +64,14 @@ def from_folder(
         if read is None:
             skipped.append(str(at))
             continue
-        pixels, frames = read
-        found.append(pixels)
+        found.append(read)
         labels.append(classes.index(at.parts[0]))
-        if frames > 1:
-            cut.append(str(at))
     if empty := sorted({*range(len(classes))} - {*labels}):
         raise DataError(
             f"{root / classes[empty[0]]}: no image that Pillow opens is there; remove the folder or fill it"
         )
     if skipped:
         log.warning("%s: files skipped, not images of a class (%d): %s", root, len(skipped), _named(skipped))
-    if cut:
-        log.warning("%s: images of which only the first frame is read (%d): %s", root, len(cut), _named(cut))
     grey = all(each.ndim == 2 for each in found)
     found = [each if grey or each.ndim == 3 else np.repeat(each[None], 3, axis=0) for each in found]
     first = found[0].shape[-2:]
@@ -88,12 +83,19 @@ def from_folder(
 
 
 def from_torch(train: Any, test: Any = 0.2, *, name: str | None = None) -> Data:
-    """From a torch `Dataset` of (sample, target), each of which is read once. `test`: another one, or a share. `name`:
-    default that of its class.
+    """Read a torch `Dataset` of (sample, target) once.
 
-    Augmentation belongs on the clients (`training.augment`): a data set whose transform draws random numbers is
-    refused, since each sample would be the same draw in all rounds. That is seen where it draws from the generators of
-    torch, NumPy or Python themselves, not where it has a generator of its own. Raises DataError for it too."""
+    Args:
+        test: Another data set, or a share.
+        name: Name of the data set; None: that of its class.
+
+    Raises:
+        DataError: Items are no samples and targets, or the data set's transform draws random numbers. Augment on the
+            clients instead (`training.augment`).
+
+    Example:
+        >>> data = flexfleet.from_torch(torchvision.datasets.MNIST(root, transform=ToTensor()))
+    """
     x, y = _read_items(train, "train")
     part = test if isinstance(test, float | int) else _read_items(test, "test")
     return from_arrays(x, y, test=part, name=type(train).__name__ if name is None else name)
@@ -108,9 +110,22 @@ def from_huggingface(
     client: str | None = None,
     name: str | None = None,
 ) -> Data:
-    """From a `datasets.Dataset` with a column of images (or of lists of numbers) and one of labels; `client`: a column
-    that says whose each sample is; a run then has these clients, unless it sets another `partition_rule`. `test`:
-    another one, or a share. `name`: default its own."""
+    """Read a `datasets.Dataset` of Hugging Face.
+
+    Args:
+        test: Another data set, or a share.
+        image: Column of images, or of lists of numbers.
+        label: Column of labels.
+        client: Column with the owner of each sample. A run then has these clients, unless it sets another
+            `partition_rule`.
+        name: Name of the data set; None: its own.
+
+    Raises:
+        DataError: A column does not exist, or samples have different shapes.
+
+    Example:
+        >>> data = flexfleet.from_huggingface(datasets.load_dataset("mnist")["train"])
+    """
     x, y = _columns(train, image, label)
     owner = None if client is None else _column(train, client)
     known = str(getattr(getattr(train, "info", None), "dataset_name", None) or "huggingface")
@@ -145,12 +160,12 @@ def _files(root: Path) -> list[Path]:
     return sorted(Path(folder, name) for folder, _, names in walked for name in names)
 
 
-def _picture(image: Any, file: Path, size: tuple[int, int] | None) -> tuple[Array, int] | None:
-    """The pixels of an image's first frame, and the number of its frames; None if neither the content nor the suffix is
-    that of a format that Pillow opens."""
+def _picture(image: Any, file: Path, size: tuple[int, int] | None) -> Array | None:
+    """Return the pixels of an image's first frame; None if neither its content nor its suffix is one that Pillow
+    opens."""
     try:
         with image.open(file) as opened:
-            return pixels(opened, str(file), size), getattr(opened, "n_frames", 1)
+            return pixels(opened, str(file), size)
     except image.UnidentifiedImageError as error:
         if image.registered_extensions().get(file.suffix.lower()) not in image.OPEN:
             return None

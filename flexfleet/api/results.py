@@ -110,9 +110,8 @@ class Result:
 
     @contextmanager
     def _resolved(self, used: Collection[str] | None = None) -> Iterator[Resolved]:
-        """What the configuration names, with the run's own code from its folder; afterwards the process is as before.
-        It is made once, so that the data are read once. Raises ConfigError if the source of what the sections `used`
-        name (None: all sections) has changed since the run started."""
+        """Yield what the configuration names, with the run's own code from its folder. Raises ConfigError if the source
+        of what the sections `used` (None: all) name has changed since the run started."""
         with code.enabled_within(), isolated():
             own_code.enable(self._run, self.folder)
             if self._made is None:
@@ -222,13 +221,10 @@ class Result:
         return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
     def model(self, level: str | None = None) -> nn.Module:
-        """The network of a level (None: the largest), in evaluation mode: raw samples, as the data set has them, to
-        logits, or to the numbers of a regression. Batch norm that keeps no statistics, or is scored with statistics
-        collected for each level (`static_bn`), gets those of the server's proxy data, as in `publish`.
-        Its weights are a copy, so it may be trained further.
-
-        Raises ConfigError where there is no such level, or no proxy that it needs, and if the source of the network or
-        of the data set has changed since the run started."""
+        """Return a copy of the network of a level (None: the largest), in evaluation mode. It takes raw samples, as the
+        data set has them. Batch norm without statistics, or with statistics for each level (`static_bn`), gets those of
+        the server's proxy data, as in `publish`. Raises ConfigError if the level does not exist, a needed proxy is
+        missing, or the source of the network or the data set has changed."""
         with self._resolved(("model", "dataset")) as resolved:
             pool = self._pool.pool()
             names = [member.name for member in pool]
@@ -247,8 +243,8 @@ class Result:
         return RawNetwork(network, type_of(data), axes, data.mean, data.std, member.ensemble).eval()
 
     def confusion(self, level: str | None = None) -> Any:
-        """How many test samples of one class (row) a level took for which class (column); None: the largest level.
-        Raises ConfigError where the run has not finished, its task has no classes, or the level was not evaluated."""
+        """Return the confusion matrix of a level (None: the largest): counts of test samples by class (row) and
+        predicted class (column). Raises ConfigError if the run is not finished, or the level was not evaluated."""
         if self._result is None:
             raise ConfigError(f"{self.run_id} is stopped: its confusion is counted when it has finished; resume it")
         found = ConfusionFile.read(self.folder / "confusion.json").levels
@@ -272,10 +268,12 @@ class Result:
         callbacks: Sequence[Callback] = (),
         progress: bool | None = None,
     ) -> Result:
-        """Goes on with a run that was stopped, or makes more rounds: `rounds` in all, where `rounds.stop_simulated_s`
-        does not end it before. It goes on in `folder`, by that folder's name, also where it began with another one.
-        `mlflow_uri`: the address of its MLflow, where that has a password, which run.json does not keep, or where the
-        server has moved; MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD count as they do for `run`."""
+        """Continue a stopped run, or a finished one with more rounds.
+
+        Args:
+            rounds: Number of rounds in all; None: as configured.
+            mlflow_uri: Address of its MLflow, if it has moved or has a password, which run.json does not hold.
+        """
         __tracebackhide__ = True
 
         def go() -> Result:
@@ -291,15 +289,15 @@ class Result:
             self._made = None
 
     def replay(self, round: int, client: int) -> ClientRound:
-        """What `client` was asked in `round`, counted from 1, and what it did, computed once more: order, task, start,
-        update, change. The rounds since the last state that is kept before it are computed again; with
-        options={'rounds.keep_every': 1} there are none. Where clients keep something between rounds, or rounds are
-        buffered, all rounds before it are computed again.
+        """Compute once more what `client` did in `round`, counted from 1: order, task, start, update, change.
 
-        Raises ConfigError for a client that was not asked or failed, for a round that was not computed or whose lines
-        are not kept, and where what clients trained on, or how much memory they had, is not known here; IntegrityError
-        where the run's files or data are others now; EnvironmentFailure where this machine would compute other
-        bits."""
+        The rounds since the last stored state are computed again; with options={'rounds.keep_every': 1} there are none.
+
+        Raises:
+            ConfigError: The client was not asked, or failed; or what it trained on, or its memory, is not known here.
+            IntegrityError: The run's files or data have changed.
+            EnvironmentFailure: This machine would compute other bits.
+        """
         for name, value in (("round", round), ("client", client)):
             if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise ConfigError(f"{name} is a whole number, got {value!r}")
@@ -333,7 +331,7 @@ class Result:
 
 
 def _to_go_on_with(folder: Path, rounds: int | None, mlflow_uri: str | None) -> Resolved:
-    """The configuration of the run in the folder, which may be a copy or have another name by now."""
+    """Return the configuration of the run in the folder, which may be a copy or have another name."""
     run = RunFile.read(folder / "run.json")
     values = dict(run.config)
     values["run"] = {**values["run"], "store": str(folder.parent)}
@@ -352,8 +350,12 @@ def _to_go_on_with(folder: Path, rounds: int | None, mlflow_uri: str | None) -> 
 def load(run: str | Path | Result) -> Result:
     """Open the run in a folder, or of this name in the folder `runs`.
 
-    What only the run's files name is not imported: for a network, algorithm or data set of your own, import its module
-    first. Raises ConfigError if there is no run, IntegrityError if a file has changed since the run finished."""
+    Import the module of your own network, algorithm or data set first, because a run's files cannot import it. Raises
+    ConfigError if there is no run, IntegrityError if a file has changed since the run finished.
+
+    Example:
+        >>> flexfleet.load("runs/a").history
+    """
     if isinstance(run, Result):
         return Result(run.folder)
     return Result(in_store(run, "run.json"))

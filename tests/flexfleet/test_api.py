@@ -21,7 +21,6 @@ import flexfleet as ff
 from fl_engine.algorithms.fedavg import FedAvg
 from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import assert_same_bits
-from flexfleet.api import results
 from flexfleet.api.tables import Rows, to_html
 from tests.harness.from_python import OPTIONS, SMALL
 
@@ -157,17 +156,6 @@ def test_a_clients_round_is_computed_again_from_its_order(result: ff.Result) -> 
         result.replay(3, 0)
 
 
-def test_a_round_of_devices_that_look_at_their_memory_is_not_computed_again(result: ff.Result, tmp_path: Path) -> None:
-    shutil.copytree(result.folder, tmp_path / "a")
-    (tmp_path / "a" / "manifest.json").unlink()
-    about = json.loads((tmp_path / "a" / "run.json").read_text())
-    about["config"]["agents"]["observe"] = "cgroup"
-    about["config"]["run"]["backend"] = "agents"
-    (tmp_path / "a" / "run.json").write_text(json.dumps(about))
-    with pytest.raises(ff.ConfigError, match=r"memory that they had free \(agents\.observe=cgroup\)"):
-        ff.load(tmp_path / "a").replay(1, 0)
-
-
 def test_an_algorithm_of_ones_own_is_a_class_or_an_object(store: Path) -> None:
     plain = ff.run(algorithm=FedAvg, **TWO_ROUNDS)
     assert plain.config["algorithm"]["name"] == "all_large"
@@ -203,14 +191,6 @@ def test_a_network_of_ones_own_is_a_class_a_family_or_a_module(store: Path) -> N
         ff.run(model=Net(), **TWO_ROUNDS)
 
 
-def test_all_clients_train_unless_the_chosen_fleet_forbids(store: Path) -> None:
-    """The smallest level of this network takes 50 %, and weak devices hold 35 %."""
-    ran = ff.run(model=Net, algorithm="heterofl", client_fraction=1.0, **SMALL)
-    assert set(ran.clients["client"]) == set(range(4)) and ran.history["clients_failed"].sum() == 0
-    with pytest.raises(ff.ConfigError, match=r"^fleet\.tiers.*weak"):
-        ff.run(model=Net, algorithm="heterofl", **{**SMALL, "options": {**OPTIONS, "fleet.tiers": "8:1:1"}})
-
-
 READY = Net()
 
 
@@ -226,53 +206,6 @@ def test_a_module_brings_its_weights_and_other_ones_do_not_go_on(store: Path) ->
     with torch.no_grad():
         READY.body[1].bias.copy_(before)
     assert len(ours.resume(3, progress=False).history) == 3
-
-
-def test_a_resume_takes_the_address_of_mlflow_that_no_file_keeps(
-    result: ff.Result, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    configs: list[Any] = []
-    monkeypatch.setattr(results, "run_watched", lambda config, *_: configs.append(config))
-    address = "https://me:geheim@host"
-    result.resume(3, mlflow_uri=address)
-    result.resume(3)
-    assert [config.tracking.mlflow for config in configs] == [address, None]
-
-
-def test_a_run_of_an_earlier_version_is_resumed_without_the_password_in_its_record(
-    result: ff.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(result.folder, tmp_path / "a")
-    (tmp_path / "a" / "manifest.json").unlink()
-    record = tmp_path / "a" / "run.json"
-    known = json.loads(record.read_text())
-    known["config"]["dataset"]["root"] = "https://me:geheim@host/repo.git@v1:data"
-    record.write_text(json.dumps(known))
-    configs: list[Any] = []
-    monkeypatch.setattr(results, "run_watched", lambda config, *_: configs.append(config))
-    ff.load(tmp_path / "a").resume(3)
-    assert [config.dataset.root for config in configs] == ["https://host/repo.git@v1:data"]
-
-
-def test_what_is_not_there_is_told_with_both_places(store: Path) -> None:
-    with pytest.raises(ff.ConfigError, match="there is no folder nope, nor runs/nope"):
-        ff.load("nope")
-    (store / "begun").mkdir(parents=True)
-    with pytest.raises(ff.ConfigError, match=r"runs/begun is no folder of a run"):
-        ff.load("begun")
-
-
-def test_a_result_refuses_values_of_another_kind(result: ff.Result) -> None:
-    with pytest.raises(ff.ConfigError, match=r"config: .* got Result; of a result"):
-        ff.run(config=result)  # type: ignore[arg-type]
-    for ask in (result.model, result.confusion):
-        with pytest.raises(ff.ConfigError, match=r"no level 0\.5"):
-            ask(0.5)  # type: ignore[arg-type]
-    with pytest.raises(ff.ConfigError, match="round is a whole number, got '1'"):
-        result.replay("1", "1")  # type: ignore[arg-type]
-    with pytest.raises(ff.ConfigError, match=r"client is a whole number, got 1\.0"):
-        result.replay(1, 1.0)  # type: ignore[arg-type]
-    assert result.resume(np.int64(2), progress=False).status == "finished"  # type: ignore[arg-type]
 
 
 def test_progress_is_lines_a_bar_in_a_notebook_or_nothing(
@@ -323,33 +256,6 @@ def test_a_scripts_class_trains_here_and_workers_do_not_run_the_script_again(tmp
     assert lines[:3] == ["top", "__main__:Mine", "finished"], done.stderr
     assert "Mine is defined in this notebook or script, which worker processes cannot import: write it" in lines[3]
     assert len(lines) == 4
-
-
-LATE = """\
-import sys, torch
-if "first" in sys.argv: torch.randn(64, 64) @ torch.randn(64, 64)
-import flexfleet as ff
-common = dict(run_id="late", clients=4, local_epochs=1, options={options!r})
-r = ff.run(rounds=int(sys.argv[1]), resume="go" in sys.argv, **common)
-print(r.model_sha256, __import__("json").load(open(r.folder / "run.json"))["numerics"]["mkl_cbwr"])
-"""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(torch.backends.mkl.is_available() is False, reason="this torch is built without MKL")
-def test_what_decides_mkls_bits_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MKL_CBWR", raising=False)
-    (tmp_path / "late.py").write_text(LATE.format(options=OPTIONS))
-
-    def go(*argv: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "late.py", *argv]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
-
-    late = go("1", "first")
-    assert late.stdout.split()[-1] == "OFF", late.stderr
-    assert late.stderr.count("Import flexfleet before torch computes") == 1
-    early = go("2", "go")
-    assert early.returncode == 1 and "would not compute the same bits" in early.stderr
 
 
 SCRIPT = """\

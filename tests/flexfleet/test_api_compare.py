@@ -23,7 +23,6 @@ from flexfleet.config import flatten, load_config
 from flexfleet.config.comparison_runs import crossed, factors_of
 from flexfleet.config.overrides import parse_sets
 from flexfleet.experiments import compare, published_suites
-from flexfleet.experiments.executor import BEGINS, one_by_one
 from flexfleet.experiments.published_suites import PaperSuite
 from flexfleet.pipeline import run as run_module
 from tests.harness.from_python import OPTIONS, SMALL
@@ -135,17 +134,6 @@ def test_resume_makes_what_is_missing(both: ff.Comparison) -> None:
 
 
 # --------------------------------------------------------------------------------------------- code of a cell
-def test_what_a_cell_defines_runs_in_this_process(cell: type[FedAvg], store: Path) -> None:
-    found = ff.compare({"mine": cell(boost=2.0), "all_large": "all_large"}, seeds=(0,), id="cell", **SMALL)
-    assert found.runs["mine", 0].config["algorithm"]["boost"] == 2.0
-    assert found.runs["mine", 0].model_sha256 == found.runs["all_large", 0].model_sha256
-    log = (store / "cell" / "mine-s0.log").read_text()
-    assert log.startswith(f"{BEGINS}python -m flexfleet.cli.main run")
-    with pytest.raises(ff.ConfigError, match=r"FromACell is defined in this notebook.*2 processes side by side"):
-        ff.compare([cell], seeds=(0,), id="two", jobs=2, **SMALL)
-    assert not (store / "two").exists()
-
-
 def test_what_fails_is_told_and_the_others_end(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = compare.run
 
@@ -160,24 +148,6 @@ def test_what_fails_is_told_and_the_others_end(store: Path, monkeypatch: pytest.
     assert failed.value.exit_code == IntegrityError.exit_code
     assert (store / "failed" / "heterofl-s0.log").read_text().endswith("error: a file is damaged\n")
     monkeypatch.undo()
-
-
-def test_a_label_that_diverges_is_told_and_the_others_end(store: Path) -> None:
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(120, 4)).astype(np.float32)
-    numbers = ff.from_arrays(x, x[:, 0])
-    options = {"tracking.mlflow": None, "partition.rule": "iid", "partition.minimum": 1}
-    wild = {"algorithm": "all_large", "algorithm.server": {"name": "adam", "lr": 1e30}}
-    with pytest.raises(compare.RunsFailed, match=r"1 of 2 runs are finished, failed: wild-s0 "):
-        ff.compare(
-            {"wild": wild, "calm": "all_large"}, dataset=numbers, model="fl_engine.testing.kinds:TinyMLP", seeds=(0,),
-            id="wild", **{**SMALL, "options": options},
-        )  # fmt: skip
-    said = (store / "wild" / "wild-s0.log").read_text()
-    assert "error: the model has diverged: FedAvg.merge (aggregation mean, server adam) gave " in said
-    assert (store / "wild" / "calm-s0" / "result.json").is_file()
 
 
 # ------------------------------------------------------------------------------------------------ what is asked
@@ -219,18 +189,6 @@ def test_a_label_takes_the_place_of_what_all_runs_have_in_every_spelling(common:
     assert [found[label]["training.lr"] for label in "ab"] == [0.2, 0.1]
     assert len({found[label]["training.momentum"] for label in "ab"}) == 1
     assert ("options" in COMMON[common]) == (found["b"]["training.momentum"] == 0.25)
-
-
-def test_a_label_takes_the_place_of_a_network_in_every_spelling() -> None:
-    labels = {"a": "flexfl", "b": {"algorithm": "flexfl", "model": {"name": "vgg16", "width": 0.25}}}
-    for common in ({"model": {"name": "vgg16", "width": 0.5}}, {"options": {"model": {"name": "vgg16", "width": 0.5}}}):
-        found = asked(labels, **common)
-        assert [found[label]["model.width"] for label in "ab"] == [0.5, 0.25]
-        found = asked({**labels, "b": {"algorithm": "flexfl", "model.width": 0.25}}, **common)
-        assert [found[label]["model.width"] for label in "ab"] == [0.5, 0.25]
-    for own in ({"model": {"width": 0.25}}, {"model.width": 0.25}):
-        found = asked({"a": "flexfl", "b": {"algorithm": "flexfl", **own}}, model="vgg16")
-        assert (found["b"]["model.name"], found["b"]["model.width"]) == ("vgg16", 0.25)
 
 
 def test_a_label_takes_the_place_of_a_section_that_is_null() -> None:
@@ -385,25 +343,6 @@ def test_a_factor_takes_the_place_of_what_a_suite_says() -> None:
             published_suites.entries_of(
                 suite, "a", None, parse_sets([given]), partial(load_config, None), "asked", {"training.lr": [0.1]}
             )
-
-
-def test_factors_are_columns_of_the_tables(store: Path, flexfleet: Callable[..., Any], monkeypatch: Any) -> None:
-    monkeypatch.setattr(compare, "side_by_side", one_by_one)
-    argv = ("--algorithms", "all_large", "--over", "training.lr=0.01,0.1", "--id", "over", "--json")
-    done = flexfleet("compare", *argv, sets=SETS)
-    assert done.code == 0, done.err
-    assert {label: found["at"] for label, found in done.json["results"].items()} == {
-        "all_large-lr0.01": {"training.lr": 0.01}, "all_large-lr0.1": {"training.lr": 0.1}
-    }  # fmt: skip
-    found = ff.load_comparison("over")
-    assert list(found.table["training.lr"]) == [0.01, 0.1]
-    for text in (str(found), found.report.read_text(), (found.folder / "comparison.md").read_text()):
-        assert "Each algorithm was run with every combination of training.lr: 0.01, 0.1." in text
-    lines = [line.split() for line in str(found).splitlines() if line.lstrip().startswith(("algorithm", "all_large-"))]
-    assert lines[0][:2] == ["algorithm", "training.lr"]
-    assert [line[:2] for line in lines[1:3]] == [["all_large-lr0.01", "0.01"], ["all_large-lr0.1", "0.1"]]
-    refused = flexfleet("compare", *argv[:4], "--set", "training.lr=1", sets=SETS)
-    assert refused.code == 2 and "over: training.lr" in refused.err
 
 
 def test_data_of_ones_own_are_compared(store: Path) -> None:

@@ -16,7 +16,6 @@ from torch import nn
 
 import flexfleet as ff
 from fl_engine.algorithms import HeteroFL
-from fl_engine.core.errors import Diverged
 from fl_engine.data import heat_map
 from flexfleet.api import tuning
 from flexfleet.api.tuning import study_of
@@ -79,20 +78,6 @@ def test_a_study_is_found_again(study: ff.Study) -> None:
         ff.tune("heterofl", id="lr", **SEARCH, **SMALL)
     with pytest.raises(ff.ConfigError, match="resume=True needs id"):
         ff.tune("heterofl", resume=True, **SEARCH, **SMALL)
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"algorithm": "all_large"}, "algorithm.name: 'heterofl' -> 'all_large'"),
-        ({"rounds": 2}, "rounds.stop: 1 -> 2"),
-        ({"space": {"training.lr": (0.5, 0.6)}}, "tune.space.training.lr.high: .* -> 0.6"),
-    ],
-)
-def test_another_study_does_not_go_on(study: ff.Study, changed: dict[str, Any], said: str) -> None:
-    given = {"algorithm": "heterofl", **SEARCH, **SMALL, **changed}
-    with pytest.raises(ff.ConfigError, match=rf"was started with another configuration .*{said}"):
-        ff.tune(given.pop("algorithm"), id="lr", resume=True, **given)
 
 
 def test_a_resumed_study_makes_the_trials_that_are_missing(study: ff.Study) -> None:
@@ -160,27 +145,6 @@ def test_a_trial_that_diverges_is_an_outcome_and_the_study_goes_on(store: Path) 
     assert list(found.trials["outcome"]) == outcomes
     again = numbers("diverges", [0.1, 1e30], lr=1e30, trials=6, held_out=(), resume=True)
     assert [line["outcome"] for line in json.loads((again.folder / "tune.json").read_text())["tried"]] == outcomes
-
-
-def test_a_study_of_diverged_trials_and_a_diverged_default(store: Path) -> None:
-    with pytest.raises(Diverged):
-        numbers("all", [1e30, 2e30], lr=1e30, trials=2, held_out=())
-    assert not (store / "all" / "params.yaml").exists()
-    found = numbers("held", [0.1], lr=1e30, trials=2, held_out=(7,))
-    assert list(found.trials["outcome"]) == ["diverged", "complete"]
-    assert found.better and found.gain is None and found.table["default"].isna().all()
-    assert found.config["algorithm"]["server"]["lr"] == 0.1
-
-
-def test_a_trial_that_merges_no_update_cannot_win(store: Path) -> None:
-    """All clients diverge at such a learning rate, so that the model keeps its first weights."""
-    small = {**SMALL, "options": {**OPTIONS, "training.lr": 0.1}}
-    rates = {"training.lr": (1e4, 1e5)}
-    found = ff.tune("heterofl", space=rates, id="rates", trials=2, metric="full", held_out=(), **small)
-    assert list(found.trials["outcome"]) == ["complete", "diverged"]
-    assert found.best == found.default == {"training.lr": 0.1} and not found.better
-    assert found.config["training"]["lr"] == 0.1
-    assert repr(found) == "<flexfleet.Study rates: Nothing better than the default was found>"
 
 
 def test_a_default_that_no_trial_beats_is_trained_once_on_each_held_out_seed(store: Path) -> None:

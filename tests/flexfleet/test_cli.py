@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +14,8 @@ from typing import Any
 import pytest
 
 import fl_engine
-from fl_engine.datasets import DATASETS, Source, fashion_mnist
+from fl_engine.datasets import fashion_mnist
 from flexfleet.cli import common, host
-from flexfleet.files import terminal
-from flexfleet.files.progress import Live
-from flexfleet.reports import report
 from tests.harness.processes import refused
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
@@ -103,23 +97,6 @@ def test_a_bare_installation_is_told_what_to_install() -> None:
         assert "flexfleet[engine]" in done.stderr
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("package", "said"),
-    [("matplotlib", "flexfleet[tracking]"), ("mlflow", "flexfleet[tracking]"), ("sklearn", "scikit-learn")],
-)
-def test_a_missing_extra_is_an_environment_error_that_names_it(
-    quick: Sequence[str], tmp_path: Path, package: str, said: str
-) -> None:
-    sets = [part for pair in (*quick, "tracking.mlflow=sqlite:///mine.db") for part in ("--set", pair)]
-    done = without((package,), "run", "--json", *sets)
-    assert "Traceback" not in done.stderr, done.stderr[-300:]
-    assert done.returncode == 6
-    assert said in done.stderr
-    assert done.stdout == ""
-    assert list(tmp_path.rglob("apoz.json")) == [], "said at once, and not after hours of pre-training"
-
-
 PI_4 = "processor\t: 0\nFeatures\t: fp asimd evtstrm crc32 cpuid\nCPU implementer\t: 0x41\nCPU part\t: 0xd08\n"
 PI_5 = PI_4.replace("crc32", "crc32 atomics fphp asimdhp")
 
@@ -152,30 +129,6 @@ def test_torch_that_would_die_of_sigill_is_not_imported(
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode == 6 and "torch==2.9.1" in done.stderr) == refused, done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_doctor_in_this_environment(flexfleet: Any) -> None:
-    found = flexfleet("doctor", "--json").json
-    assert "cpu" in found["devices"]
-    assert found["extras"]["engine"]["missing"] == []
-    assert found["data"].keys() == DATASETS.keys()
-    text = flexfleet("doctor")
-    assert text.code == 0
-    assert "engine" in text.out
-
-
-def test_doctor_says_the_rest_where_data_sets_cannot_be_looked_at(
-    flexfleet: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As in a container whose HOME is another user's."""
-
-    def closed(*_: Any) -> Any:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/home/other/.cache/flexfleet/data")
-
-    monkeypatch.setattr(Source, "missing", closed)
-    found = flexfleet("doctor", "--json").json
-    assert "cpu" in found["devices"] and found["data"] == {}
-    assert "which data sets are there cannot be said: [Errno 13] Permission denied: '/home/other/.cache" in caplog.text
 
 
 # -------------------------------------------------------------------------------------------------- bad input
@@ -396,16 +349,6 @@ def test_a_stream_that_is_closed_or_full_changes_no_exit_code(argv: str, shell: 
     assert subprocess.run(["sh", "-c", command], cwd=tmp_path).returncode == code
 
 
-def test_progress_needs_no_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", None)
-    monkeypatch.setattr(sys, "stdout", None)
-    terminal._open_streams()
-    Live().show("round 1")
-    terminal.show("told")
-    for stream in (sys.stdout, sys.stderr):
-        stream.close()
-
-
 def test_what_an_encoding_lacks_is_a_question_mark(tmp_path: Path) -> None:
     code = "from flexfleet.files.terminal import run_main, show; run_main(lambda _: show('a \u2013 b') or 0)"
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
@@ -427,46 +370,6 @@ def test_an_interruption_is_exit_code_130(flexfleet: Any, monkeypatch: pytest.Mo
     done = flexfleet("doctor", "--json")
     assert done.code == 130
     assert "Traceback" not in done.err
-
-
-def test_an_interruption_while_modules_are_imported_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Interrupting:
-        @staticmethod
-        def find_spec(name: str, *_: object) -> None:
-            if name == "flexfleet.cli":
-                raise KeyboardInterrupt
-
-    from flexfleet import __main__ as command
-
-    for name in [name for name in sys.modules if name == "flexfleet.cli.main" or name.startswith("flexfleet.cli")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("flexfleet.cli.main")
-    monkeypatch.delattr("flexfleet.cli", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [Interrupting, *sys.meta_path])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_report_that_is_stopped_says_so(
-    flexfleet: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
-    before = signal.signal(signal.SIGTERM, lambda *_: None)  # what the default does ends this process
-
-    def slow(_: object) -> None:
-        signal.raise_signal(number)
-        time.sleep(5)
-
-    monkeypatch.setattr(report, "load_all", slow)
-    try:
-        done = flexfleet("report", "runs/a")
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    wanted = (3, "error: stopped on request\n") if number == signal.SIGTERM else (130, "interrupted\n")
-    assert (done.code, done.err) == wanted
 
 
 def test_a_tracking_server_is_named_by_its_address_a_data_base_by_the_command_that_shows_it() -> None:

@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 import re
-import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fl_engine.core.errors import DataError
-from fl_engine.data import files
 from fl_engine.datasets import DATASETS
 from tests.harness.processes import refused
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
-
-
-def test_a_fetch_that_is_stopped_leaves_nothing_beside(
-    flexfleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = DATASETS["cifar10"]
-
-    def fetched(root: Path) -> None:
-        with files.replacing(root / "large"):
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setitem(DATASETS, "cifar10", replace(source, fetch=fetched))
-    done = flexfleet("fetch", "cifar10", "--root", str(tmp_path / "data"))
-    assert done.code == 3 and "stopped on request: the same command goes on" in done.err
-    assert not list((tmp_path / "data").iterdir())
 
 
 def test_fetch_lists_what_there_is(flexfleet: Any, tmp_path: Path) -> None:
@@ -61,14 +42,6 @@ def test_the_list_says_what_a_data_set_is_how_large_and_under_what_licence(name:
     assert re.search(r"licen[cs]e|CC BY|terms|public domain", about)
     assert re.search(r"(\d|several) (kB|MB|GB)\b|comes with", about)
     assert re.fullmatch(r"https?://\S+", DATASETS[name].address)
-
-
-@pytest.mark.parametrize("name", sorted(name for name, source in DATASETS.items() if source.files and not source.fetch))
-def test_what_is_put_in_place_by_hand_says_from_where_and_whether_a_form_is_wanted(name: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError) as error:
-        DATASETS[name].load(tmp_path)
-    said = str(error.value)
-    assert DATASETS[name].address in said and ("no form" in said or name == "femnist"), "LEAF's script downloads it"
 
 
 def test_what_epic_sounds_is_made_of_is_said_when_it_is_fetched(flexfleet: Any, tmp_path: Path) -> None:

@@ -40,14 +40,6 @@ def test_pool_of_the_papers_vgg16(flexfleet: Any, argv: tuple[str, ...]) -> None
         assert all(a <= b for a, b in zip(small, large, strict=True))
 
 
-def test_pool_of_the_authors_resnet34(flexfleet: Any) -> None:
-    """With the APoZ scores of their code for CIFAR-10: no data set, and no pre-training."""
-    scores = "algorithm.apoz=[0.5686834259, 0.6525205196, 0.6017078438, 0.7603804525, 0.9060739441]"
-    argv = ("--model", "resnet34", "--input", "3x32x32", "--classes", "10", "--set", "algorithm.rule=authors")
-    levels = flexfleet("pool", "--json", *argv, "--set", scores).json["levels"]
-    assert [level["params"] for level in levels] == [6_296_547, 9_689_715, 11_671_306, 20_067_466, 21_578_634]
-
-
 def test_pool_of_the_control_has_one_model(flexfleet: Any) -> None:
     (level,) = flexfleet("pool", "--json", "--algorithm", "all_large", *VGG).json["levels"]
     assert level["params"] == 33_646_666

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,15 +10,11 @@ from typing import Any
 
 import pytest
 
-from fl_engine.algorithms import FlexFL
 from fl_engine.core.errors import IntegrityError, Stopped
-from fl_engine.models import export
-from fl_engine.rounds import round as rounds
 from fl_engine.storage.store import sha256
-from fl_engine.training.numerics import flushes_now
 from flexfleet.api.results import load
 from flexfleet.files.artifacts import RunFile
-from flexfleet.pipeline import evaluate, federate
+from flexfleet.pipeline import federate
 from flexfleet.pipeline import run as run_module
 from flexfleet.pipeline.prepare import Resolved
 from tests.harness.processes import refused
@@ -57,14 +52,6 @@ def test_a_run_prints_exactly_one_json_object(finished: Any) -> None:
     assert found["mlflow_run_id"] is None
     assert Path(found["store_uri"]).is_absolute()
     assert found["report"].endswith("report.html")
-
-
-def test_a_run_without_json_prints_a_table_and_where_things_are(flexfleet: Any, quick: Sequence[str]) -> None:
-    done = flexfleet("run", "--run-id", "b", sets=[*quick, "rounds.stop=1"])
-    assert done.code == 0
-    assert "flexfl" in done.out
-    assert "runs/b/report.html" in done.out
-    assert "mlflow" not in done.out.lower()
 
 
 def test_the_configuration_is_params_yaml_of_the_current_folder(
@@ -188,24 +175,6 @@ def test_a_run_is_not_begun_again_where_its_rounds_are_not(
     assert again.json["model_sha256"] == done.json["model_sha256"], again.err
 
 
-def test_a_run_that_was_renamed_is_not_begun_again(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
-    """Its ledger in run.remote still has the old name; one in the run's folder goes with it."""
-    remote = tmp_path / "ledgers"
-    ways = {"far": [f"run.remote={remote}"], "near": []}
-    for name, more in ways.items():
-        sets = [*quick, "rounds.stop=1", *more]
-        done = flexfleet("run", "--json", "--run-id", name, sets=sets)
-        assert done.code == 0, done.err
-        Path("runs", name).rename(f"runs/{name}-b")
-        again = flexfleet("run", "--json", "--run-id", f"{name}-b", "--resume", sets=sets)
-        if more:
-            text = refused(again)
-            assert "run.remote" in text and "far" in text
-            shutil.copytree(remote / "far" / "rounds", remote / "far-b" / "rounds")
-            again = flexfleet("run", "--json", "--run-id", f"{name}-b", "--resume", sets=sets)
-        assert again.json["model_sha256"] == done.json["model_sha256"], again.err
-
-
 def test_a_run_without_a_token_is_not_mixed_with_another_of_its_name(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path
 ) -> None:
@@ -312,24 +281,6 @@ def test_a_run_that_is_killed_before_its_results_is_not_finished(
     assert flexfleet("status", f"runs/{name}", "--json").json["status"] == "finished"
 
 
-def test_status_of_what_the_rounds_alone_wrote(flexfleet: Any, finished: Any) -> None:
-    """As `python -m flexfleet.pipeline.federate` leaves it: the results are in other steps' folders."""
-    run, _ = finished
-    for name in ("partition", "pretrain", "pool"):
-        shutil.rmtree(run / name)
-    for name in ("result.json", "manifest.json"):
-        (run / name).unlink()
-    assert flexfleet("status", "runs/a", "--json").json["status"] == "finished"
-
-
-def test_a_run_without_results_is_not_finished_wherever_its_folder_lies(flexfleet: Any, finished: Any) -> None:
-    run, _ = finished
-    shutil.copytree(run, "kept/elsewhere/b")
-    for name in ("result.json", "manifest.json"):
-        Path("kept/elsewhere/b", name).unlink()
-    assert flexfleet("status", "kept/elsewhere/b", "--json").json["status"] != "finished"
-
-
 # ------------------------------------------------------------------------------------------- numerics: exit 6
 def test_a_machine_that_computes_other_bits_is_refused_unless_accepted(
     flexfleet: Any, finished: Any, quick: Sequence[str]
@@ -345,66 +296,6 @@ def test_a_machine_that_computes_other_bits_is_refused_unless_accepted(
     assert flexfleet(*argv, sets=[*quick, "rounds.stop=4"]).code == 0
 
 
-@pytest.mark.parametrize("backend", ["in_process", "processes"])
-def test_denormal_numbers_count_as_zero_and_a_run_that_kept_them_is_refused(
-    flexfleet: Any, finished: Any, quick: Sequence[str], monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    """Where the server plans, averages and evaluates, in the rounds and at the end; and where models are exported."""
-    run, _ = finished
-    numerics = RunFile.read(run / "run.json").numerics
-    edit(run / "run.json", numerics={n: v for n, v in numerics.items() if n != "flush_denormal"})
-    seen: dict[str, bool] = {}  # the last time: `check`, before a run, computes nothing that stays
-
-    def noted(what: str, work: Any) -> Any:
-        def done(*given: Any, **named: Any) -> Any:
-            seen[what] = flushes_now()
-            return work(*given, **named)
-
-        return done
-
-    for name in ("init", "plan", "merge"):
-        monkeypatch.setattr(FlexFL, name, noted(name, getattr(FlexFL, name)))
-    for module in (rounds, evaluate):
-        monkeypatch.setattr(module, "evaluate_pool", noted(module.__name__, module.evaluate_pool))
-    monkeypatch.setattr(export, "export", noted("export", export.export))
-    parts = {"init", "plan", "merge", rounds.__name__, evaluate.__name__, "export"}
-    sets = [*quick, f"run.backend={backend}", "publish.models=true", "publish.onnx=false"]
-    text = refused(flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*sets, "rounds.stop=4"]), 6)
-    assert "flush_denormal: None there, True here" in text
-    seen.clear()
-    assert flexfleet("run", "--run-id", "b", sets=[*sets, "rounds.stop=1"]).code == 0
-    assert seen == dict.fromkeys(parts, True)
-
-
 @pytest.mark.parametrize("command", ["run", "central"])
 def test_resume_needs_the_name_of_a_run(command: str, flexfleet: Any) -> None:
     assert "--resume needs --run-id" in refused(flexfleet(command, "--resume"))
-
-
-def test_a_run_without_a_name_gets_one_without_a_colon(flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    named: list[str] = []
-
-    def stopped(resolved: Any, run_id: str, **_: Any) -> None:
-        named.append(run_id)
-        raise Stopped("stopped")
-
-    monkeypatch.setattr("flexfleet.pipeline.run.run", stopped)
-    monkeypatch.setattr("time.strftime", lambda _: "now")
-    assert flexfleet("run", "--algorithm", "fl_engine.algorithms.fedavg:FedAvg").code == 3
-    assert named[0].startswith("fl_engine.algorithms.fedavg.FedAvg-s0-now-")
-
-
-def test_a_resume_that_finds_nothing_says_so_and_begins(
-    flexfleet: Any, quick: Sequence[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is allowed: a task that is tried again does not know whether it has begun."""
-    caplog.set_level(logging.INFO, "flexfleet")
-    said = "--resume: there is no runs/a, so nothing goes on and a new run begins"
-    for command, named in (("run", "a"), ("central", "b")):
-        sets = [*quick, "rounds.stop=1", "central.epochs=1"]
-        begun = flexfleet(command, "--run-id", named, "--resume", sets=sets)
-        assert begun.code == 0, begun.err
-        assert caplog.messages.count(said.replace("runs/a", f"runs/{named}")) == 1
-        caplog.clear()
-        assert flexfleet(command, "--run-id", named, "--resume", sets=sets).code == 0
-        assert "nothing goes on" not in caplog.text

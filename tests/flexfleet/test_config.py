@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,13 @@ import pytest
 import yaml
 
 from fl_engine.aggregation.server_opt import Yogi
-from fl_engine.algorithms import FedAvg, FlexFL
-from fl_engine.algorithms.training import Training
+from fl_engine.algorithms import FedAvg
 from fl_engine.core.errors import ConfigError, ModelError, masked
 from fl_engine.core.fields import Moves
-from fl_engine.fleet.devices import FLEETS, Tier
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.models.vgg16 import VGG16
+from fl_engine.fleet.devices import FLEETS
 from fl_engine.selection import Curiosity
 from flexfleet import config as configs
 from flexfleet.config import Config, flatten, load_config, parse
-from flexfleet.files.artifacts import RunFile
-from flexfleet.pipeline.own_code import stored
 from flexfleet.pipeline.prepare import Resolved
 from tests.harness.settings import refused, written
 
@@ -33,15 +28,6 @@ ROOT = Path(__file__).parents[2]
 def test_the_file_in_the_repository_says_the_defaults() -> None:
     assert load_config(ROOT / "params.yaml") == Config()
     assert load_config(None) == Config()
-
-
-def test_the_file_in_the_repository_names_every_parameter() -> None:
-    """Also the options of the default network and algorithm, as comments: a file to be read, not only parsed."""
-    lines = (ROOT / "params.yaml").read_text().splitlines()
-    named = {line.strip().removeprefix("# ").split(":")[0].strip("'") for line in lines}
-    parameters = {key.split(".")[-1] for key in flatten(Config())}
-    options = {f.name for kind in (FlexFL, SmallCNN) for f in fields(kind)} - {"training", "input_shape", "outputs"}
-    assert parameters | options <= named
 
 
 def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
@@ -83,14 +69,6 @@ def test_an_unknown_name_is_an_error_that_names_the_nearest(given: str, named: s
     text = refused(given)
     assert named in text
     assert f"did you mean {near!r}" in text
-
-
-def test_a_name_far_from_all_gets_the_known_ones() -> None:
-    text = refused("rounds.xyzzy=3")
-    assert "rounds.xyzzy" in text
-    assert "commit_every" in text
-    assert "keep_updates" in text
-    assert "all_large" in refused("algorithm.name=qqqq")
 
 
 def test_a_sections_own_options_do_not_leak_into_another(tmp_path: Path) -> None:
@@ -188,33 +166,9 @@ def test_a_list_of_a_network_is_checked_too() -> None:
 
 
 # -------------------------------------------------------------------------------------------- what comes of it
-def test_the_configured_things_are_what_was_configured() -> None:
-    config = load_config(None, ["training.lr=0.1", "algorithm.targets=[50.0, 100.0]", "algorithm.gammas=null"])
-    found = configs.algorithm(config)
-    assert found == FlexFL(config.training, targets=(50.0, 100.0))
-    assert config.training == Training(fraction=0.3, epochs=5, batch_size=10, lr=0.1)
-    other = load_config(None, ["algorithm.name=all_large", "algorithm.eligible=all"])
-    assert configs.algorithm(other) == FedAvg(other.training, eligible="all")
-    vgg = Resolved.load(None, ["model.name=vgg16", "model.fc=[64, 64]", "model.width=0.25"])
-    assert vgg.network((3, 32, 32), 10) == VGG16((3, 32, 32), 10, fc=(64, 64), width=0.25)
-    assert config.fleet.tiers[0] == Tier("weak", 0.4, 35.0, (5.0, 8.0, 10.0), speed=2.0)
-
-
 def test_an_input_that_the_network_cannot_take_is_a_model_error() -> None:
     with pytest.raises(ModelError):
         Resolved.load(None, ["model.name=vgg16"]).network((3, 8, 8), 10)
-
-
-def test_flatten_gives_dotted_names_that_tell_configurations_apart() -> None:
-    flat = flatten(load_config(None, ["rounds.stop=7"]))
-    assert flat["rounds.stop"] == 7
-    assert flat["model.name"] == "small_cnn"
-    assert flat["training.lr"] == 0.05
-    assert flat["dataset.root"] is None
-    assert flat["run.devices"] == ["cpu"]
-    assert flat["fleet.tiers"][0]["name"] == "weak"
-    assert all(not isinstance(value, dict) for value in flat.values())
-    assert {k for k, v in flatten(Config()).items() if v != flat[k]} == {"rounds.stop"}
 
 
 def test_a_configuration_survives_json_and_yaml() -> None:
@@ -334,28 +288,6 @@ def test_addresses_are_shown_without_who_asks(address: str, shown: str) -> None:
 def test_the_address_of_data_holds_no_password(address: str) -> None:
     said = refused(f"dataset.root={address}")
     assert "dataset.root" in said and "credential helper" in said and "geheim" not in said
-
-
-@pytest.mark.parametrize(
-    "root",
-    ["https://host:8443/repo@v1:data", "ssh://git@host/repo@v1:data", "git@host:me/repo@v1:data", "/me@home/data"],
-)
-def test_a_name_is_no_password(root: str) -> None:
-    assert load_config(None, [f"dataset.root={root}"]).dataset.root == root
-
-
-@pytest.mark.parametrize(
-    ("root", "kept"),
-    [
-        ("https://me:geheim@host/repo@v1:data", "https://host/repo@v1:data"),
-        ("ssh://git@host/repo@v1:data", "ssh://git@host/repo@v1:data"),
-        (None, None),
-    ],
-)
-def test_a_run_of_an_earlier_version_is_read_without_its_password(root: str | None, kept: str | None) -> None:
-    values = {"config": {"dataset": {"name": "digits", "root": root}}, "numerics": {}, "pool_sha256": ""}
-    run = RunFile.model_validate({"run_id": "a", "partition_sha256": "", **values})
-    assert parse(stored(run)).dataset.root == kept
 
 
 # --------------------------------------------------------------------------------------------- what a value moves

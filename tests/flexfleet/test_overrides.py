@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from fl_engine.algorithms.flexfl import FlexFL
-from fl_engine.core.errors import ConfigError, PartitionError, holds_password
+from fl_engine.core.errors import ConfigError, holds_password
 from fl_engine.core.text import in_line, read_yaml, write_yaml
 from fl_engine.storage.s3 import check_place, open_store
 from flexfleet.config import Config, flatten, load_config, parse
@@ -95,7 +94,7 @@ def test_a_configuration_with_an_odd_text_is_read_as_it_was_written(text: str, t
 
 @pytest.mark.parametrize("value", ["!!int []", "!!int {}", "!!float ''", "!!bool []", "!!timestamp 5", "!!binary [a]"])
 def test_a_tag_that_lies_is_no_valid_yaml(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"--set a=.*not valid YAML"):
+    with pytest.raises(ConfigError, match=r"--set .*not valid YAML"):
         parse_sets([f"a={value}"])
 
 
@@ -180,17 +179,6 @@ def test_the_form_of_a_night_has_one_place_for_a_value_too(path: str, said: str)
         overrides_of("", "runs", {path: "y"})
 
 
-def test_a_way_out_is_named_where_the_form_has_it() -> None:
-    """A study has no seed, and a run no trials."""
-    form = {"algorithm": "flexfl", "trials": 3}
-    with pytest.raises(ConfigError, match="advanced: 'seed' cannot be set: this pipeline has no parameter 'seed'"):
-        config_from(form, {"seed": 3})
-    with pytest.raises(ConfigError, match=r"'tune\.trials' is the parameter 'trials', set it there"):
-        config_from(form, {"tune.trials": 3})
-    with pytest.raises(ConfigError, match=r"advanced: 'tune\.trials' cannot be set"):
-        config_from({"algorithm": "flexfl", "seed": 3}, {"tune.trials": 3})
-
-
 def test_run_names_and_folders() -> None:
     config = config_from({"store_uri": "/mnt/runs", "seed": 3}, {})
     assert run_name("", "8d1f", config) == "flexfl-s3-8d1f"
@@ -204,15 +192,6 @@ def test_run_names_and_folders() -> None:
         config_from({}, {"run.remote": "s3://bucket/runs"})
     with pytest.raises(ConfigError, match=r"set run\.remote=s3://bucket/prefix"):
         load_config(None, ("run.store=s3://bucket/runs",))
-
-
-def test_check_finds_what_only_data_can_tell() -> None:
-    assert check(Resolved.of(Config()))["train"] == 1438
-    with pytest.raises(PartitionError):
-        check(Resolved.of(config_from({"clients": 5000}, {})))
-    weak = {"fleet.tiers": [{"name": "weak", "share": 1.0, "memory": 35.0, "sigma": [5.0]}]}
-    with pytest.raises(ConfigError, match=r"^algorithm\.eligible"):
-        check(Resolved.of(config_from({"algorithm": "all_large"}, {**weak, "algorithm.eligible": "capable"})))
 
 
 @pytest.mark.parametrize("given", [[], ["rounds.stop"], "rounds.stop", '{"rounds.stop": 3}', 3.0, True, None])
@@ -253,29 +232,10 @@ def test_what_was_meant_as_an_address_is_no_folder(address: str) -> None:
             open_store(address)
 
 
-@pytest.mark.parametrize("name", ["night-12:30", "2026-01-01T02:30/runs", "exp.1:2"])
-def test_a_folder_whose_name_looks_like_a_server_is_given_as_a_path(name: str) -> None:
-    said = re.escape(f"(a folder of that name is given as ./{name})")
-    with pytest.raises(ConfigError, match=said):
-        check_place("store_uri", name)
-    with pytest.raises(ConfigError, match=rf"{said}; for ledgers"):
-        load_config(None, [f"run.store={in_line(name)}"])
-    check_place("store_uri", f"./{name}")
-    assert load_config(None, [f"run.store={in_line(f'./{name}')}"]).run.store == f"./{name}"
-
-
 @pytest.mark.parametrize("name", ["run.remote", "run.secrets", "publish.dvc"])
 def test_every_parameter_that_names_a_place_refuses_what_was_meant_as_an_address(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} must be"):
         check(Resolved.of(load_config(None, [f"{name}=s3:/b"])))
-
-
-@pytest.mark.parametrize(
-    "folder", ["runs", "/mnt/s3/runs", "../a", "a:b/c", "./s3", "s3", "s3/b", "c:/x", "2024-01-01:x"]
-)
-def test_a_folder_stays_one(folder: str) -> None:
-    assert config_from({"store_uri": folder}, {}).run.store == folder
-    check_place("store_uri", folder)
 
 
 def test_a_comparison_has_no_more_runs_than_a_pipeline_can_gather() -> None:
@@ -314,15 +274,3 @@ def test_a_password_is_seen_however_it_is_written(address: str) -> None:
         with pytest.raises(ConfigError, match="holds a password, and Kubeflow shows parameters") as error:
             refused()
         assert "secret" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "", "http://mlflow.flexfleet:5000", "https://host:8080/repo@v1:data", "ssh://git@host/repo", "s3://bucket/a@b",
-        "sqlite:///folder/mlflow.db", "postgresql://me@host/db", "/folder/me@home", "pvc:data", "me:word@somewhere",
-        "postgresql://host/db?sslmode=require",
-    ],
-)  # fmt: skip
-def test_what_is_no_password_is_taken(address: str) -> None:
-    assert not holds_password(address)

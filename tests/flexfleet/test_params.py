@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -20,12 +19,11 @@ from fl_engine.fleet.devices import FLEETS
 from fl_engine.models import MODELS
 from flexfleet.cli import main as cli
 from flexfleet.config import Config, flatten, load_config
-from flexfleet.config.parameters import OWN_MODULE, Parameter, everything, found, in_use
+from flexfleet.config.parameters import OWN_MODULE, everything, found, in_use
 from flexfleet.experiments import published_suites
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
-ROOT = Path(__file__).parents[2]
 ROWS = everything()
 OWN_NETWORK = "from torch import nn\n\n\ndef Net(num_classes):\n    return nn.Linear(64, num_classes)\n"
 BY_NAME = {(row.name, row.of): row for row in ROWS}
@@ -74,17 +72,6 @@ def test_a_word_finds_every_parameter_that_a_configuration_takes(tmp_path: Path)
             assert told - {f"{section}.name"} == takes, name
 
 
-def test_an_option_of_many_stands_there_once_with_their_names(flexfleet: Any) -> None:
-    lines = flexfleet("params", "server").out.splitlines()
-    heads = [line.partition("  [")[0] for line in lines if line.startswith("algorithm.server")]
-    assert len(heads) == len(set(heads)) < 20
-    assert "algorithm.server.lr: 0.01  (of adam, yogi)" in heads and "algorithm.server.lr: 0.1  (of adagrad)" in heads
-    average = next(head for head in heads if head.startswith("algorithm.server: {name: average}"))
-    assert average.endswith("scalefl)") and "heterofl, " in average
-    (init,) = [line for line in flexfleet("params", "model.init").out.splitlines() if line.startswith("model.init")]
-    assert init == "model.init: null  [text, or null]"
-
-
 def test_options_of_a_network_of_ones_own(flexfleet: Any, tmp_path: Path) -> None:
     (tmp_path / "mynet.py").write_text(OWN_NETWORK)
     done = flexfleet("params", sets=["model={name: mynet:Net}"])
@@ -95,25 +82,6 @@ def test_options_of_a_network_of_ones_own(flexfleet: Any, tmp_path: Path) -> Non
 def test_every_option_of_every_algorithm_is_there(name: str) -> None:
     options = {f"algorithm.{field.name}" for field in fields(ALGORITHMS[name])} - {"algorithm.training"}  # type: ignore[arg-type]
     assert {row.name for row in ROWS if row.of == name and row.name.count(".") == 1} == options
-
-
-@pytest.mark.parametrize(
-    ("path", "of", "type", "default"),
-    [
-        ("training.lr", "", "number > 0", "0.05"),
-        ("training.fraction", "", "number > 0 and <= 1", "0.3"),
-        ("rounds.commit_every", "", "auto, or whole number >= 1", "auto"),
-        ("dataset.root", "", "text, or null", "null"),
-        ("algorithm.widths", "heterofl", "list of number > 0 and <= 1", "[0.5, 0.71, 1.0]"),
-        ("algorithm.selection", "heterofl", "name and options", "{name: by_capacity}"),
-        ("algorithm.selection.preferred", "oort", "number >= 0 and <= 1", "1.0"),
-        ("training.schedule.floor", "cosine", "number >= 0 and <= 1", "0.0"),
-        ("partition.cap", "", "true or false", "false"),
-    ],
-)
-def test_types_and_defaults_in_words(path: str, of: str, type: str, default: str) -> None:
-    row = BY_NAME[path, of]
-    assert (row.type, row.default) == (type, default)
 
 
 def test_choices() -> None:
@@ -129,19 +97,6 @@ def test_what_a_configuration_uses() -> None:
     assert {row.of for row in used} == {"", "heterofl", "small_cnn", "oort", "qsgd"}
     assert ("codec.up.bits", "qsgd") in {(row.name, row.of) for row in used}
     assert all(row.name != "codec.down.bits" for row in used)
-
-
-def test_a_word_finds_names_before_meanings() -> None:
-    rows = found("MU", ROWS)
-    names = [row.name for row in rows]
-    last = max(i for i, name in enumerate(names) if name == "algorithm.mu")
-    assert BY_NAME["algorithm.mu", "fedprox"] in rows[: last + 1] and set(names[: last + 1]) == {"algorithm.mu"}
-    assert "partition.minimum" in names[last:]
-    assert found("there is no such word", ROWS) == []
-    row = Parameter("a.b", "c", "text", "null", ("Choice",), "Meaning")
-    assert [word for word in ("a.b", "b", "C", "choice", "MEAN", "text") if found(word, [row])] == [
-        "a.b", "b", "C", "choice", "MEAN"
-    ]  # fmt: skip
 
 
 def test_the_command(flexfleet: Any) -> None:
@@ -181,16 +136,6 @@ def test_lists(flexfleet: Any, what: str, names: set[str]) -> None:
     assert [line.split()[0] for line in lines] == list(about)
 
 
-def test_what_lists_say(flexfleet: Any) -> None:
-    about = json.loads(flexfleet("list", "algorithms", "--json").out)["algorithms"]
-    assert about["heterofl"].startswith("HeteroFL: Computation and Communication Efficient")
-    assert about["fedprox"].startswith("FedProx: FedAvg with a proximal term")
-    assert len(set(about.values())) >= len(about) - 1, "FedX stands for itself"
-    fleets = json.loads(flexfleet("list", "fleets", "--json").out)["fleets"]
-    assert fleets["8:1:1"].startswith("80 % weak (hold 35 %, spread 5/8/10), 10 % medium")
-    assert flexfleet("list", "nothing").code == 2
-
-
 # ------------------------------------------------------------------------------------------- completion
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(flexfleet: Any, shell: str) -> None:
@@ -206,14 +151,3 @@ def test_completion(flexfleet: Any, shell: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------- the site's table
-def test_the_page_is_a_table_with_an_anchor_for_every_row() -> None:
-    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
-    assert spec is not None and spec.loader is not None
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
-    page = hooks.parameters()
-    rows = [line for line in page.splitlines() if line.startswith("| <a id=")]
-    assert len(rows) == len(ROWS) == page.count('<a id="')
-    assert all(line.count(" | ") == 3 and line.endswith(" |") for line in rows)
-    assert '<a id="training.lr"></a>`training.lr` | number > 0 | `0.05` | Learning rate' in page
-    assert '<a id="algorithm.mu.fedprox"></a>' in page and "### algorithm: fedprox" in page

@@ -5,24 +5,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fl_engine.core.errors import ConfigError, Unreachable
 from fl_engine.storage.store import FolderStore
 from flexfleet.config import Config, comparison_runs, load_config
 from flexfleet.config.form import config_from, overrides_of
-from flexfleet.config.overrides import parse_sets
 from flexfleet.experiments import compare, nightly
-from flexfleet.files.artifacts import RunFile
 from flexfleet.pipeline import publish
 from flexfleet.tracking import record as track
 from flexfleet.tracking import server
 from flexfleet.tracking.server import PARENT
-from flexfleet.tracking.trackers import RESUMED_IN, TOKEN
 from tests.harness import platform as harness
 from tests.harness.platform import Platform
 
@@ -109,49 +104,11 @@ def test_a_task_run_without_a_parent_gives_ours_none(at: Platform, monkeypatch: 
     assert PARENT not in run.data.tags and run.info.experiment_id == at.experiment
 
 
-@pytest.mark.parametrize(("name", "value"), [("MLFLOW_RUN_ID", "0" * 32), ("MLFLOW_EXPERIMENT_ID", "4711")])
-def test_what_the_server_does_not_know_is_said(
-    at: Platform, monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=rf"does not know what the environment names.*{name} = '{value}'.*Unset them"):
-        begun(at, form())
-
-
-def test_a_platforms_server_that_does_not_answer_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "1")
-    with pytest.raises(Unreachable, match=r"tracking\.mlflow = 'http://127\.0\.0\.1:9' cannot be used"):
-        server.platform_of("http://127.0.0.1:9")
-
-
 def test_registered_models_have_the_name_of_the_experiment_that_the_run_is_in(at: Platform) -> None:
     assert publish.name_of(form()) == "kubeflow-flexfl"
     assert publish.name_of(form(tracking__experiment="mine")) == "mine-flexfl"
     assert publish.name_of(form(publish__name="shipped")) == "shipped"
     assert publish.name_of(load_config(None)) == "digits-small_cnn-dirichlet-flexfl"
-
-
-def test_a_run_that_another_pipeline_goes_on_with_keeps_its_first_parent(
-    at: Platform, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, given = form(), {"kfp.job_id": "first"}
-    run_id = track.begin(config, "a", FolderStore("runs/a"), given)
-    file = RunFile(run_id="a", token="t", config={}, numerics={}, pool_sha256="", partition_sha256="",
-                   mlflow_run_id=run_id)  # fmt: skip
-    file.write(Path("runs/a/run.json"))
-    track.start(config, file, Path("runs/a"), given)
-    assert RESUMED_IN not in at.client.get_run(run_id).data.tags, "the same pipeline, a task later"
-    for job in ("second", "third"):
-        other = harness.begin(str(config.tracking.mlflow), monkeypatch, at.experiment)
-        assert track.begin(config, "a", FolderStore("runs/a"), {"kfp.job_id": job}) == run_id
-        mlflow = track.start(config, file, Path("runs/a"), {"kfp.job_id": job})
-        assert mlflow is not None and mlflow.run_id == run_id
-        tags = at.client.get_run(run_id).data.tags
-        assert (tags[PARENT], tags[RESUMED_IN], tags["kfp.job_id"]) == (at.pipeline, other.pipeline, job)
-        assert other.untouched()
-    assert [run.info.run_id for run in at.ours()] == [run_id]
 
 
 def test_a_first_task_that_is_tried_again_goes_on_with_the_mlflow_run_that_it_had_begun(at: Platform) -> None:
@@ -223,27 +180,6 @@ def test_a_study_is_flat_below_the_pipeline(at: Platform) -> None:
 
 
 # -------------------------------------------------------------------------------------- tokens that last, links
-def test_the_token_of_a_comparison_lasts_and_one_of_an_earlier_version_is_its_runs(
-    tmp_path: Path, quick: Sequence[str]
-) -> None:
-    sets = [s for s in quick if "algorithm.name" not in s]
-    names = {"flexfl": "flexfl", "all_large": "all_large"}
-    overrides = comparison_runs.label_overrides(names, parse_sets([*sets, f"run.store={tmp_path}"]))
-    runs = comparison_runs.entries_from(overrides, (0,), partial(load_config, None), "c")
-    here, stores = FolderStore(tmp_path / "c"), compare.stores_of(runs)
-    for entry, token in zip(runs, ("a", "b"), strict=True):
-        file = RunFile(run_id=entry.name, token=token, config={}, numerics={}, pool_sha256="", partition_sha256="")
-        file.write(tmp_path / "c" / entry.name / "run.json")
-    old = track.lasting_token("comparison", here, stores, "new")
-    assert old == track.token_of("comparison", "ba")
-    assert track.lasting_token("comparison", here, stores[:1], "new") == old, "whatever joins or goes"
-    fresh = [
-        track.lasting_token("comparison", FolderStore(tmp_path / name), (), track.new_token("comparison", "c", {}))
-        for name in ("d", "e", "d")
-    ]
-    assert fresh[0] == fresh[2] != fresh[1]
-
-
 @pytest.mark.parametrize(
     ("environment", "link"),
     [
@@ -259,16 +195,3 @@ def test_a_tag_links_to_kubeflows_run(
         monkeypatch.setenv("FLEXFLEET_KUBEFLOW_UI", environment)
     tags = track.of_job(form(), "job")
     assert tags == {"kfp.job_id": "job"} | ({"kfp.run": link} if link else {})
-
-
-def test_a_token_of_another_night_is_no_verdict_on_this_one(at: Platform, tmp_path: Path) -> None:
-    """The same name with other runs, a changed suite's, is judged anew."""
-    for name in ("a", "b"):
-        file = RunFile(run_id=name, token=name, config={}, numerics={}, pool_sha256="", partition_sha256="")
-        file.write(tmp_path / name / "run.json")
-    one, both = ({("quick", name): tmp_path / name for name in names} for names in ("a", "ab"))
-    mlflow = track.tracker(form(), "n", {TOKEN: "t", nightly.PASSED: "True", nightly.JUDGED: nightly._digest(one)})
-    assert mlflow is not None
-    assert nightly._judged(both, tmp_path / "out", mlflow) is None
-    with pytest.raises(Exception, match=r"figures\.json"):  # it is asked for what it had been given
-        nightly._judged(one, tmp_path / "out", mlflow)

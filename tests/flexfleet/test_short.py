@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +16,7 @@ from flexfleet.cli import main as cli
 from flexfleet.config import Config, load_config, parse
 from flexfleet.config.comparison_runs import entries_from, label_overrides
 from flexfleet.config.form_fields import SHORT, place
-from flexfleet.config.overrides import chosen_by_name, merged, parse_sets
+from flexfleet.config.overrides import parse_sets
 from flexfleet.pipeline.prepare import config_of
 
 VALUES = {
@@ -130,15 +129,6 @@ def test_the_order_of_names_and_options_does_not_matter(turn: int) -> None:
     assert config.algorithm == {"name": "heterofl", "on_too_small": "fail", "selection": {"name": "oort"}}
 
 
-def test_what_a_name_chooses() -> None:
-    chosen = ("model", "algorithm", "codec.up", "fleet.trace", "training.sampler", "algorithm.selection")
-    assert all(map(chosen_by_name, chosen))
-    assert not any(map(chosen_by_name, ("", "dataset", "publish", "training", "run", "codec")))
-    assert merged({"dataset": {"name": "a", "root": "r"}}, {"dataset": {"name": "b"}}) == {
-        "dataset": {"name": "b", "root": "r"}
-    }
-
-
 def test_mappings_with_keys_of_the_user_are_replaced(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("tune: {space: {training.lr: {low: 0.1, high: 1}}}\n")
@@ -162,19 +152,6 @@ def test_a_mapping_in_python_is_merged_over_the_defaults() -> None:
 
 
 # ------------------------------------------------------------------------------------------- several files
-def test_several_files_merge_in_order_and_one_line_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, flexfleet: Any
-) -> None:
-    (tmp_path / "a.yaml").write_text("rounds: {stop: 7}\ntraining: {lr: 0.5, epochs: 2}\nalgorithm: {name: heterofl}\n")
-    (tmp_path / "b.yaml").write_text("training: {lr: 0.25}\nalgorithm: {on_too_small: fail}\n")
-    with caplog.at_level(logging.INFO, "flexfleet"):
-        config = config_of(parsed("check", "--config", "a.yaml", "--config", "b.yaml", "--local-epochs", "3"))
-    assert (config.rounds.stop, config.training.lr, config.training.epochs) == (7, 0.25, 3)
-    assert config.algorithm == {"name": "heterofl", "on_too_small": "fail"}
-    assert [r.getMessage() for r in caplog.records] == ["configuration: a.yaml, then on top b.yaml"]
-    assert config_of(parsed("check", "--config", "b.yaml", "--config", "a.yaml")).training.lr == 0.5
-
-
 def test_without_a_file_named_the_one_of_the_folder_counts(tmp_path: Path) -> None:
     (tmp_path / "params.yaml").write_text("seed: 5\n")
     (tmp_path / "other.yaml").write_text("rounds: {stop: 7}\n")
@@ -183,14 +160,6 @@ def test_without_a_file_named_the_one_of_the_folder_counts(tmp_path: Path) -> No
 
 
 # ------------------------------------------------------------------------------------------- how much is told
-@pytest.mark.parametrize("argv", [("-q",), ("-v",), ()])
-def test_how_much_is_told(flexfleet: Any, argv: tuple[str, ...]) -> None:
-    level = {("-q",): logging.WARNING, ("-v",): logging.DEBUG, (): logging.NOTSET}[argv]
-    done = flexfleet("status", *argv, "--json")
-    assert done.code == 0 and json.loads(done.out) == {"runs": []}
-    assert [logging.getLogger(name).level for name in LOGGERS] == [level, level]
-
-
 def test_every_command_has_both(flexfleet: Any) -> None:
     (chosen,) = (a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
     assert all({"-q", "-v"} <= {s for a in each._actions for s in a.option_strings} for each in chosen.choices.values())

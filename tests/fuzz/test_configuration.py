@@ -22,7 +22,7 @@ from fl_engine.remote.settings import KubernetesConfig, NodePool
 from fl_engine.training import cgroup
 from flexfleet.config import Config, flatten, load_config, parse
 from flexfleet.config.comparison_runs import accuracies_of, entries_from, label_overrides, labels_of, seeds_of
-from flexfleet.config.form import comparison_from, config_from, form_of, overrides_of, parameters_of, write_config
+from flexfleet.config.form import config_from, parameters_of, write_config
 from flexfleet.config.form_fields import SHORT
 from flexfleet.config.overrides import parse_sets
 from flexfleet.experiments import nightly_suite
@@ -98,15 +98,6 @@ def test_params_yaml_is_taken_as_it_is_or_the_file_or_a_parameter_is_named(tmp_p
         kept(found, tmp_path)
 
 
-@pytest.mark.parametrize("text", ODD_YAML, ids=[text[:30] for text in ODD_YAML])
-def test_odd_yaml_is_taken_or_refused(tmp_path: Path, text: str) -> None:
-    test_params_yaml_is_taken_as_it_is_or_the_file_or_a_parameter_is_named.hypothesis.inner_test(  # type: ignore[attr-defined]
-        tmp_path, text.encode()
-    )
-    pair = f"seed={text}"
-    answer(lambda: load_config(None, [pair]), *words(), "--set")
-
-
 paths = (
     st.sampled_from(NAMES)
     | st.sampled_from(SECTIONS)
@@ -162,17 +153,6 @@ def test_a_form_that_is_nested_without_end_is_refused() -> None:
 
 
 @law(25)
-@given(altered(ADVANCED), texts(odd=("flexfl,all_large", "flexfl,no_kd=flexfl")), texts(odd=("0,1", "0,0", "x", "1e9")))
-def test_a_comparison_is_taken_or_what_is_wrong_is_named(advanced: Any, algorithms: str, seeds: str) -> None:
-    if not isinstance(advanced, dict):
-        return
-    form = {name: value for name, value in FORM.items() if name not in ("algorithm", "seed", "trials")}
-    named = (*words(*advanced), "algorithms", "seeds", "advanced", "label", "algorithm")
-    found = answer(lambda: comparison_from(form, advanced, algorithms, seeds, "c"), *named, kind=ConfigError)
-    assert found is None or len({entry.name for entry in found}) == len(found) > 0
-
-
-@law(25)
 @given(
     texts(odd=("flexfl", "a=flexfl,b=flexfl", "shared=flexfl", "a=,b", ",", "a=b=c")),
     texts(odd=("0", "0,1", "1_0")),
@@ -191,16 +171,6 @@ def test_lists_of_a_command_line_are_taken_or_named(algorithms: str, seeds: str,
             lambda: entries_from(label_overrides(labels, parse_sets(sets)), (0,), partial(load_config, None), "c"),
             "--set", "label", "seeds", *named, *(text.partition("=")[0].strip() for text in sets), kind=ConfigError,
         )  # fmt: skip
-
-
-@law(20)
-@given(st.lists(st.tuples(paths, values).map("=".join), max_size=3))
-@example(["tracking.mlflow=["])
-@example(["seed"])
-def test_settings_become_a_form_and_back_or_are_named(sets: list[str]) -> None:
-    found = answer(lambda: form_of(parse_sets(sets)), "--set", kind=ConfigError)
-    if found is not None and isinstance(found["store_uri"], str):
-        answer(lambda: overrides_of(**found), *words(*found["advanced"]), "advanced", kind=ConfigError)
 
 
 # ------------------------------------------------------------------------------------------------------ suites
@@ -261,14 +231,6 @@ def test_a_data_root_is_a_folder_or_is_named(scratch: Path, root: str) -> None:
         return  # an address: DVC's to ask for
     found = answer(lambda: data_repository.folder_of(root), "dataset.root", root[:50], kind=DataError)
     assert found is None or isinstance(found, Path)
-
-
-@law(10)
-@given(yaml_like(POINTER))
-def test_a_dvc_file_that_names_nothing_is_refused(scratch: Path, content: bytes) -> None:
-    """A file outside of any repository: whatever it says, nothing can be had."""
-    (scratch / "data.dvc").write_bytes(content)
-    assert answer(lambda: data_repository.folder_of("data.dvc"), "data.dvc", "not a .dvc pointer") is None
 
 
 # ------------------------------------------------------------------------------------ what a configuration names
