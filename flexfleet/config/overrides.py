@@ -43,8 +43,8 @@ def pair_of(text: str) -> tuple[str, Any]:
         raise ConfigError(masked(f"--set {text[:200]!r}: the value is not valid YAML: {error}")) from error
     if comment:
         raise ConfigError(
-            f"--set {masked(repr(key.strip()[:200]))}: YAML reads the value as a comment from '#' on. Put the whole value "
-            "in quotes, or leave the comment out"
+            f"--set {masked(repr(key.strip()[:200]))}: YAML reads a comment from '#' on. Put the whole value in "
+            "quotes, or leave the comment out"
         )
     return key.strip(), read
 
