@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -20,10 +20,10 @@ from fl_engine.models.traced.family import ModuleFamily
 CONTRACT = Contract("model", MODELS, ModelFamily)
 
 FROM_DATA = ("input_shape", "outputs")
-"""The fields of a network that are not options, since they follow from the data."""
+"""The fields of a network that are not options, because they follow from the data."""
 
 INIT = "init"
-"""The one entry of a `model` section, besides `name`, that is no option of the network: the weights to start from."""
+"""The entry of a `model` section with the weights to start from, which is not an option of the network."""
 WARM_START = (
     "The weights that the rounds start from: a safetensors file, the folder of a run, or models:/NAME@ALIAS in MLflow; "
     "null: fresh ones."
@@ -59,23 +59,12 @@ def build_model(
             raise cause from error
         if first["loc"][0] == "input_shape":
             shape = "x".join(map(str, input_shape))
-            raise ConfigError(
-                f"{model['name']} takes no samples of the shape {shape}{_taken(model)}: choose another network"
-            ) from error
+            raise ConfigError(f"{model['name']} does not take samples of the shape {shape}") from error
         raise ConfigError(f"model.{'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from error
 
 
-def _taken(model: Mapping[str, Any]) -> str:
-    """What a network's samples are like, for an error; empty where its class does not say how many axes they have."""
-    axes = get_args(get_type_hints(model_kind(model)).get("input_shape"))
-    example = {1: "18", 2: "200x6", 3: "3x32x32"}.get(len(axes))
-    if example is None or ... in axes:
-        return ""
-    return f", but of {len(axes)} {'axis' if len(axes) == 1 else 'axes'}, as {example}"
-
-
 def model_kind(section: Mapping[str, Any]) -> type[ModelFamily]:
-    """The named family; where the name is that of an `nn.Module`, its class or a function that makes one, the family of
+    """The named family. If the name is that of an `nn.Module`, its class or a function that makes one, the family of
     its networks."""
     name = section.get("name")
     if isinstance(name, str) and name not in MODELS and ":" in name:
@@ -89,14 +78,14 @@ def model_kind(section: Mapping[str, Any]) -> type[ModelFamily]:
 
 
 def check_options(model: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an option that the named network does not have."""
+    """Raise ConfigError for an option that the named network does not have."""
     kind: Any = model_kind(model)
     known = [f.name for f in fields(kind) if f.name not in FROM_DATA]
     check_names("model", options_of(model), [*known, INIT])
     if not isinstance(model.get(INIT), str | None) or model.get(INIT) == "":
         raise ConfigError(
-            f"model.{INIT} = {model[INIT]!r}: a safetensors file, the folder of a run, models:/NAME@ALIAS, or null is "
-            "expected"
+            f"model.{INIT} must be a safetensors file, the folder of a run, models:/NAME@ALIAS or null, got "
+            f"{model[INIT]!r}"
         )
 
 

@@ -2,9 +2,8 @@
 
 A network that normalises by the current batch cannot score a single sample. So the statistics of every batch norm are
 computed once from the server's proxy data (HeteroFL's static batch norm, ICLR 2021, Sec. 3, uses the clients' data) and
-become part of the exported model. So are those of a level that is scored with statistics collected for it
-(`PoolModel.static_bn`): a slice of those that the global network stores suits no level. The score on the test set then
-differs from that of the rounds; both are stored.
+become part of the exported model. A level that the rounds score with statistics of its own (`PoolModel.static_bn`) gets
+new ones, too. The score on the test set then differs from that of the rounds; both are stored.
 
 A folder per level: `model.safetensors`; `submodel.json`, from which `load` builds the network again; `model.onnx`,
 which takes raw samples (images, numbers or tokens of any shape) and runs without this package.
@@ -38,11 +37,11 @@ from fl_engine.training.evaluation import collect_statistics, score, weights_of
 ABOUT, WEIGHTS, ONNX = "submodel.json", "model.safetensors", "model.onnx"
 OPSET = 18
 AGREE = 1e-3
-"""The largest allowed difference between the outputs of the ONNX file and the network on test samples, relative to the
-largest output or to 1, whichever is more."""
+"""The largest difference between the outputs of the ONNX file and the network on test samples, relative to the largest
+output or to 1, whichever is more."""
 CHECKED = 64
 BATCH = 128
-"""The most samples in a batch of the proxy data."""
+"""Most samples in a batch of the proxy data."""
 
 
 class About(BaseModel):
@@ -50,35 +49,34 @@ class About(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1]
     level: str
     dataset: str
     model: str
-    """The network's name, as in `model.name`."""
+    """As in `model.name`."""
     options: dict[str, Any]
     """The network's options: the `model` section of a configuration without the name."""
     input_chw: tuple[int, ...]
     """The shape of a sample, (C, H, W) of an image."""
-    samples: Literal["uint8", "float32", "int64"] = "uint8"
+    samples: Literal["uint8", "float32", "int64"]
     """Images (uint8), numbers (float32) or tokens (int64). mean and std normalise x / 255 for images, and x for
     numbers; without them the network takes x itself."""
     classes: int
-    """How many outputs the network has."""
-    names: tuple[str, ...] = ()
+    """The number of outputs."""
+    names: tuple[str, ...]
     """The name of each class, if the data set has names."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     spec: dict[str, Any]
     ensemble: bool
     """Whether the output is the mean over all exits."""
-    metric: str = "accuracy"
-    """The task's metric, of which the next two fields are values."""
+    metric: str
     accuracy_trained: float
-    """On the test set, as in the rounds."""
+    """The metric on the test set, as in the rounds."""
     accuracy_exported: float
-    """On the test set, as exported."""
-    proxy_statistics: bool | None = None
-    """Whether batch norm has statistics of the proxy data; None in files of earlier versions."""
+    """The metric on the test set, as exported."""
+    proxy_statistics: bool
+    """Whether batch norm has statistics of the proxy data."""
     weights_sha256: str
 
 
@@ -113,7 +111,6 @@ class RawNetwork(nn.Module):
 
 
 def type_of(data: Data) -> Literal["uint8", "float32", "int64"]:
-    """The type of the data's samples."""
     return "uint8" if data.has_images else "int64" if data.has_tokens else "float32"
 
 
@@ -133,11 +130,12 @@ def export(
     trained: float,
     out: Path,
 ) -> Exported:
-    """Writes submodel.json and model.safetensors of one pool model into `out`. `published` is the result of
-    `evaluation.published`, `proxy` (N,) the positions of the server's samples in the training data, `trained` the
-    task's metric after the last round.
+    """Write submodel.json and model.safetensors of one pool model into `out`.
 
-    Raises ConfigError if statistics are needed but there is no proxy, or the network cannot store them.
+    Args:
+        published: The result of `evaluation.published`.
+        proxy: (N,), the positions of the server's samples in the training data.
+        trained: The task's metric after the last round.
     """
     trained_weights = weights_of(published, family.layout(), member)
     family, params = with_statistics(family, trained_weights, member, data, proxy)
@@ -146,6 +144,7 @@ def export(
     weights = encode(params)
     own = {f.name: getattr(family, f.name) for f in fields(cast(Any, family))}
     about = About(
+        schema_version=1,
         level=member.name,
         dataset=data.name,
         model=model_name,
@@ -173,15 +172,15 @@ def export(
 def with_statistics(
     family: ModelFamily, params: Params, member: PoolModel, data: Data, proxy: Tensor
 ) -> tuple[ModelFamily, Params]:
-    """The network with stored batch-norm statistics, and the pool model's weights `params` with the statistics of the
-    proxy samples. Both are returned unchanged if `needs_statistics` says that it needs none. Raises as `check`."""
+    """The network with stored batch-norm statistics, and the pool model's weights with the statistics of the proxy
+    samples. Both are unchanged if they do not need any (`needs_statistics`)."""
     module = runnable(family, member.spec, dict(params)).eval()
     if not needs_statistics(module, member.static_bn):
         return family, params
     check(family, len(proxy), member.static_bn)
     stores_none = by_batch(module)
     samples = data.train_x[proxy]
-    # Nearly equal batches: each counts alike, however small the last one is.
+    # Nearly equal batches, because each has the same weight.
     batches = math.ceil(len(samples) / BATCH)
     collect_statistics(module, data, samples, "cpu", math.ceil(len(samples) / batches))
     found = params | {name: tensor for name, tensor in module.state_dict().items() if is_statistic(name)}
@@ -189,8 +188,7 @@ def with_statistics(
 
 
 def check(family: ModelFamily, proxy: int, static_bn: bool) -> None:
-    """Raises ConfigError if statistics are needed (`needs_statistics`) but the proxy's size is 0, or the network cannot
-    store them."""
+    """Raise ConfigError if statistics are needed but the proxy's size is 0, or the network cannot store them."""
     module = family.module(FULL)
     if not needs_statistics(module, static_bn):
         return
@@ -199,19 +197,18 @@ def check(family: ModelFamily, proxy: int, static_bn: bool) -> None:
         what = "normalises by its batch" if stores_none else "is scored with statistics collected for each level"
         without = " and ".join(["model.norm=static"] * stores_none + ["algorithm.static_bn=false"] * static_bn)
         raise ConfigError(
-            f"exporting a network that {what} takes statistics from the server's proxy data, and there is none: set "
-            f"partition.proxy above 0, or partition.server_classes, or {without}"
+            f"exporting a network that {what} needs the server's proxy data, but there are none: set partition.proxy "
+            f"above 0, or partition.server_classes, or {without}"
         )
     if stores_none and "norm" not in {f.name for f in fields(cast(Any, family))}:
         raise ConfigError(
-            f"{type(family).__name__} normalises by its batch and has no option norm=static, so it cannot be exported: "
-            "where the network is yours, leave track_running_stats=False out of its batch norm"
+            f"{type(family).__name__} cannot be exported, because it normalises by its batch and has no option "
+            "norm=static. In a network of your own, leave out track_running_stats=False"
         )
 
 
 def check_onnx(family: ModelFamily, data: Data) -> None:
-    """Tries the ONNX export on the freshly initialised network. Raises ConfigError, with the network's name, if it
-    fails or the file's outputs differ from the network's. Raises EnvironmentFailure without onnx and onnxruntime."""
+    """Try the ONNX export on the freshly initialised network. Raises ConfigError if it fails."""
     if by_batch(family.module(FULL)):
         family = replace(cast(Any, family), norm="static")
     network = runnable(family, FULL, initial_params(family, 0)).eval()
@@ -222,7 +219,7 @@ def check_onnx(family: ModelFamily, data: Data) -> None:
         except EnvironmentFailure:
             raise
         except Exception as error:  # torch's exporter and onnxruntime share no error class
-            if getattr(error, "errno", None):  # of the system: a full disk, say
+            if getattr(error, "errno", None):  # an error of the system, such as a full disk
                 raise
             said = str(error).strip().partition("\n")[0]
             raise ConfigError(
@@ -231,22 +228,20 @@ def check_onnx(family: ModelFamily, data: Data) -> None:
 
 
 def by_batch(module: nn.Module) -> bool:
-    """Whether a batch norm of it takes the statistics of the batch at hand, in evaluation too."""
+    """Whether a batch norm uses the statistics of the current batch, in evaluation too."""
     return any(isinstance(m, _BatchNorm) and m.running_mean is None for m in module.modules())
 
 
 def needs_statistics(module: nn.Module, static_bn: bool) -> bool:
-    """Whether a batch norm of it has no statistics for use: it stores none, or with `static_bn` (see `PoolModel`) the
-    rounds score it with others than those that it stores."""
+    """Whether a batch norm has no statistics for use: it stores none, or with `static_bn` the rounds use others."""
     return by_batch(module) or (static_bn and any(isinstance(m, _BatchNorm) for m in module.modules()))
 
 
 def to_onnx(exported: Exported, data: Data, path: Path) -> Path:
-    """The network as ONNX: `images` uint8 (n, C, H, W), or `samples` (n, ...) of another type, -> `logits` float32
-    (n, classes), or `outputs` (n, outputs) of another task; any n.
+    """Write the network as ONNX: `images` uint8 (n, C, H, W), or `samples` (n, ...) of another type, -> `logits`
+    float32 (n, classes), or `outputs` (n, outputs) of another task; any n.
 
-    Raises EnvironmentFailure without onnx and onnxruntime, IntegrityError if the file's outputs on test samples differ
-    from the network's.
+    Raises IntegrityError if the file's outputs on test samples differ from the network's.
     """
     return _write(exported.network, data, path)
 
@@ -272,8 +267,7 @@ def _write(network: RawNetwork, data: Data, path: Path) -> Path:
 
 
 def _quietly(network: nn.Module, samples: Tensor, given: str, answer: str, path: Path) -> None:
-    """Exports by tracing. This takes a tenth of the time of torch's newer exporter and gives the same graph, since no
-    network's control flow depends on the data. The warning that a newer exporter exists is silenced."""
+    """Export by tracing, which takes a tenth of the time of torch's newer exporter and returns the same graph."""
     import warnings
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -293,11 +287,13 @@ def _quietly(network: nn.Module, samples: Tensor, given: str, answer: str, path:
 
 # ------------------------------------------------------------------------------------------------ loading
 def load(folder: str | Path) -> RawNetwork:
-    """The network of an exported folder, in evaluation mode. It takes raw samples, for example uint8 images (B, C, H,
-    W), and gives outputs, for example logits (B, classes).
+    """Return the network of an exported folder, in evaluation mode. It takes raw samples, for example uint8 images (B,
+    C, H, W), and returns outputs, for example logits (B, classes).
 
-    `load(mlflow.artifacts.download_artifacts("models:/<name>-<level>@champion"))` downloads a level of the champion and
-    loads it. Raises IntegrityError for files that are missing, damaged or do not belong together.
+    Raises IntegrityError for files that are missing, damaged or do not belong together.
+
+    Example:
+        load(mlflow.artifacts.download_artifacts("models:/<name>-<level>@champion"))
     """
     about = read(folder)
     path = Path(folder) / WEIGHTS
@@ -322,7 +318,7 @@ def read(folder: str | Path) -> About:
     except OSError as error:
         raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        raise IntegrityError(f"{path} is no description of an exported level: {brief(error)}") from error
+        raise IntegrityError(f"{path} is not a description of an exported level: {brief(error)}") from error
 
 
 logging.getLogger("torch.onnx").setLevel(logging.ERROR)

@@ -1,25 +1,23 @@
-"""A 1-D convolutional network that recognises activities from a window of motion sensors. It is ours, as close as we
-can come to the HAR-Wild model that FedX uses (section IV-C; Jiang et al., FLSys, TMC 2022), of which the text says no
-more than this: three 1-D convolutions with batch norm, five fully connected layers, and 316, 153 or 76 thousand
-parameters for 128, 64 or 32 channels.
+"""A 1-D convolutional network that recognises activities from a window of motion sensors.
 
-Three convolutions of kernel 3 with 128, 64 and 32 channels, each with batch norm and ReLU; the last map, flattened;
-hidden layers of 64, 32, 16 and 16 units with ReLU; the classifier. `nested` has three networks: large is the whole one,
-medium and small keep the first half and the first quarter of each convolution's channels, and all hidden units. At
-UCI-HAR's 128 steps of 9 sensors (Anguita et al., 2012, on which FedX pre-trains) and its 6 classes they have 300,486 /
-144,086 / 71,646 parameters, running statistics included; at WISDM's 200x6 and 12 classes 446,892 / 217,340 / 108,324.
+FedX uses the HAR-Wild model (section IV-C; Jiang et al., FLSys, TMC 2022), of which the text gives only this: three 1-D
+convolutions with batch norm, five fully connected layers, and 316, 153 or 76 thousand parameters for 128, 64 or 32
+channels. This network is our closest fit: three convolutions of kernel 3 with 128, 64 and 32 channels, each with batch
+norm and ReLU; the last map, flattened; hidden layers of 64, 32, 16 and 16 units with ReLU; the classifier.
 
-Why these layers. If only the convolutions are narrowed, the total is a quadratic polynomial in their channels c,
-whatever the window's length. For the printed totals, rounded as they are, its leading coefficient is from 0.98 to 1.95:
-316 - 3 * 153 + 2 * 76 thousand are 6,144 times it. Three convolutions of kernel 3 with c channels each would have 6;
-with c, c/2 and c/4 channels they have 1.875. The constant then is from 1,300 to 4,300, here 3,046, which are the last
-four layers and the first one's biases. The windows' length is not printed: with 137 steps the totals would be within
-1 % of the printed ones.
+`nested` has three networks: large is the whole one, medium and small keep the first half and the first quarter of each
+convolution's channels, and all hidden units. At UCI-HAR's 128 steps of 9 sensors (Anguita et al., 2012, on which FedX
+pre-trains) and its 6 classes they have 300,486 / 144,086 / 71,646 parameters with running statistics; at WISDM's 200x6
+and 12 classes 446,892 / 217,340 / 108,324.
 
-The convolutions are written as two-dimensional ones of kernel 3x1, so that clients train side by side.
+Why these layers: if only the convolutions are narrowed, the total is a quadratic polynomial in their channels c. For
+the printed totals its leading coefficient is from 0.98 to 1.95. Three convolutions of kernel 3 with c channels each
+would have 6; with c, c/2 and c/4 channels they have 1.875. The constant then is from 1,300 to 4,300; here it is 3,046.
 
-Groups: conv1 .. conv3, fc1 .. fc4, classes. Blocks: conv1 .. conv3, fc1 .. fc4, classifier. An early exit
-may sit behind each block but the classifier.
+The convolutions are two-dimensional with kernel 3x1, so that clients train side by side.
+
+Groups: conv1 .. conv3, fc1 .. fc4, classes. Blocks: conv1 .. conv3, fc1 .. fc4, classifier. An early exit may sit
+behind each block except the classifier.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ CHANNELS = {"conv1": 128, "conv2": 64, "conv3": 32}
 UNITS = {"fc1": 64, "fc2": 32, "fc3": 16, "fc4": 16}
 KERNEL = 3
 PARTS = {"small": 4, "medium": 2, "large": 1}
-"""By sub-network, n where it keeps one channel in n."""
+"""Each sub-network keeps one channel in n."""
 
 
 class AsMap(nn.Module):
@@ -110,8 +108,7 @@ class HarCNN(NormedNetwork):
         return (*CHANNELS, *UNITS)
 
     def nested(self) -> Mapping[str, SubmodelSpec]:
-        """The three sub-networks by name, in ascending order: the first quarter of each convolution's channels, the
-        first half, and all."""
+        """The three sub-networks by name, in ascending order."""
         groups = self.layout().groups
         return {
             name: SubmodelSpec.of({conv: max(1, groups[conv] // part) for conv in CHANNELS if part > 1})

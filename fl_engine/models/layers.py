@@ -21,9 +21,7 @@ FREE = Axis(None)
 
 class StaticBatchNorm2d(nn.BatchNorm2d):
     """Batch norm with running statistics but without a batch counter, which can be neither sliced nor averaged.
-
-    PyTorch's own tracking would add the counter to every state, so the two buffers are registered here.
-    """
+    PyTorch's own tracking would add the counter, so the two buffers are registered here."""
 
     running_mean: Tensor
     running_var: Tensor

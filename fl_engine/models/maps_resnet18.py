@@ -1,18 +1,18 @@
-"""ResNet18 in its original form (He et al., CVPR 2016), for maps from about 32x32 up: the common part of FedAIoT's
-networks for UT-HAR, Widar and EPIC-SOUNDS.
+"""ResNet18 in its original form (He et al., CVPR 2016) for maps from about 32x32: the common part of FedAIoT's networks
+for UT-HAR, Widar and EPIC-SOUNDS.
 
 A 7x7 stem of stride 2 and a 3x3 max pool of stride 2; four stages of two basic blocks with 64, 128, 256 and 512
 channels, of stride 1, 2, 2, 2; global average pool; classifier. The 3x3 convolutions have no bias. A shortcut is a 1x1
-convolution with norm where a stage changes stride or channels, else an identity. If the stem has 64 channels, it is
-tied to stage 1, whose shortcuts are then all identities.
+convolution with norm if a stage changes stride or channels, else an identity. If the stem has 64 channels, it is tied
+to stage 1, whose shortcuts are then all identities.
 
 Group norm computes a sample's statistics over two groups of channels, the first and the second half. So a "channel" of
-the layout is a pair, the i-th channel of each half (`Axis.copies`): a slice keeps as many channels of one group as of
-the other, and each stays in its group. A rule's width counts pairs. The statistics cover only the channels that are
-kept: a slice equals the network built at that width, not the full network with the other channels set to zero.
+the layout is a pair, the i-th channel of each half (`Axis.copies`): each channel stays in its group, and a rule's width
+counts pairs. The statistics cover only the channels that are kept, so a slice equals the network built at that width,
+not the full network with the other channels set to zero.
 
-Groups: stem (where it is not tied), stage1 .. stage4. Blocks: stem, stage<s>.<b> (b from 0), classifier. The blocks
-with an identity shortcut can be dropped. An early exit may sit behind each block of a stage.
+Groups: stem (unless it is tied), stage1 .. stage4. Blocks: stem, stage<s>.<b> (b from 0), classifier. The blocks with
+an identity shortcut can be dropped. An early exit may sit behind each block of a stage.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ HALVES = 2
 
 
 class GroupNorm(nn.GroupNorm):
-    """torch's group norm, which also accepts groups of a single value. Their output is the bias; torch's own module
-    raises an error."""
+    """torch's group norm, which also accepts groups of a single value, whose output is the bias."""
 
     def forward(self, input: Tensor) -> Tensor:
         return torch.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
@@ -52,7 +51,7 @@ class Trunk:
     stem: int = CHANNELS["stage1"]
     """Channels of the stem, before `width`."""
     late_stride: bool = False
-    """Whether a block's stride is in its second 3x3 convolution instead of its first."""
+    """Whether a block's second 3x3 convolution has the stride instead of the first."""
     shortcut_bias: bool = False
 
     @property

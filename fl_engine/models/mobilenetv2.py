@@ -9,8 +9,8 @@ channel c of the input owns the hidden channels t*c .. t*c + t - 1. At 3x32x32 a
 The stages have the original strides, 1, 2, 2, 2, 1, 2, 1, as in AdaptiveFL's published code (FlexFL's text gives none),
 so 32x32 pixels become 2x2.
 
-Departs from the authors' code, which adds a shortcut wherever a sub-model happens to have equal widths on both sides of
-a block; here, as in the full network, all blocks of a stage but the first have a shortcut.
+Departs from the authors' code, which adds a shortcut if a sub-model happens to have equal widths on both sides of a
+block. Here, as in the full network, all blocks of a stage but the first have a shortcut.
 
 Groups: stem, stage1 .. stage7, head, classes. Blocks: stem, stage<s>.<b> (b from 0), head, classifier. The
 blocks with a shortcut, b >= 1, can be dropped. An early exit may sit behind each block of a stage.

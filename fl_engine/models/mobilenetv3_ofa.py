@@ -75,19 +75,18 @@ TINY_IMAGE = 32
 
 
 def divisible(channels: float) -> int:
-    """The multiple of 8 nearest to this many channels, at least 8 and not more than 10 % below (OFA's
-    `make_divisible`)."""
+    """The multiple of 8 nearest to `channels`, at least 8 and at most 10 % less (OFA's `make_divisible`)."""
     rounded = max(8, int(channels + 4) // 8 * 8)
     return rounded + 8 if rounded < 0.9 * channels else rounded
 
 
 def squeezed(inner: int) -> int:
-    """How many channels squeeze-and-excitation has between its two convolutions, for `inner` channels outside."""
+    """The channels between squeeze-and-excitation's two convolutions, for `inner` channels outside."""
     return divisible(inner // 4)
 
 
 class Residual(nn.Sequential):
-    """Adds what it is given to what its layers make of it."""
+    """Adds the input to the output of its layers."""
 
     def forward(self, input: Tensor) -> Tensor:
         out = input
@@ -108,12 +107,12 @@ class Scale(nn.Module):
 
 class _ScaleInLanes(nn.Module):
     def forward(self, x_bchw: Tensor, by_bc11: Tensor) -> Tensor:
-        # The gradient of the broadcast would be a sum over two axes, which adds in an order that depends on the lanes.
+        # The gradient of a broadcast is a sum over two axes, whose order depends on the lanes.
         return x_bchw * F.interpolate(by_bc11, x_bchw.shape[2:])
 
 
 class SqueezeExcite(nn.Module):
-    """(B, channels, H, W) -> the same shape, each channel times a factor that follows from all channels' means."""
+    """(B, channels, H, W) -> the same shape: each channel times a factor of all channels' means."""
 
     def __init__(self, channels: int, inside: int) -> None:
         super().__init__()
@@ -149,8 +148,7 @@ def _block_slots(name: str, inside: str, out: str, squeeze: bool, norm: Norm) ->
 
 
 def _blocks() -> Iterator[tuple[str, str, str, bool]]:
-    """For each block of the stages, in network order: its name, the group of its input, its stage, and whether it has
-    squeeze-and-excitation."""
+    """(name, group of its input, stage, whether it has squeeze-and-excitation) of each block, in network order."""
     inside = "stem"
     for name, stage in STAGES.items():
         for b in range(LARGEST.depth):
@@ -218,7 +216,7 @@ class MobileNetV3OFA(ImageNetwork):
 
     def nested(self) -> Mapping[str, SubmodelSpec]:
         """The 243 sub-networks by name, in ascending order of their parameters. A name has the depth and the expansion
-        of each stage, d2w3-d2w3-d4w6-d3w4-d2w3; those with one choice for all stages are `small`, `medium` and
+        of each stage, such as d2w3-d2w3-d4w6-d3w4-d2w3. Those with one choice for all stages are `small`, `medium` and
         `large`."""
         return dict(_nested(self))
 
@@ -251,8 +249,8 @@ class MobileNetV3OFA(ImageNetwork):
         return nn.Sequential(parts) if b == 0 else Residual(parts)
 
     def _spec(self, choices: Mapping[str, Choice]) -> SubmodelSpec:
-        """The sub-network with this choice for each stage. The blocks that it leaves out are as narrow as those that it
-        keeps: so it is a part of each sub-network whose stages are all at least as large."""
+        """The sub-network with a choice for each stage. The blocks that it leaves out are as narrow as the others, so
+        that it is a part of each sub-network whose stages are all at least as large."""
         layout, keep = self.layout(), {}
         dropped = [f"{name}.{b}" for name in STAGES for b in range(choices[name].depth, LARGEST.depth)]
         for name, inside, stage, squeeze in _blocks():

@@ -1,4 +1,4 @@
-"""What the ONNX files of an exported level give and cost beside fp32: metric, bytes, latency on one thread of a CPU."""
+"""Measures the ONNX files of an exported level beside fp32: metric, bytes, latency on one thread of a CPU."""
 
 from __future__ import annotations
 
@@ -23,15 +23,12 @@ from fl_engine.tasks import Classification
 
 ABOUT = "precision.json"
 BLOCKS, RUNS, WARM_UP = 10, 10, 3
-"""Latency: the files take turns, BLOCKS times, so that a slow moment of the machine does not meet one file alone. In
-each turn a file answers WARM_UP times untimed, then RUNS times."""
+"""Latency: the files take turns, BLOCKS times, so that a slow moment of the machine does not affect only one file. In
+each turn a file runs WARM_UP times untimed, then RUNS times."""
 BATCH: Mapping[OnnxPrecision, int] = {"fp32": 128, "fp16": 128, "int8": 1, "int8_static": 128}
-"""Test samples that are answered at a time: of int8 one, as on a device, because the ranges of its activations are
-those of all samples that are answered together. Of the others a sample's answer does not depend on its batch."""
-
-
+"""Test samples in a batch. int8 gets one, as on a device, because the ranges of its activations depend on the batch."""
 OBSERVED = 128
-"""Test samples whose answers are compared with their targets at a time: of boxes, each image takes 1 MB meanwhile."""
+"""Test samples whose outputs are compared with their targets at a time. Boxes take 1 MB per image."""
 
 
 class Figures(BaseModel):
@@ -43,13 +40,12 @@ class Figures(BaseModel):
     value: float
     """The task's metric (accuracy in [0, 1], R2) on the test set."""
     agreement: float | None
-    """Share of the test samples that it puts into the same class as fp32 does; null: the task has no classes."""
+    """Share of the test samples that get the same class as from fp32; null: the task has no classes."""
     bytes: int = Field(gt=0, lt=1 << 63)
     latency_ms: float = Field(gt=0)
-    """Median time of one sample, in milliseconds: what its one thread computed, without the time in which the machine
-    did other work."""
+    """Median CPU time of one sample, in milliseconds, on one thread."""
     share: float
-    """Share of the numbers in weight matrices and kernels that the file stores with this precision's bits."""
+    """Share of the numbers in weight matrices and kernels that the file stores in this precision."""
 
 
 class Precisions(BaseModel):
@@ -57,38 +53,39 @@ class Precisions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1]
     level: str
     model_sha256: str
     """The global model that the level was exported from."""
     metric: str
     test_samples: int
     calibration_samples: int
-    """Of the proxy data, for int8_static; 0: it was not asked for."""
-    runs: int = BLOCKS * RUNS
-    """Timed answers of each file."""
+    """Of the proxy data, for int8_static; else 0."""
+    runs: int
+    """Timed runs of each file."""
     onnxruntime: str
     cpu: str
-    """The widest vector instructions of the processor that the latencies are of, as torch names them."""
+    """The widest vector instructions of the processor, in torch's words."""
     precisions: dict[OnnxPrecision, Figures]
     refused: dict[OnnxPrecision, str]
-    """Why a precision that was asked for is not there."""
+    """Why a requested precision is missing."""
 
     @field_validator("precisions")
     @classmethod
     def _beside_fp32(cls, value: dict[OnnxPrecision, Figures]) -> dict[OnnxPrecision, Figures]:
         if "fp32" not in value:
-            raise ValueError("fp32 is missing, which the others stand beside")
+            raise ValueError("fp32 is missing")
         return value
 
 
 def measure(
     folder: Path, level: str, wanted: Sequence[OnnxPrecision], data: Data, calibration: Tensor, model_sha256: str
 ) -> Precisions:
-    """Converts the model.onnx in `folder` to the `wanted` precisions, measures each beside fp32, and writes
-    precision.json. `calibration` (n,): positions of proxy samples in the training data.
+    """Convert the model.onnx in `folder` to the `wanted` precisions, measure each beside fp32, and write
+    precision.json. Files that cannot be converted, or whose outputs are not finite, are listed in `refused`.
 
-    What cannot be converted, or answers with numbers that are not finite, is listed in `refused`; the others go on.
+    Args:
+        calibration: (n,), positions of proxy samples in the training data.
     """
     import onnxruntime
 
@@ -104,13 +101,15 @@ def measure(
             opened = session(path)
             answer = _answers(opened, data.test_x, BATCH[precision])
             if not bool(torch.isfinite(answer).all()):
-                raise refuse(path, "its answers to test samples are not finite: a number is too large for it")
+                raise refuse(path, "its outputs for test samples are not finite: a number is too large for it")
         except ModelError as error:
             refused[precision] = str(error)
         else:
             sessions[precision], answers[precision] = opened, answer
     latencies = _latencies(sessions, data.test_x[:1].numpy())
     found = Precisions(
+        schema_version=1,
+        runs=BLOCKS * RUNS,
         level=level,
         model_sha256=model_sha256,
         metric=data.task.metric.name,
@@ -136,7 +135,7 @@ def measure(
 
 
 def _answers(opened: Any, x: Tensor, batch: int) -> Tensor:
-    """The answers (N, outputs, ...) to raw samples (N, ...), of which `batch` at a time are asked."""
+    """The outputs (N, outputs, ...) for raw samples (N, ...), in batches."""
     given = opened.get_inputs()[0].name
     return torch.cat([torch.from_numpy(opened.run(None, {given: part.numpy()})[0]) for part in torch.split(x, batch)])
 
@@ -154,7 +153,7 @@ def _agreement(data: Data, answers: Tensor, wanted: Tensor) -> float | None:
 
 
 def _latencies(sessions: Mapping[OnnxPrecision, Any], sample: NDArray[Any]) -> dict[OnnxPrecision, float]:
-    """In milliseconds, the median of BLOCKS * RUNS answers to one raw sample (1, ...)."""
+    """The median of BLOCKS * RUNS runs with one raw sample (1, ...), in milliseconds."""
     seconds: dict[OnnxPrecision, list[float]] = {precision: [] for precision in sessions}
     for _ in range(BLOCKS):
         for precision, opened in sessions.items():
@@ -168,7 +167,7 @@ def _latencies(sessions: Mapping[OnnxPrecision, Any], sample: NDArray[Any]) -> d
 
 
 def read(folder: Path) -> Precisions | None:
-    """A folder's precision.json; None: there is none. Raises IntegrityError where it is damaged."""
+    """A folder's precision.json, or None. Raises IntegrityError if it is damaged."""
     path = folder / ABOUT
     try:
         return Precisions.model_validate_json(path.read_bytes())
@@ -177,4 +176,4 @@ def read(folder: Path) -> Precisions | None:
     except OSError as error:
         raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        raise IntegrityError(f"{path} is no list of a level's precisions: {brief(error)}") from error
+        raise IntegrityError(f"{path} is not a list of a level's precisions: {brief(error)}") from error

@@ -2,15 +2,16 @@
 
 FedX: Adaptive Model Decomposition and Quantization for IoT Federated Learning (Lai et al.), Sec. III-C: "we round up
 the number of quantized bits to Int8, Float16, and a full precision (Float32) for storing tensors and performing
-computations on IoT devices". `rounded_up` is this rule. Departs from the paper: it does not say how a device's runtime
-gets 8-bit activations; here ONNX Runtime does, in its two ways:
+computations on IoT devices". `rounded_up` is this rule. The paper does not say how a device's runtime gets 8-bit
+activations; here ONNX Runtime does it in its two ways:
 
     fp16          weights and activations; a processor without arithmetic in fp16 computes in fp32 from fp16 weights
-    int8          dynamic: the ranges of activations are found anew for each batch
-    int8_static   the ranges are found once, from samples of the server's proxy data
+    int8          dynamic: the ranges of activations are computed for each batch
+    int8_static   the ranges are computed once, from samples of the server's proxy data
 
-Weights have 8 bits in both of the latter. What ONNX Runtime has no 8-bit form of stays in fp32; `stored` says how much
-does not. The normalisation of raw samples stays in fp32, since numbers such as a pressure of 750 lose too much in fp16.
+Both int8 files have weights of 8 bits. Layers without an 8-bit form in ONNX Runtime stay in fp32; `stored` returns the
+share of the others. The normalisation of raw samples stays in fp32, because numbers such as a pressure of 750 would
+lose too much in fp16.
 """
 
 from __future__ import annotations
@@ -37,29 +38,28 @@ FILES: dict[OnnxPrecision, str] = {
     "int8_static": "model.int8_static.onnx",
 }
 CALIBRATED = 32
-"""Samples that are calibrated on at a time."""
+"""Samples in a batch of the calibration."""
 
 
 # -------------------------------------------------------------------------------------------------- the rule
 def rounded_up(bits: int | None) -> OnnxPrecision:
-    """The precision that a device stores and computes in where weights of so many bits (1 or more) arrive; None: they
-    arrive as they are."""
+    """The precision of a device that receives weights of so many bits (1 or more); None: they are not quantised."""
     return "fp32" if bits is None or bits > 16 else "fp16" if bits > 8 else "int8"
 
 
 def of_codec(codec: Codec | None) -> OnnxPrecision:
-    """`rounded_up` for what a codec has as `bits`; without such a field, fp32. A codec with `levels` per sign has the
-    bits that number them, as `bits` has 2^bits - 1 levels."""
+    """`rounded_up` for a codec's field `bits`, or for its `levels` per sign; fp32 without such a field."""
     levels = getattr(codec, "levels", None)
     return rounded_up(getattr(codec, "bits", None) if levels is None else levels.bit_length())
 
 
 # ------------------------------------------------------------------------------------------------ conversion
 def convert(precision: OnnxPrecision, folder: Path, calibration: NDArray[Any]) -> Path:
-    """Writes the file of another precision beside `folder`'s model.onnx. The same file and samples give the same bytes.
+    """Write the file of another precision beside `folder`'s model.onnx. The same file and samples give the same bytes.
+    Raises ModelError if ONNX Runtime cannot convert the network, or would leave all of its weights unchanged.
 
-    `calibration` (n, ...): raw samples, n >= 1; for int8_static alone. Raises ModelError where ONNX Runtime cannot
-    convert the network, or would leave all of its weights as they are.
+    Args:
+        calibration: (n, ...), raw samples for int8_static, n >= 1.
     """
     source, target = folder / ONNX, folder / FILES[precision]
     try:
@@ -84,7 +84,7 @@ def _to_fp16(source: Path, target: Path, _: NDArray[Any]) -> None:
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     model = onnx.load(source)
-    # Nodes that torch names, and not in the network's own scope: they normalise samples, or average over exits.
+    # Nodes outside of the network's own scope normalise samples, or average over exits.
     names = (node.name for node in model.graph.node)
     around = [name for name in names if name.startswith("/") and not name.startswith("/network/")]
     made = convert_float_to_float16(model, keep_io_types=True, node_block_list=around)
@@ -92,8 +92,8 @@ def _to_fp16(source: Path, target: Path, _: NDArray[Any]) -> None:
 
 
 def _in_fp32(model: Any, around: Sequence[str]) -> Any:
-    """The converter rounds to fp16 and back between two nodes that stay in fp32, and between an input and such a node.
-    Here they get each other's fp32 numbers."""
+    """Remove the rounding to fp16 and back that the converter puts between two nodes in fp32, or an input and such a
+    node."""
     import onnx
 
     graph, fp16, fp32 = model.graph, onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
@@ -118,8 +118,8 @@ def _in_fp32(model: Any, around: Sequence[str]) -> Any:
 
 
 def _unfused(model: Any) -> Any:
-    """Where a product takes what swapped batch and rows (an LSTM in front of a linear layer), ONNX Runtime 1.31 makes
-    one node of the two, over the rounding between them, and crashes. Here a reshape to the same shape is between."""
+    """Insert a reshape to the same shape between a transpose and a matrix product (an LSTM before a linear layer). ONNX
+    Runtime 1.31 fuses the two over the rounding between them, and crashes."""
     from onnx import helper, numpy_helper
 
     graph = model.graph
@@ -133,7 +133,7 @@ def _unfused(model: Any) -> Any:
             if order[-1] != len(order) - 1:
                 continue  # a transposed matrix
             same = f"{node.name}_input{place}"
-            shape = numpy_helper.from_array(np.zeros(len(order), dtype=np.int64), f"{same}_shape")  # 0: as it is
+            shape = numpy_helper.from_array(np.zeros(len(order), dtype=np.int64), f"{same}_shape")  # 0: unchanged
             graph.initializer.append(shape)
             graph.node.insert(at, helper.make_node("Reshape", [given, shape.name], [same], same))
             node.input[place] = same
@@ -146,7 +146,7 @@ def _unused(graph: Any, outputs: set[str]) -> list[Any]:
 
 
 def _to_int8(source: Path, target: Path, _: NDArray[Any]) -> None:
-    """Weights are unsigned: ONNX Runtime's convolution of integers on a CPU takes no signed ones."""
+    """Weights are unsigned, because ONNX Runtime's integer convolution on a CPU does not take signed ones."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     quantize_dynamic(source, target, weight_type=QuantType.QUInt8)
@@ -165,7 +165,7 @@ _CONVERTED = {"fp16": _to_fp16, "int8": _to_int8, "int8_static": _to_int8_static
 
 
 class _Batches:
-    """Samples as ONNX Runtime's calibration asks for them."""
+    """Samples in the form that ONNX Runtime's calibration expects."""
 
     def __init__(self, given: str, samples: NDArray[Any]) -> None:
         self._batches = ({given: samples[i : i + CALIBRATED]} for i in range(0, len(samples), CALIBRATED))
@@ -176,8 +176,8 @@ class _Batches:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The converters advise to optimise the graph first, which torch's export has done, and warn of constants that are
-    no longer used; the former on Python's root logger."""
+    """Silence the converters' advice to optimise the graph first (on Python's root logger), which torch's export does,
+    and warnings about unused constants."""
     import onnxruntime
 
     def silent(_: logging.LogRecord) -> bool:
@@ -196,7 +196,7 @@ def _quiet() -> Iterator[None]:
 
 
 def stored(precision: OnnxPrecision, source: Path, target: Path) -> float:
-    """Share of the numbers in weight matrices and kernels that `target` stores with this precision's bits."""
+    """Share of the numbers in weight matrices and kernels that `target` stores in this precision."""
     import onnx
 
     kept = onnx.TensorProto
@@ -215,8 +215,7 @@ def stored(precision: OnnxPrecision, source: Path, target: Path) -> float:
 
 
 def session(path: Path) -> Any:
-    """An ONNX Runtime session on one thread, so that latencies are comparable and answers the same on machines of any
-    size."""
+    """An ONNX Runtime session on one thread, so that latencies and outputs are comparable between machines."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -2,9 +2,9 @@
 
 It follows FCOS (Tian et al., ICCV 2019), which predicts a box and categories at each point of a map, on a residual
 network (He et al., CVPR 2016) with a feature pyramid (Lin et al., CVPR 2017). Departs from them: only the finest map of
-the pyramid is used, since in a drone's picture of 224 x 224 half of all objects are narrower than 4 pixels; boxes and
-categories share one tower; there is no centre-ness; and the widths are chosen to give 3 million parameters, the size of
-the smallest published detectors.
+the pyramid is used, because in a drone's picture of 224 x 224 half of all objects are narrower than 4 pixels; boxes and
+categories share one tower; there is no centre-ness; and it has 3 million parameters, like the smallest published
+detectors.
 
 A 3x3 stem of stride 2; four stages of basic blocks with 48, 96, 192 and 256 channels and stride 2 each (the last one
 with a single block); 1x1 convolutions bring the stages' maps to the same number of channels, and the maps are added

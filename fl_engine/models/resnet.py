@@ -2,15 +2,16 @@
 
 A 3x3 stem of stride 1 with 64 channels and no max pool; four stages of basic blocks with 96, 128, 256 and 512
 channels, of stride 1, 2, 2, 2; global average pool; classifier. Convolutions have no bias. Since each stage
-changes the width, the first block of *every* stage, the first included, has a projection shortcut (1x1
-convolution + batch norm); all other shortcuts are identities, which tie a whole stage to one channel group.
+changes the width, the first block of every stage has a projection shortcut (1x1 convolution + batch norm); all other
+shortcuts are identities, which tie a whole stage to one channel group.
 ResNet34 at 3x32x32 and 10 / 100 / 200 classes: 21,578,634 / 21,624,804 / 21,676,104 parameters.
 
-`channels: [64, 128, 256, 512]` are He et al.'s. The first stage then is as wide as the stem, so its first shortcut is
-an identity too, and the stem shares its group. ResNet34 has 21,282,122 parameters at 3x32x32 and 10 classes.
+`channels: [64, 128, 256, 512]` are those of He et al. The first stage then is as wide as the stem, so its first
+shortcut is an identity, too, and the stem shares its group. ResNet34 has 21,282,122 parameters at 3x32x32 and 10
+classes.
 
-Departs from the authors' code, which leaves a projection out where a sub-model happens to have equal widths on both
-sides; here all sub-models have the same projections, so that each update fits into the full network.
+Departs from the authors' code, which leaves out a projection if a sub-model happens to have equal widths on both
+sides. Here all sub-models have the same projections, so that each update fits into the full network.
 
 Groups: stem (unless it shares stage1's), stage1 .. stage4, classes. Blocks: stem, stage<s>.<b> (b from 0), classifier.
 The blocks with an identity shortcut, b >= 1, can be dropped. An early exit may sit behind each block of a stage.

@@ -6,11 +6,8 @@ Federated Optimization (Reddi et al., ICLR 2021) it answers behind every token; 
 (`answers="last"`). With the 90 tokens and 80 positions of that paper: 822,570 parameters, and 65,413,120 multiply-adds.
 The paper's has 820,522: its gates have one bias, torch's have two.
 
-The sizes are LEAF's because none of the papers that are built here trains an LSTM on text: AdaptiveFL runs on images
-and measurements, and FedRolex's text has a Transformer (`text_transformer`).
-
-A unit is a row of each of the four gates. One whose weights are all zero gives zero at every step, so a slice computes
-what the whole network computes with the rest zeroed.
+A unit is a row of each of the four gates. A unit whose weights are all zero is zero at every step, so a slice computes
+the same as the whole network with the rest zeroed.
 
 Groups: embedding, lstm1 .. (units), classes. Blocks: embedding, lstm1 .., classifier. Without ReLU there is no APoZ, so
 FlexFL uses `pool.UNMEASURED` for all layers.

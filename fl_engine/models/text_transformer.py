@@ -7,10 +7,10 @@ Federated Optimization, 2021; google-research/federated, transformer_models.py):
 8 x 12 = 96 numbers, which the layers add to and normalise behind each sum (Vaswani et al., 2017), and back to 128
 before the logits. With 10,004 tokens and 20 positions: 3,897,364 parameters, 52,183,040 multiply-adds.
 
-Departs from that code in two things. Positions are learnt parameters instead of sines, so that a slice has those of its
-channels. Logits have weights of their own instead of the embeddings', since the outputs are a group by itself. Departs
-from the paper in what is cut: there the sizes of the heads' queries, keys and values; here whole heads, whose size
-stays, so that a slice computes what the whole network computes with the rest zeroed.
+Departs from that code: positions are learnt parameters instead of sines, so that a slice has those of its channels;
+logits have weights of their own instead of the embeddings', because the outputs are a group of their own. Departs from
+the paper: it cuts the sizes of the heads' queries, keys and values; here whole heads are cut, so that a slice computes
+the same as the whole network with the rest zeroed.
 
 Rule for layer norm: its statistics are those of the channels that a sub-model keeps, as with a group norm.
 
@@ -37,8 +37,7 @@ from fl_engine.models.text import TextNetwork, answering
 EPSILON = 1e-6
 """The epsilon of layer norm, as in the code that the paper follows."""
 LATER = -1e4
-"""The score of a later position. Softmax makes exactly 0 of it, as of -infinity, which has no place among the 256
-values of a quantised tensor."""
+"""The score of a later position. Its softmax is exactly 0; -infinity cannot be stored in a quantised tensor."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ class Embedding(nn.Module):
 
 class Attention(nn.Module):
     """Causal attention of several heads, (B, T, stream) -> (B, T, stream): each position attends to itself and to those
-    before it. Written out, so that its memory is seen and its gradients are the same on every run on a GPU."""
+    before it. Written out, so that its gradients are the same in every run on a GPU."""
 
     def __init__(self, stream: int, heads: int, size: int) -> None:
         super().__init__()
@@ -152,8 +151,8 @@ class Attention(nn.Module):
         return out
 
     def macs(self, given: Tensor, output: Tensor) -> int:
-        """The two linear layers, and the products of queries with keys and of scores with values, over all pairs of
-        positions: those that the mask leaves out are computed too."""
+        """The linear layers, and the products of queries with keys and of scores with values over all pairs of
+        positions, also those that the mask leaves out."""
         positions = given.numel() // given.shape[-1]
         pairs = positions * given.shape[1]
         return positions * (self.qkv.weight.numel() + self.out.weight.numel()) + 2 * pairs * self.heads * self.size

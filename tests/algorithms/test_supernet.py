@@ -156,7 +156,7 @@ def test_a_tiers_most_bits() -> None:
     assert ("large", 12) in {(each.level, each.bits) for each in made.table}
 
 
-def test_of_many_sub_networks_some_are_tried_and_the_regret_is_told() -> None:
+def test_search_tries_some_sub_networks_and_reports_regret() -> None:
     made = prepared(NestedNet(), search_levels=1, **{"pretrain.epochs": 2})
     assert [level.name for level in made.levels] == ["small", "4-16", "medium", "8-24", "large"], "all are scored"
     assert {each.level for each in made.table} == {"small", "medium", "large"}

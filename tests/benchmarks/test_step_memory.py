@@ -50,7 +50,7 @@ def test_views_and_writing_in_place_cost_nothing() -> None:
     assert live.now == 0
 
 
-def test_what_a_step_holds_grows_with_batch_precision_and_optimiser() -> None:
+def test_step_memory_grows_with_batch_precision_and_optimizer() -> None:
     """Weights and their gradients are there at the peak; momentum adds the weights once, Adam's moments twice."""
     family, goal = AepMLP((18,), 1), Regression()
     weights = 4 * count_params(family)

@@ -339,7 +339,7 @@ def test_weights_that_do_not_fit_are_refused_when_they_are_made(
         return replace(head, weights={name: t for name, t in head.weights.items() if "classifier" not in name})
 
     monkeypatch.setattr(Train, "prepare", narrow)
-    said = rf"preparation '{HERE}:Train' gives weights that are not the whole network's: no classifier"
+    said = rf"preparation '{HERE}:Train' gives weights that are not the whole network's: 2 missing"
     with pytest.raises(ConfigError, match=said):
         steps(tmp_path, of("Warm"))
     assert not (tmp_path / "pretrain" / FILE).exists()

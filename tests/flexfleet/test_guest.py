@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import flexfleet as ff
-from fl_engine.backends import in_process
 from fl_engine.training.isolation import isolated
 from fl_engine.training.numerics import flushes_now
 from tests.harness.from_python import SMALL
@@ -125,23 +124,8 @@ def test_a_guest_has_the_precisions_of_a_new_process(host: str) -> None:
     assert precisions() == NEW, "nothing that the host has not set is set now"
 
 
-@pytest.mark.parametrize("inside", HOSTS)
-@pytest.mark.parametrize("host", [None, "older, matmul", "mkldnn.conv"])
-def test_a_guest_puts_back_precisions_that_are_set_inside_it(host: str | None, inside: str) -> None:
-    setting, undo = (lambda: None, lambda: None) if host is None else HOSTS[host]
-    setting()
-    try:
-        before, older = precisions(), by_older_names()
-        with isolated():
-            HOSTS[inside][0]()
-        assert (precisions(), by_older_names()) == (before, older)
-    finally:
-        undo()
-    assert precisions() == NEW
-
-
 @pytest.mark.parametrize("warns", [False, True])
-def test_a_guest_has_a_new_processs_algorithms_and_puts_back_the_hosts(warns: bool) -> None:
+def test_isolated_run_has_default_algorithms_and_restores_them(warns: bool) -> None:
     torch.use_deterministic_algorithms(True, warn_only=warns)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
@@ -189,18 +173,3 @@ def test_what_the_host_has_set_changes_no_bit(plain: ff.Result, setting: Any, un
     finally:
         undo()
     assert found.model_sha256 == plain.model_sha256 and now() == here
-
-
-def test_an_autocast_around_it_changes_no_bit(plain: ff.Result) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
-        assert ff.run(**SMALL).model_sha256 == plain.model_sha256
-
-
-def test_a_guest_does_not_set_up_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[int] = []
-    monkeypatch.setattr(in_process, "keep_freed_memory", lambda: called.append(1))
-    with isolated():
-        in_process.prepare_process(("cpu",))
-    assert called == []
-    in_process.prepare_process(("cpu",))
-    assert called == [1]

@@ -48,7 +48,7 @@ class Deaf(HeteroFL):
 
 
 @pytest.mark.long
-def test_the_built_in_ones_written_as_ones_own_end_in_the_same_model(flexfleet: Any, quick: Sequence[str]) -> None:
+def test_user_code_like_the_built_in_ends_in_the_same_model(flexfleet: Any, quick: Sequence[str]) -> None:
     ways = {"built_in": ("run.strategy=single",), "own": OWN, "processes": (*OWN, "run.backend=processes")}
     found = {}
     for name, sets in ways.items():

@@ -107,14 +107,14 @@ def test_the_statistics_are_those_of_the_proxy_by_hand(samples: int, close: floa
     assert static == replace(family, norm="static")
     again = export.with_statistics(static, found, member, data, proxy)
     assert again[0] is static and again[1] is found, "a network that keeps statistics has them already"
-    with pytest.raises(ConfigError, match=r"set partition.proxy above 0"):
+    with pytest.raises(ConfigError, match=r"partition\.proxy"):
         export.with_statistics(family, params, member, data, proxy[:0])
 
 
 def test_a_network_that_cannot_keep_statistics_says_what_to_do() -> None:
     norm = torch.nn.BatchNorm1d(6, track_running_stats=False)
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 6), norm, torch.nn.Linear(6, 10))
-    with pytest.raises(ConfigError, match=r"no option norm=static, .* leave track_running_stats=False out"):
+    with pytest.raises(ConfigError, match="track_running_stats=False"):
         export.check(from_module(module)((1, 8, 8), 10), proxy=40, static_bn=False)
 
 
@@ -182,8 +182,8 @@ def test_an_onnx_file_that_answers_something_else_is_refused(ran: Ran, tmp_path:
     ("file", "content", "said"),
     [
         ("model.safetensors", b"other", "is damaged: its sha256"),
-        ("submodel.json", b'{"level": "M1"}', "is no description of an exported level"),
-        ("submodel.json", b"nothing", "is no description of an exported level"),
+        ("submodel.json", b'{"level": "M1"}', "submodel.json"),
+        ("submodel.json", b"nothing", "submodel.json"),
     ],
 )
 def test_what_is_damaged_is_not_loaded(ran: Ran, tmp_path: Path, file: str, content: bytes, said: str) -> None:

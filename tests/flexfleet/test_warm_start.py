@@ -288,8 +288,8 @@ def test_what_is_no_safetensors_is_not_read(
     ("init", "said"),
     [
         ("nowhere", "model.init = nowhere is not there (looked for nowhere and runs/nowhere)"),
-        ("''", "model.init = '': a safetensors file"),
-        ("3", "model.init = 3: a safetensors file"),
+        ("''", "model.init must be a safetensors file"),
+        ("3", "model.init must be a safetensors file"),
         (".", "model.init = . holds no model.safetensors; net.pth would have to be unpickled"),
     ],
 )

@@ -42,7 +42,7 @@ PRODUCTS = {
     "test_a_device_that_cannot_fails_in_pruning": 3,
     "test_submit_reports_a_fault_of_a_call_in_one_line": 6,
     "test_a_kill_between_any_two_writes_changes_no_bit": 2,
-    "test_a_lane_has_the_same_bits_whoever_is_beside_it": 2,
+    "test_lane_has_the_same_bits_with_any_neighbours": 2,
     "test_a_resumed_run_equals_one_that_was_not_stopped": 2,
     "test_a_run_that_is_killed_anywhere_merges_the_same": 2,
     "test_a_slice_runs_like_the_full_network_with_the_rest_zeroed": 2,

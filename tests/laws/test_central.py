@@ -51,7 +51,7 @@ CASES: dict[str, tuple[ModelFamily, Data, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_one_client_with_all_samples_and_goes_on_with_the_same_bits(case: str) -> None:
+def test_central_training_is_one_client_and_resumes_exactly(case: str) -> None:
     family, data, changes = CASES[case]
     task, start = replace(TASK, **changes), initial_params(family, 1)
     epochs = list(train_centrally(family, data, task, start))
@@ -117,25 +117,7 @@ def test_an_epochs_loss_is_that_of_its_own_steps() -> None:
     assert len({each.loss for each in epochs}) == 3
 
 
-def test_more_epochs_go_on_from_fewer() -> None:
-    start = initial_params(NETWORK, 1)
-    (*_, short) = train_centrally(NETWORK, DATA, TASK, start)
-    (*_, long) = train_centrally(NETWORK, DATA, replace(TASK, epochs=5), start)
-    (*_, longer) = train_centrally(NETWORK, DATA, replace(TASK, epochs=5), start, since=short.snapshot)
-    assert_same_bits(longer.params, long.params)
-    assert list(train_centrally(NETWORK, DATA, TASK, start, since=short.snapshot)) == []
-
-
-def test_it_trains_alone_whatever_the_strategy_of_rounds() -> None:
-    start = initial_params(NETWORK, 1)
-    single, batched = (
-        list(train_centrally(NETWORK, DATA, TASK, start, numerics))[-1].params
-        for numerics in (Numerics(), Numerics("batched", 4))
-    )
-    assert_same_bits(single, batched)
-
-
-def test_what_diverges_or_is_of_another_training_is_refused() -> None:
+def test_divergence_and_snapshots_of_other_tasks_are_refused() -> None:
     start = initial_params(NETWORK, 1)
     with pytest.raises(ModelError, match=r"central\.lr"):
         list(train_centrally(NETWORK, DATA, replace(TASK, optimizer=SGD(1e30)), start))

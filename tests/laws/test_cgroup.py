@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -72,18 +68,12 @@ def test_what_is_free_is_looked_at_anew(tmp_path: Path, version: object) -> None
         assert cgroup.room(0, root, tmp_path / "none") == left * MIB
 
 
-def test_where_the_cgroup_does_not_say_what_is_used_it_is_what_a_client_holds(tmp_path: Path) -> None:
+def test_unknown_usage_counts_what_the_client_holds(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text(str(1000 * MIB))
     assert cgroup.used(tmp_path) is None
     assert cgroup.room(300 * MIB, tmp_path, tmp_path / "none") == 700 * MIB
     (tmp_path / "memory.current").write_text(str(800 * MIB))
     assert cgroup.room(300 * MIB, tmp_path, tmp_path / "none") == 200 * MIB, "without memory.stat all of it counts"
-
-
-def test_the_node_may_have_less_than_the_limit(tmp_path: Path) -> None:
-    root = v2(tmp_path)
-    assert cgroup.room(0, root, node(tmp_path / "a", available_kb=50 * 1024)) == 50 * MIB
-    assert cgroup.room(0, root, node(tmp_path / "b", available_kb=5000 * 1024)) == 400 * MIB
 
 
 def test_pressure_takes_its_share(tmp_path: Path) -> None:
@@ -94,14 +84,6 @@ def test_pressure_takes_its_share(tmp_path: Path) -> None:
     assert cgroup.room(0, root, tmp_path / "a") == 200 * MIB
     assert cgroup.room(0, root, node(tmp_path / "b", stalled="100.00")) == 0
     assert cgroup.stalled(tmp_path / "none", tmp_path / "none") == 0.0, "a kernel that does not measure it"
-
-
-@pytest.mark.parametrize("content", [b"", b"full avg10= \n", b"full avg10=nan x", b"full avg10=-3.00 ", b"\xff\x00"])
-def test_a_damaged_pressure_file_says_nothing(tmp_path: Path, content: bytes) -> None:
-    root = v2(tmp_path)
-    (root / "memory.pressure").write_bytes(content)
-    (root / "memory.stat").write_bytes(content)
-    assert cgroup.stalled(root, tmp_path / "none") == 0.0 and cgroup.used(root) == 700 * MIB
 
 
 @pytest.mark.parametrize(("version", "text"), [(v2, "max"), (v2, V1_NONE), (v2, ""), (v1, V1_NONE)])
@@ -201,25 +183,6 @@ def test_what_a_process_takes_is_used_in_its_real_cgroup(tmp_path: Path) -> None
     pytest.fail(f"400 MiB were taken, and the cgroup says {(after - before) / MIB:.0f} MiB more")
 
 
-@pytest.fixture
-def limited() -> Iterator[Path]:
-    """A cgroup of 600 MiB below the one that FLEXFLEET_TEST_CGROUP names, which the tests may write to."""
-    given = os.environ.get("FLEXFLEET_TEST_CGROUP")
-    if given is None:
-        pytest.skip("FLEXFLEET_TEST_CGROUP names no cgroup in which tests may make one of their own")
-    child = Path(given) / f"flexfleet-test-{os.getpid()}"
-    child.mkdir()
-    try:
-        new = (child / "memory.max").exists()
-        (child / ("memory.max" if new else "memory.limit_in_bytes")).write_text(str(600 * MIB))
-        if (child / "memory.swap.max").exists():
-            (child / "memory.swap.max").write_text("0")
-        yield child
-    finally:
-        with suppress(OSError):
-            child.rmdir()
-
-
 INSIDE = """
 import os, sys
 from pathlib import Path
@@ -232,19 +195,3 @@ part = float(sys.argv[3])
 taken = b"x" * int(part * room)
 print("survived", flush=True)
 """
-
-
-@pytest.mark.parametrize(("part", "survives"), [(0.9, True), (1.2, False)])
-def test_a_limit_of_a_real_cgroup_holds_where_room_ends(
-    limited: Path, tmp_path: Path, part: float, survives: bool
-) -> None:
-    root = limited
-    if not (limited / "memory.max").exists():
-        (tmp_path / "memory").symlink_to(limited)
-        root = tmp_path
-    command = [sys.executable, "-c", INSIDE, str(limited), str(root), str(part)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    found = re.match(r"(\d+) (\d+)\n", done.stdout)
-    assert found is not None, done.stderr
-    assert int(found[1]) == 600 * MIB and 100 * MIB < int(found[2]) < 600 * MIB
-    assert ("survived" in done.stdout) == survives and (done.returncode == 0) == survives

@@ -236,7 +236,7 @@ def test_update_in_few_bits_is_decoded_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("backend", ["in_process", "processes"])
-def test_a_run_that_goes_on_ends_in_the_model_of_one_that_was_not_stopped(
+def test_resumed_run_ends_in_the_same_model(
     backend: str, flexfleet: Callable[..., Done], quick: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Its first rounds come out of the ledger."""
@@ -255,7 +255,7 @@ def test_a_run_that_goes_on_ends_in_the_model_of_one_that_was_not_stopped(
     assert whole == parts
 
 
-def test_what_a_client_keeps_meets_its_weights_where_it_has_trained() -> None:
+def test_client_state_is_on_the_device_that_trains() -> None:
     algorithm = Drifting(training=replace(TRAINING, fraction=1.0, epochs=1))
     site = tiny_site(algorithm, fleet=tiny_fleet(3))
     state = start_of(algorithm, site)

@@ -12,11 +12,9 @@ from torch import nn
 
 from fl_engine.aggregation.averaging import Mean
 from fl_engine.backends.in_process import prepare_process
-from fl_engine.codecs.casts import Half
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.types import FULL, Axis, ParamLayout, Slot
 from fl_engine.storage.overlapping import overlapped
-from fl_engine.testing.tiny import assert_same_bits
 from fl_engine.training.isolation import isolated
 from fl_engine.training.numerics import flushes_now
 
@@ -28,7 +26,7 @@ def flush(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def test_all_threads_that_compute_have_the_setting_of_the_one_that_starts_them(flush: bool) -> None:
+def test_computing_threads_inherit_the_denormal_setting(flush: bool) -> None:
     class Store:
         at_once: ClassVar[int] = 4
 
@@ -63,17 +61,6 @@ def test_server_averages_obey(flush: bool) -> None:
     for weight in (1.0, 3.0):
         average.add({"w": denormal(3)}, FULL, weight)
     assert bool(average.result()["w"].view(torch.int32).any()) is not flush
-
-
-def test_half_precision_keeps_its_own_denormal_numbers(flush: bool) -> None:
-    """They are normal numbers in float32."""
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
-    halves = {"many": every[every.isfinite()], "few": torch.full((3,), 2.0**-24, dtype=torch.float16)}
-    floats = {name: half.float() for name, half in halves.items()}
-    coded = Half().encode(floats, seed=0)
-    assert_same_bits(coded, halves)
-    assert_same_bits(Half().decode(coded, {n: (t.dtype, tuple(t.shape)) for n, t in floats.items()}), floats)
-    assert float(floats["few"][0]) == 2.0**-24
 
 
 def test_a_host_gets_its_own_setting_back(flush: bool) -> None:

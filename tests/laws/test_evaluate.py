@@ -76,7 +76,7 @@ def test_a_last_image_alone_joins_the_batch_before(count: int, sizes: list[int])
     assert sorted(seen) == sorted(data.normalise(data.test_x).flatten(1).tolist()), "every image once"
 
 
-def test_batches_are_the_same_every_time_and_not_in_the_file_s_order() -> None:
+def test_evaluation_batches_are_fixed_and_shuffled() -> None:
     """A network on batch statistics scores a batch, not an image: the figure needs fixed batches."""
     data, batches = data_of(50), []
     for seed in (1, 2):
@@ -144,7 +144,7 @@ def test_a_level_with_weights_of_its_own_is_used_with_them() -> None:
 
 
 @pytest.mark.parametrize("norm", ["batch", "static"])
-def test_static_statistics_are_the_mean_over_the_training_batches(norm: Any) -> None:
+def test_static_statistics_are_means_over_training_batches(norm: Any) -> None:
     """The first batch norm sees the first convolution's output: mean over batches of mean and of unbiased variance."""
     family = SmallCNN((1, 8, 8), 4, width=0.25, norm=norm)
     data = tiny_data((1, 8, 8))
@@ -161,7 +161,7 @@ def test_static_statistics_are_the_mean_over_the_training_batches(norm: Any) -> 
 
 @pytest.mark.parametrize("tracks", [False, True])
 @pytest.mark.parametrize("axes", [1, 3])
-def test_statistics_of_batch_norms_of_vectors_and_volumes_are_collected(axes: int, tracks: bool) -> None:
+def test_statistics_of_vector_and_volume_norms_are_collected(axes: int, tracks: bool) -> None:
     norm = (nn.BatchNorm1d if axes == 1 else nn.BatchNorm3d)(1, track_running_stats=tracks)
     parts = (nn.Unflatten(1, (1, 4, 2, 2)), norm) if axes == 3 else (nn.Unflatten(1, (1, 16)), norm)
     family = from_module(nn.Sequential(nn.Flatten(), *parts, nn.Flatten(), nn.Linear(16, 4)))((1, 4, 4), 4)
@@ -172,7 +172,7 @@ def test_statistics_of_batch_norms_of_vectors_and_volumes_are_collected(axes: in
     torch.testing.assert_close(found.running_var, x.var().reshape(1))
 
 
-def test_with_static_statistics_an_image_does_not_depend_on_its_batch() -> None:
+def test_static_statistics_make_scores_independent_of_the_batch() -> None:
     family = SmallCNN((1, 8, 8), 4, width=0.25)
     data, params = tiny_data((1, 8, 8)), initial_params(SmallCNN((1, 8, 8), 4, width=0.25), 3)
 

@@ -22,7 +22,7 @@ from fl_engine.training import kernels
     with_bias=st.booleans(),
     seed=st.integers(0, 100),
 )
-def test_unfolded_convolution_and_its_gradients_are_those_of_conv2d(
+def test_unfolded_convolution_equals_conv2d_with_gradients(
     batch: int,
     channels: tuple[int, int],
     size: tuple[int, int],
@@ -80,7 +80,7 @@ def test_unfolding_is_for_wide_convolutions_with_small_maps(
     with_bias=st.booleans(),
     seed=st.integers(0, 100),
 )
-def test_linear_layers_side_by_side_and_their_gradients_are_those_of_each(
+def test_batched_linear_equals_each_layer_with_gradients(
     n: int, batch: int, features: tuple[int, int], with_bias: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -42,7 +42,6 @@ from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.models.wisdm_lstm import WisdmLSTM
 from fl_engine.tasks import Classification
-from fl_engine.testing.kinds import TinyLSTM
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
 from fl_engine.training import batches, lanes, local, strategy
 from fl_engine.training.local import Job, kind, train
@@ -112,7 +111,7 @@ def assert_same(family: ModelFamily, jobs: list[Job], others: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_lane_has_the_same_bits_whoever_is_beside_it(name: str) -> None:
+def test_lane_has_the_same_bits_with_any_neighbours(name: str) -> None:
     family = FAMILIES[name]
     for task in terms(family).values():
         assert_same(family, [job(family, task, i) for i in range(7)], 3)
@@ -235,7 +234,7 @@ def test_one_diverged_lane_leaves_the_others_alone() -> None:
         assert_same_bits(found[i].params, expected[i].params)
 
 
-def test_ordered_dropout_draws_widths_for_each_client_so_it_trains_alone() -> None:
+def test_ordered_dropout_trains_one_client_at_a_time() -> None:
     family = FAMILIES["tiny"]
     task = replace(TASK, widths=(prefix(family.layout(), 0.5), FULL))
     jobs = [job(family, task, i) for i in range(3)]
@@ -309,10 +308,6 @@ class _Flat(nn.Linear):
         return Flat()
 
 
-def test_a_layer_of_ones_own_says_how_it_runs() -> None:
-    assert_same(Odd(), [job(Odd(), TASK, i) for i in range(4)], 2)  # type: ignore[arg-type]
-
-
 def test_a_layer_that_cannot_trains_alone() -> None:
     family: ModelFamily = Odd(grouped=True)  # type: ignore[assignment]
     found = train(family, Classification(family.outputs), [job(family, TASK, i) for i in range(2)])
@@ -330,13 +325,6 @@ def test_a_network_that_mixes_channels_is_found_out(odd: Odd, caplog: pytest.Log
     family: ModelFamily = odd  # type: ignore[assignment]
     assert strategy.choose(family, Classification(3), 5, 10, "fp32").strategy == "single"
     assert "mixes channels" in caplog.text
-
-
-def test_an_lstm_trains_one_client_at_a_time() -> None:
-    family, goal = TinyLSTM(), Classification(3)
-    assert strategy.choose(family, goal, 5, 10, "fp32") == SINGLE
-    with pytest.raises(ModelError, match=r"LSTM.*run\.strategy"):
-        train(family, goal, [job(family, TASK, i) for i in range(2)], BATCHED)
 
 
 def test_the_strategy_follows_from_the_size() -> None:
@@ -366,27 +354,7 @@ def test_weights_that_do_not_fit_are_named() -> None:
 
 
 # ----------------------------------------------------------------------------------------- samples held together
-def test_samples_of_lanes_are_copied_only_where_they_lie_apart() -> None:
-    whole = torch.randn(9, 2, 3)
-    parts = torch.split(whole, [4, 1, 4])
-    here = whole.data_ptr()
-    assert batches.joined(parts).data_ptr() == here and torch.equal(batches.joined(parts), whole)
-    assert batches.joined(parts[1:]).data_ptr() == parts[1].data_ptr()
-    assert torch.equal(batches.joined(parts[1:]), whole[4:])
-    assert batches.joined(parts[:1]) is parts[0]
-    apart: list[list[Tensor]] = [
-        [whole[:4], whole[5:]],
-        [whole[5:], whole[:4]],
-        [whole[:4], whole[4:].clone()],
-        [whole[:4], whole[:4]],
-        [whole[:, :1], whole[:, 1:]],
-        [whole[::2], whole[1::2]],
-    ]
-    for each in apart:
-        assert torch.equal(batches.joined(each), torch.cat(each)) and batches.joined(each).data_ptr() != here
-
-
-def test_a_copy_beside_a_client_that_is_alone_holds_no_samples_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_beside_a_single_client_shares_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """And sees the same ones, in the same order: those of lanes that have the samples each for itself."""
     held: list[Tensor] = []
     gathered = batches.gathered
@@ -405,10 +373,3 @@ def test_a_copy_beside_a_client_that_is_alone_holds_no_samples_of_its_own(monkey
     beside, _ = train(family, Classification(4), [one, other], BATCHED)
     assert len(held[0]) == 2 * len(one.x)
     assert_same_bits(alone.params, beside.params)
-
-
-def test_most_steps_ends_each_epoch_early() -> None:
-    family = FAMILIES["small"]
-    for numerics in (SINGLE, BATCHED):
-        (found,) = train(family, Classification(4), [job(family, TASK, 0)], numerics, most_steps=2)
-        assert (found.steps, found.samples) == (4, 20), "of 3 steps in each of two epochs"

@@ -32,18 +32,12 @@ def watched(
 
 
 # ------------------------------------------------------------------------------------------------- by hand
-def test_a_class_is_dealt_in_the_proportions_of_the_training_samples() -> None:
+def test_class_is_dealt_in_proportion_to_training_samples() -> None:
     """Class 0: 6 test samples for 10, 20 and 0 training samples, so 2, 4 and 0. Class 1: all 3 are client 2's."""
     labels = np.array([0, 1, 0, 0, 1, 0, 0, 1, 0])
     owner = deal(labels, np.array([[10, 20, 0], [0, 0, 7]]), seed=3)
     assert np.bincount(owner[labels == 0], minlength=3).tolist() == [2, 4, 0]
     assert owner[labels == 1].tolist() == [2, 2, 2]
-
-
-def test_it_is_not_always_the_same_clients_whose_share_is_rounded_up() -> None:
-    """A test sample of each of 40 classes for two clients alike: either gets some."""
-    owner = deal(np.arange(40), np.full((40, 2), 5), seed=0)
-    assert 10 < (owner == 0).sum() < 30
 
 
 def test_a_class_that_no_client_holds_is_dealt_to_nobody() -> None:
@@ -81,15 +75,6 @@ def test_a_whole_percentage_counts_as_itself(right: int) -> None:
     assert found is not None and found.histogram == {right: 1}
 
 
-def test_no_client_with_test_samples_has_no_local_accuracy() -> None:
-    assert watched([[1.0, 0.0]], [1], [[3, 4], [0, 0]]) is None
-
-
-def test_a_level_that_diverged_is_judged_all_the_same() -> None:
-    found = watched([[math.nan, math.nan]] * 4, [0, 1, 0, 1], [[1], [1]])
-    assert found is not None and 0 <= found.mean <= 1
-
-
 # --------------------------------------------------------------------------------------------------- laws
 HELD = arrays.arrays(
     np.int64, st.tuples(st.just(CLASSES), st.integers(1, 6)), elements=st.sampled_from([0, 0, 1, 2, 7, 50])
@@ -98,7 +83,7 @@ LABELS = st.lists(st.integers(0, CLASSES - 1), min_size=1, max_size=60).map(np.a
 
 
 @given(LABELS, HELD, st.integers(0, 5))
-def test_every_test_sample_of_a_held_class_is_dealt_once_and_to_a_holder(labels: Ints, held: Ints, seed: int) -> None:
+def test_each_test_sample_is_dealt_once_to_a_holder_of_its_class(labels: Ints, held: Ints, seed: int) -> None:
     owner = deal(labels, held, seed)
     assert owner.shape == labels.shape
     for label, client in zip(labels, owner, strict=True):
@@ -108,26 +93,6 @@ def test_every_test_sample_of_a_held_class_is_dealt_once_and_to_a_holder(labels:
         fair = held[label] / held[label].sum() * (labels == label).sum()
         assert (np.abs(dealt - fair) < 1).all(), "its share, rounded up or down"
     assert np.array_equal(owner, deal(labels, held, seed)), "the same seed, the same clients"
-
-
-@given(LABELS, st.integers(1, 5), st.integers(0, 5))
-def test_clients_that_hold_all_classes_choose_among_all(labels: Ints, clients: int, seed: int) -> None:
-    """Then each is judged by the global model's own choice; a client alone has the global accuracy."""
-    outputs = torch.randn(len(labels), CLASSES, generator=torch.Generator().manual_seed(seed))
-    right = outputs.argmax(1).numpy() == labels
-    held = np.full((CLASSES, clients), 3)
-    owner = deal(labels, held, seed)
-    of_clients = [float(right[owner == client].mean()) for client in set(owner.tolist())]
-    found = watched(outputs.tolist(), labels.tolist(), held.tolist(), seed)
-    assert found is not None and found.clients == len(of_clients)
-    assert found.mean == pytest.approx(np.mean(of_clients))
-    assert found.sd == pytest.approx(np.std(of_clients, ddof=1) if len(of_clients) > 1 else 0)
-    assert list(found.histogram) == sorted(found.histogram) and sum(found.histogram.values()) == found.clients
-    counted = [percent for percent, clients in found.histogram.items() for _ in range(clients)]
-    below = np.array(sorted(of_clients)) * 100 - counted
-    assert (below > -1e-9).all() and (below < 1).all(), "rounded down"
-    if clients == 1:
-        assert found.mean == pytest.approx(right.mean())
 
 
 # ----------------------------------------------------------------------------------------- in an evaluation

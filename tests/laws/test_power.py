@@ -44,25 +44,6 @@ def test_a_jetson_s_input_is_the_whole_board(tmp_path: Path) -> None:
     assert read(sensors(board(tmp_path, files))) == {"VDD_IN": 6.0}
 
 
-def test_channels_are_added_where_none_is_the_board_s(tmp_path: Path) -> None:
-    files = ina(1, {"VDD_GPU_SOC": (12000, 500), "VDD_CPU_CV": (12000, 250)}) | ina(2, {"VIN_SYS_5V0": (5000, 400)})
-    assert read(sensors(board(tmp_path, files))) == {"VDD_GPU_SOC": 6.0, "VDD_CPU_CV": 3.0, "VIN_SYS_5V0": 2.0}
-
-
-def test_the_sum_that_an_ina3221_tells_is_no_fourth_channel(tmp_path: Path) -> None:
-    """Documentation/hwmon/ina3221 of Linux: curr4 is the sum of all currents, and in4 the first shunt's microvolts."""
-    chip = "class/hwmon/hwmon1"
-    files = ina(1, {"A": (5000, 400), "B": (5000, 200)}) | {f"{chip}/curr4_input": 600, f"{chip}/in4_input": 2000}
-    assert read(sensors(board(tmp_path, files))) == {"A": 2.0, "B": 1.0}
-
-
-def test_a_channel_that_is_off_is_left_out(tmp_path: Path) -> None:
-    root = board(tmp_path, ina(1, {"A": (5000, 400), "B": (5000, 400)}))
-    (root / "class/hwmon/hwmon1/in2_input").unlink()
-    (root / "class/hwmon/hwmon1/in1_label").unlink()
-    assert read(sensors(root)) == {"hwmon1/1": 2.0}
-
-
 def test_older_jetsons_tell_milliwatts(tmp_path: Path) -> None:
     chip = "bus/i2c/drivers/ina3221x/6-0040/iio:device0"
     files = {f"{chip}/rail_name_0": "POM_5V_IN", f"{chip}/in_power0_input": 2318}
@@ -91,13 +72,6 @@ def test_other_chips_tell_microwatts_and_come_last(tmp_path: Path) -> None:
     board(tmp_path, {f"{chip}/power1_label": "PPT"})
     assert read(sensors(tmp_path)) == {"PPT": 4.5}
     assert [each.name for each in sensors(board(tmp_path, rapl("intel-rapl:0", "package-0", 1)))] == ["package-0"]
-
-
-def test_where_nothing_tells_there_is_no_sensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLEXFLEET_SYS", str(tmp_path))
-    assert sensors() == ()
-    broken = board(tmp_path, {"class/hwmon/hwmon0/name": "x", "class/hwmon/hwmon0/power1_input": "no number"})
-    assert sensors(broken) == ()
 
 
 # ------------------------------------------------------------------------------------------------------- metered

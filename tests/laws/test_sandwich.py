@@ -75,17 +75,6 @@ def test_the_others_are_drawn_uniformly_and_by_seed() -> None:
     assert all(18 <= count <= 42 for count in counts.values()), counts
 
 
-@pytest.mark.parametrize("random", [2, 9])
-def test_the_others_are_distinct_and_no_more_than_there_are(random: int) -> None:
-    widths = (0.25, 0.5, 0.75, 1.0)
-    assert close(moved(one_step(widths, Sandwich(random, 1.0, 1.0))), by_hand(widths, 1.0, 1.0)[0])
-
-
-def test_one_sub_model_is_plain_training() -> None:
-    (plain,) = train(FAMILY, Classification(4), [Job(TASK, START, X, Y)])
-    assert close(moved(one_step((1.0,), Sandwich(2, 1.0, 1.0))), moved(plain))
-
-
 def test_running_statistics_are_the_largest_sub_models() -> None:
     """Those of the others are neither mixed into them nor lost: they are collected before a sub-model is scored."""
     family = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")

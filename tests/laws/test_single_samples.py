@@ -18,7 +18,6 @@ from fl_engine.core.samples import Data, split
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, SGD, LocalTask, SubmodelSpec
 from fl_engine.models.traced import from_module
-from fl_engine.preparation.confusion import measure_confusion
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TinyNet
 from fl_engine.training.central import train_centrally
@@ -69,13 +68,6 @@ def test_central_training_says_what_to_do_about_it() -> None:
     assert len(centrally(32, drop_last=True)) == len(centrally(30, drop_last=False)) == 1
 
 
-def test_so_does_the_training_whose_mistakes_become_wrong_labels() -> None:
-    data = numbers(126)  # of which 101 are trained on
-    with pytest.raises(ModelError, match=r"training\.drop_last"):
-        measure_confusion(family_of(Vectors), data, seed=0, epochs=1, lr=1e-3, batch_size=100)
-    assert measure_confusion(family_of(Vectors), data, seed=0, epochs=1, lr=1e-3, batch_size=99).matrix.sum() == 25
-
-
 class Refuses(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise ValueError("a mistake of one's own")
@@ -115,7 +107,7 @@ def test_activations_are_measured_of_every_sample(network: type[nn.Module]) -> N
     assert found == int((wanted == 0).sum()) / wanted.numel()
 
 
-def test_a_last_sample_joins_only_where_it_cannot_be_answered_alone() -> None:
+def test_last_sample_joins_a_batch_only_if_it_cannot_run_alone() -> None:
     x = torch.arange(9).view(9, 1)
     asked: list[list[int]] = []
 

@@ -108,7 +108,7 @@ def test_group_norm_is_cut_by_pairs_one_of_each_half() -> None:
     [UTHARResNet18((1, 70, 30), 4, width=0.25), WidarResNet18((3, 5, 6), 4, width=0.25)],
     ids=["uthar", "widar"],
 )
-def test_a_slice_of_a_group_normalised_network_is_the_network_built_at_that_width(family: Any) -> None:
+def test_group_normed_slice_equals_network_built_at_that_width(family: Any) -> None:
     """And not the whole network with the rest zeroed: the statistics run over the channels that there are."""
     layout, params = family.layout(), initial_params(family, 0)
     x = made_up(family, 3, torch.Generator().manual_seed(0))

@@ -186,7 +186,7 @@ class CountedScale(Scale):
         return given.numel() + 4 * output.numel()
 
 
-def test_an_unknown_layer_with_weights_is_named_and_may_count_itself() -> None:
+def test_unknown_layer_is_refused_unless_it_counts_itself() -> None:
     with pytest.raises(ModelError, match=r"0\.odd, a Scale"):
         count_macs(Of((4,), lambda: nn.Sequential(nn.ModuleDict({"odd": Scale()}))))
     with pytest.raises(ModelError, match="MultiheadAttention"):

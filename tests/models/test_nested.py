@@ -59,7 +59,7 @@ def test_totals_of_har_cnn(shape: tuple[int, int], classes: int, totals: tuple[i
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_all_are_listed_in_ascending_order_and_are_parts_of_the_largest(name: str) -> None:
+def test_nested_networks_are_ascending_parts_of_the_largest(name: str) -> None:
     family, count = NETWORKS[name]
     assert isinstance(family, Nested)
     nested, layout = family.nested(), family.layout()
@@ -136,9 +136,7 @@ def test_every_sub_network_counts_what_its_layers_do(choices: Choices, side: int
 
 @settings(max_examples=40)
 @given(inner=any_choices, outer=any_choices)
-def test_a_sub_network_is_a_part_of_those_whose_stages_are_all_at_least_as_large(
-    inner: Choices, outer: Choices
-) -> None:
+def test_sub_network_is_part_of_those_with_larger_stages(inner: Choices, outer: Choices) -> None:
     nested = TINY_IMAGENET.nested()
     larger = all(a <= b for a, b in zip(inner, outer, strict=True))
     assert contains(TINY_IMAGENET.layout(), nested[name_of(outer)], nested[name_of(inner)]) == larger

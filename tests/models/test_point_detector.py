@@ -68,7 +68,7 @@ def test_an_answer_sees_far_around_its_point() -> None:
     assert x.grad is not None and (x.grad[0].abs().sum(0)[100:, 100:] > 0).any()
 
 
-def test_a_slice_of_the_pyramid_has_the_same_channels_of_every_stage() -> None:
+def test_pyramid_slice_has_the_same_channels_of_every_stage() -> None:
     family = PointDetector((3, 40, 40), 5, width=0.1)
     params = {f"lateral.stage{s}.conv.weight": torch.arange(6).view(6, 1, 1, 1).repeat(1, 30, 1, 1) for s in (1, 4)}
     params = {name: t[:, : family.layout().groups[name.split(".")[1]]] for name, t in params.items()}

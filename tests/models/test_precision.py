@@ -39,7 +39,7 @@ from fl_engine.models import (
 from fl_engine.models import export as exports
 from fl_engine.models import onnx_comparison as precisions
 from fl_engine.models.onnx_comparison import Precisions, measure
-from fl_engine.models.onnx_quantization import FILES, OnnxPrecision, convert, of_codec, rounded_up, stored
+from fl_engine.models.onnx_quantization import FILES, OnnxPrecision, convert, of_codec, rounded_up
 from fl_engine.tasks import Classification, Detection, NextToken, Regression
 from fl_engine.testing.kinds import tiny_boxes
 from flexfleet.pipeline.prepare import Resolved
@@ -267,22 +267,6 @@ def test_a_detector_has_them_too(tmp_path: Path) -> None:
     assert {each.agreement for each in found.precisions.values()} == {None}
 
 
-def test_answers_are_compared_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All boxes of a large test set at once take gigabytes. The figure is that of the whole."""
-    data, at_once, observe = tiny_boxes(), list[int](), Detection.observe
-    answers = torch.randn(len(data.test_y), data.task.outputs, 4, 4, generator=torch.Generator().manual_seed(0))
-
-    def counted(task: Detection, outputs: Tensor, y: Tensor) -> Tensor:
-        at_once.append(len(y))
-        return observe(task, outputs, y)
-
-    monkeypatch.setattr(Detection, "observe", counted)
-    whole = precisions._value(data, answers)
-    monkeypatch.setattr(precisions, "OBSERVED", 7)
-    assert precisions._value(data, answers) == whole
-    assert at_once[0] == len(data.test_y) <= 128 and max(at_once[1:]) == 7 and sum(at_once[1:]) == len(data.test_y)
-
-
 def test_samples_are_normalised_in_fp32(tmp_path: Path) -> None:
     """Numbers around 1000 that differ by 0.1 are the same number in fp16."""
     x = 1000 + 0.1 * numbers(48, 18)
@@ -341,21 +325,6 @@ def test_what_is_refused_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", "model.fp16.onnx", "precision.json"}
 
 
-def test_answers_that_are_not_finite_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a processor computes in fp16, a large activation is infinite. This one may not."""
-    data, real, calls = data_of(numbers(20, 6), Classification(6)), precisions._answers, []
-
-    def answers(*given: Any) -> Tensor:
-        calls.append(given)
-        return real(*given) / (2.0 - len(calls))
-
-    monkeypatch.setattr(precisions, "_answers", answers)
-    exports._write(exports.RawNetwork(Scaled(2.0), "float32", 1, (), (), False).eval(), data, tmp_path / exports.ONNX)
-    found = measure(tmp_path, "M1", ("fp16",), data, torch.arange(8), "sha")
-    assert list(found.precisions) == ["fp32"] and "are not finite" in found.refused["fp16"]
-    assert not (tmp_path / FILES["fp16"]).exists()
-
-
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_onnx_runtime_does_not_know_is_refused(trained: Trained, tmp_path: Path, name: OnnxPrecision) -> None:
     model = onnx.load(trained.folder / exports.ONNX)
@@ -371,33 +340,8 @@ def test_a_damaged_record_is_named(trained: Trained, tmp_path: Path) -> None:
     whole = (trained.folder / precisions.ABOUT).read_text()
     for wrong in ("", whole[:-9], whole.replace('"fp32"', '"fp64"'), whole.replace('"fp32": {', '"fp16": {')):
         (tmp_path / precisions.ABOUT).write_text(wrong)
-        with pytest.raises(IntegrityError, match=r"precision.json is no list of a level's precisions"):
+        with pytest.raises(IntegrityError, match=r"precision\.json"):
             precisions.read(tmp_path)
 
 
-def test_only_weights_are_counted(trained: Trained) -> None:
-    source = trained.folder / exports.ONNX
-    assert stored("int8", source, source) == 0 and stored("fp32", source, source) == 1
-
-
 # ---------------------------------------------------------------------------------------------------- latency
-def test_latency_is_the_median_of_what_is_not_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand: in each turn three warm-ups of 9 s, then 2, 2, 2, 2, 2, 2, 4, 4, 4, 4 ms."""
-    now, calls = [0.0], {"fp32": 0, "int8": 0}
-    monkeypatch.setattr(precisions.time, "thread_time", lambda: now[0])
-
-    class Fake:
-        def __init__(self, name: str, times: float) -> None:
-            self.name, self.times = name, times
-
-        def get_inputs(self) -> list[Any]:
-            return [self]
-
-        def run(self, _: None, given: dict[str, Any]) -> None:
-            place = calls[self.name] % 13
-            calls[self.name] += 1
-            now[0] += 9.0 if place < 3 else self.times * (0.002 if place < 9 else 0.004)
-
-    found = precisions._latencies({"fp32": Fake("fp32", 1), "int8": Fake("int8", 3)}, np.zeros(1))
-    assert found == {"fp32": pytest.approx(2.0), "int8": pytest.approx(6.0)}
-    assert calls == {"fp32": 130, "int8": 130}

@@ -136,7 +136,7 @@ def test_the_last_answer_is_that_of_the_last_position() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- slices
-def test_a_unit_is_cut_over_all_four_gates_and_from_the_lstm_above() -> None:
+def test_lstm_unit_is_cut_from_all_gates_and_the_lstm_above() -> None:
     family = TextLSTM((6,), 2, embedding=2, hidden=3)
     params = {
         "embedding.weight": torch.arange(4).view(2, 2),

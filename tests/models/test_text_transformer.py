@@ -136,7 +136,7 @@ def test_heads_add_up() -> None:
     torch.testing.assert_close(attention(x), total)
 
 
-def test_zeros_of_the_relu_are_counted_and_the_rest_is_unmeasured() -> None:
+def test_transformer_measures_apoz_of_hidden_units_only() -> None:
     scores = pool.measure_apoz(SMALL, initial_params(SMALL, 0), tokens(20))
     by_group = dict(zip([layer.group for layer in SMALL.prunable()], scores, strict=True))
     measured = [score for group, score in by_group.items() if group.endswith("hidden")]

@@ -68,7 +68,7 @@ def test_layer_sizes_vgg16() -> None:
 
 
 @pytest.mark.parametrize("model", [VGG16, ResNet34, PreResNet18, MobileNetV2])
-def test_static_norm_adds_two_statistics_per_channel_and_no_counter(model: Any) -> None:
+def test_static_norm_adds_two_statistics_per_channel(model: Any) -> None:
     family, static = model(CIFAR, 10), model(CIFAR, 10, norm="static")
     added = {name: shape for name, shape in full_shapes(static).items() if name not in full_shapes(family)}
     assert {name.rsplit(".", 1)[1] for name in added} == {"running_mean", "running_var"}
@@ -152,7 +152,7 @@ def test_the_global_pool_and_the_map_before_it(
     ],
     ids=["AdaptiveFL, Table 1: 333.2 M", "FlexFL's code: 532.1 M"],
 )
-def test_where_vgg16_pools(options: dict[str, Any], macs: int, sides: tuple[int, ...]) -> None:
+def test_vgg16_pools_after_the_given_convolutions(options: dict[str, Any], macs: int, sides: tuple[int, ...]) -> None:
     """The same parameters; the side of the map that each convolution is given."""
     family, seen = VGG16(CIFAR, 10, **options), []
     assert (count_params(family), count_macs(family)) == (33_646_666, macs)
@@ -185,7 +185,7 @@ def test_width_multiplies_every_channel_and_keeps_at_least_one() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(name for name, family in MODELS.items() if hasattr(family, "min_hw")))
-def test_the_smallest_image_is_taken_even_alone(name: str) -> None:
+def test_smallest_image_is_accepted_alone(name: str) -> None:
     model: Any = MODELS[name]
     side = model.min_hw
     assert count_macs(model((1, side, side), 2)) > 0

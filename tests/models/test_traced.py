@@ -122,7 +122,7 @@ def test_torchvisions_networks_are_written_out_right() -> None:
     assert sum(p.numel() for p in nets.MobileNetV3().parameters()) == 2_542_856
 
 
-def test_a_concatenation_has_the_channels_of_both_and_a_group_norm_whole_groups() -> None:
+def test_concatenation_and_group_norm_share_channels_as_expected() -> None:
     layout = made("unet").layout()
     assert layout.groups == {"down1.0": 4, "down2.0": 16, "up": 12, "join.0": 8, HEAD: 4}
     assert layout.slots["down1.0.weight"].axes[0] == Axis("down1.0", repeat=2), "two channels a norm group"
@@ -142,7 +142,7 @@ class Tiny(nn.Module):
         return self.head(torch.relu(self.norm(self.first(x))))
 
 
-def test_a_class_draws_its_weights_by_the_seed_and_a_module_brings_its_own() -> None:
+def test_class_draws_weights_by_seed_and_module_keeps_its_own() -> None:
     family, module = from_module(Tiny)((4,), 3), Tiny()
     assert torch.equal(initial_params(family, 1)["first.weight"], initial_params(family, 1)["first.weight"])
     assert not torch.equal(initial_params(family, 1)["first.weight"], initial_params(family, 2)["first.weight"])
@@ -201,7 +201,7 @@ class Partly(nn.Module):
         return self.head(self.drop(torch.relu(self.open(out))[:, :, None, None]).flatten(1))
 
 
-def test_frozen_parameters_and_constants_are_neither_trained_nor_sent() -> None:
+def test_frozen_parameters_are_neither_trained_nor_sent() -> None:
     module = Partly()
     for whole in (False, True):
         family = from_module(module, whole=whole)((4,), 3)
@@ -301,7 +301,7 @@ class Normalised(nn.Module):
 
 
 @pytest.mark.parametrize("options", [{"whole": True}, {"pin": ("second",)}], ids=str)
-def test_a_weight_that_is_computed_from_others_is_counted_and_trained(options: Any) -> None:
+def test_parametrized_weight_is_counted_and_trained(options: Any) -> None:
     kind = from_module(lambda: Normalised(nn.utils.parametrizations.weight_norm), **options)
     family = kind((6,), 3)
     assert count_macs(family) == 6 * 8 + 8 * 5 + 5 * 3

@@ -1,9 +1,9 @@
-"""Which axes of which tensors hold the same channels: found by tying them to each other.
+"""Finds the axes of tensors that hold the same channels, by tying them to each other.
 
-An axis is a row of parts, each the channels of one variable with equally many entries a channel. Where the network adds
-two tensors, their axes are tied: their variables become one. A variable that is tied to the axis of a concatenation is
-split, one whose channels a group norm takes several at a time is made coarser, and one that is tied to what is never
-cut is pinned: all its channels stay.
+An axis is a row of parts: each has the channels of one variable, with equally many entries per channel. When the
+network adds two tensors, their axes are tied: their variables become one. A variable that is tied to the axis of a
+concatenation is split. One whose channels a group norm combines becomes coarser. One that is tied to an axis that is
+never cut is pinned: every sub-model keeps all its channels.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _order = count()
 
 @dataclass(eq=False)
 class Channels:
-    """A variable: `size` channels, made by the layer or parameter at `origin`."""
+    """A variable: `size` channels of the layer or parameter at `origin`."""
 
     size: int
     origin: str = ""
     pinned: bool = False
     """Never cut."""
     loose: bool = False
-    """Of a parameter that no layer has yet given a meaning: pinned where nothing else decides."""
+    """Of a parameter that no layer uses yet: pinned if nothing else decides."""
 
     def __post_init__(self) -> None:
         self.order = next(_order)
         self.bound: Dim | None = None
-        """What this variable turned out to be."""
+        """The parts that replace this variable."""
 
 
 class Part(NamedTuple):
@@ -49,7 +49,7 @@ Dim = tuple[Part, ...]
 
 
 def fixed(size: int) -> Dim:
-    """An axis that is never cut: the batch, pixels, steps, the input's channels."""
+    """An axis that is never cut, such as the batch, pixels, steps or the input's channels."""
     return (Part(Channels(size, pinned=True)),)
 
 
@@ -59,7 +59,7 @@ def made(size: int, origin: str, *, loose: bool = False) -> Dim:
 
 
 def resolved(dim: Dim) -> Dim:
-    """The axis in variables that are not bound."""
+    """The axis with bound variables replaced."""
     out: list[Part] = []
     for part in dim:
         bound = part.of.bound
@@ -68,7 +68,7 @@ def resolved(dim: Dim) -> Dim:
 
 
 def free(*dims: Dim) -> list[Channels]:
-    """The variables of these axes whose channels can be cut, in order, each once."""
+    """The variables of these axes that can be cut, in order, each once."""
     return list(dict.fromkeys(part.of for dim in dims for part in resolved(dim) if not part.of.pinned))
 
 
@@ -82,29 +82,29 @@ def pin(*dims: Dim) -> None:
 
 
 def scaled(dim: Dim, times: int) -> Dim:
-    """The axis with `times` entries for each one."""
+    """The axis with `times` entries for each entry."""
     return tuple(Part(part.of, part.repeat * times) for part in dim)
 
 
 def merged(outer: Dim, inner: Dim) -> Dim | None:
-    """Two neighbouring axes flattened into one; None where the channels of both would mix."""
+    """Two neighbouring axes flattened into one; None if the channels of both would mix."""
     if not free(inner):
         return scaled(outer, length(inner))
     return inner * length(outer) if not free(outer) else None
 
 
 def coarser(channels: Channels, times: int) -> None:
-    """Keeps or drops `times` neighbouring channels together, or pins all where these do not come out even."""
+    """Keep or drop `times` neighbouring channels together; pin all if their number is not a multiple."""
     if times == 1 or channels.pinned:
         return
     if channels.size % times or channels.size == times:
         channels.pinned = True
         return
-    _bind(channels, (Part(Channels(channels.size // times, channels.origin, loose=channels.loose), times),))
+    channels.bound = (Part(Channels(channels.size // times, channels.origin, loose=channels.loose), times),)
 
 
 def aligned(dim: Dim, to: int) -> None:
-    """Makes the channels so coarse that no block of `to` neighbouring entries is cut."""
+    """Make the channels so coarse that no block of `to` neighbouring entries is cut."""
     for part in resolved(dim):
         coarser(part.of, math.lcm(part.repeat, to) // part.repeat)
     if any(part.entries % to for part in resolved(dim)):
@@ -112,7 +112,7 @@ def aligned(dim: Dim, to: int) -> None:
 
 
 def tie(one: Dim, other: Dim) -> None:
-    """Makes both axes, of equal length, the same channels."""
+    """Let both axes, of equal length, have the same channels."""
     left, right = list(resolved(one)), list(resolved(other))
     while left and right:
         a, b = left[0], right[0]
@@ -130,25 +130,21 @@ def tie(one: Dim, other: Dim) -> None:
             coarser(b.of, both // b.repeat)
         elif a.of.size == b.of.size:
             first, second = sorted((a.of, b.of), key=lambda channels: (channels.loose, channels.order))
-            _bind(second, (Part(first),))
+            second.bound = (Part(first),)
         else:
             large, small = (a.of, b.of) if a.of.size > b.of.size else (b.of, a.of)
             sizes = (small.size, large.size - small.size)
-            _bind(large, tuple(Part(Channels(n, large.origin, loose=large.loose)) for n in sizes))
+            large.bound = tuple(Part(Channels(n, large.origin, loose=large.loose)) for n in sizes)
         left, right = list(resolved(tuple(left))), list(resolved(tuple(right)))
 
 
 def _rest(part: Part, gone: int) -> list[Part]:
-    """What is left of a pinned part without its first entries."""
+    """The rest of a pinned part without its first entries."""
     return list(fixed(part.entries - gone)) if part.entries > gone else []
 
 
-def _bind(channels: Channels, to: Dim) -> None:
-    channels.bound = to
-
-
 def compact(parts: Iterable[Part]) -> list[tuple[Part, int]]:
-    """(part, how often it comes in a row); neighbouring pinned parts as one."""
+    """(part, how often it repeats in a row), with neighbouring pinned parts as one."""
     out: list[tuple[Part, int]] = []
     for part in parts:
         if out and part.of.pinned and out[-1][0].of.pinned:

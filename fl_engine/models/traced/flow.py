@@ -1,4 +1,4 @@
-"""Follows the channels through a graph: which layers share them, and what would mix them."""
+"""Follows the channels through a graph: the layers that share them, and the operations that would mix them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ RELUS = ("relu", "relu_", "relu6")
 
 @dataclass
 class Flow:
-    """`layers`: by path, in the order of their first use; `params`: parameters that the forward uses itself; `relus`:
-    the nodes that are one, each with the layers used before it; `dims`: each node's axes, of several outputs a tuple of
-    theirs, None for what is no tensor. `head` are the channels of the outputs."""
-
     layers: dict[str, Layer] = field(default_factory=dict)
+    """By path, in the order of their first use."""
     params: dict[str, Dims] = field(default_factory=dict)
+    """Parameters that the forward uses itself."""
     relus: list[tuple[fx.Node, tuple[str, ...]]] = field(default_factory=list)
+    """The ReLUs, each with the layers used before it."""
     dims: dict[fx.Node, Any] = field(default_factory=dict)
+    """Each node's axes; a tuple of these for several outputs, None if it is not a tensor."""
     head: Channels | None = None
+    """The channels of the outputs."""
 
 
 def follow(name: str, traced: Traced, outputs: int, pins: Sequence[str]) -> Flow:
@@ -52,7 +53,8 @@ class _Walk:
                 raise ModelError(f"{name}: pin has the module {each!r}, which does not exist{nearest(each, paths)}")
         self.pins = tuple(pins)
         self.trouble: list[tuple[fx.Node, str, tuple[Dim, ...], tuple[Dim, ...]]] = []
-        """What would mix these channels, unless they are pinned in the end; and the axes of its output (`mixed`)."""
+        """Operations that mix channels, which is an error unless they are pinned in the end: the node, the reason, the
+        channels, and the axes of its output (`mixed`)."""
         self.output: fx.Node | None = None
 
     def pinned(self, path: str) -> bool:
@@ -110,9 +112,9 @@ class _Walk:
         return self.in_shape(layer.out, node)
 
     def series(self, node: fx.Node, layer: Layer) -> Any:
-        """An LSTM's outputs, and its last states, whose last axis has the units."""
+        """The axes of an LSTM's outputs and of its last states, whose last axis has the units."""
         if len(node.args) > 1:
-            self.refuse(node, "gets a state to start from: leave it out where it is zero", layer.out)
+            self.refuse(node, "gets an initial state (leave it out if it is zero)", layer.out)
         state = layer.state
         assert state is not None
 
@@ -126,7 +128,7 @@ class _Walk:
         weights = {name: ops.whole(tuple(p.shape)) for name, p in module.state_dict(keep_vars=True).items()}
         self.flow.layers.setdefault(path, Layer(weights, {}, ()))
         kind = type(module).__name__
-        why = rules.REASONS.get(rules.MODULES.get(kind, ""), f"is a {kind}, which is not known here")
+        why = rules.REASONS.get(rules.MODULES.get(kind, ""), f"is a {kind}, which is not supported")
         given = ops.every(self.call(node, kind, node.args, dict(node.kwargs)))
         if self.pinned(path):
             pin(*given)
@@ -137,7 +139,7 @@ class _Walk:
         shape, call = node.meta["shape"], self.call(node, name, args, options)
         if name == "getitem" and not isinstance(self.value(args[0]), Given):
             found = self.flow.dims.get(args[0])
-            if found is None and shape is not None:  # one of several outputs, of which some are no tensors
+            if found is None and shape is not None:  # one of several outputs, some of which are not tensors
                 why, dims = next(((why, dims) for of, why, dims, _ in self.trouble if of is args[0]), ("", ()))
                 return self.mixed(node, why, dims)
             return found[args[1]] if isinstance(found, tuple) and isinstance(args[1], int | slice) else None
@@ -164,7 +166,7 @@ class _Walk:
         )
 
     def value(self, argument: Any) -> Any:
-        """A tensor as `Given`, what a node computes else as a number or None, and anything else as it is."""
+        """A tensor as `Given`, another node as its number or None, and anything else unchanged."""
         if isinstance(argument, fx.Node):
             dims: Any = self.flow.dims.get(argument)
             shape = argument.meta["shape"]
@@ -178,7 +180,7 @@ class _Walk:
         return argument
 
     def in_shape(self, dims: Sequence[Dim], node: Any) -> Dims:
-        """The axes, with the sizes that the output has where a rule knows only that they are not channels."""
+        """The axes, with the output's sizes for those that are not channels."""
         shape = node.meta["shape"] if isinstance(node, fx.Node) else node
         pairs = list(zip(dims, shape, strict=True))
         return tuple(dim if length(dim) == size else fixed(size) for dim, size in pairs)
@@ -188,11 +190,10 @@ class _Walk:
         self.trouble.append((node, why, tuple(dims), tuple(out)))
 
     def mixed(self, node: fx.Node, why: str, dims: Sequence[Dim]) -> Any:
-        """The axes of an output that mixes these channels. Where an input has free channels, the output's axis at that
-        place is free too: a fixed one would pin the channels that it is added to, and nothing would be left to
-        refuse."""
+        """The axes of an output that mixes these channels. If an input has free channels at a place, the output's axis
+        is free there, too: a fixed axis would pin the channels that it is added to, and nothing would be refused."""
         shape, opened, known = node.meta["shape"], list[Dim](), self.flow.dims
-        # Of several outputs, of which some are no tensors, nothing is known but what they were made from.
+        # If some of several outputs are not tensors, only their inputs are known.
         given = [n for each in node.all_input_nodes for n in ([each] if known.get(each) else each.all_input_nodes)]
         inputs: Any = [known[n] for n in given if known.get(n) and not _several(n.meta["shape"])]
 
@@ -227,7 +228,7 @@ class _Walk:
             channels.pinned = True
 
     def pinning(self, node: fx.Node, cut: Sequence[Channels]) -> list[str]:
-        """The modules to pin so that these channels stay whole: the one concerned, else those that make them."""
+        """The modules to pin so that these channels are not cut: the node's own, else those that make them."""
         if node.op == "call_module" and str(node.target) in dict(self.module.named_modules()):
             return [str(node.target)]
         modules = {path for path, _ in self.module.named_modules() if path}

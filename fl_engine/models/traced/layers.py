@@ -1,4 +1,4 @@
-"""Layers with weights: which channels their weights' axes hold, and which their outputs have."""
+"""Layers with weights: the channels of their weights' axes and of their outputs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Dims = tuple[Dim, ...]
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer in use. `weights`: the axes of its parameters and statistics, by name. `sizes`: the attributes that say
-    how many channels it has, each with the axis and the number of entries that one stands for. `out`: the axes of its
-    output, `state`: those of an LSTM's last state. `trouble`: why it cannot be cut, and the axes concerned."""
-
     weights: Mapping[str, Dims]
+    """The axes of its parameters and statistics, by name."""
     sizes: Mapping[str, tuple[Dim, int]]
+    """Its attributes with numbers of channels, each with the axis and the number of entries that one stands for."""
     out: Dims
     state: Dim | None = None
+    """The axis of an LSTM's last state."""
     trouble: tuple[str, Dims] | None = None
+    """Why it cannot be cut, and the axes concerned."""
 
 
 def known(module: nn.Module) -> Callable[[Any, str, Dims], Layer] | None:
-    """The rule for a layer of torch, or of a class that only changes how it is made; None: there is none."""
+    """The rule for a layer of torch, or of a subclass with the same forward."""
     for kind, rule in RULES.items():
         if isinstance(module, kind):
             return rule if type(module).forward is _forward(type(module), kind) and not _computed(module) else None
@@ -38,7 +38,7 @@ def known(module: nn.Module) -> Callable[[Any, str, Dims], Layer] | None:
 
 
 def is_torchs(module: nn.Module) -> bool:
-    """Whether torch's own code runs it, so that a trace need not look inside."""
+    """Whether its forward is torch's own, so that a trace need not look inside."""
     home = type(module).forward.__module__
     return home.startswith("torch.nn.") and not isinstance(module, nn.Sequential)
 
@@ -55,7 +55,7 @@ def _computed(module: nn.Module) -> bool:
 
 
 def _present(module: nn.Module, **axes: Dims) -> dict[str, Dims]:
-    """Which of these parameters and buffers the layer has."""
+    """The ones of these parameters and buffers that the layer has."""
     held = module._parameters | module._buffers
     return {name: dims for name, dims in axes.items() if held.get(name) is not None}
 
@@ -129,11 +129,11 @@ GATES = {"LSTM": 4, "GRU": 3}
 
 
 def _recurrent(m: nn.RNNBase, path: str, x: Dims) -> Layer:
-    """Series (B, T, F) or (T, B, F). A unit that is left out gives zero at every step."""
+    """Series (B, T, F) or (T, B, F). A unit that is left out is zero at every step."""
     ways = ("", "_reverse") if m.bidirectional else ("",)
     gates, given, weights = GATES.get(m.mode, 1), x[-1], dict[str, Dims]()
     units = [made(m.hidden_size, path) for _ in range(m.num_layers)]
-    for unit in units[1:]:  # the layer knows one number of units
+    for unit in units[1:]:  # the layer has one number of units
         tie(units[0], unit)
     for level, unit in enumerate(units):
         for way in ways:
@@ -146,7 +146,7 @@ def _recurrent(m: nn.RNNBase, path: str, x: Dims) -> Layer:
     if m.proj_size:
         trouble = ("projects its outputs (proj_size)", (x[-1], *units))
     elif len(x) != 3:
-        trouble = (f"gets {len(x)} axes, a batch of series has three", (x[-1], *units))
+        trouble = (f"gets {len(x)} axes instead of three", (x[-1], *units))
     sizes = {"input_size": (x[-1], 1), "hidden_size": (units[0], 1)}
     return Layer(weights, sizes, (*x[:-1], given), units[-1], trouble)
 

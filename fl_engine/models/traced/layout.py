@@ -13,7 +13,7 @@ from fl_engine.models.traced.flow import Flow
 
 
 class Sizes(NamedTuple):
-    """An attribute of a layer that says how many channels it has: the axis that it counts, in units of `each`."""
+    """A layer's attribute with its number of channels: the axis that it counts, in units of `each`."""
 
     attribute: str
     axis: Axis
@@ -22,16 +22,15 @@ class Sizes(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """`relus`: the nodes to become modules of their own, by the module's name."""
-
     layout: ParamLayout
     prunable: tuple[Prunable, ...]
     sizes: Mapping[str, tuple[Sizes, ...]]
     relus: Mapping[fx.Node, str]
+    """The name of the module that each ReLU becomes."""
 
 
 def derived(flow: Flow, names: Sequence[str], outputs: int) -> Derived:
-    """`names`: of the network's state, in its order."""
+    """The layout of a network whose state has these `names`, in its order."""
     axes = {f"{path}.{name}": dims for path, layer in flow.layers.items() for name, dims in layer.weights.items()}
     axes |= flow.params
     called = _names((dim for name in names for dim in axes[name]), flow.head)
@@ -50,7 +49,7 @@ def derived(flow: Flow, names: Sequence[str], outputs: int) -> Derived:
 
 
 def _names(dims: Iterable[Dim], head: Channels | None) -> dict[Channels, str]:
-    """The channels in use, each by the layer that makes them."""
+    """A name for all channels in use: the layer that makes them."""
     called: dict[Channels, str] = {}
     for channels in free(*dims):
         base = name = HEAD if channels is head else channels.origin
@@ -77,7 +76,7 @@ def _axis(dim: Dim, called: Mapping[Channels, str]) -> Axis:
 
 
 def _owned(flow: Flow, called: Mapping[Channels, str]) -> dict[str, Channels]:
-    """By path, the layers whose outputs are channels of a single group. An LSTM's are its units."""
+    """By path, the layers whose outputs are channels of a single group."""
     owned = {}
     for path, layer in flow.layers.items():
         out = layer.out[1:] if layer.out else ()
@@ -90,8 +89,8 @@ def _owned(flow: Flow, called: Mapping[Channels, str]) -> dict[str, Channels]:
 
 
 def _relus(flow: Flow, owned: Mapping[str, Channels]) -> dict[fx.Node, str]:
-    """Each ReLU becomes a child of the last layer before it that makes the same channels, so that it counts with them;
-    one over the channels of several groups, or of none, a child of the network."""
+    """Each ReLU becomes a child of the last layer before it that makes the same channels, so that it counts with them.
+    A ReLU over several groups, or none, becomes a child of the network."""
     relus: dict[fx.Node, str] = {}
     for node, before in flow.relus:
         over = free(*flow.dims[node])

@@ -1,7 +1,7 @@
-"""Operations without weights: which channels their outputs have.
+"""Operations without weights: the channels of their outputs.
 
-A rule gets the operation (`Call`) and gives the axes of its output, or the axes that would have to stay whole, with the
-reason (`Mixes`). An operation without a rule needs all axes of its inputs whole.
+A rule gets the operation (`Call`) and returns the axes of its output, or the axes that must not be cut with the reason
+(`Mixes`). An operation without a rule needs all axes of its inputs whole.
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ Shape = tuple[int, ...]
 
 
 class Given(NamedTuple):
-    """A tensor that an operation takes."""
-
     dims: Dims
     shape: Shape
 
 
 @dataclass(frozen=True)
 class Call:
-    """`name(*args, **options)`. Tensors among the arguments are `Given`, what a node computes is a number or None.
-    `shape` is the output's; of several outputs, a tuple of theirs."""
+    """`name(*args, **options)`. Tensors among the arguments are `Given`, other nodes are numbers or None."""
 
     name: str
     args: tuple[Any, ...]
     options: dict[str, Any]
     shape: Any
+    """Of the output; a tuple of shapes for several outputs."""
 
     @property
     def x(self) -> Given:
@@ -39,7 +37,7 @@ class Call:
 
     @property
     def given(self) -> Iterator[Given]:
-        """All tensors, those in lists too."""
+        """All tensors, also in lists."""
         for value in (*self.args, *self.options.values()):
             if isinstance(value, Given):
                 yield value
@@ -55,7 +53,7 @@ class Call:
 
 
 class Mixes(NamedTuple):
-    """Why the operation cannot be cut, unless these axes stay whole."""
+    """The reason why these axes must not be cut."""
 
     why: str
     dims: tuple[Dim, ...]
@@ -69,7 +67,7 @@ def every(call: Call) -> tuple[Dim, ...]:
 
 
 def whole(shape: Any, axis: Callable[[int, int], Dim] = lambda place, size: fixed(size)) -> Any:
-    """Axes that are never cut, or as `axis` makes them of place and size, of an output or of several."""
+    """The axes of one or several outputs: never cut, or made by `axis` from place and size."""
     if shape and isinstance(shape[0], tuple):
         return tuple(whole(each, axis) for each in shape)
     return tuple(axis(place, size) for place, size in enumerate(shape))
@@ -77,7 +75,7 @@ def whole(shape: Any, axis: Callable[[int, int], Dim] = lambda place, size: fixe
 
 # ------------------------------------------------------------------------------------------------------- rules
 def by_element(call: Call) -> Dims | Mixes:
-    """Tensors of shapes that broadcast: what meets in one element has the same channels."""
+    """Tensors of shapes that broadcast: axes that meet have the same channels."""
     return broadcast(list(call.given), call.shape)
 
 
@@ -96,7 +94,7 @@ def first(call: Call) -> Dims | Mixes:
 
 
 def pooled(call: Call) -> Dims | Mixes:
-    """(B, C, ...): each channel by itself, over pixels or steps."""
+    """(B, C, ...): each channel alone, over pixels or steps."""
     x, spatial = call.x, next((int(c) for c in call.name if c in "123"), len(call.x.shape) - 2)
     if len(x.shape) != spatial + 2:
         return Mixes(f"calls {call.name} on {len(x.shape)} axes, (B, C, ...) is expected", x.dims)
@@ -118,7 +116,7 @@ def padded(call: Call) -> Dims | Mixes:
 
 
 def axes_of(dim: Any, rank: int) -> list[int]:
-    """0 .. rank - 1 from what torch takes as dim; None: all."""
+    """The axes 0 .. rank - 1 of torch's argument dim; None: all."""
     listed = range(rank) if dim is None else [dim] if isinstance(dim, int) else list(dim)
     return [axis % rank for axis in listed]
 
@@ -138,7 +136,7 @@ def reduced(call: Call) -> Dims | Mixes:
 
 
 def along(call: Call) -> Dims | Mixes:
-    """softmax, normalize, cumsum: the same shape, but numbers along one axis meet."""
+    """softmax, normalize, cumsum: the same shape, but numbers along one axis mix."""
     x, dim = call.x, call.option(1, "dim", "axis")
     if call.name == "normalize":
         dim = call.option(2, "dim", default=1)
@@ -147,7 +145,7 @@ def along(call: Call) -> Dims | Mixes:
 
 
 def reshaped(call: Call) -> Dims | Mixes:
-    """flatten, view, reshape: row by row, neighbouring axes become one or one becomes several."""
+    """flatten, view, reshape: neighbouring axes become one, or one becomes several."""
     x, out, source, target = call.x, list[Dim](), 0, 0
     while source < len(x.shape) or target < len(call.shape):
         old, new, left, right = list[Dim](), list[int](), 1, 1
@@ -168,7 +166,7 @@ def reshaped(call: Call) -> Dims | Mixes:
 
 
 def _regrouped(old: Sequence[Dim], new: Sequence[int]) -> list[Dim] | None:
-    """Axes of the sizes `new`, of as many entries as `old` has; None where channels would be split or mixed."""
+    """Axes of the sizes `new` for the entries of `old`; None if channels would be split or mixed."""
     wide = [size for size in new if size > 1]
     if len(wide) != 1:
         return None if free(*old) else [fixed(size) for size in new]
@@ -210,7 +208,7 @@ def expanded(call: Call) -> Dims | Mixes:
 
 
 def joined(call: Call) -> Dims | Mixes:
-    """cat: one after the other along an axis."""
+    """cat, along an axis."""
     given, axis = list(call.given), axes_of(call.option(1, "dim", "axis", default=0), len(call.shape))[0]
     dims = list(broadcast([Given((*g.dims[:axis], *g.dims[axis + 1 :]), _without(g.shape, axis)) for g in given],
                           _without(call.shape, axis)))  # fmt: skip

@@ -1,5 +1,5 @@
-"""Sizes written into a forward that a sub-model's would differ from: `view(-1, 512)`, `expand(8, 64, 1, 1)`; and
-`squeeze()`, which would take away the channels of a sub-model that has one, and the batch of one sample."""
+"""Replaces sizes in a forward that would not fit a sub-model: `view(-1, 512)`, `expand(8, 64, 1, 1)`, and `squeeze()`,
+which would remove the channels of a sub-model that has one, and the batch of one sample."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SIZED = ("view", "reshape", "expand")
 
 
 def with_any_width(name: str, traced: Traced, flow: Flow) -> None:
-    """Replaces such sizes, in place, by -1 or by what the input has; `view` becomes `reshape`, since a batch of maps
-    lies channels last in memory; `squeeze()` gets its axes. Raises ModelError for a size that neither can replace."""
+    """Replace such sizes, in place, by -1 or by those of the input. `view` becomes `reshape`, because a batch of maps
+    is channels last in memory; `squeeze()` gets its axes. Raises ModelError if neither is possible."""
     for node in list(traced.graph.nodes):
         layer = attribute(traced.module, str(node.target)) if node.op == "call_module" else None
         called = name_of(node) if node.op in ("call_method", "call_function") else ""
@@ -45,7 +45,7 @@ def with_any_width(name: str, traced: Traced, flow: Flow) -> None:
 
 
 def _unflattened(node: fx.Node, dim: Any, flow: Flow) -> None:
-    """The one axis of channels among the new ones has the size -1; the others have one entry."""
+    """Set the size of the axis of channels to -1; the other new axes have one entry."""
     given: Any = _given(node)
     old, out = flow.dims[given], flow.dims[node]
     axis = dim % len(old)
@@ -56,8 +56,8 @@ def _unflattened(node: fx.Node, dim: Any, flow: Flow) -> None:
 
 
 def _squeezed(traced: Traced, node: fx.Node) -> None:
-    """Without `dim`, takes away the axes that had one entry when it was traced, with a batch of several samples: one
-    after the other, since torch cannot write several at once as ONNX."""
+    """Let `squeeze()` remove the axes that had one entry in the trace, whose batch has several samples: one after the
+    other, because torch cannot export several at once to ONNX."""
     given: Any = _given(node)
     if len(node.args) > 1 or "dim" in node.kwargs:
         return
@@ -73,7 +73,7 @@ def _squeezed(traced: Traced, node: fx.Node) -> None:
 
 
 def _given(node: fx.Node) -> Any:
-    """What the operation is applied to."""
+    """The input of the operation."""
     return node.args[0] if node.args else node.kwargs["input"]
 
 
@@ -82,7 +82,7 @@ def _cut(dim: Dim) -> bool:
 
 
 def _widened(name: str, traced: Traced, node: fx.Node, sizes: list[Any], old: Any, out: Any) -> None:
-    """Makes the sizes of a reshape, in place, fit any width."""
+    """Change the sizes of a reshape, in place, so that they fit any width."""
     written = [place for place, dim in enumerate(out) if _cut(dim) and isinstance(sizes[place], int)]
     for place in [place for place in written if sizes[place] != -1]:
         same = next((axis for axis, dim in enumerate(old) if resolved(dim) == resolved(out[place])), None)
@@ -102,6 +102,6 @@ def _widened(name: str, traced: Traced, node: fx.Node, sizes: list[Any], old: An
 
 
 def _size(traced: Traced, node: fx.Node, axis: int) -> fx.Node:
-    """A node that gives the size of an axis of the reshape's input."""
+    """A node with the size of an axis of the reshape's input."""
     with traced.graph.inserting_before(node):
         return traced.graph.call_method("size", (node.args[0], axis))

@@ -1,4 +1,4 @@
-"""Which rule an operation has, by what torch calls it, and why one without a rule cannot be cut."""
+"""The rules of operations by their name in torch, and the reasons why others cannot be cut."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ REASONS = {
     "scaled_dot_product_attention": _ATTENTION, "multi_head_attention_forward": _ATTENTION,
     "layer_norm": "normalises over channels", "pixel_shuffle": "moves channels (pixel_shuffle)",
     "channel_shuffle": "moves channels (channel_shuffle)", "glu": "splits channels (glu)",
-    "linear": "calls F.linear: make it an nn.Linear, which can be cut",
-    "conv1d": "calls F.conv1d: make it an nn.Conv1d, which can be cut",
-    "conv2d": "calls F.conv2d: make it an nn.Conv2d, which can be cut",
+    "linear": "calls F.linear (an nn.Linear can be cut)",
+    "conv1d": "calls F.conv1d (an nn.Conv1d can be cut)",
+    "conv2d": "calls F.conv2d (an nn.Conv2d can be cut)",
 }  # fmt: skip
 """Why an operation that has no rule cannot be cut."""
 
@@ -72,12 +72,12 @@ MODULES = {
        for kind in ("Zero", "Constant", "Reflection", "Replication", "Circular")},
     "MultiheadAttention": "multi_head_attention_forward",
 }  # fmt: skip
-"""The operation that a module of torch without weights is."""
+"""The operations of torch's modules without weights."""
 
 SOFTMAX = {"Softmax": "softmax", "LogSoftmax": "log_softmax", "Softmin": "softmin"}
 """These modules have an axis, `dim`."""
 
 
 def unknown(call: ops.Call) -> ops.Mixes:
-    """What holds of an operation that has no rule."""
+    """The rule of all other operations."""
     return ops.Mixes(REASONS.get(call.name, f"calls {call.name}, which may mix channels"), ops.every(call))

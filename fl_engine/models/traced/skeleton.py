@@ -1,7 +1,7 @@
-"""A network without storage, to copy and narrow: its parameters and running statistics are shapes alone.
+"""A network without storage, to copy and narrow: its parameters and running statistics are only shapes.
 
-What a client does not train stays in it: frozen parameters, integers (a batch norm's counter goes altogether), and
-buffers that training does not change. They are neither sent nor averaged; copies share them.
+What a client does not train stays in it: frozen parameters, integers, and buffers that training does not change. They
+are neither sent nor averaged; copies share them. A batch norm's counter is removed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fl_engine.models.traced.layout import Sizes
 
 
 def of_graph(traced: Traced) -> nn.Module:
-    """The layers that the graph uses and the parameters that it reads, in the module's own tree and order."""
+    """The layers and parameters that the graph uses, in the module's own tree and order."""
     root, used = Bare(), {str(n.target) for n in traced.graph.nodes if n.op in ("call_module", "get_attr")}
     leaves = {path for path in used if isinstance(attribute(traced.module, path), nn.Module)}
     for path, module in traced.module.named_modules():
@@ -43,7 +43,7 @@ def of_graph(traced: Traced) -> nn.Module:
 
 
 def _holder(root: nn.Module, path: str) -> nn.Module:
-    """The module that holds what lies at this path, made where it is missing."""
+    """The parent module of a path, created if it is missing."""
     at = root
     for name in path.split(".")[:-1]:
         if name not in at._modules:
@@ -53,15 +53,15 @@ def _holder(root: nn.Module, path: str) -> nn.Module:
 
 
 def emptied(name: str, module: nn.Module, changing: Iterable[str]) -> list[Tensor]:
-    """Takes the storage of all that is trained or averaged, in place, and gives the tensors that stay. `changing`: the
-    buffers that training changes. Raises ModelError for one that can be neither averaged nor left alone."""
+    """Remove the storage of everything that is trained or averaged, in place, and return the other tensors. `changing`:
+    the buffers that training changes. Raises ModelError for a buffer that can be neither averaged nor constant."""
     kept: list[Tensor] = []
     for path, layer in module.named_modules():
         if isinstance(layer, _NormBase) and layer._buffers.get("num_batches_tracked") is not None:
             if layer.running_mean is not None and layer.momentum is None:
                 raise ModelError(
-                    f"{name}: {path} has momentum=None, the mean over all batches by a counter, which clients cannot "
-                    "average: give it a momentum, such as 0.1"
+                    f"{name}: {path} has momentum=None, a mean by a counter that clients cannot average: set a "
+                    "momentum, such as 0.1"
                 )
             layer._buffers["num_batches_tracked"] = None
             layer.__class__ = _without_counter(type(layer))  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def emptied(name: str, module: nn.Module, changing: Iterable[str]) -> list[Tenso
                 layer.register_buffer(leaf, parameter.detach(), persistent=False)
             elif parameter.dtype != torch.float32:
                 said = str(parameter.dtype).removeprefix("torch.")
-                raise ModelError(f"{name}: {full} is {said}, float32 is expected: run.precision sets another one")
+                raise ModelError(f"{name}: {full} is {said}, but must be float32: run.precision sets another one")
             else:
                 setattr(layer, leaf, nn.Parameter(torch.empty(parameter.shape, device="meta")))
         for leaf, buffer in layer._buffers.items():
@@ -86,8 +86,8 @@ def emptied(name: str, module: nn.Module, changing: Iterable[str]) -> list[Tenso
                 continue
             if full in changing:
                 raise ModelError(
-                    f"{name}: training changes the buffer {full}, which clients would not send: make it float and let "
-                    "its name end with running_mean or running_var; such buffers are averaged and never optimised"
+                    f"{name}: training changes the buffer {full}, which clients would not send: make it float and "
+                    "let its name end with running_mean or running_var, so that it is averaged"
                 )
             layer._non_persistent_buffers_set.add(leaf)
             kept.append(buffer)
@@ -95,7 +95,7 @@ def emptied(name: str, module: nn.Module, changing: Iterable[str]) -> list[Tenso
 
 
 class _NoCounter:
-    """A norm whose state has no counter, which can be neither cut nor averaged."""
+    """A norm without a counter, which can be neither cut nor averaged."""
 
     def _load_from_state_dict(self, *args: Any) -> None:
         nn.Module._load_from_state_dict(self, *args)  # type: ignore[arg-type]

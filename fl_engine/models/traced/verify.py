@@ -1,5 +1,5 @@
-"""Compares a network with the module that it was made from, once, on made-up samples: its outputs, and what a training
-step gives. Random sub-models are compared with the full network whose other channels are zeroed."""
+"""Compares a network with the module that it was made from, once, on made-up samples: the outputs, and the result of a
+training step. Random sub-models are compared with the full network whose other channels are zeroed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fl_engine.core.types import FULL, HEAD, ParamLayout, Params, SubmodelSpec
 from fl_engine.models.traced.errors import cannot_cut
 
 SPECS, TRAINED = 8, 2
-"""How many sub-models are tried, and how many of them in training."""
+"""Sub-models that are tried, and how many of them in training."""
 SAME = 1e-4
-"""How far float32 numbers of the network and of the module may be apart: the same kernels compute both."""
+"""Largest difference of float32 numbers between network and module, which use the same kernels."""
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""How far numbers of a sub-model and of the zeroed network may be apart, whose sums have more terms."""
+"""Largest difference between a sub-model and the zeroed network, whose sums have more terms."""
 SMALL = 1e-2
 """Differences of a gradient are relative to its own largest number, but at least to this share of the network's."""
 OUTPUTS = "outputs"
@@ -31,10 +31,10 @@ Make = Callable[[SubmodelSpec], nn.Module]
 
 
 def check_same(name: str, original: nn.Module, make: Make, x: Tensor, weights: Params, cure: str) -> None:
-    """Raises ModelError unless the full network, with these weights, computes and trains what the user's module does.
-    `cure`: the end of the error."""
+    """Raise ModelError unless the full network, with these weights, computes and trains like the user's module. `cure`
+    is the end of the error."""
     user, network, learning = copy.deepcopy(original), make(FULL), make(FULL)
-    learning.draws = False  # type: ignore[assignment]  # so that it draws what the user's module does
+    learning.draws = False  # type: ignore[assignment]  # so that it draws the same numbers as the user's module
     with torch.no_grad():
         for n, tensor in user.state_dict(keep_vars=True).items():
             if n in weights:
@@ -55,8 +55,8 @@ def check_same(name: str, original: nn.Module, make: Make, x: Tensor, weights: P
 
 
 def check_submodels(name: str, make: Make, layout: ParamLayout, x: Tensor, weights: Params) -> None:
-    """Raises ModelError unless random sub-models compute what the full network does with the other channels zeroed, and
-    unless some of them train it. In double precision if the forward can."""
+    """Raise ModelError unless random sub-models compute the same as the full network with the other channels zeroed,
+    and some of them train it alike. In double precision if the forward supports it."""
     if set(layout.groups) == {HEAD}:
         return
     generator = torch.Generator().manual_seed(1)
@@ -105,8 +105,8 @@ def _outputs(run: nn.Module, x: Tensor) -> Tensor:
 
 
 def _step(run: nn.Module, x: Tensor, state: Callable[[], Params]) -> Params:
-    """What a training step gives: the outputs, the gradient of their projection onto a random direction for each
-    parameter, and each statistic afterwards. `state`: the parameters and statistics."""
+    """The result of a training step: the outputs, each parameter's gradient of their projection onto a random
+    direction, and each statistic afterwards. `state`: the parameters and statistics."""
     out = _outputs(run, x)
     direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=out.dtype)
     (out * direction).sum().backward()  # type: ignore[no-untyped-call]
@@ -122,7 +122,7 @@ def _state(module: nn.Module) -> Params:
 
 
 def _odd(found: Params, wanted: Params, close: float) -> str | None:
-    """The first name under which the two differ. Numbers that are not finite must be the same."""
+    """The first name whose tensors differ. Numbers that are not finite must be equal."""
     gradients = [t for n, t in wanted.items() if n != OUTPUTS and not is_statistic(n)]
     most = max((_largest(t) for t in gradients), default=0.0)
     for name, one in found.items():
@@ -139,7 +139,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _draws(module: nn.Module, x: Tensor) -> bool:
-    """Whether its forward draws random numbers of torch's."""
+    """Whether its forward draws from torch's generator."""
     with drawing(0, x.device), torch.no_grad():
         before = torch.get_rng_state()
         module(x)
@@ -147,8 +147,8 @@ def _draws(module: nn.Module, x: Tensor) -> bool:
 
 
 def _bind(module: nn.Module, weights: Params) -> list[str]:
-    """Makes these tensors attributes of the module's layers, as the training loop does. Returns the names in use; a
-    layer with several names has the tensors of the last one."""
+    """Let these tensors be attributes of the module's layers, as in training. Returns the names in use; a layer with
+    several names has the tensors of the last one."""
     used: dict[tuple[nn.Module, str], str] = {}
     for name, tensor in weights.items():
         path, _, leaf = name.rpartition(".")
@@ -168,8 +168,8 @@ def _with(module: nn.Module, weights: Params) -> nn.Module:
 
 
 def spread(weights: Params) -> Params:
-    """The weights with random numbers for zeros and vectors, whose first values would hide a channel that is at another
-    place."""
+    """The weights with random numbers instead of zeros and vectors, whose initial values would hide a channel at
+    another place."""
     generator, out = torch.Generator().manual_seed(1), dict(weights)
     for name, tensor in weights.items():
         if tensor.dim() < 2 or not bool(tensor.count_nonzero()):
@@ -179,7 +179,7 @@ def spread(weights: Params) -> Params:
 
 
 def _drawn(layout: ParamLayout, generator: torch.Generator) -> SubmodelSpec:
-    """A sub-model that keeps of each group all channels, the first ones, or any."""
+    """A sub-model that keeps all, the first or any channels of each group."""
     keep: dict[str, int | list[int]] = {}
     for group, size in layout.groups.items():
         how, count = (int(torch.randint(high, (), generator=generator)) for high in (3, size))
