@@ -354,5 +354,5 @@ def test_a_configuration_gives_the_options(tmp_path: Path, monkeypatch: pytest.M
     assert model_kind({"name": "net_with_options:Net"}) is model_kind({"name": "net_with_options:Net"})
     given: Any = build_model({"name": "net_with_options:made"}, (1, 8, 8), 10)
     assert list(given.weights()) == list(given.layout().slots)
-    with pytest.raises(ModelError, match=r"gives \(3, 10\) for a batch of 3 samples \(1, 8, 8\), \(3, 7\) is expected"):
+    with pytest.raises(ModelError, match=r"got \(3, 10\)"):
         build_model({"name": "net_with_options:made"}, (1, 8, 8), 7)
