@@ -113,7 +113,7 @@ def set_partition(values: dict[str, Any], data: Data, given: Collection[str]) ->
 
 
 def check_kinds(config: Any, options: Any) -> None:
-    """Raises ConfigError where `config` or `options` of a call are no such thing."""
+    """Raise ConfigError if `config` or `options` have a wrong type."""
     if config is not None and not isinstance(config, str | Path | Mapping | Config):
         raise ConfigError(
             f"config: a file, its sections as a mapping, or a Config is expected, got {type(config).__name__}; of a "
@@ -135,7 +135,7 @@ def _sections(config: str | Path | Mapping[str, Any] | Config | None) -> dict[st
 
 
 def plain(value: Any, what: str) -> Any:
-    """A value as JSON has it: numbers of NumPy, tuples and paths are taken too."""
+    """Return a value as JSON has it; numbers of NumPy, tuples, paths and importable objects are converted."""
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         value = value.item()
     if isinstance(value, Mapping):
@@ -168,9 +168,8 @@ def _dataset(value: Any) -> Overrides:
 
 
 def with_own_data(config: Config, folder: Path) -> Config:
-    """The configuration of the run in `folder`. If data were given to it that are no longer where they were when it
-    began, but in the store in which the run is now, as after a move of the whole store, it names these. (The data's
-    name is their fingerprint, which no other samples have.)"""
+    """Return the configuration of the run in `folder`. If its own data have moved with the store, the configuration
+    names their new place; their name is their fingerprint."""
     name, root = config.dataset.name, config.dataset.root
     if not stored_data.is_stored(name) or (root is not None and stored_data.exists(Path(root), name)):
         return config
@@ -199,8 +198,7 @@ def _model(value: Any) -> Overrides:
 
 
 def algorithm_options(value: Any) -> Overrides:
-    """Name and options, by dotted names, of an algorithm that is given as a name, a mapping, a class or an object.
-    Raises ConfigError."""
+    """Return name and options of an algorithm that is a name, a mapping, a class or an object. Raises ConfigError."""
     if isinstance(value, str):
         return {"algorithm.name": value}
     if isinstance(value, Mapping):
@@ -214,7 +212,7 @@ def algorithm_options(value: Any) -> Overrides:
 
 
 def _section(algorithm: Any) -> dict[str, Any]:
-    """The section `algorithm` for this object: its name, and its options."""
+    """Return the section `algorithm` for this object."""
     kind = type(algorithm)
     registered = next((name for name, each in ALGORITHMS.items() if each is kind), None)
     name = registered or name_of(kind, "algorithm")
@@ -230,8 +228,8 @@ def _section(algorithm: Any) -> dict[str, Any]:
 
 
 def name_of(value: Any, what: str) -> str:
-    """`module:Name`, by which `registry.resolve` finds the object again; of an object that a variable holds, in the
-    module of its class or in a notebook or script, that variable's. Raises ConfigError where there is none."""
+    """Return `module:Name`, by which the object can be imported; for an object in a variable of its module, a notebook
+    or a script, that variable's name. Raises ConfigError."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if module in sys.modules and name and getattr(sys.modules[module], name, None) is value:
         return f"{module}:{name}"
@@ -246,8 +244,8 @@ def name_of(value: Any, what: str) -> str:
 
 
 def check_reach(config: Config, jobs: int = 1) -> None:
-    """Raises ConfigError where other processes have to import what only this one has, or to read data that they cannot
-    reach."""
+    """Raise ConfigError if other processes would have to import what only this one has, or to read data that they
+    cannot reach."""
     where = {"processes": "worker processes", "kubernetes": "pods", "agents": "other devices"}.get(config.run.backend)
     if where is None and jobs > 1:
         where = f"{jobs} processes side by side"

@@ -185,7 +185,7 @@ def _check_test(test: Any, name: str) -> None:
 
 
 def _alike(a: Array, b: Array) -> bool:
-    """Whether targets are of one shape, and all integers or all floats."""
+    """Whether targets have one shape, and all are integers or all are floats."""
     kinds = ("i" if each.dtype.kind in "iu" else each.dtype.kind for each in (a, b))
     return len(set(kinds)) == 1 and a.shape[1:] == b.shape[1:]
 
@@ -208,7 +208,7 @@ def _owners(clients: Any, samples: int, name: str) -> Array:
 
 
 def _split(y: Array, share: float, name: str) -> tuple[Array, Array]:
-    """Ascending positions of the training and the test part, with the classes in equal shares."""
+    """Return ascending positions of the training and the test part, with the classes in equal shares."""
     count = round(share * len(y)) if isinstance(share, float | int) and math.isfinite(share) else 0
     if not 1 <= count < len(y):
         given = share if isinstance(share, float | int) else f"a {type(share).__name__}"
@@ -222,7 +222,7 @@ def _split(y: Array, share: float, name: str) -> tuple[Array, Array]:
 
 
 def _task(y: Array, test_y: Array, name: str) -> tuple[Task, Array, Array]:
-    """The task, and the targets of both parts in the form that it takes."""
+    """Return the task, and the targets of both parts in the form that it takes."""
     if not len(y) or not len(test_y):
         raise DataError(f"{name}: {len(y)} training and {len(test_y)} test samples; both parts need at least one")
     if not _alike(y, test_y):
@@ -266,12 +266,12 @@ def _channel_first(x: Array) -> Array:
 
 
 def _feature_axis(x: Array) -> int:
-    """The axis that mean and std are per."""
+    """Return the axis of which mean and std have a value for each entry."""
     return 1 if x.ndim == 4 else -1
 
 
 def _samples(x: Array, name: str) -> Array:
-    """Samples in the form that the head of this file says, with the channel in front."""
+    """Return samples in the form that the head of this file describes, with the channel in front."""
     if x.dtype == np.uint8 and x.ndim == 3:
         return x[:, None]
     if x.dtype == np.uint8 and x.ndim != 4:

@@ -65,16 +65,16 @@ class Callback:
     """Override what you need."""
 
     def on_start(self, result: Result) -> None:
-        """Before the first round that is computed. `result.folder` is where the run writes."""
+        """Called before the first round that is computed. `result.folder` is where the run writes."""
 
     def on_update(self, order: WorkOrder, update: ClientUpdate) -> None:
-        """A client's update has arrived, in the order of arrival; whether it is merged is decided later."""
+        """Called when a client's update arrives; whether it is merged is decided later."""
 
     def on_round(self, round: Round) -> Any:
-        """A round is computed, and not committed yet. Returns None, or STOP."""
+        """Called when a round is computed and not yet committed. Return None, or STOP."""
 
     def on_end(self, status: str) -> None:
-        """A run that had started has ended: `finished`, `diverged`, `nothing_merged`, `stopped` or `failed`."""
+        """Called when a started run has ended: `finished`, `diverged`, `nothing_merged`, `stopped` or `failed`."""
 
 
 # ------------------------------------------------------------------------------------------------- running
@@ -86,7 +86,7 @@ def run_watched(
     progress: bool | None,
     result: Callable[[Path], R],
 ) -> R:
-    """Runs all steps in a folder of the store. `result` reads that folder: for the callbacks when the rounds begin, for
+    """Run all steps in a folder of the store. `result` reads that folder: for the callbacks when the rounds begin, for
     the caller in the end."""
     if resume and run_id is None:
         raise ConfigError("resume=True needs run_id, the name of the run to go on with")
@@ -121,7 +121,7 @@ def run_watched(
 
 
 class _Beginning(Tracker):
-    """A tracker that tells of the run's beginning: a run tells its parameters once, before its rounds."""
+    """A tracker that reports the run's beginning: a run tracks its parameters once, before its rounds."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell

@@ -150,8 +150,8 @@ def _size(given: Any) -> tuple[int, int]:
 
 
 def _files(root: Path) -> list[Path]:
-    """All files below the folder, sorted; links to folders are followed. Raises DataError for a folder that cannot be
-    read."""
+    """Return all files below the folder, sorted; links to folders are followed. Raises DataError for an unreadable
+    folder."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror}); check who may read it") from error

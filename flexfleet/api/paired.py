@@ -42,7 +42,7 @@ class Paired:
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """Sentences on what so many seeds can show, and what they cannot."""
+        """Sentences on what so many seeds can and cannot show."""
         n = len(self.seeds)
         if n == 1:
             return ("One seed: it has no spread, so there is neither an interval nor a test.",)
@@ -75,15 +75,15 @@ class Paired:
 
 
 def _said(p: float) -> str:
-    """`two_sided` is exact to about 1e-15."""
     return f"{p:.3g}" if p >= EXACT else f"< {EXACT:g}"
 
 
 def paired(
     values: Mapping[str, Sequence[float | None]], seeds: Sequence[int], a: str, b: str, metric: str = "avg"
 ) -> Paired:
-    """`values`: of each label, a figure for each seed; a label without one has None and belongs to no pair. Raises
-    ConfigError for an unknown label, one without figures, and for a pair of a label with itself."""
+    """Return the differences of two labels. `values`: a figure for each seed by label; None for a label without the
+    metric, which belongs to no pair. Raises ConfigError for an unknown label, a label without the metric, and a pair of
+    a label with itself."""
     for label in (a, b):
         if label not in values:
             raise ConfigError(f"no label {label!r} in this comparison{nearest(label, list(values))}")
@@ -114,11 +114,10 @@ def paired(
 
 
 def smallest_p(n: int) -> float:
-    """The smallest two-sided p of a sign or permutation test of n pairs: of the 2^n ways to set the signs, all alike
-    are two."""
+    """Return the smallest two-sided p of a sign or permutation test of n pairs: 2 of the 2^n ways to set the signs."""
     return float(2.0 ** (1 - n))
 
 
 def seeds_for(pairs: int) -> int:
-    """The fewest seeds with which such a test can reach LEVEL, after Holm over so many pairs."""
+    """Return the fewest seeds with which such a test can reach LEVEL, after Holm over so many pairs."""
     return next(n for n in count(1) if pairs * smallest_p(n) <= LEVEL)

@@ -15,7 +15,7 @@ log = logging.getLogger("flexfleet")
 
 
 def in_notebook() -> bool:
-    """Whether this is the kernel of a notebook."""
+    """Whether this process is the kernel of a notebook."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and "IPKernelApp" in shell.config
 
@@ -45,15 +45,15 @@ class Bar:
 
 
 def barred(progress: bool | None) -> bool:
-    """Whether a bar is shown instead of lines."""
+    """Whether to show a bar instead of lines."""
     return progress is None and in_notebook()
 
 
 @contextmanager
 def shown(progress: bool | None) -> Iterator[None]:
-    """Shows the package's log on stderr, or by the process's own handlers if there are any; with a bar only warnings.
-    A level that the process has set for the package's log is respected, but not with a bar. If `progress` is False, the
-    log is left as it is, so that Python shows its warnings, and no line of the terminal is written again and again."""
+    """Show the package's log on stderr, or by the process's own handlers; with a bar only warnings. The log's own level
+    is respected, except with a bar. If `progress` is False, the log is unchanged and no line of the terminal is
+    rewritten."""
     level, propagate, handler = log.level, log.propagate, None
     token = hidden.set(progress is False)
     if barred(progress):

@@ -17,7 +17,7 @@ DEEP = ("I", "F")
 
 
 def array_of(value: Any, what: str, targets: bool = False) -> Array:
-    """Raises DataError, which says `what` it is, for what is no array of numbers."""
+    """Return an array of numbers. Raises DataError, which names `what`."""
     read = readable(value, what)
     try:
         found = np.asarray(read)
@@ -32,20 +32,20 @@ def array_of(value: Any, what: str, targets: bool = False) -> Array:
 
 
 def targets_of(y: Any, what: str) -> Array:
-    """What `array_of` gives, with integers as int64, since NumPy joins int64 and uint64 to floats."""
+    """Like `array_of`, with integers as int64, because NumPy joins int64 and uint64 to floats."""
     found = array_of(y, what, targets=True)
     return as_int64(found, what, "class", "classes") if found.dtype.kind in "iu" else found
 
 
 def as_int64(found: Array, what: str, one: str, several: str) -> Array:
-    """Integers as int64, from which larger ones would come out negative."""
+    """Return integers as int64. Raises DataError for larger ones, which would become negative."""
     if found.dtype.kind == "u" and found.size and found.max() > np.iinfo(np.int64).max:
         raise DataError(f"{what}: {found.max()} is no {one}: {several} are 0, 1, 2, ...")
     return found.astype(np.int64)
 
 
 def readable(value: Any, what: str) -> Any:
-    """What NumPy reads as it is meant: it reads no tensor with a gradient, and neither masks nor palettes."""
+    """Return what NumPy reads correctly: no tensors with a gradient, no masks, no palettes."""
     if isinstance(value, list | tuple):
         return [readable(each, what) if _is_read_here(each) else each for each in value]
     if _is_picture(value):
@@ -61,7 +61,7 @@ def readable(value: Any, what: str) -> Any:
 
 
 def pixels(picture: Any, what: str, size: tuple[int, int] | None = None) -> Array:
-    """uint8 (H, W) of a grey or black and white image of Pillow, (3, H, W) of any other: of a palette its colours."""
+    """Return uint8 (H, W) of a grey or black and white image of Pillow, (3, H, W) of any other."""
     if picture.mode.startswith(DEEP):
         raise DataError(
             f"{what}: its pixels have more than 8 bits (mode {picture.mode}), which uint8 cannot hold. Give the pixels "

@@ -118,7 +118,7 @@ def study_of(space: Mapping[str, Any] | None, given: Mapping[str, Any], keywords
 
 
 def _range(config: Config, path: str, value: Any) -> dict[str, Any]:
-    """A range as the configuration has it."""
+    """Return a range as the configuration has it."""
     if isinstance(value, Mapping):
         return {str(key): plain(each, f"space[{path!r}]") for key, each in value.items()}
     if isinstance(value, tuple):
@@ -223,8 +223,8 @@ class Study:
 
     @property
     def trials(self) -> Any:
-        """`number`, `outcome` (complete, pruned, infeasible, diverged), `value`, the parameters by dotted names, and
-        `why` one cannot be the best."""
+        """`number`, `outcome` (complete, pruned, infeasible, diverged), `value`, the parameters by dotted name, and
+        `why` a trial cannot be the best."""
         return table(
             [
                 {"number": t.number, "outcome": t.outcome, "value": t.value, **t.params, "why": t.why}

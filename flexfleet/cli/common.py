@@ -17,20 +17,20 @@ log = logging.getLogger("flexfleet")
 
 
 def resumes_by_name(args: argparse.Namespace) -> None:
-    """Raises ConfigError where `--resume` does not say which run."""
+    """Raise ConfigError if `--resume` is given without the name of a run."""
     if args.resume and args.run_id is None:
         raise ConfigError("--resume needs --run-id: the name of the run to go on with, a folder of the run store")
 
 
 def tell_if_new(config: Config, folder: Path, resume: bool) -> None:
-    """Says where `--resume` finds nothing to go on with, which is allowed: who tries a task again need not know whether
-    it has begun. With `run.remote` the run may be there instead."""
+    """Log that `--resume` finds no run and a new one begins. This is allowed, because a repeated task need not know
+    whether it has begun."""
     if resume and config.run.remote is None and not folder.exists():
         log.info("--resume: there is no %s, so nothing goes on and a new run begins", folder)
 
 
 def tags_of(texts: Sequence[str], option: str = "--tag") -> dict[str, str]:
-    """The values of a repeatable `key=value` option, by key. Raises ConfigError."""
+    """Return the values of a repeatable `key=value` option, by key. Raises ConfigError."""
     pairs = [text.partition("=") for text in texts]
     wrong = [text for text, (key, sign, _) in zip(texts, pairs, strict=True) if not key or not sign]
     if wrong:

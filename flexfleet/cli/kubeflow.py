@@ -128,7 +128,8 @@ def _again(args: argparse.Namespace, run_id: str) -> str:
 def follow(
     args: argparse.Namespace, run_id: str, about: Mapping[str, object] = MappingProxyType({}), retries: int = 0
 ) -> int:
-    """`about`: what is known about the run, for --json. Ctrl-C and SIGTERM stop following, not the run."""
+    """Follow a run to its end. Ctrl-C and SIGTERM stop following, not the run. `about`: what is known about the run,
+    for --json."""
     from dataclasses import asdict
 
     from flexfleet.kubeflow.follow import follow as watch

@@ -45,7 +45,6 @@ def init(args: argparse.Namespace) -> int:
 
 
 def _printable(path: Path) -> str:
-    """The path as text that any terminal takes."""
     return os.fsencode(path).decode(errors="replace")
 
 
@@ -73,7 +72,7 @@ def params(args: argparse.Namespace) -> int:
 
 
 def _told(rows: list[Parameter]) -> Iterator[str]:
-    """An option that several have stands there once, with the names of all; where their defaults differ, with each."""
+    """Yield the lines. An option that several owners share is printed once, with their names for each default."""
     width = min(120, max(60, shutil.get_terminal_size((100, 24)).columns))
     alike: dict[tuple[Any, ...], dict[str, list[str]]] = {}
     for row in rows:
@@ -94,7 +93,7 @@ def _told(rows: list[Parameter]) -> Iterator[str]:
 
 
 def _of(name: str, owners: list[str]) -> str:
-    """`  (of fedprox, flexfl)`, and nothing for what is there whatever is named."""
+    """Return `  (of fedprox, flexfl)`; empty if the parameter belongs to no named thing."""
     from flexfleet.config.parameters import SECTIONS
 
     if owners == [""]:
@@ -137,8 +136,7 @@ def datasets() -> dict[str, str]:
 
 
 def fleets() -> dict[str, str]:
-    """How many devices of each tier, the share of the full model's parameters that they hold at most, and by how many
-    points what is free is spread."""
+    """Return the tiers of each fleet: share of the devices, memory, and its spread in points."""
     from fl_engine.fleet.devices import FLEETS
 
     return {
@@ -152,7 +150,7 @@ def fleets() -> dict[str, str]:
 
 
 def suites() -> dict[str, str]:
-    """Which command runs it, and what it shows: the first comment of a night's file."""
+    """Return for each suite the command that runs it, and what it shows."""
     from flexfleet.experiments.nightly_suite import names as of_nights
     from flexfleet.experiments.nightly_suite import path_of
     from flexfleet.experiments.published_suites import listed
@@ -167,7 +165,7 @@ LISTS: Mapping[str, Callable[[], dict[str, str]]] = {
 
 
 def _classes(registry: Mapping[str, Any]) -> dict[str, str]:
-    """What each class is: the first sentence of its docstring, or of its file's."""
+    """Return the first sentence of each class's docstring, or of its file's."""
     return {name: _first_sentence(kind) for name, kind in sorted(registry.items())}
 
 
@@ -189,7 +187,7 @@ def _comment(text: str) -> str:
 
 # ------------------------------------------------------------------------------------------------- completion
 def completion(args: argparse.Namespace) -> int:
-    """Prints the script for the shell. It lists names of algorithms, networks and data sets as they are now."""
+    """Print the script for the shell. It lists the names of algorithms, networks and data sets as they are now."""
     import shtab
 
     script: argparse.ArgumentParser = args.parser()

@@ -275,10 +275,10 @@ def dispatch(argv: Sequence[str] | None = None) -> int:
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 ok, 1 an unexpected error or a followed run that failed, 2 bad input, 3 stopped but
-    resumable (a followed run: terminated), 4 integrity, 5 gate failed, 6 environment, 7 training diverged or no update
-    was merged, 42 an agent or pod that cannot do its order, 130 Ctrl-C, 143 an agent or pod that was asked to stop, or
-    a command that follows a run and was."""
+    """Entry point. Exit codes: 0 ok, 1 unexpected error or a followed run that failed, 2 bad input, 3 stopped but
+    resumable (a followed run: terminated), 4 integrity, 5 gate failed, 6 environment, 7 diverged or no update merged,
+    42 permanent failure of an agent or pod, 130 Ctrl-C, 143 SIGTERM for an agent, a pod or a command that follows a
+    run."""
     terminal.run_main(dispatch)
 
 

@@ -73,8 +73,8 @@ def pool(args: argparse.Namespace) -> int:
 
 
 def _as_in_table_3_6(built: PoolFile, family: ModelFamily) -> tuple[PoolFile, dict[str, float]]:
-    """The pool with FLOPs as in FedRolex's Table 3.6, and the means that are its columns: over the models sent, the
-    parameters, the FLOPs, and the size in MB of 2^20 bytes (`mib`), 4 bytes a parameter."""
+    """Return the pool with FLOPs counted as in FedRolex's Table 3.6, and the means of its columns over the models sent:
+    parameters, FLOPs, and MB of 2^20 bytes (`mib`)."""
     from fl_engine.core.costs import count_macs
     from fl_engine.core.types import SubmodelSpec
 
@@ -88,8 +88,8 @@ def _as_in_table_3_6(built: PoolFile, family: ModelFamily) -> tuple[PoolFile, di
 
 
 class _Unprepared(dict[str, Any]):
-    """What preparations made, where one takes data that are not there: an algorithm that can list its sub-models
-    without it asks by `get`."""
+    """Results of preparations that need data which are missing. An algorithm that can list its sub-models without one
+    asks by `get`."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise ConfigError(
@@ -99,9 +99,8 @@ class _Unprepared(dict[str, Any]):
 
 
 def _stand_in(args: argparse.Namespace, config: Config, needs_data: bool) -> tuple[tuple[int, ...], int] | None:
-    """The shape of a sample and the number of outputs, where `pool` needs no data set: those of --input and --classes,
-    or those that the network was published for, unless a data set is asked for: by --set, or another one than the
-    default by a file."""
+    """Return the shape of a sample and the number of outputs if `pool` needs no data set: those of --input and
+    --classes, or those that the network was published for unless a data set is named."""
     from fl_engine.core.contracts import PublishedFor
     from fl_engine.models.build import model_kind
     from flexfleet.config.schema import DatasetConfig

@@ -57,7 +57,7 @@ def run_name(label: str, seed: int) -> str:
 
 
 def labels_of(text: str) -> dict[str, str]:
-    """`flexfl,no_kd=flexfl` to {"flexfl": "flexfl", "no_kd": "flexfl"}: labels and their algorithms' names."""
+    """Return the algorithm of each label in `flexfl,no_kd=flexfl`. Raises ConfigError."""
     out: dict[str, str] = {}
     for part in _listed(text, "algorithms", "flexfl,all_large"):
         label, sign, name = (word.strip() for word in part.partition("="))
@@ -76,7 +76,7 @@ def labels_of(text: str) -> dict[str, str]:
 
 
 def seeds_of(text: str) -> tuple[int, ...]:
-    """`0,1,2` to (0, 1, 2)."""
+    """Return the seeds in `0,1,2`. Raises ConfigError."""
     parts = _listed(text, "seeds", "0,1,2")
     try:
         need_plain(parts)
@@ -90,7 +90,7 @@ def seeds_of(text: str) -> tuple[int, ...]:
 
 
 def accuracies_of(text: str) -> tuple[float, ...]:
-    """`0.4,0.45` to (0.4, 0.45), ascending."""
+    """Return the accuracies in `0.4,0.45`, ascending. Raises ConfigError."""
     parts = _listed(text, "accuracies to reach", "0.4,0.45")
     try:
         need_plain(parts)
@@ -129,7 +129,7 @@ def by_label(overrides: Mapping[str, Any], labels: Iterable[str]) -> dict[str | 
 
 
 def _inside(path: str, value: object) -> Iterator[str]:
-    """The dotted name, and those of what a mapping holds."""
+    """Yield the dotted name, and those inside a mapping."""
     yield path
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -143,9 +143,8 @@ def entries(
     id: str,
     at: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Entry]:
-    """All runs, seed by seed, in the folder `<run.store>/<id>`, with ledgers under `<run.remote>/<id>` if that is
-    given. `configure` gives the configuration of a label and a seed; an error of it names the label. `at`: the labels'
-    values of the factors."""
+    """Return all runs, seed by seed, in the folder `<run.store>/<id>`, with ledgers under `<run.remote>/<id>` if that
+    is set. `configure` returns the configuration of a label and a seed. Raises ConfigError, which names the labels."""
     plain(id, "a comparison's id")
     out: list[Entry] = []
     wrong: dict[str, dict[str, None]] = {}
@@ -172,7 +171,7 @@ def entries(
 
 
 def varied(runs: Sequence[Entry]) -> tuple[str, ...]:
-    """Dotted names of the parameters in which runs of the same seed differ."""
+    """Return the dotted names of the parameters in which runs of the same seed differ."""
     keys_apart: dict[str, None] = {}
     for seed in dict.fromkeys(entry.seed for entry in runs):
         flat = [flatten(entry.config) for entry in runs if entry.seed == seed]
@@ -233,14 +232,13 @@ def check_factors(factors: Iterable[str], given: Mapping[str, Any]) -> None:
 
 
 def folder_of(runs: Sequence[Entry]) -> Path:
-    """Where a comparison's runs are."""
+    """Return the folder of a comparison's runs."""
     return Path(runs[0].config.run.store)
 
 
 # ------------------------------------------------------------------------------------------------- factors
 def factors_of(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """`training.lr=0.01,0.1` to {"training.lr": [0.01, 0.1]}. Commas part the values, each of which is YAML. Raises
-    ConfigError."""
+    """Return the values in `training.lr=0.01,0.1` texts by dotted name. Each value is YAML. Raises ConfigError."""
     out: dict[str, list[Any]] = {}
     for text in texts:
         path, sign, listed = (word.strip() for word in text.partition("="))
@@ -257,8 +255,8 @@ def factors_of(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def crossed(labels: Iterable[str], factors: Mapping[str, Sequence[Any]]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Each label with each combination of the factors' values: by the new label, the old one and the values by dotted
-    name. Without factors the labels stay what they are. Raises ConfigError."""
+    """Combine each label with each combination of the factors' values. Returns, by new label, the old label and the
+    values by dotted name. Raises ConfigError."""
     for path, values in factors.items():
         if ":" in path:
             raise ConfigError(f"over: a factor is one of all labels, expected a dotted name, got {path!r}")
@@ -282,7 +280,7 @@ def crossed(labels: Iterable[str], factors: Mapping[str, Sequence[Any]]) -> dict
 
 
 def _short(paths: Iterable[str]) -> dict[str, str]:
-    """The last part of each dotted name, or as many of its last parts as tell it from the others."""
+    """Return the last part of each dotted name, or as many of its last parts as distinguish it from the others."""
     out: dict[str, str] = {}
     all_parts = {path: path.split(".") for path in paths}
     for path, parts in all_parts.items():
@@ -293,7 +291,7 @@ def _short(paths: Iterable[str]) -> dict[str, str]:
 
 
 def _word(value: Any) -> str:
-    """A value as a part of a label, which becomes a folder's name."""
+    """Return a value as a part of a label, which becomes a folder's name."""
     if isinstance(value, str):
         value = value.rpartition(":")[2]
     elif isinstance(value, int | float) and not isinstance(value, bool):

@@ -26,12 +26,9 @@ not start."""
 
 
 def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> Config:
-    """The defaults, with `parameters` (names of PARAMETERS) and `advanced` (dotted names) on top, checked.
-
-    A `store_uri` with a scheme (s3://bucket/prefix) becomes `run.remote`. An empty one leaves the default: only the
-    pipeline's first task knows the platform's bucket. `advanced` cannot set a parameter that is a field of the form,
-    except those in LISTED, whose field it replaces. Raises ConfigError, and Faults for several errors.
-    """
+    """Return the checked configuration of a form. A `store_uri` with a scheme becomes `run.remote`; an empty one leaves
+    the default, because only the pipeline's first task knows the platform's bucket. `advanced` cannot set a field of
+    the form, except those in LISTED. Raises ConfigError, and Faults for several errors."""
     advanced = object_of(advanced)
     try:
         check_plain([parameters, advanced])
@@ -74,7 +71,8 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
 
 
 def object_of(advanced: Any) -> Mapping[str, Any]:
-    """A form's `advanced`. Raises ConfigError where it is no object: Kubeflow takes any JSON value there."""
+    """Return a form's `advanced`. Raises ConfigError if it is not an object, because Kubeflow accepts any JSON
+    value."""
     if not isinstance(advanced, Mapping):
         raise ConfigError(
             'advanced is one JSON object of dotted names, as {"algorithm.kd_weight": 5}, or {} for none, got '
@@ -84,13 +82,13 @@ def object_of(advanced: Any) -> Mapping[str, Any]:
 
 
 def check_store(name: str, value: Any) -> None:
-    """Raises ConfigError for a form's `store_uri` that is neither an address in S3 nor a folder."""
+    """Raise ConfigError for a `store_uri` that is neither an address in S3 nor a folder."""
     if name == "store_uri" and isinstance(value, str):
         check_place(name, value)
 
 
 def mlflow_of(uri: Any) -> Any:
-    """An empty address in a form means the MLflow that the platform gives its tasks; null if it gives none."""
+    """Return the address of MLflow. An empty field means the MLflow that the platform gives its tasks, if any."""
     return platform_uri() if uri == "" else uri
 
 
@@ -121,9 +119,8 @@ def form_of(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parameters_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The reverse of `config_from`: the `parameters` and `advanced` from which it makes this configuration. An MLflow
-    database in a file of this machine is left out, since tasks of a cluster cannot use it; so is the default folder of
-    runs, which a pod would lose."""
+    """Return the `parameters` and `advanced` from which `config_from` makes this configuration. An MLflow database in a
+    file of this machine and the default folder of runs are left out, because tasks of a cluster cannot use them."""
     values, plain = leaves(config.model_dump(mode="json")), leaves(Config().model_dump(mode="json"))
     known = PARAMETERS | STUDY
     parameters = {name: values.pop(path) for name, path in known.items()}
@@ -137,8 +134,8 @@ def parameters_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
 def comparison_from(
     parameters: Mapping[str, Any], advanced: Mapping[str, Any], algorithms: str, seeds: str, id: str
 ) -> list[Entry]:
-    """The runs of a comparison: `config_from` for each algorithm and seed. `advanced` may also hold `label:a.b` for one
-    label alone, also for fields of the form. Raises ConfigError."""
+    """Return the runs of a comparison. `advanced` may hold `label:a.b` for one label, also for fields of the form.
+    Raises ConfigError."""
     labels, numbers = labels_of(algorithms), seeds_of(seeds)
     check_count(len(labels) * len(numbers), f"{len(labels)} algorithms with {len(numbers)} seeds")
     given = by_label(object_of(advanced), labels)
@@ -154,7 +151,7 @@ def comparison_from(
 
 
 def check_count(runs: int, what: str) -> None:
-    """Raises ConfigError for more runs than a pipeline can gather. `what` they come from."""
+    """Raise ConfigError for more runs than a pipeline can gather. `what` they come from."""
     if runs > MOST_RUNS:
         raise ConfigError(
             f"{what} are {runs} runs, and a pipeline makes at most {MOST_RUNS}: Kubeflow starts the task that gathers "
@@ -164,7 +161,7 @@ def check_count(runs: int, what: str) -> None:
 
 
 def check_workers(workers: int) -> None:
-    """Raises ConfigError for more workers of a study than a pipeline can gather."""
+    """Raise ConfigError for more workers of a study than a pipeline can gather."""
     if workers > MOST_RUNS:
         raise ConfigError(
             f"tune.workers is {workers}, and a pipeline has at most {MOST_RUNS}: Kubeflow starts the last task with "
@@ -173,8 +170,7 @@ def check_workers(workers: int) -> None:
 
 
 def whole(value: Any) -> Any:
-    """Undoes what protobuf does to numbers inside structs: 5.0 becomes 5, at any depth. A float parameter takes
-    both."""
+    """Undo what protobuf does to numbers inside structs: 5.0 becomes 5, at any depth."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
@@ -185,15 +181,15 @@ def whole(value: Any) -> Any:
 
 
 def write_config(config: Config, path: Path) -> Path:
-    """The whole configuration as YAML; `load_config` reads back an equal one."""
+    """Write the whole configuration as YAML; `load_config` reads back an equal one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_yaml(config), encoding="utf-8")
     return path
 
 
 def hand_over(config: Config, path: Path) -> tuple[str, str]:
-    """For another process: the value of its --config, and its stdin. The file `path` holds no password; if the
-    configuration has one, the process reads the configuration from stdin."""
+    """Return the value of another process's --config, and its stdin. The file `path` holds no password; if the
+    configuration has one, the process reads it from stdin."""
     told = public(config)
     write_config(told, path)
     return (str(path), "") if told == config else ("/dev/stdin", _yaml(config))
@@ -204,10 +200,11 @@ def _yaml(config: Config) -> str:
 
 
 def run_name(wanted: str, job_id: str, config: Config) -> str:
-    """The wanted name of the run, else a name with the pipeline run's id. Raises ConfigError if it is no plain name."""
+    """Return the wanted name of the run, else a name with the pipeline run's id. Raises ConfigError if it is not
+    plain."""
     return plain(wanted or f"{config.algorithm['name']}-s{config.seed}-{job_id}", "run_id")
 
 
 def run_folder(config: Config, name: str) -> Path:
-    """`<run.store>/<name>`; if the ledger is in `run.remote`, a pod may lose everything in this folder."""
+    """Return `<run.store>/<name>`. If the ledger is in `run.remote`, a pod may lose everything in this folder."""
     return Path(config.run.store) / name

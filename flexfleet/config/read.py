@@ -92,15 +92,15 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def parse(values: Mapping[str, Any], stored: bool = False) -> Config:
-    """The defaults with `values` on top, section by section. `stored`: the values come from a file that the user did
-    not give as the configuration, such as a run.json, so what they name is imported only if `core.allowed` lets it.
-    Raises ConfigError for what is wrong: what arrived, what was expected, what to do."""
+    """Return the checked configuration of the defaults with `values` on top. `stored`: the values come from a file that
+    the user did not give as the configuration, such as a run.json, so names in it are imported only if `core.allowed`
+    permits it. Raises ConfigError."""
     return parse_with_algorithm(values, stored)[0]
 
 
 def parse_schema(values: Mapping[str, Any]) -> Config:
-    """`parse` without importing or building what the configuration names: to look at somebody's run executes none of
-    its code. Raises ConfigError for what the schema forbids."""
+    """Like `parse`, but import and build nothing that the configuration names, so that looking at somebody's run
+    executes none of its code. Raises ConfigError."""
     try:
         check_plain(values)
         values = merged(Config().model_dump(mode="json"), values)
@@ -112,7 +112,7 @@ def parse_schema(values: Mapping[str, Any]) -> Config:
 
 
 def parse_with_algorithm(values: Mapping[str, Any], stored: bool = False) -> tuple[Config, Algorithm]:
-    """`parse`, and the algorithm that was built to check the configuration."""
+    """Like `parse`; also return the algorithm."""
     config = parse_schema(values)
     if not stored:
         trust(config.model_dump(mode="json"))
@@ -149,7 +149,7 @@ def parse_with_algorithm(values: Mapping[str, Any], stored: bool = False) -> tup
 
 
 def _unknown_names(values: Mapping[str, Any]) -> list[str]:
-    """Errors for data sets, networks and algorithms with unknown names, reported beside all other errors."""
+    """Return errors for unknown data sets, networks and algorithms, to be reported beside all other errors."""
     known: dict[str, tuple[Mapping[str, Any], str]] = {
         "dataset": (DATASETS, "data set"), "model": (MODELS, "model"), "algorithm": (ALGORITHM.registry, "algorithm")
     }  # fmt: skip
@@ -165,7 +165,7 @@ def _unknown_names(values: Mapping[str, Any]) -> list[str]:
 
 
 def _with_named_fleet(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Writes `fleet.tiers: 8:1:1` out in full, so that a run's record says what its fleet was."""
+    """Replace the name of a fleet by its tiers, so that a run's record says what its fleet was."""
     section = values.get("fleet")
     if not isinstance(section, Mapping) or not isinstance(section.get("tiers"), str):
         return values
@@ -174,8 +174,8 @@ def _with_named_fleet(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _as_here(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Writes out what depends on this machine, so that a run's record says what was used: `run.devices: auto`, and the
-    default of tracking.mlflow where MLflow is not installed, which is then off."""
+    """Replace what depends on this machine, so that a run's record says what was used: `run.devices: auto`, and the
+    default of tracking.mlflow if MLflow is not installed."""
     run, tracking = values.get("run"), values.get("tracking")
     if isinstance(run, Mapping) and run.get("devices") in ("auto", ["auto"]):
         values = {**values, "run": {**run, "devices": ["cuda" if torch.cuda.is_available() else "cpu"]}}

@@ -29,7 +29,7 @@ from flexfleet.config.schema import Config
 
 
 def algorithm(config: Config) -> Algorithm:
-    """The configured algorithm with its hyper-parameters checked."""
+    """Return the configured algorithm with checked hyper-parameters. Raises ConfigError."""
     kind = CONTRACT.of_section(config.algorithm)
     options = options_of(config.algorithm)
     known = [f.name for f in fields(kind) if f.name != "training"]  # type: ignore[arg-type]
@@ -69,8 +69,8 @@ def algorithm(config: Config) -> Algorithm:
 
 
 def _check_own(config: Config) -> None:
-    """Raises ConfigError where an objective or an optimizer of one's own is not to be had, or asks for other numerics
-    than are configured."""
+    """Raise ConfigError if a user's objective or optimizer cannot be imported, or does not fit the configured
+    numerics."""
     named = {user_code.OBJECTIVE: config.training.objective, user_code.OPTIMIZER: config.training.optimizer}
     for what, name in named.items():
         if name is not None:
@@ -82,7 +82,7 @@ def _check_own(config: Config) -> None:
 
 
 def codecs(config: Config) -> Codecs:
-    """What codes the weights on both ways, with its options checked."""
+    """Return the codecs of both directions with checked options. Raises ConfigError."""
     found: dict[str, Codec | None] = {}
     for way, section in (("down", config.codec.down), ("up", config.codec.up)):
         try:
@@ -93,10 +93,10 @@ def codecs(config: Config) -> Codecs:
 
 
 def cut_seed(config: Config) -> int:
-    """The seed that decides which samples are used, and which client holds them."""
+    """Return the seed that decides which samples are used, and which client holds them."""
     return config.seed if config.partition.seed is None else config.partition.seed
 
 
 def min_side(config: Config) -> int:
-    """The smallest image side that the configured network takes; 0: it declares none."""
+    """Return the smallest image side that the configured network takes; 0 if it declares none."""
     return getattr(model_kind(config.model), "min_hw", 0)

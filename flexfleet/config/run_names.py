@@ -17,9 +17,8 @@ LONGEST = 150
 
 
 def plain(name: str, what: str) -> str:
-    """The name as it is. `what`: the option or parameter that gives it. Raises ConfigError where it is no plain name:
-    empty, with a slash, a control or an invisible character, a dot or a dash in front, a blank at an end, or longer
-    than LONGEST."""
+    """Return the name if it is plain. `what`: the option or parameter that gives it. Raises ConfigError for an empty
+    name, a slash, a control character, a dot or dash in front, a blank at an end, or more than LONGEST bytes."""
     if not isinstance(name, str):
         raise ConfigError(f"{what} is a name, a text, got {name!r}")
     wrong = not name or not name.isprintable() or "/" in name or "\\" in name or name[0] in ".-" or name != name.strip()
@@ -38,6 +37,5 @@ def new_name(config: Config) -> str:
 
 
 def dated(kind: str) -> str:
-    """Return a new name that begins with `kind`: the time, and six random digits for those that start in the same
-    second, here or on another machine with the same store."""
+    """Return a new name that begins with `kind`, with the time and six random digits."""
     return f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"

@@ -207,7 +207,7 @@ class RunConfig(Section):
 
     @property
     def apart(self) -> bool:
-        """Whether clients are on other machines: they sign what they send."""
+        """Whether clients are on other machines and sign their results."""
         return self.backend in ("kubernetes", "agents")
 
     @model_validator(mode="after")
@@ -299,7 +299,7 @@ class PublishConfig(Section):
 
     @property
     def measured(self) -> bool:
-        """Whether precisions are asked for besides the file of fp32."""
+        """Whether other precisions than fp32 are exported."""
         return self.precision == "auto" or set(self.precision) != {"fp32"}
 
     @model_validator(mode="after")
@@ -411,8 +411,7 @@ PRIVATE = tuple(name for name, field in Config.model_fields.items() if Unseen in
 
 
 def moves(path: str) -> Moves:
-    """What changes with the parameter of this dotted name. A name that its section does not have, as in the record of
-    an older version, counts like the section."""
+    """Return what another value of this parameter changes. An unknown name counts like its section."""
     here: Any = Config
     moved = Moves.RESULT
     for part in path.split("."):
@@ -425,7 +424,7 @@ def moves(path: str) -> Moves:
 
 
 def public(config: Config) -> Config:
-    """The configuration for files that others read: the addresses in PRIVATE sections lose user and password."""
+    """Return the configuration for files that others read: addresses in PRIVATE sections lose user and password."""
 
     def hidden(value: Any) -> Any:
         if isinstance(value, dict):
@@ -439,12 +438,12 @@ def public(config: Config) -> Config:
 
 
 def shown(config: Config) -> dict[str, Any]:
-    """`flatten` for others to read: every address loses user and password."""
+    """Return `flatten` for others to read: every address loses user and password."""
     return {key: masked(value) if isinstance(value, str) else value for key, value in flatten(config).items()}
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Dotted names to plain values, for MLflow's parameters and for saying what differs between two runs."""
+    """Return the values by dotted name, for MLflow's parameters and for the differences between two runs."""
     out: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:

@@ -20,7 +20,7 @@ MAIN = "__main__"
 
 
 def named(config: Config, sections: Collection[str] | None = None) -> tuple[str, ...]:
-    """The values `package.module:Name` of a configuration, or of some of its sections."""
+    """Return the values `package.module:Name` of a configuration, or of some of its sections."""
     values = config.model_dump(mode="json")
     chosen = values if sections is None else {section: values[section] for section in sections}
     return tuple(dict.fromkeys(_names(chosen)))
@@ -40,8 +40,8 @@ def _names(value: Any, key: str = "") -> Iterator[str]:
 
 
 def cells(value: Any) -> list[str]:
-    """The names in a configuration, or in a part of it, that only this process can resolve: what a cell or a script
-    itself defines."""
+    """Return the names in a configuration that only this process can resolve, because a cell or a script defines
+    them."""
     if isinstance(value, Mapping):
         return [name for each in value.values() for name in cells(each)]
     if isinstance(value, list | tuple):
@@ -50,7 +50,7 @@ def cells(value: Any) -> list[str]:
 
 
 def to_a_file(name: str, who: str) -> str:
-    """Says of one of these names what to do where others (`who`) have to import it."""
+    """Return what to do about such a name if others (`who`) have to import it."""
     own = name.removeprefix(f"{MAIN}:")
     file = f"{own.lower()}.py"
     return (
@@ -60,10 +60,9 @@ def to_a_file(name: str, who: str) -> str:
 
 
 def sources(config: Config, sections: Collection[str] | None = None) -> dict[str, str]:
-    """By name, the sha256 of its module's file; of what a cell or a script itself defines, that of its source and of
-    the functions and classes that it uses there, but not of numbers and other values. What is in the package of
-    `run.code` is left out: the package has a sha256 as a whole. Raises ConfigError for a name that cannot be
-    imported."""
+    """Return the sha256 of the module's file by name. For a name of a cell or script it covers the source of the object
+    and of the functions and classes that it uses there. Names in the package of `run.code` are left out, because the
+    package has its own sha256. Raises ConfigError if a name cannot be imported."""
     package = None if config.run.code is None else code.name_of(Path(config.run.code))
     return {name: _digest(name) for name in named(config, sections) if name.partition(":")[0].split(".")[0] != package}
 
@@ -79,7 +78,7 @@ def _digest(name: str) -> str:
 
 
 def _used_by(value: Any) -> list[Any]:
-    """The class or function, and those of the same notebook or script that it inherits from or names, and so on."""
+    """Return the class or function, and everything of the same notebook or script that it inherits from or names."""
     found, left = dict[str, Any](), [value]
     while left:
         each = left.pop()
@@ -104,13 +103,13 @@ def _names_in(code: types.CodeType) -> list[str]:
 
 
 def _function(member: Any) -> Any:
-    """What a static method, a class method or a property runs; else the member itself."""
+    """Return the function behind a static method, class method or property; else the member itself."""
     return getattr(member, "__func__", getattr(member, "fget", member))
 
 
 def _source(value: type | types.FunctionType) -> str:
-    """The text of a class or a function. Python cannot find that of a class of a notebook's cell, but that of its
-    methods; what else it has counts where it is plain data."""
+    """Return the text of a class or function. Python cannot find the text of a class in a notebook's cell, so its
+    methods and plain data stand for it."""
     try:
         return inspect.getsource(value)
     except (OSError, TypeError):
@@ -128,7 +127,7 @@ def _source(value: type | types.FunctionType) -> str:
 
 
 def _compiled(code: types.CodeType) -> tuple[Any, ...]:
-    """What a function does; without its place in the file and in memory."""
+    """Return what a function does, without its place in the file and in memory."""
     return code.co_code, code.co_names, tuple(map(_constant, code.co_consts))
 
 

@@ -158,7 +158,7 @@ def test_a_clients_round_is_computed_again_from_its_order(result: ff.Result) -> 
 
 def test_an_algorithm_of_ones_own_is_a_class_or_an_object(store: Path) -> None:
     plain = ff.run(algorithm=FedAvg, **TWO_ROUNDS)
-    assert plain.config["algorithm"]["name"] == "all_large"
+    assert plain.config["algorithm"]["name"] == "fedavg"
     ours = ff.run(algorithm=Ours(boost=2.0), **TWO_ROUNDS)
     assert ours.config["algorithm"]["name"] == f"{__name__}:Ours" and ours.config["algorithm"]["boost"] == 2.0
     assert ours.model_sha256 == plain.model_sha256
