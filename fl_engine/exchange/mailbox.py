@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -66,41 +65,32 @@ class Order(Record):
     """Bytes of the larger of the two files: clients read no more of either."""
 
 
+@dataclass(eq=False)
 class Mailbox:
-    """Reads and writes the files of rounds.
+    """Reads and writes the files of rounds."""
 
-    Args:
-        store: The run's store.
-        rules: What an update may be. None: updates are not checked (clients of this machine).
-        key: The keys that sign results. None: results are not signed.
-        lengths: Map keys of the store to the only length in bytes that it accepts for them (`urls.Upload`).
-        expected: Map each client to the sum of its assignment (`Assignment.orders`). None: the store is trusted.
-        lease: The id of the lease whose results a worker writes. Empty: the round's results, which the coordinator
-            writes when it has read them.
-    """
+    store: Store
+    """The run's store."""
+    rules: Rules | None = None
+    """What an update may be. None: updates are not checked (clients of this machine)."""
+    key: KeyOf | None = None
+    """The keys that sign results. None: results are not signed."""
+    lengths: Mapping[str, int] = field(default_factory=dict)
+    """Map keys of the store to the only length in bytes that it accepts for them (`urls.Upload`)."""
+    expected: Mapping[int, str] | None = None
+    """Map each client to the sum of its assignment (`Assignment.orders`). None: the store is trusted."""
+    lease: str = ""
+    """The id of the lease whose results a worker writes. Empty: the round's results, which the coordinator writes."""
+    order_sums: dict[int, str] = field(default_factory=dict)
+    """Map each client to the sum of its assignment that was written last."""
+    seen: dict[tuple[int, int], Known] = field(default_factory=dict)
+    """Map round and client to the outcome that was read or written last."""
+    failed: dict[tuple[int, int], ClientFailure] = field(default_factory=dict)
+    """The failures among these."""
 
-    def __init__(
-        self,
-        store: Store,
-        rules: Rules | None = None,
-        key: KeyOf | None = None,
-        lengths: Mapping[str, int] = MappingProxyType({}),
-        expected: Mapping[int, str] | None = None,
-        lease: str = "",
-    ) -> None:
-        self.store = store
-        self.rules = rules
-        self.key = key
-        self.lease = lease
-        self.lengths = dict(lengths)
-        self._expected = expected
-        self._results = f"leases/{lease}" if lease else "updates"
-        self.order_sums: dict[int, str] = {}
-        """Map each client to the sum of its assignment that was written last."""
-        self.seen: dict[tuple[int, int], Known] = {}
-        """Map round and client to the outcome that was read or written last."""
-        self.failed: dict[tuple[int, int], ClientFailure] = {}
-        """The failures among these."""
+    @property
+    def _results(self) -> str:
+        return f"leases/{self.lease}" if self.lease else "updates"
 
     def open_round(self, plan: RoundPlan) -> None:
         orders = [
@@ -142,9 +132,7 @@ class Mailbox:
                 evaluates=o.evaluates,
                 most=max(payload[1], memory[1]),
             )
-            absent = {"codecs", "header"} if o.codecs is None else set()
-            absent |= set() if o.evaluates else {"evaluates"}
-            value = order.model_dump_json(exclude=absent).encode()
+            value = order.model_dump_json().encode()
             self.store.put(f"{folder}{o.client}.json", value)
             self.order_sums[o.client] = run_files.sum_of(value)
             names = (f"{o.client}.json", order.payload, order.memory)
@@ -166,10 +154,10 @@ class Mailbox:
 
         def read(client: int) -> Order:
             name = f"{folder}{client}.json"
-            if self._expected is None:
+            if self.expected is None:
                 value = self.store.get(name)
             else:
-                value = run_files.read_verified(self.store, name, self._expected.get(client))
+                value = run_files.read_verified(self.store, name, self.expected.get(client))
             order = parsed(Order, value, self.store.uri(name))
             if (order.round, order.client, order.evaluates) != (round, client, evaluates):
                 raise IntegrityError(f"{self.store.uri(name)} is of round {order.round}, client {order.client}")
@@ -259,10 +247,6 @@ class Mailbox:
             return self._read(plan, client)
         except Rejected as error:
             return ClientFailure(plan.round, client, "validate", str(error), error.code)
-
-    def received(self, plan: RoundPlan, clients: Sequence[int]) -> Iterator[Outcome]:
-        """Return the results in the order of `clients`, with overlapping requests."""
-        return overlapped(self.store, self.held_by(plan, clients), lambda client: self.receive(plan, client), clients)
 
     def held_by(self, plan: RoundPlan, clients: Iterable[int]) -> int:
         """Return the bytes that reading the largest of these results takes: its file and its tensors."""
