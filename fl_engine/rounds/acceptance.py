@@ -1,38 +1,34 @@
-"""Which of the updates that arrived a round takes.
+"""Which of the received updates a round merges.
 
 Refused, in this order:
 
-    validate  moved further than `norm_bound` times what is usual in the round and those before it
+    validate  moved further than `norm_bound` times the usual movement
     validate  moved further than half of that, and on average over the client's last AVERAGED updates too
     straggle  later than `deadline_s` on the simulated clock
-    straggle  later than as many others as the plan wants, where more were asked (`over_provision`)
-    quorum    all, where fewer than `quorum` of those that were wanted are left: the model is carried forward unchanged
+    straggle  later than as many others as the plan wants, if more clients were selected (`over_provision`)
+    quorum    all, if fewer than `quorum` of the wanted updates are left: the model stays unchanged
 
-These rules look at the updates alone, not at when they arrived, so every backend refuses the same. A cluster's own
+These rules use the updates only, not their time of arrival, so every backend refuses the same. A cluster's own
 deadline, quorum and first-come rule (`kubernetes`) come before.
 
-What is usual for an update of s steps is the larger of two medians: that of how far updates moved, and sqrt(s) times
-that of how far they moved divided by the square root of their own steps. A client that holds more data takes more
-steps, and moves further: about with the square root, as a random walk does. The steps are those that the order makes
-(`updates`).
+The usual movement of an update of s steps is the larger of two medians: of how far updates moved, and sqrt(s) times how
+far they moved divided by the square root of their own steps. A client with more data takes more steps and moves
+further, about with the square root, like a random walk. The steps are those of the assignment (`updates`).
 
-How far weights moved is the length of their change (L2 norm). It is about the same for sub-models of all sizes, because
-fewer numbers each move further. Medians of a level's updates on digits, over the median of all: 0.67 to 1.08 in
+A movement is the length of the change of the weights (L2 norm). It is about the same for sub-models of all sizes,
+because fewer numbers each move further. Medians of a level's updates on digits, over the median of all: 0.67 to 1.08 in
 `multibranch`, 0.88 to 1.05 in `heterofl`, 0.90 to 1.36 in `flexfl`; as a root mean square they were 0.52 to 3.53, 0.64
-to 1.19, 0.74 to 1.71. Running statistics move towards those of the data, whatever the size: for them it is the root
-mean square.
+to 1.19, 0.74 to 1.71. Running statistics move towards those of the data, whatever the size, so their movement is the
+root mean square. Weights are compared with weights, and running statistics with running statistics.
 
-The medians are over the round's updates and those of earlier rounds: as many whole rounds as hold REMEMBERED updates.
-Refused updates count too; without them, a run whose honest updates begin to move further would refuse all of them for
-good. Bad clients that are fewer than half shift a median by some ranks, no more. Where there are fewer than FIRST_ONES
-earlier updates, each missing one is replaced by FIRST times the size of the weights that were sent. Weights are
-compared with weights, and batch norm's running statistics, which no gradient moves, with running statistics.
+The medians cover the round's updates and those of as many earlier rounds as hold REMEMBERED updates. Refused updates
+count too: otherwise a run whose honest updates begin to move further would refuse all of them for good. A minority of
+Byzantine clients shifts a median by some ranks only. If there are fewer than FIRST_ONES earlier updates, each missing
+one is replaced by FIRST times the size of the weights that were sent.
 
-One honest update may move several times as far as most, but the same client's updates do not do so again and again. So
-an update that moved further than half of the bound is taken only where the client's last AVERAGED updates, this one
-included, moved less on average. A client that stays just below the bound in every round is refused from its second
-update on. Of each client the run remembers how many times the usual its updates moved in their own rounds, because
-movements shrink while a run learns.
+An honest update may move several times as far as most, but the same client's updates do not do so again and again. A
+client that stays just below the bound in every round is refused from its second update on. For each client the run
+remembers its movements as multiples of the usual in their own rounds, because movements shrink while a run learns.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ from fl_engine.rounds.terms import RoundsConfig
 
 class Moved(NamedTuple):
     """How far an update moved: length of the change of its weights, root mean square over its running statistics (0: it
-    has none); in how many steps."""
+    has none), and its steps."""
 
     weights: float
     statistics: float = 0.0
@@ -68,7 +64,7 @@ class Usual(NamedTuple):
     """The median of each movement divided by the square root of its steps."""
 
     def after(self, steps: float) -> Moved:
-        """How far an update of this many steps usually moves."""
+        """Return how far an update of this many steps usually moves."""
         root = math.sqrt(steps)
         weights = max(self.far.weights, root * self.rooted.weights)
         return Moved(weights, max(self.far.statistics, root * self.rooted.statistics), steps)
@@ -79,7 +75,7 @@ class History:
     rounds: tuple[tuple[Moved, ...], ...] = ()
     """How far the updates of the last rounds moved, each round in client order."""
     times: dict[int, tuple[Moved, ...]] = field(default_factory=dict)
-    """By client: how many times the usual of their rounds its last updates moved, at most MOST_TIMES."""
+    """Map each client to the movements of its last updates, as multiples of the usual, at most MOST_TIMES."""
 
     @property
     def count(self) -> int:
@@ -92,26 +88,26 @@ CURE = "If the client is honest, increase rounds.norm_bound or set it to null"
 MOST_TIMES = 1e6
 FIRST_ONES = 3
 FIRST = Moved(0.25, 0.5)
-"""Measured first updates: weights 0.05 to 0.35 of what was sent, statistics, which begin as 0 and 1, 0.2 to 0.9."""
+"""Measured first updates moved 0.05 to 0.35 of the sent weights, and 0.2 to 0.9 of the running statistics."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """What these rules know of an update: how far it moved, and its seconds on the simulated clock."""
+    """What these rules use of an update: its movement, and its seconds on the simulated clock."""
 
     moved: Moved
     seconds: float
 
 
 def unconditional(terms: RoundsConfig) -> bool:
-    """Whether every update is taken, whatever the others are."""
+    """Whether every update is merged."""
     return terms.bound is None and terms.deadline_s is None and terms.over_provision == 1 and terms.quorum == 0
 
 
 def remembered(
     history: History, moved: Mapping[int, Moved], size: Moved = NOTHING, usual: Usual | None = None
 ) -> History:
-    """What the next round compares with. `size` as in `middle`; `usual`: the middle of all this where it is known."""
+    """Return the history for the next round. `size` as in `middle`; `usual`: the result of `middle`, if known."""
     if not moved:
         return history
     usual, times = usual or middle(history, moved.values(), size), dict(history.times)
@@ -125,7 +121,7 @@ def remembered(
 
 
 def middle(history: History, moved: Iterable[Moved], size: Moved) -> Usual:
-    """What is usual. `size`: that of what was sent, in the same measures; of a model of zeros nothing follows."""
+    """Return the usual movement. `size`: of the sent weights, in the same measures; 0 for a model of zeros."""
     known, missing = [*(far for round in history.rounds for far in round), *moved], FIRST_ONES - history.count
     weights, running, counts = ([far[kind] for far in known] for kind in range(3))
     steps = statistics.median_low(counts)
@@ -158,8 +154,7 @@ def refused(
     size: Moved = NOTHING,
     usual: Usual | None = None,
 ) -> dict[int, ClientFailure]:
-    """By client, why its update is not taken. `size` as in `middle`; `usual`: the middle of all this where it is
-    known."""
+    """Map each refused client to its failure. `size` as in `middle`; `usual`: the result of `middle`, if known."""
     found: dict[int, ClientFailure] = {}
 
     def refuse(client: int, stage: Stage, reason: str, code: Code | None = None) -> None:

@@ -1,4 +1,4 @@
-"""All answers of a round, read one at a time."""
+"""The results of a round, read one at a time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fl_engine.storage.store import tensor_bytes
 
 
 class Answers:
-    """Weights wait in a spool, so that many updates take no more memory than few. Reading is in client
-    order, whatever order they came in: floating-point sums depend on it."""
+    """Weights are stored in a spool, so that many updates take no more memory than few. Reading is in client order,
+    because floating-point sums depend on it."""
 
     def __init__(self, held_bytes: int = IN_MEMORY_BYTES) -> None:
         self._spool = Spool(held_bytes)
@@ -22,12 +22,12 @@ class Answers:
         self._sizes: dict[int, tuple[int, int]] = {}
         self._states: dict[int, int] = {}
         self.times: dict[int, Times] = {}
-        """By client, what its order took: of every update that arrived, also of one that is not merged."""
+        """Map each client to the times of its update, also if it is not merged."""
         self.said: dict[int, int] = {}
-        """By client, how many samples it says that it holds, where its update counts for fewer (`limit`)."""
+        """Map each client to its reported sample count, if its update counts for fewer (`limit`)."""
 
     def add(self, outcome: Outcome, size: int | None = None) -> None:
-        """`size`: bytes of an update's weights as they travelled, where `outcome` no longer holds those."""
+        """`size`: bytes of an update's encoded weights, if `outcome` no longer holds them."""
         client = outcome.client
         if isinstance(outcome, ClientUpdate):
             self._places[client] = self._spool.put(outcome.payload)
@@ -39,12 +39,11 @@ class Answers:
         self._heads[client] = outcome
 
     def refuse(self, failures: Mapping[int, ClientFailure]) -> None:
-        """By client: these updates are not merged."""
+        """Replace these clients' updates by failures."""
         self._heads |= failures
 
     def limit(self, bound: float | None) -> None:
-        """No update that is merged counts for more samples than `bound` times their median (of two middle ones the
-        lower); None: there is no limit."""
+        """Let no update count for more samples than `bound` times their lower median; None: no limit."""
         updates = {client: head for client, head in self._heads.items() if isinstance(head, ClientUpdate)}
         if bound is None or not updates:
             return
@@ -61,17 +60,17 @@ class Answers:
             yield head
 
     def states(self) -> Iterator[tuple[int, Params]]:
-        """(client, what it wants kept for it) of the updates that are merged, in client order."""
+        """Yield (client, state to store) of the merged updates, in client order."""
         for head in self.heads():
             if isinstance(head, ClientUpdate) and head.client in self._states:
                 yield head.client, self._spool.get(self._states[head.client])
 
     def size(self, client: int) -> int:
-        """Bytes of the weights that the client brought, as they travelled."""
+        """Bytes of the client's encoded weights."""
         return self._sizes[client][0]
 
     def model_size(self, client: int) -> int:
-        """Bytes of these weights as a model has them, whatever a codec made of them."""
+        """Bytes of the client's weights in a model, before coding."""
         return self._sizes[client][1]
 
     def __iter__(self) -> Iterator[Outcome]:

@@ -1,10 +1,10 @@
-"""The evaluation at the clients: orders that train nothing, and what their answers say together.
+"""Evaluation at the clients: assignments that train nothing, and the metrics that follow from their results.
 
-Each client that is asked scores the global model, cut to the level that its device uses (`capacity.level_of`), on the
-samples that it holds out from training. A client is counted once, however many samples it holds. Another thing is the
-local accuracy (`training.local_accuracy`): the server computes it on its own test samples.
+Each selected client scores the global model, cut to the level of its device (`capacity.level_of`), on the samples that
+it holds out from training. Each client counts once, however many samples it holds. The local accuracy
+(`training.local_accuracy`) is something else: the server computes it on its own test samples.
 
-Measured, of the metric that decides, over all clients, over those of each level and over those of each tier:
+The metrics, over all clients, those of each level and those of each tier:
 
     on_clients/mean      on_clients/mean/level/M1      on_clients/mean/tier/weak
     on_clients/p10       the value below which a tenth of the clients lie (linear between two clients)
@@ -13,8 +13,8 @@ Measured, of the metric that decides, over all clients, over those of each level
     on_clients/loss      mean of the clients' mean losses
     on_clients/clients   how many answered
 
-and `on_clients/asked`, `on_clients/failed`, and `bytes_evaluation`, the bytes of what was sent for it. It takes no time
-on the simulated clock.
+and `on_clients/asked`, `on_clients/failed`, and `bytes_evaluation`, the bytes that were sent. An evaluation takes no
+time on the simulated clock.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ log = logging.getLogger("flexfleet")
 
 PREFIX = "on_clients/"
 FIGURES = ("mean", "p10", "worst", "spread", "loss", "clients")
-"""What is measured of a group of clients."""
+"""The metrics of a group of clients."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """What one client measured."""
+    """The result of one client."""
 
     level: str
     tier: str
@@ -56,7 +56,7 @@ class Said:
 
 
 def check(algorithm: Algorithm, family: ModelFamily, pool: Pool) -> None:
-    """Raises ConfigError where a client's model is not the global one."""
+    """Raise ConfigError if clients keep parameters of their own, so that their model is not the global one."""
     kept = sorted(kept_by_clients(algorithm, family, pool).keys() & family.layout().slots.keys())
     if kept:
         raise ConfigError(
@@ -66,8 +66,8 @@ def check(algorithm: Algorithm, family: ModelFamily, pool: Pool) -> None:
 
 
 def planned(run: Run, state: Any, round: int, clock: float) -> RoundPlan:
-    """Return the evaluation after `round`, which has ended at `clock`. Each client that may train is asked, unless it
-    is offline then or holds out no samples. Pure."""
+    """Return the evaluation after `round`, which has ended at `clock`: of each client that may train, unless it is
+    offline or holds out no samples. Pure."""
     share = 1.0 if run.evaluation is None else run.evaluation.share
     asked = list(_able(run, clock))
     count = max(1, int(share * len(run.site.fleet) + 1e-9))
@@ -93,8 +93,8 @@ def _able(run: Run, clock: float) -> Iterator[tuple[Device, int]]:
 
 
 def evaluated(run: Run, state: Any, round: int, clock: float, clients: Clients) -> dict[str, float]:
-    """Asks the clients, and gives the round's figures. Answers that an earlier coordinator left are adopted. Raises
-    Stopped after the answer at hand where `should_stop` says so."""
+    """Evaluate at the clients and return the metrics. Results that an earlier coordinator stored are used. Raises
+    Stopped after the current result if `should_stop` returns true."""
     plan, mailbox = planned(run, state, round, clock), clients.mailbox
     found: dict[int, Outcome] = {}
 
@@ -121,7 +121,7 @@ def evaluated(run: Run, state: Any, round: int, clock: float, clients: Clients) 
 
 
 def figures(said: Sequence[Said]) -> dict[str, float]:
-    """Of all clients, of each level and of each tier, by the names in this file's head; empty where nobody answered."""
+    """Return the metrics of all clients, each level and each tier; empty without results."""
     if not said:
         return {}
     groups: dict[str, list[Said]] = {"": list(said)}
@@ -145,8 +145,8 @@ def _of(said: Sequence[Said]) -> dict[str, float]:
 
 
 def gathered(metrics: Mapping[str, float], levels: Sequence[str], tiers: Sequence[str]) -> dict[str, Any] | None:
-    """The figures of a round, as files have them: {asked, failed, all: {mean, ...}, levels: {name: {...}}, tiers}, in
-    the order of `levels` and `tiers`. None where the round had no such evaluation, or nobody answered."""
+    """Return the metrics of a round in the form of files: {asked, failed, all: {mean, ...}, levels: {name: {...}},
+    tiers}, in the order of `levels` and `tiers`. None if the round had no such evaluation, or no results."""
     if f"{PREFIX}mean" not in metrics:
         return None
 

@@ -1,8 +1,8 @@
 """Asynchronous rounds: FedBuff (Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, 2022).
 
-K clients are at work, `training.fraction` of all. When B of them (`rounds.buffer`) have finished, by the simulated
-clock, their updates are merged and as many clients are asked anew. A round is one merge (one server step, Alg. 1), so
-the clock, commits and evaluation are what they are in synchronous rounds.
+K clients train at the same time, `training.fraction` of all. When B of them (`rounds.buffer`) have finished on the
+simulated clock, the server merges their updates and selects as many new clients. A round is one merge (one server step,
+Alg. 1), so the clock, commits and evaluation work as in synchronous rounds.
 
 An update whose client was sent the weights of s merges ago is merged as its change added to the weights of now,
 
@@ -12,9 +12,9 @@ element by element of its own sub-model, by the algorithm's own mean and the ser
 s = 0 that is w_k itself: with B = K, the run is the synchronous one, bit for bit. Batch norm's running statistics are
 moved to w + (1 + s)^(-staleness) * (w_k - w): the change since an earlier round may be larger than a variance of now.
 
-An order is trained in the round that asks for it, so all clients of a round train at once in every backend; the update
-then waits until its time has come. Departs from the paper: clients are asked at a merge, not whenever one finishes, so
-between two merges fewer than K are at work; and K counts clients that are asked, of which some may fail.
+The clients of a round train in that round, all at once in every backend. An update that finishes later on the simulated
+clock is pending until then. Departs from the paper: new clients are selected at a merge, not whenever one finishes, so
+between two merges fewer than K train; and K counts selected clients, of which some may fail.
 """
 
 from __future__ import annotations
@@ -43,29 +43,31 @@ from fl_engine.storage.tensor_files import TensorFiles
 from fl_engine.training.evaluation import published
 
 AS_BROUGHT = "as brought/"
-"""Before the names of running statistics among the changes: they are kept as the client brought them."""
+"""Prefix of the names of running statistics among the changes: they are stored as the client sent them."""
 
 
 @dataclass(frozen=True)
 class Due:
-    """What is merged in a round, and what still waits."""
+    """What a round merges, and what is still pending."""
 
     plan: RoundPlan
-    """The orders of the updates that are merged, and of clients that failed."""
+    """The assignments of the merged updates, and of clients that failed."""
     answers: Answers
     flying: tuple[Flight, ...]
     clock: float
     stale: Mapping[int, int]
-    """By client, the staleness s: how many merges ago its weights were sent."""
+    """Map each client to its staleness s: how many merges ago its weights were sent."""
     down: Mapping[int, tuple[int, int]]
-    """By client, bytes of all that it was sent, and of the weights among it as a model has them."""
+    """Map each client to the bytes that it was sent, and the bytes of these weights in a model."""
 
 
 def check(algorithm: Algorithm, terms: RoundsConfig) -> None:
-    """Raises ConfigError for what does not go with asynchronous rounds."""
+    """Raise ConfigError if the options or the algorithm do not support asynchronous rounds."""
     if terms.mode == "synchronous":
         if terms.buffer is not None:
-            raise ConfigError(f"rounds.buffer = {terms.buffer} is for rounds.mode=buffered: set that, or leave it null")
+            raise ConfigError(
+                f"rounds.buffer = {terms.buffer} requires rounds.mode=buffered: set that, or buffer to null"
+            )
         return
     kept = {
         "over_provision=1": terms.over_provision == 1,
@@ -73,7 +75,7 @@ def check(algorithm: Algorithm, terms: RoundsConfig) -> None:
         "quorum=0": terms.quorum == 0,
     }
     if wrong := [f"rounds.{setting}" for setting, kept_to in kept.items() if not kept_to]:
-        raise ConfigError(f"rounds.mode=buffered waits for nobody, and merges whoever is first: set {', '.join(wrong)}")
+        raise ConfigError(f"rounds.mode=buffered merges the first updates and has no deadlines: set {', '.join(wrong)}")
     for asked, what in (
         (is_private(algorithm), "a private aggregation counts on clients of one round"),
         (isinstance(algorithm, KeepsClientState), "its clients keep a state from round to round"),
@@ -87,8 +89,8 @@ def check(algorithm: Algorithm, terms: RoundsConfig) -> None:
 
 
 def check_plan(run: Run, state: Any, plan: RoundPlan, flying: Sequence[Flight]) -> None:
-    """Raises ConfigError where rounds are asynchronous and levels have weights of their own, or where the algorithm
-    asks more clients than are free."""
+    """Raise ConfigError if rounds are asynchronous and levels have weights of their own, or if the plan has more
+    clients than are free."""
     if run.terms.mode == "synchronous":
         return
     if published(state) is not state.params:
@@ -113,8 +115,8 @@ def check_plan(run: Run, state: Any, plan: RoundPlan, flying: Sequence[Flight]) 
 def due(
     run: Run, state: Any, plan: RoundPlan, answers: Answers, flying: Sequence[Flight], clock: float, files: TensorFiles
 ) -> Due:
-    """The first updates of those that are there, old and new ones. `plan`, `answers`: of the clients that were asked in
-    this round, at `clock`."""
+    """Return the updates that finish first, of the pending and the new ones. `plan`, `answers`: of the clients that
+    were selected in this round, at `clock`."""
     new = [head for head in answers.heads() if isinstance(head, ClientUpdate)]
     finish = {flight.order.client: flight.finish for flight in flying}
     finish |= {head.client: clock + head.elapsed for head in new}
@@ -153,8 +155,8 @@ def due(
 
 
 def recorded(run: Run, plan: RoundPlan, due: Due, began: float) -> Record:
-    """What was measured of the clients whose updates are merged, or that failed; `bytes_down` is what was sent in this
-    round. `plan`: the orders of this round. `began`: its first second on the simulated clock."""
+    """Return the metrics of clients whose updates are merged, or that failed; `bytes_down` counts what this round sent.
+    `plan`: the assignments of this round. `began`: when it began on the simulated clock."""
     record = recorder.recorded(run, due.plan, due.answers, began, due.down)
     for line in record.clients:
         if line["client"] in due.stale:
@@ -172,7 +174,7 @@ def recorded(run: Run, plan: RoundPlan, due: Due, began: float) -> Record:
 
 
 def changed(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> Params:
-    """How far each weight moved from what the client was sent; integers and statistics as they are."""
+    """Return how far each weight moved from what the client was sent; integers and statistics unchanged."""
     sent = take(order.payload, layout, update.spec, have=order.spec)
     found = {}
     for name, tensor in update.payload.items():
@@ -184,18 +186,13 @@ def changed(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> Para
 
 
 def moved(state: Any, flight: Flight, change: Params, weight: float, layout: ParamLayout) -> Params:
-    """The weights of now, of the update's sub-model, moved by `weight` times the change. Raises IntegrityError where
-    the file does not hold this update's change."""
+    """Return the current weights of the update's sub-model, moved by `weight` times the change. Raises IntegrityError
+    if the file does not hold this update's change."""
     now, found = take(state.params, layout, flight.update.spec), {}
     for key, tensor in change.items():
         name = key.removeprefix(AS_BROUGHT)
-        if name not in now or now[name].shape != tensor.shape or (name != key) > is_statistic(name):
+        if name not in now or now[name].shape != tensor.shape or (name != key) != is_statistic(name):
             raise IntegrityError(f"{FOLDER}{flight.file} is not the change of client {flight.order.client}: {key}")
-        if name == key and is_statistic(name):
-            raise IntegrityError(
-                f"{FOLDER}{flight.file} was written by an earlier version, which added up running statistics: begin "
-                "the run anew"
-            )
         if name != key:
             found[name] = torch.lerp(now[name], tensor, weight)
         else:

@@ -1,4 +1,4 @@
-"""The middle of a round: send orders, receive and check answers, and fix the set that is merged."""
+"""The middle of a round: send assignments, receive and check results, and close the set that is merged."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from fl_engine.storage.tensor_files import ClientStates, TensorFiles
 log = logging.getLogger("flexfleet")
 
 BESIDE_A_STORE = 2**20
-"""Bytes of updates that stay in memory where the store has them too: rounds through a store are the large ones."""
+"""Bytes of updates in memory if the store holds them too: rounds through a store are the large ones."""
 
 
 Heard = Callable[[int, int, int], None]
-"""Called as `heard(round, answered, asked)` when a round begins, and with each answer. Rounds count from 0."""
+"""Called as `heard(round, answered, asked)` when a round begins and for each result. Rounds count from 0."""
 
 
 def nobody_listens(round: int, answered: int, asked: int) -> None:
@@ -40,37 +40,37 @@ def nobody_listens(round: int, answered: int, asked: int) -> None:
 class Collected:
     answers: Answers
     history: History
-    """How far updates moved, with this round's."""
+    """How far updates moved, this round included."""
     waited: float
-    """Seconds until the backend had answers."""
+    """Seconds spent waiting for the backend."""
     decoded: float = 0.0
-    """Seconds in which the server decoded them."""
+    """Seconds in which the server decoded updates."""
 
 
 @dataclass(frozen=True)
 class Clients:
-    """How the server reaches the clients, where it keeps their answers, and who is told of these."""
+    """How the server reaches the clients, where it stores their results, and who observes them."""
 
     backend: Backend
     mailbox: RoundMailbox | None
-    """Stores answers as they arrive; None: they stay in this process."""
+    """Stores results as they arrive; None: they stay in this process."""
     should_stop: Callable[[], bool] = lambda: False
     states: ClientStates | None = None
-    """Stores the clients' states; None: they have none."""
+    """Stores the clients' states; None: clients keep no state."""
     flights: TensorFiles | None = None
-    """Stores updates that wait for their time; None: rounds are synchronous."""
+    """Stores pending updates; None: rounds are synchronous."""
     watcher: Watcher | None = None
-    """Is shown each update that arrives."""
+    """Gets each update that arrives."""
     heard: Heard = nobody_listens
-    """Is told how many clients have answered."""
+    """Gets the number of clients that have answered."""
 
 
 def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin: float = 0.0) -> Collected:
-    """Asks all clients of the plan, waits for them, and decides whose updates are merged. Each update is decoded and
-    checked once. `begin`: when the round began on the simulated clock. Raises Stopped after the answer at hand where
-    `should_stop` says so."""
+    """Send all assignments of the plan, wait for results, and decide which updates are merged. Each update is decoded
+    and checked once. `begin`: when the round began on the simulated clock. Raises Stopped after the current result if
+    `should_stop` returns true."""
     model = max((tensor_bytes(order.payload) for order in {id(o.payload): o for o in plan.orders}.values()), default=0)
-    give_back(model)  # what the round before has left
+    give_back(model)  # memory of the previous round
     answers = Answers() if clients.mailbox is None else Answers(BESIDE_A_STORE)
     waited, decoded = 0.0, 0.0
     size = _size(plan, history)
@@ -117,8 +117,8 @@ def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin
 
 
 def ask(run: Run, plan: RoundPlan, rest: RoundPlan, clients: Clients, receive: Callable[[Outcome], None]) -> float:
-    """Sends the orders of `rest`, a part of the plan, and hands each answer on; gives the seconds that it waited for
-    them. Raises Stopped after the answer at hand where `should_stop` says so."""
+    """Send the assignments of `rest`, a part of the plan, pass each result to `receive`, and return the seconds spent
+    waiting. Raises Stopped after the current result if `should_stop` returns true."""
     outcomes, waited = faulty.outcomes(run, plan, rest, clients.backend), 0.0
     try:
         while True:
@@ -130,29 +130,28 @@ def ask(run: Run, plan: RoundPlan, rest: RoundPlan, clients: Clients, receive: C
             receive(outcome)
             if clients.mailbox is not None and (isinstance(outcome, ClientFailure) or not clients.backend.durable):
                 clients.mailbox.put_outcome(plan, outcome)
-            del outcome  # the next one is read beside what is still held
+            del outcome  # so that memory does not hold it beside the next one
             if clients.should_stop():
                 raise Stopped(ON_REQUEST)
     finally:
-        outcomes.close()  # a traceback would keep it, and its requests to the store, alive
+        outcomes.close()  # a traceback would keep the generator and its requests to the store alive
 
 
 def adopted(plan: RoundPlan, mailbox: RoundMailbox, receive: Callable[[Outcome], None]) -> RoundPlan:
-    """Receives what an earlier coordinator has left of this round; gives the plan of the other orders."""
+    """Receive the results that an earlier coordinator stored for this round; return the plan without them."""
     done, updates = set[int](), 0
     for outcome in mailbox.finished(plan):
         receive(outcome)
         done.add(outcome.client)
         updates += isinstance(outcome, ClientUpdate)
     if done:
-        log.info("round %d: adopting %d answers of %d", plan.round + 1, len(done), len(plan.orders))
+        log.info("round %d: using %d stored results of %d", plan.round + 1, len(done), len(plan.orders))
     return replace(plan, orders=tuple(o for o in plan.orders if o.client not in done), adopted=updates)
 
 
 def _known(run: Run, plan: RoundPlan, outcome: Outcome, times: dict[int, Times], begin: float) -> Outcome:
-    """The outcome with its fault, if any, and with what the server itself knows of an update; adds what it took to
-    `times`. A client that went offline on the simulated clock before it was done has dropped out, wherever it really
-    trained."""
+    """Return the result with its injected fault, if any, and with what the server itself knows of an update. Adds its
+    times to `times`. A client that goes offline on the simulated clock before it is done counts as dropped out."""
     outcome = faulty.arrived(run, plan.order_of[outcome.client], outcome)
     if isinstance(outcome, ClientFailure):
         return outcome
@@ -169,5 +168,5 @@ def _decoding(outcome: Outcome) -> float:
 
 
 def _size(plan: RoundPlan, history: History) -> Moved:
-    """The size of the weights that were sent, as long as too few movements are remembered."""
+    """Return the size of the sent weights, as long as too few movements are remembered."""
     return size_sent(plan) if plan.orders and history.count < acceptance.FIRST_ONES else acceptance.NOTHING

@@ -41,22 +41,20 @@ class Refusal(Record):
 class Closed(Record):
     round: int
     accepted: dict[int, str]
-    """By client, a checksum of its answer as it was read: an answer that is replaced later does not count. (A client
-    whose pod was started again gives the same answer, with other seconds.)"""
+    """Map each client to a checksum of its result as it was read: a result that is replaced later does not count."""
     refused: dict[int, Refusal] = Field(default={})
-    """Clients that failed, and those whose updates are not merged, though nothing is wrong with the files."""
+    """Clients that failed, and clients whose updates are valid but not merged."""
     metrics: dict[int, dict[str, float]] = Field(default={})
-    """The metrics of each update, as they were read: those of a later answer do not count."""
+    """The metrics of each update, as they were read."""
     moved: dict[int, Moved] = Field(default={})
-    """How far each update moved, refused ones included, where this was measured."""
+    """How far each update moved, refused ones included, if this was measured."""
     times: dict[int, Times] = Field(default={})
-    """What the orders of the refused updates took: the updates themselves are not read again."""
+    """Times of the refused updates, which are not read again."""
     checksum: str = ""
     """A checksum of all other fields."""
 
     def sealed(self) -> Closed:
-        unsaid = {name for name in ("metrics", "moved", "times") if not getattr(self, name)}  # older records have none
-        said = canonical(self.model_dump(exclude={"checksum", *unsaid}))
+        said = canonical(self.model_dump(exclude={"checksum"}))
         return self.model_copy(update={"checksum": sha256(said)})
 
 
@@ -77,10 +75,8 @@ class RoundMailbox(Mailbox):
         moved: Mapping[int, Moved] = MappingProxyType({}),
         times: Mapping[int, Times] = MappingProxyType({}),
     ) -> Closed:
-        """Stores the set that the merge uses, as it was read or written here: the outcomes of `clients`, some of them
-        refused. `times`: what the refused ones took.
-
-        Failures are stored whole: a client that was called off may still write over its own, while it ends."""
+        """Store the set that the merge uses: the results of `clients`, some of them refused. `times`: of the refused
+        ones. Failures are stored in full, because a client that was stopped may still overwrite its own."""
         known = {client: self.failed.get((plan.round, client)) for client in clients}
         failed = {client: failure for client, failure in known.items() if failure is not None}
         why = {
@@ -102,7 +98,7 @@ class RoundMailbox(Mailbox):
         return closed
 
     def closed(self, plan: RoundPlan) -> Closed | None:
-        """The record of the closed round; None: the round is open."""
+        """Return the record of the closed round, or None if the round is open."""
         key = f"{round_folder(plan.round)}closed.json"
         if key not in self.store.list(key):
             return None
@@ -121,19 +117,19 @@ class RoundMailbox(Mailbox):
 
 @dataclass(frozen=True)
 class Ledger:
-    """What is committed, and what travels in the round at hand: two views of one store."""
+    """Two views of a run's store: committed rounds, and the messages of the current round."""
 
     checkpoints: Checkpoints
     mailbox: RoundMailbox
 
     @cached_property
     def states(self) -> ClientStates:
-        """What clients keep."""
+        """The states that clients keep between rounds."""
         return ClientStates(self.checkpoints)
 
     @cached_property
     def flights(self) -> TensorFiles:
-        """Updates that wait for their time, where rounds are asynchronous."""
+        """Pending updates of asynchronous rounds."""
         return pending.files_in(self.checkpoints)
 
     @property
@@ -148,5 +144,5 @@ def ledger_in(
     key: KeyOf | None = None,
     lease: Lease | None = None,
 ) -> Ledger:
-    """`Checkpoints` and `Mailbox` say what each argument means."""
+    """Return the ledger of a store. For the arguments see `Checkpoints` and `Mailbox`."""
     return Ledger(Checkpoints(store, keep_every, lease), RoundMailbox(store, rules, key))

@@ -54,12 +54,23 @@ def federate(
     watcher: Watcher | None = None,
     heard: Heard = nobody_listens,
 ) -> Any:
-    """Runs the rounds that are not committed yet, to the end that `run.terms` say; returns the final state.
+    """Run the rounds that are not committed yet, and return the final state.
 
-    `initial` is the state before round 0, and is dropped once it was read. Raises Stopped (after committing what is
-    finished) when `should_stop` or `watcher` says so, IntegrityError where the ledger is damaged and `discard_damaged`
-    does not allow to go back, and EnvironmentFailure where the store or the backend do not answer. `heard` is told how
-    many clients of a round have answered.
+    Args:
+        run: What is the same in every round; `run.terms` say where it ends.
+        initial: The algorithm's state before round 0.
+        backend: Executes assignments.
+        ledger: The run's store.
+        tracker: Gets the metrics of committed rounds.
+        should_stop: Asked after each result.
+        discard_damaged: Go back to the last good commit if the ledger is damaged.
+        watcher: Gets each round, and may stop the run.
+        heard: Called with the number of clients of a round that have answered.
+
+    Raises:
+        Stopped: `should_stop` or `watcher` asked for it; finished rounds are committed.
+        IntegrityError: The ledger is damaged.
+        EnvironmentFailure: The store or the backend does not respond.
     """
     terms = run.terms
     mailbox = ledger.mailbox if terms.keep_updates or backend.durable else None
@@ -120,8 +131,8 @@ def federate(
 
 
 def check_end(ledger: Ledger, terms: RoundsConfig, discard_damaged: bool = False) -> None:
-    """For callers that write before the rounds begin: raises the ConfigError with which `federate` would refuse to end
-    where these terms say. What is damaged is `federate`'s to tell."""
+    """Raise the ConfigError that `federate` would raise for the end in these terms, for callers that write before the
+    rounds begin. Damage is left for `federate` to report."""
     with suppress(IntegrityError):
         last = _last_good(ledger) if discard_damaged else max(ledger.checkpoints.commits(), default=None)
         if last is not None and (last + 1 >= terms.stop or terms.stop_simulated_s is not None):
@@ -129,8 +140,8 @@ def check_end(ledger: Ledger, terms: RoundsConfig, discard_damaged: bool = False
 
 
 def _end(terms: RoundsConfig, rows: Sequence[Row]) -> int | None:
-    """After how many rounds the run ends, where that is within the committed ones, whose measurements are `rows`; else
-    None. Raises ConfigError where more rounds are committed than that, or none of these was evaluated."""
+    """Return after how many rounds the run ends, or None if that is beyond the committed rounds `rows`. Raises
+    ConfigError if more rounds are committed, or none of them was evaluated."""
     end, done = terms.end(row.metrics for row in rows), len(rows)
     if end is not None and done > end:
         raise ConfigError(f"{_what_ends(terms, end)}, but {done} rounds are committed: a run cannot go back")
@@ -151,8 +162,8 @@ def _what_ends(terms: RoundsConfig, end: int) -> str:
 
 @contextmanager
 def told_how_to_go_on(ledger: Ledger | None = None) -> Iterator[None]:
-    """An EnvironmentFailure inside says that the run can be resumed. `ledger`: where another coordinator may have
-    taken over, which is then the error; None: nobody can."""
+    """Add to an EnvironmentFailure that the run can be resumed. With `ledger`, an IntegrityError is replaced by the
+    error of a lost lease if another coordinator has taken over."""
     try:
         yield
     except IntegrityError:
@@ -164,7 +175,7 @@ def told_how_to_go_on(ledger: Ledger | None = None) -> Iterator[None]:
 
 
 def _resume(initial: Any, ledger: Ledger, discard_damaged: bool) -> tuple[Progress, int]:
-    """What to go on from, and the round to compute next."""
+    """Return the progress to continue from, and the round to compute next."""
     commits = ledger.checkpoints.commits()
     last = commits[-1] if commits else None
     if discard_damaged:
@@ -188,8 +199,8 @@ def _last_good(ledger: Ledger) -> int | None:
 
 
 def committed(initial: Any, ledger: Ledger, last: int | None) -> tuple[Progress, dict[str, Any]]:
-    """What round `last` has left to the next, and the JSON of its commit; None: nothing is committed, and the run
-    begins with `initial`. Raises IntegrityError."""
+    """Return the progress after round `last` and the JSON of its commit. With `last` None nothing is committed, and the
+    run begins with `initial`. Raises IntegrityError."""
     if last is None:
         return Progress(initial), {}
     tensors, rest = ledger.checkpoints.read(last)

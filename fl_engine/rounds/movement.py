@@ -1,4 +1,4 @@
-"""How far updates moved: what the norm bound and the memory of earlier rounds look at (`acceptance.Moved`)."""
+"""How far updates moved from the weights that were sent (`acceptance.Moved`), for the norm bound."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ WAITING_BYTES = 2**20
 """Bytes of updates that wait to be measured together."""
 
 Kind = tuple[SubmodelSpec, tuple[str, ...], SubmodelSpec, int]
-"""What updates hold, and what their clients were sent: equal kinds are measured together."""
+"""What updates contain, and what their clients were sent. Updates of equal kind are measured together."""
 
 
 class Movements:
-    """By client, how far the updates of a round moved, in the order in which they came. Small ones are measured
-    together; the bits are those of each alone."""
+    """How far the updates of a round moved, by client in order of arrival. Small updates are measured together, with
+    the same bits as alone."""
 
     def __init__(self, plan: RoundPlan, layout: ParamLayout) -> None:
         self._plan, self._layout = plan, layout
@@ -65,7 +65,7 @@ def movement(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> Mov
 
 
 def _movements(updates: Sequence[ClientUpdate], order: WorkOrder, layout: ParamLayout) -> list[Moved]:
-    """What `movement` gives, for each of these updates of one kind."""
+    """Return `movement` of each of these updates of one kind."""
     spec = updates[0].spec
     sent = order.payload if spec == order.spec else take(order.payload, layout, spec, have=order.spec)
     pairs = {name: ([update.payload[name] for update in updates], sent[name]) for name in updates[0].payload}
@@ -74,20 +74,20 @@ def _movements(updates: Sequence[ClientUpdate], order: WorkOrder, layout: ParamL
 
 
 def size_of(params: Params) -> Moved:
-    """How far the numbers are from zero, likewise."""
+    """Return the distance of the numbers from zero, in the same measure."""
     zero = torch.zeros(())
     return _each({name: ([tensor], zero) for name, tensor in params.items()}, 1)[0]
 
 
 def size_sent(plan: RoundPlan) -> Moved:
-    """The median over the orders of how large the weights are that they send, and the running statistics."""
+    """Return the median size of the weights and of the running statistics that the assignments send."""
     sizes = {order.level: size_of(order.payload) for order in plan.orders}
     weights, running = ([sizes[order.level][kind] for order in plan.orders] for kind in (0, 1))
     return Moved(median_low(weights), median_low(running))
 
 
 def _each(pairs: Mapping[str, tuple[list[Tensor], Tensor]], count: int) -> list[Moved]:
-    """By name, the tensors of all `count` updates, and the one that was sent."""
+    """`pairs`: for each name the tensors of all `count` updates, and the one that was sent."""
     far: tuple[list[list[float]], list[list[float]]] = [], []
     statistics = 0
     for name, (here, there) in pairs.items():

@@ -1,5 +1,5 @@
-"""Updates that wait for their time in asynchronous rounds (`buffer`), as a commit keeps them: their weights' changes in
-files of `flights/`, the rest in its JSON."""
+"""Pending updates of asynchronous rounds (`buffer`), as a commit stores them: the changes of their weights in files
+under `flights/`, the rest in its JSON."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ KEY = "rounds/flying"
 
 @dataclass(frozen=True)
 class Flight:
-    """A client at work: what it was asked and what it will bring, both without weights."""
+    """A pending update: the assignment and the update, both without weights."""
 
     order: WorkOrder
     update: ClientUpdate
     times: Times
-    """What the order takes."""
+    """What the assignment takes on the simulated clock."""
     finish: float
     """Seconds on the simulated clock."""
     down: int
-    """Bytes of all that was sent: the weights as they travelled, and the order's memory."""
+    """Bytes that were sent: the encoded weights and the assignment's memory."""
     up: int
-    """Bytes of the weights that come back, as they travel."""
+    """Bytes of the encoded weights that come back."""
     size: int
-    """Bytes of the weights that were sent, as a model has them."""
+    """Bytes of the sent weights in a model."""
     file: str
-    """The change of its weights."""
+    """Name of the file with the change of its weights."""
 
 
 class Waiting(Record):
-    """A `Flight`."""
+    """A `Flight` in JSON."""
 
     round: Index
     client: Index
@@ -69,7 +69,7 @@ WAITING = TypeAdapter(tuple[Waiting, ...])
 
 
 def said(flying: Sequence[Flight]) -> list[dict[str, Any]]:
-    """For a commit's JSON."""
+    """Return the JSON of these updates for a commit."""
     return [
         Waiting(
             round=flight.order.round,
@@ -94,7 +94,7 @@ def said(flying: Sequence[Flight]) -> list[dict[str, Any]]:
 
 
 def read(rest: Mapping[str, Any]) -> tuple[Flight, ...]:
-    """What `said` wrote. Raises IntegrityError."""
+    """Return the updates that `said` wrote. Raises IntegrityError."""
     try:
         return tuple(map(_flight, WAITING.validate_python(rest.get(KEY, ()))))
     except (ValidationError, ModelError) as error:
@@ -110,8 +110,7 @@ def _flight(w: Waiting) -> Flight:
 
 
 def check(files: TensorFiles, rest: Mapping[str, Any]) -> None:
-    """Reads all files that a commit's JSON names, one at a time. Raises IntegrityError naming one that is missing or
-    damaged."""
+    """Read all files that a commit's JSON names, one at a time. Raises IntegrityError if one is missing or damaged."""
     for flight in read(rest):
         try:
             files.get(flight.file)

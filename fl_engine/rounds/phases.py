@@ -42,7 +42,7 @@ SIMULATED = ("simulated_compute", "simulated_communication")
 BITS = ("bits_down", "bits_up")
 NAMES = (*ON_THE_SERVER, "seconds_decode", "seconds_encode_clients", *SIMULATED, *BITS)
 REPEATED = (*SIMULATED, *BITS)
-"""Those that are the same again when a run is repeated, since no real clock measures them."""
+"""Metrics that repeat when a run is repeated, because no real clock measures them."""
 
 
 @dataclass
@@ -53,39 +53,37 @@ class Stopwatch:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def ends(self, phase: str) -> None:
-        """What passed since the last end belongs to this phase, which may have several parts."""
+        """Add the time since the last call to this phase, which may have several parts."""
         now = time.monotonic()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.began
         self.began = now
 
 
 def of_the_last(merged: Iterable[Times]) -> dict[str, float]:
-    """The simulated phases of a round that takes these updates; empty where it takes none."""
+    """Return the simulated phases of a round that merges these updates; empty if it merges none."""
     last = max(merged, key=lambda times: times.total, default=None)
     return {} if last is None else dict(zip(SIMULATED, (last.compute, last.communication), strict=True))
 
 
 def bits(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Eight for each byte of a round."""
+    """Return the bits of a round, eight per byte."""
     return {"bits_down": 8 * metrics["bytes_down"], "bits_up": 8 * metrics["bytes_up"]}
 
 
 def models(metrics: Mapping[str, float], down: int, up: int) -> dict[str, float]:
-    """`model_bytes_down` and `model_bytes_up` of a round, where they are not its bytes."""
+    """Return `model_bytes_down` and `model_bytes_up` of a round, if they differ from its bytes."""
     same = (down, up) == (metrics["bytes_down"], metrics["bytes_up"])
     return {} if same else {"model_bytes_down": float(down), "model_bytes_up": float(up)}
 
 
 def waste(rounds: Sequence[Mapping[str, float]]) -> float:
-    """From the metrics of all rounds: the share of the weights that was sent in vain (AdaptiveFL Sec. 4.1), 1 - sum
-    size(back) / sum size(sent), with sizes before coding: bytes that an upload codec saves are no waste. Rounds of
-    earlier versions have the bytes that travelled."""
+    """Return the share of the weights that was sent in vain (AdaptiveFL Sec. 4.1): 1 - sum size(back) / sum size(sent).
+    Sizes are before coding, because bytes that an upload codec saves are not waste."""
     down, up = (sum(m.get(f"model_bytes_{way}", m[f"bytes_{way}"]) for m in rounds) for way in ("down", "up"))
     return 1 - up / down if down else 0.0
 
 
 def means(rounds: Sequence[Mapping[str, float]], names: Iterable[str]) -> dict[str, float]:
-    """Of the metrics of all rounds: the mean of each of these over the rounds that have it; one that no round has is
-    left out (an earlier version's run, or one in which nobody answered)."""
+    """Return the mean of each of these metrics over the rounds that have it, without metrics that no round has."""
     by_name = {name: [metrics[name] for metrics in rounds if metrics.get(name) is not None] for name in names}
     return {name: fmean(values) for name, values in by_name.items() if values}

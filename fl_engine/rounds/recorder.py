@@ -1,4 +1,4 @@
-"""What a round measures of its clients: a line for each, and the round's sums."""
+"""The metrics of a round, and a line for each client."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ log = logging.getLogger("flexfleet")
 class Record:
     metrics: dict[str, float]
     clients: tuple[dict[str, Any], ...]
-    """A line for each client that was asked, in client order."""
+    """A line for each selected client, in client order."""
     models: tuple[int, int]
-    """Bytes of the weights that were sent and that came back, as models have them."""
+    """Bytes of the sent and of the returned weights in a model."""
 
 
 def recorded(
@@ -37,21 +37,23 @@ def recorded(
     begin: float = 0.0,
     sent_bytes: Mapping[int, tuple[int, int]] | None = None,
 ) -> Record:
-    """What a round measures, with a line for each client that was asked.
+    """Return the metrics of a round, with a line for each selected client.
 
-    Bytes are those of the tensors that travel, to all clients that are asked and back from those whose updates are
-    merged: 4 for each parameter, or what a codec makes of them, and 4 for each number of an order's memory (what the
-    server computed for the client, and what a client keeps) and of what comes back to be kept. An update that arrives
-    and is not merged (too late, one too many, refused) is not counted. `phases.waste` is the share of the weights that
-    was sent in vain, `uniformity.measured` says how evenly the clients finish.
+    Bytes are those of the tensors that travel, to all selected clients and back from those whose updates are merged: 4
+    for each parameter, or what a codec makes of them, and 4 for each number of an assignment's memory and of a client's
+    state. An update that arrives and is not merged (too late, one too many, refused) is not counted.
 
-    On the simulated clock a round ends with the slowest client whose update it takes. If it takes fewer updates than it
-    wants, and an answer has not come by the deadline, it ends then; an answer that cannot be read has no time, and
-    counts as not come. A round that takes no update ends with the last one that came, or as `Run.without_updates` says
-    where that is later. Other clients that failed are not waited for.
+    On the simulated clock a round ends with the slowest client whose update it merges. If it merges fewer updates than
+    it wants, and a result has not arrived by the deadline, it ends with the deadline; an unreadable result counts as
+    not arrived. A round that merges no update ends with the last result, or later if `Run.without_updates` says so.
 
-    `begin`: when the round began on that clock. `sent_bytes`: by client, the bytes of all that it was sent, and of the
-    weights among it as a model has them, where the orders no longer hold them.
+    Args:
+        run: What is the same in every round.
+        plan: The assignments.
+        answers: The results.
+        begin: When the round began on the simulated clock.
+        sent_bytes: For each client, the bytes that it was sent, and the bytes of these weights in a model, if the
+            assignments no longer hold them.
     """
     lines, updates, failures = [], list[ClientUpdate](), list[ClientFailure]()
     pruned = 0
@@ -62,9 +64,7 @@ def recorded(
             pruned += head.level != index_of(run.site.pool, run.site.layout, order.spec)
         else:
             failures.append(head)
-            log.warning(
-                "round %d, client %d: nothing to merge: %s: %s", head.round + 1, head.client, head.stage, head.reason
-            )
+            log.warning("round %d: client %d failed (%s): %s", head.round + 1, head.client, head.stage, head.reason)
         line = _line(run.site.pool, order.level, head, answers.times.get(head.client))
         if head.client in answers.said:
             line |= {"examples": answers.said[head.client], "counted": line["examples"]}
@@ -101,7 +101,7 @@ def recorded(
 
 
 def _line(pool: Pool, level: int, head: Outcome, took: uniformity.Times | None) -> dict[str, Any]:
-    """What is kept of a client that was sent this level, with the times of its answer."""
+    """Return the line of a client that was sent this level."""
     sent = pool[level].name
     line: dict[str, Any] = {"client": head.client, "sent": sent}
     if isinstance(head, ClientUpdate):
@@ -126,7 +126,7 @@ def _simulated(
     failures: Sequence[ClientFailure],
     begin: float,
 ) -> float | None:
-    """Seconds of the round on the simulated clock (`recorded` says which); None: it has no times."""
+    """Return the seconds of the round on the simulated clock, or None if it has no times."""
     deadline_s = run.terms.deadline_s
     if deadline_s is not None and len(updates) < plan.enough and not _all_came(plan, answers, deadline_s):
         return deadline_s

@@ -1,8 +1,8 @@
 """One client's work in one round, computed once more.
 
-Every round is a function of the state before it, its number and the seed. So the rounds since the last kept state
-before it are computed again, without committing anything, and then this one order. Where clients keep something between
-rounds, or rounds are buffered, that is all rounds before it.
+Every round is a function of the state before it, its number and the seed. The rounds since the last stored state are
+computed again without committing anything, and then this one assignment. If clients keep a state, or rounds are
+asynchronous, all earlier rounds are computed again.
 """
 
 from __future__ import annotations
@@ -28,41 +28,43 @@ from fl_engine.storage.store import FolderStore
 
 NEVER = 10**9
 SAME = ("loss", "steps", "macs")
-"""What a client reports that follows from its order alone."""
+"""Reported metrics that follow from the assignment alone."""
 
 
 @dataclass(frozen=True)
 class ClientRound:
-    """What one client was asked in one round, and what it did."""
+    """The assignment of one client in one round, and its result."""
 
     order: WorkOrder
     """`order.payload` are the weights that it received."""
     task: LocalTask
     """What it trained: `task.spec` is the sub-model, after pruning on the device."""
     start: Params
-    """The weights of `task.spec` that training began from."""
+    """The weights of `task.spec` before training."""
     update: ClientUpdate
-    """`update.payload` are the weights that it brought, as the server decodes them."""
+    """`update.payload` are the weights that it sent back, as the server decodes them."""
     change: Params
-    """`update.payload` minus `start`, for each weight that came back whole."""
+    """`update.payload` minus `start`, for each weight of equal shape."""
 
 
 def replay(run: Run, initial: Any, backend: Backend, ledger: Ledger, round: int, client: int) -> ClientRound:
-    """The work of `client` in `round`, counted from 0; `initial` is the state before round 0. `backend` computes
-    earlier rounds again. Raises ConfigError where the client was not asked or failed, IntegrityError where it would
-    report other figures than the ledger has."""
+    """Return the work of `client` in `round`, counted from 0.
+
+    `initial` is the state before round 0; `backend` computes earlier rounds again. Raises ConfigError if the client was
+    not selected or failed, IntegrityError if its metrics differ from those in the ledger.
+    """
     rows = ledger.checkpoints.rows()
     if not 0 <= round < len(rows):
-        raise ConfigError(f"round {round + 1} is not computed: {len(rows)} are")
+        raise ConfigError(f"round {round + 1} is not committed: the run has {len(rows)} rounds")
     line = next((line for line in rows[round].clients if line["client"] == client), None)
     metrics = rows[round].metrics
     if not rows[round].clients and (metrics.get("clients_trained") or metrics.get("clients_failed")):
-        raise ConfigError(f"round {round + 1} was packed, and its clients' lines are kept no longer")
+        raise ConfigError(f"round {round + 1} is packed: its records of single clients are deleted")
     if line is None:
         there = ", ".join(str(line["client"]) for line in rows[round].clients)
-        raise ConfigError(f"client {client} was not asked in round {round + 1}. Asked: {there}")
+        raise ConfigError(f"client {client} was not selected in round {round + 1}. Selected: {there}")
     if "failure" in line:
-        raise ConfigError(f"client {client} brought no update in round {round + 1}: {line['failure']}")
+        raise ConfigError(f"client {client} failed in round {round + 1}: {line['failure']}")
     with TemporaryDirectory() as scratch:
         return _replayed(run, initial, backend, ledger, ledger_in(FolderStore(Path(scratch))), round, line)
 
@@ -73,7 +75,7 @@ def _replayed(
     keeps = bool(run.client_state) or run.terms.mode == "buffered"
     states = scratch.states if run.client_state else None
     clients = Clients(backend, None, lambda: False, states, scratch.flights if run.terms.mode == "buffered" else None)
-    # What clients keep, and updates that are on their way, lie in files that later rounds delete: from the beginning.
+    # Later rounds delete the files of client states and pending updates, so these runs start from the beginning.
     kept = [] if keeps else [each for each in ledger.checkpoints.with_state() if each < round]
     last = max(kept, default=None)
     progress, _ = committed(initial, ledger, last)

@@ -35,26 +35,31 @@ from fl_engine.training.evaluation import Score, average, by_owner, evaluate_poo
 
 @dataclass(frozen=True)
 class Progress:
-    """All that one round leaves to the next."""
+    """What one round passes to the next."""
 
     state: Any
     """The algorithm's."""
     history: History = field(default_factory=History)
-    """How far updates of earlier rounds moved."""
+    """How far the updates of earlier rounds moved."""
     clock: float = 0.0
     """Seconds that all rounds together took on the simulated clock."""
     states: Mapping[int, str] = field(default_factory=dict)
     """By client, the file of what it keeps (`storage.tensor_files`)."""
     flying: tuple[Flight, ...] = ()
-    """Updates that wait for their time, where rounds are asynchronous."""
+    """Pending updates of asynchronous rounds."""
 
 
 def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Progress, Row]:
-    """The round's outcome, and what was measured of it. Raises Stopped, ConfigError for a plan that asynchronous rounds
-    do not go with, and ModelError where plan or merge gives what it may not (`rounds.checks`)."""
+    """Return the progress after the round, and its metrics.
+
+    Raises:
+        Stopped: Somebody asked the run to stop.
+        ConfigError: Asynchronous rounds do not support the plan.
+        ModelError: `plan` or `merge` returned something invalid (`rounds.checks`).
+    """
     watch = Stopwatch()
     started = watch.began
-    # Nobody waits for clients to come online while others are at work.
+    # Pending clients are at work, so the round does not wait for others to come online.
     begin = before.clock if before.flying else run.begins(round, before.clock)
     context = run.context(round, begin, {flight.order.client for flight in before.flying})
     plan = asked(run, before, context, clients, watch)
@@ -95,7 +100,7 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
 
 
 def asked(run: Run, before: Progress, context: RoundContext, clients: Clients, watch: Stopwatch) -> RoundPlan:
-    """The orders as they are sent. Raises ModelError for a plan that asks a client twice, or one that is not there."""
+    """Return the assignments as they are sent. Raises ModelError for an invalid plan."""
     plan = run.algorithm.plan(before.state, context)
     check_planned(run.algorithm, plan, len(run.site.fleet), len(run.site.pool))
     watch.ends("plan")
@@ -134,8 +139,8 @@ log = logging.getLogger("flexfleet")
 
 
 def handed_out(run: Run, plan: RoundPlan, files: Mapping[int, str], states: ClientStates | None) -> RoundPlan:
-    """Each order with the state of its own client. A client whose file is missing or damaged begins like one that has
-    not taken part yet."""
+    """Return the plan with each client's state in its assignment. A client whose file is missing or damaged starts
+    without a state."""
     if states is None:
         return plan
     orders = []
@@ -152,14 +157,14 @@ def _read(states: ClientStates, file: str, expected: Header, round: int, client:
         state = states.get(file)
         check_state(state, expected)
     except (IntegrityError, Rejected) as error:
-        said = "what it keeps is lost, it begins as one that has not taken part yet"
+        said = "its state is lost, it starts without one"
         log.warning("round %d, client %d: %s: %s (states/%s)", round + 1, client, said, error, file)
         return {}
     return state
 
 
 def taken_in(files: Mapping[int, str], answers: Answers, states: ClientStates | None) -> Mapping[int, str]:
-    """By client, the file of its state after the round."""
+    """Map each client to the file of its state after the round."""
     if states is None:
         return files
     return {**files, **{client: states.put(state, files.get(client)) for client, state in answers.states()}}

@@ -1,4 +1,4 @@
-"""What a run is: the same in every round."""
+"""What is the same in every round of a run."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Run:
     devices: tuple[str, ...] = ("cpu",)
     """Where the server trains (the first of them) and evaluates."""
     noise_key: bytes | None = None
-    """A private aggregation's noise, and who takes part, come from it instead of the site's seed."""
+    """Seed of a private aggregation's noise and selection; None: the site's seed."""
     codecs: Codecs = Codecs()
-    """What codes the weights of orders whose level has no codecs of its own."""
+    """The codecs of assignments whose level has no codecs of its own."""
     trace: Trace | None = None
-    """What the devices do over time; None: all are online, each with its own speed and bandwidth."""
+    """Availability and speed of the devices over time; None: all are online, each with its own speed and bandwidth."""
     wait_s: float = 86_400.0
     """The longest that a round waits for a client to come online, in seconds of the simulated clock."""
     evaluation: EvaluateConfig | None = None
@@ -50,8 +50,8 @@ class Run:
         return ServerSite(self.site, self.devices[0])
 
     def begins(self, round: int, clock: float) -> float:
-        """When the round begins, on the simulated clock, if those before it end at `clock`: as soon as a client is
-        online. Raises ConfigError where that takes longer than `wait_s`."""
+        """Return when the round begins on the simulated clock, if the one before ends at `clock`: as soon as a client
+        is online. Raises ConfigError if that takes longer than `wait_s`."""
         if self.trace is None:
             return clock
         begin = clock
@@ -67,8 +67,7 @@ class Run:
         return begin
 
     def context(self, round: int, clock: float, busy: Collection[int] = ()) -> RoundContext:
-        """What the round is planned from. `clock`: when it begins. `busy`: clients that are still at work, where rounds
-        are asynchronous."""
+        """Return what the round is planned from. `clock`: when it begins. `busy`: clients with pending updates."""
         return RoundContext(
             round=round,
             seed=self.site.seed if self.noise_key is None else privacy.plan_seed(self.noise_key),
@@ -83,27 +82,26 @@ class Run:
         )
 
     def available(self, clock: float, busy: Collection[int] = ()) -> tuple[Device, ...]:
-        """The devices that are online then, in client order."""
+        """Return the devices that are online then, in client order."""
         fleet = self.site.fleet
         online = fleet if self.trace is None else trace.online(fleet, self.trace.now(clock))
         return tuple(device for device in online if device.client not in busy) if busy else online
 
     @cached_property
     def at_once(self) -> int:
-        """How many clients are at work where rounds are asynchronous."""
+        """How many clients train at the same time in asynchronous rounds."""
         fraction: float = self.algorithm.training.fraction  # type: ignore[attr-defined]
         return round_size(fraction, len(self.site.fleet))
 
     def fault(self, order: WorkOrder) -> Fault | None:
-        """The fault that strikes the assignment, if any; none strikes an evaluation."""
+        """Return the injected fault of the assignment, if any. Evaluations have none."""
         if order.evaluates:
             return None
         return faults.befalls(self._faults, self.site.seed, order.round, order.client, len(self.site.fleet))
 
     def times(self, update: ClientUpdate, order: WorkOrder, begin: float) -> Times | None:
-        """What the order took on the simulated clock, with the transfer of its weights and memory, and of what comes
-        back, in a round that began at `begin`; and what the client measured. None: the client went offline
-        before it was done."""
+        """Return what the assignment took on the simulated clock, transfers included, in a round that began at `begin`,
+        and the client's own measurement; None if the client went offline before it was done."""
         took = self._took(update, order, begin)
         return None if took is None else Times(took.total, *took, update.metrics.get("seconds", 0.0))
 
@@ -117,9 +115,8 @@ class Run:
         return Took(slow * found.compute, slow * found.communication)
 
     def without_updates(self, plan: RoundPlan, dropped: Iterable[int], begin: float) -> float | None:
-        """Simulated seconds of a round without updates and without a deadline: until the last client that dropped out
-        has gone offline; where nobody was asked, until somebody comes online, so that the next round can differ. None:
-        without a trace it takes no time."""
+        """Return the simulated seconds of a round without updates and without a deadline: until the last client that
+        dropped out has gone offline, or without assignments until a client comes online. None without a trace."""
         if self.trace is None:
             return None
         ends = [self.trace.leaves(client, begin) for client in dropped] if plan.orders else [self.trace.arrives(begin)]
@@ -136,7 +133,7 @@ class Run:
 
     @cached_property
     def _draws(self) -> tuple[int, ...]:
-        """By the algorithm's `training`, where it has one with epochs and batches; else one epoch of all samples."""
+        """By the algorithm's `training`, if it has epochs and batches; else one epoch of all samples."""
         training = getattr(self.algorithm, "training", None)
         if not isinstance(training, Epochs):
             return self._samples

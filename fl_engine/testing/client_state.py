@@ -154,7 +154,7 @@ class ClientStateSuite:
         backend = Watching(site)
         with caplog.at_level(logging.WARNING):
             federated(everyone, site, tmp_path, 2, backend)
-        told = [r.getMessage() for r in caplog.records if "is lost" in r.getMessage()]
+        told = [r.getMessage() for r in caplog.records if "state is lost" in r.getMessage()]
         assert len(told) == 1 and f"client {victim}: " in told[0] and key in told[0]
         for order, outcome in backend.seen:
             state = {} if order.client == victim else apart(order.memory)[1]

@@ -51,7 +51,7 @@ class DatasetSuite:
         torch.testing.assert_close(features.mean(1), torch.zeros(len(features)).double(), atol=0.02, rtol=0)
         torch.testing.assert_close(features.std(1), torch.ones(len(features)).double(), atol=0.02, rtol=0)
 
-    def test_normalised_training_images_have_zero_mean_and_unit_deviation(self, data: Data) -> None:
+    def test_normalised_images_have_zero_mean_and_unit_deviation(self, data: Data) -> None:
         if not data.has_images:
             pytest.skip("no images")
         if {*data.mean} == {0.0} and {*data.std} == {1.0}:

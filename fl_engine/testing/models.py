@@ -186,7 +186,7 @@ class ModelSuite:
         assert torch.isfinite(outputs).all()
         assert not torch.equal(outputs[0], outputs[1])
 
-    def test_a_sample_by_itself_has_the_outputs_that_it_has_among_others(self, family: ModelFamily) -> None:
+    def test_sample_has_the_same_outputs_alone_and_in_a_batch(self, family: ModelFamily) -> None:
         """In evaluation, on given statistics; of the shape (1, outputs, ...)."""
         static = self.static(family)
         module, x = slicing.runnable(static, FULL, random_params(static)).eval(), _in_double(samples(static, 3))
@@ -299,7 +299,7 @@ class ModelSuite:
         assert groups == [g for g in family.layout().groups if g in groups], "unknown, twice, or out of order"
         assert HEAD not in groups
 
-    def test_prunable_parameters_are_disjoint_and_leave_the_classifier_out(self, family: ModelFamily) -> None:
+    def test_prunable_parameters_are_disjoint_without_the_classifier(self, family: ModelFamily) -> None:
         layout = family.layout()
         covered = [_covered(layout, layer) for layer in family.prunable()]
         assert all(covered)

@@ -20,12 +20,10 @@ from fl_engine.core.state import pack
 from fl_engine.core.types import (
     ClientUpdate,
     Outcome,
-    ParamLayout,
     Params,
     RoundPlan,
     SubmodelSpec,
     TaskContext,
-    WorkOrder,
 )
 from fl_engine.exchange.client import Site, execute
 from fl_engine.rounds import loop
@@ -79,21 +77,6 @@ def snapshot(state: Any) -> tuple[Params, str]:
 def assert_same_snapshot(left: tuple[Params, str], right: tuple[Params, str]) -> None:
     assert_same_bits(left[0], right[0])
     assert left[1] == right[1]
-
-
-def own_level(site: Site, state: Any, order: WorkOrder) -> str:
-    """The level that an order is of, where the state has weights of its own for that; else the empty string."""
-    level = site.pool[order.level].name
-    return level if any(name.startswith(f"{level}/") for name in published(state)) else ""
-
-
-def held_of(site: Site, state: Any, order: WorkOrder, spec: SubmodelSpec, layout: ParamLayout) -> Params:
-    """What the state has of a sub-model of what was sent: of the level's own weights, where it has such."""
-    level = own_level(site, state, order)
-    if not level:
-        return take(state.params, layout, spec)
-    own = {n.removeprefix(f"{level}/"): t for n, t in published(state).items() if n.startswith(f"{level}/")}
-    return take(own, layout, spec, have=order.spec)
 
 
 def task_context(site: Site, client: int, observed: float) -> TaskContext:

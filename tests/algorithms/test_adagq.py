@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fl_engine.algorithms.adagq import AdaGQ, distance, mean_bits, shared
 from fl_engine.core.errors import ConfigError
@@ -58,7 +56,7 @@ def test_how_far_weights_moved_by_hand() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ between clients
-def test_bits_are_given_to_whoever_is_done_first_with_the_next_one_by_hand() -> None:
+def test_bits_go_to_the_client_that_finishes_first_by_hand() -> None:
     """The second needs twice as long for a bit. Both have 2; the first is done at 4, 5, 6 and 7 with its next four, the
     second at 8 with its next one."""
     assert shared([(0.0, 1.0), (0.0, 2.0)], 8, 2, 8) == [6, 2]
@@ -111,21 +109,13 @@ def test_a_merge_by_hand_and_one_of_failures() -> None:
     assert (nobody.first, nobody.last) == (merged.first, merged.last)
 
 
-def test_the_bits_of_a_round_are_its_mean_times_its_clients_rounded() -> None:
+def test_bits_of_a_round_are_the_mean_times_its_clients() -> None:
     """8 + log2(1.5) = 8.585 bits on average: 42.9 for five clients, so 43."""
     algorithm = AdaGQ(training=ALL)
     site = tiny_site(algorithm, fleet=FLEET)
     state = replace(start_of(algorithm, site), first=1.0, last=1.5)
     assert sum(bits_of(algorithm, state, site, 3)) == 43
     assert (algorithm.bits, algorithm.least, algorithm.most, algorithm.bucket) == (8, 4, 12, 512)
-
-
-@given(st.floats(1e-30, 1e30), st.floats(1e-30, 1e30))
-def test_whatever_the_norms_are_bits_stay_within_their_bounds(first: float, last: float) -> None:
-    algorithm = AdaGQ(training=ALL)
-    site = tiny_site(algorithm, fleet=FLEET)
-    state = replace(start_of(algorithm, site), first=first, last=last)
-    assert all(4 <= bits <= 12 for bits in bits_of(algorithm, state, site, 3))
 
 
 def test_bits_lie_between_the_least_and_the_most() -> None:

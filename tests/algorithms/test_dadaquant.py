@@ -41,7 +41,7 @@ def test_levels_by_hand() -> None:
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=30), st.integers(100, 2047))
-def test_the_levels_have_the_variance_of_equal_ones_and_are_fewer(counts: list[int], level: int) -> None:
+def test_levels_have_the_variance_of_equal_ones(counts: list[int], level: int) -> None:
     """sum w^2 / q_k^2 is what it is with q for everyone, to the rounding; the sum of q_k is at most K q."""
     found = levels_of([float(count) for count in counts], level)
     assert all(1 <= each <= MOST_LEVELS for each in found)
@@ -54,7 +54,7 @@ def test_the_levels_have_the_variance_of_equal_ones_and_are_fewer(counts: list[i
     assert [found[i] for i in order] == sorted(found), "who weighs more has no fewer"
 
 
-def test_orders_say_how_many_levels_come_back_and_nothing_is_coded_on_the_way_down() -> None:
+def test_assignments_give_levels_for_the_way_up_only() -> None:
     algorithm = DAdaQuant(training=ALL, q_min=100)
     site = tiny_site(algorithm, fleet=STRONG[:2], sizes=(1, 8))
     plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0))
@@ -88,7 +88,7 @@ def levels_over(averages: Sequence[float], phi: int, q_max: int = 64) -> list[in
     return found
 
 
-def test_the_level_doubles_where_the_average_has_not_fallen_over_phi_rounds() -> None:
+def test_level_doubles_if_the_average_has_not_fallen() -> None:
     assert levels_over([5.0, 4.0, 3.0, 2.0], 2) == [1, 1, 1, 1], "it falls"
     assert levels_over([5.0, 4.0, 4.5, 4.0, 4.2], 2) == [1, 1, 1, 2, 2], "4.0 is not below 4.0, two rounds before"
     assert levels_over([1.0] * 7, 2) == [1, 1, 2, 2, 4, 4, 8], "again only after two rounds more"
@@ -101,7 +101,7 @@ def test_the_level_doubles_where_the_average_has_not_fallen_over_phi_rounds() ->
     st.integers(1, 9),
     st.sampled_from([0.0, 0.5, 0.9]),
 )
-def test_whatever_clients_say_the_level_never_falls_and_doubles_at_most_every_phi_rounds(
+def test_level_never_falls_and_doubles_every_phi_rounds(
     rounds: list[list[float]], phi: int, q_min: int, psi: float
 ) -> None:
     level, kept, q_max = q_min, tuple[float, ...](), 100
@@ -114,9 +114,7 @@ def test_whatever_clients_say_the_level_never_falls_and_doubles_at_most_every_ph
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9), st.data())
-def test_liars_that_are_fewer_than_half_move_the_mean_by_twice_the_largest_loss_of_the_others(
-    honest: list[float], data: st.DataObject
-) -> None:
+def test_minority_of_liars_moves_the_mean_loss_within_bounds(honest: list[float], data: st.DataObject) -> None:
     lies = data.draw(st.lists(st.floats(-1e6, 1e6), max_size=len(honest) - 1))
     found, largest, clients = averaged([*honest, *lies], [], 0.9), max(honest), len(honest) + len(lies)
     assert found <= (sum(honest) + 2 * largest * len(lies)) / clients * (1 + 1e-12)

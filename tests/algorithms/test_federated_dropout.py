@@ -82,7 +82,7 @@ def test_dropout_sets_follow_from_the_seed() -> None:
     assert all(first[at].spec != other[at].spec for at in both)
 
 
-def test_each_convolution_draws_by_itself_but_for_what_a_shortcut_ties() -> None:
+def test_convolutions_draw_alone_unless_a_shortcut_ties_them() -> None:
     """PreResNet18, half width: the stem and the sums of stage 1 are tied by identities, those of a later stage by one;
     what lies between the two convolutions of a block is tied to nothing."""
     family = PreResNet18((1, 16, 16), 10, width=0.5)
@@ -111,7 +111,7 @@ def test_each_convolution_draws_by_itself_but_for_what_a_shortcut_ties() -> None
             assert rows(f"stage{stage}.0.shortcut.weight", 0) == sums
 
 
-def test_a_round_of_dropout_with_choices_puts_each_number_back_where_it_was() -> None:
+def test_dropout_round_puts_each_number_back_in_its_place() -> None:
     """Clients that return what they were sent leave the model as it is, and one that adds 1 adds it to its own
     channels."""
     family = PreResNet18((1, 16, 16), 10, width=0.125)

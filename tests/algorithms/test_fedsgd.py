@@ -79,7 +79,7 @@ def test_what_training_says_of_local_work_changes_nothing() -> None:
     )
 
 
-def test_a_client_with_too_many_samples_for_one_step_is_refused_before_it_trains() -> None:
+def test_client_with_too_many_samples_is_refused() -> None:
     algorithm = FedSGD(training=PLAIN, most_samples=9)
     site = site_of(algorithm)
     with pytest.raises(ConfigError, match=r"algorithm\.most_samples"):

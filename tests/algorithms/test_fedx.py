@@ -149,7 +149,7 @@ def test_a_tier_that_cannot_hold_its_sub_network_is_named() -> None:
         start_of(algorithm, tiny_site(algorithm))
 
 
-def test_a_private_aggregation_searches_no_sub_network_by_how_long_clients_train() -> None:
+def test_private_aggregation_refuses_a_search_by_seconds() -> None:
     algorithm = fedx(seconds=0.5, aggregation=Private())
     with pytest.raises(ConfigError, match=r"set algorithm\.seconds=null"):
         start_of(algorithm, tiny_site(algorithm))
@@ -161,7 +161,7 @@ SELECTIONS = (Uniform(), Uniform(model="random"), Uniform(model="largest"), Oort
 
 
 @pytest.mark.parametrize("selection", SELECTIONS, ids=lambda s: f"{s.name} {getattr(s, 'model', '')}")
-def test_any_selection_picks_clients_and_the_tier_says_what_they_get(selection: Any) -> None:
+def test_tier_decides_the_level_whatever_the_selection(selection: Any) -> None:
     algorithm = fedx(assigned=SOME, selection=selection)
     site = tiny_site(algorithm)
     state = start_of(algorithm, site)
@@ -237,7 +237,7 @@ def test_the_server_fine_tunes_what_was_merged() -> None:
 
 
 @pytest.mark.parametrize("secret", [True, False])
-def test_the_servers_training_does_not_tell_a_client_that_it_was_first(secret: bool) -> None:
+def test_fine_tuning_seed_hides_the_first_client(secret: bool) -> None:
     """Its order's seed decides about nothing where who takes part is secret; the round's secret does."""
     private = Private(clip=1.0, noise_multiplier=1.0, secret_selection=secret)
     algorithm = fedx(assigned=SOME)

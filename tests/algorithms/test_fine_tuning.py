@@ -19,13 +19,12 @@ from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params, is_statistic
-from fl_engine.core.types import FULL, HEAD, SGD, Axis, LocalTask, ParamLayout, Params, Prunable, SubmodelSpec
+from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Params, Prunable, SubmodelSpec
 from fl_engine.models.layers import FREE, linear_slots
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds.server import LazyServer, ServerSite
 from fl_engine.tasks import Regression
 from fl_engine.testing.tiny import TRAINING, TinyNet, assert_same_bits, start_of, tiny_site
-from fl_engine.training import local
 from fl_engine.training.numerics import Numerics
 
 
@@ -129,24 +128,6 @@ def test_the_order_of_the_names_changes_no_bit(norm: str, strategy: str) -> None
     assert_same_bits(fine_tuned(tuning, LazyServer(lambda: here), *swapped, 3), whole)
     unlike = fine_tuned(replace(tuning, gamma=0.0), here, aggregate, previous, 3)
     assert any(not torch.equal(whole[name], unlike[name]) for name in whole)
-
-
-def test_lanes_are_pulled_each_by_its_own_norm() -> None:
-    """Side by side with another client, a lane keeps its bits, and agrees with training alone up to rounding."""
-    family, goal = TinyNet(), tiny_site(FedAvg(TRAINING)).data.task
-    task = LocalTask(FULL, SGD(0.1), 2, 4, True, 1, proximal=0.9, proximal_squared=False)
-    x, y = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
-    start, near, far = (initial_params(family, seed) for seed in (1, 2, 3))
-    far = {name: 5 * tensor for name, tensor in far.items()}
-    jobs = [local.Job(replace(task, seed=i), start, x, y, anchor=a) for i, a in enumerate((near, far, start))]
-    together = local.train(family, goal, jobs, Numerics("batched", 3))
-    fewer = local.train(family, goal, jobs[:2], Numerics("batched", 2))
-    for a, b in zip(together[:2], fewer, strict=True):
-        assert_same_bits(a.params, b.params)
-    for lane, job in zip(together, jobs, strict=True):
-        (alone,) = local.train(family, goal, [job])
-        for name in start:
-            torch.testing.assert_close(lane.params[name], alone.params[name], rtol=1e-3, atol=1e-5)
 
 
 def test_running_statistics_are_not_pulled() -> None:

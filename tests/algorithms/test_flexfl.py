@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.training import Training
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import ClientError
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import (
     FULL,
@@ -85,15 +83,6 @@ def test_adaprune_paper_pool(free: float, of_m1: str, of_m2: str, of_m3: str) ->
     """Sec. IV-A1: r <= size(m) / size(M) * 100 is too little. M3 -> M3' -> M2 -> M2' -> M1."""
     found = [trained_by(FlexFL(), received, free) for received in ("M1", "M2", "M3")]
     assert found == [of_m1, of_m2, of_m3]
-
-
-@pytest.mark.parametrize("free", [0.0, 10.0, 25.0])
-@pytest.mark.parametrize("received", ["M1", "M2", "M3"])
-def test_a_device_below_the_smallest_model_trains_it_or_fails(free: float, received: str) -> None:
-    assert trained_by(FlexFL(on_too_small="train"), received, free) == "M1"
-    with pytest.raises(ClientError):
-        trained_by(FlexFL(on_too_small="fail"), received, free)
-    assert trained_by(FlexFL(on_too_small="fail"), received, 25.1) == "M1"
 
 
 def test_defaults_are_those_of_the_paper_and_its_code() -> None:
@@ -305,15 +294,6 @@ def test_by_default_teachers_drop_nothing() -> None:
         assert torch.allclose(told, teacher(x), atol=1e-5) is not dropping
         x, said = counting.last[FULL]
         assert not torch.allclose(said, student(x), atol=1e-2)
-
-
-def test_where_they_are_in_training_mode_teachers_drop_units_too() -> None:
-    """Another mask for the teacher than for the student."""
-    family = TinyNet(dropout=0.5)
-    task = LocalTask(FULL, SGD(1e-30), 1, 12, True, 1, Distillation((FULL,), 1.0, 1.0))
-    (alone,) = train(family, Classification(family.outputs), [job_of(family, replace(task, distillation=None))])
-    (taught,) = train(family, Classification(family.outputs), [job_of(family, task)])
-    assert taught.loss > alone.loss + 1e-4, "a twin with the student's own mask would agree with it"
 
 
 # ================================================================================= hyper-parameters of a task

@@ -16,8 +16,7 @@ from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ClientError, PoolError
 from fl_engine.core.types import Device, Pick, Pool, RoundContext, TaskContext
 from fl_engine.models import MODELS
-from fl_engine.models.resnet import ResNet18, ResNet34
-from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.resnet import ResNet34
 from fl_engine.testing.tiny import SEED, TRAINING, context_of, paper_pool, start_of, tiny_site
 
 BLOCKS = tuple(str(i) for i in range(1, 17))
@@ -123,14 +122,6 @@ def test_every_branch_of_every_network_costs_less_than_the_next(name: str) -> No
     assert all(a.params < b.params and a.macs < b.macs for a, b in pairwise(pool))
 
 
-def test_a_head_has_fewer_convolutions_where_they_would_cost_more_than_what_it_leaves_out() -> None:
-    network, _ = pool_of(ResNet18((3, 32, 32), 10))
-    assert network.exit_convs[:3] == (("stage1.0", 2), ("stage1.1", 1), ("stage2.0", 2))
-    assert pool_of(SmallCNN((1, 8, 8), 10))[0].exit_convs == ()
-    linear, _ = pool_of(ResNet18((3, 32, 32), 10), head_convs=())
-    assert linear.exit_convs == ()
-
-
 # ------------------------------------------------------------------------------------------------- ResNet's channels
 
 
@@ -171,16 +162,6 @@ def test_mu_weighs_the_speed_and_not_the_bandwidth() -> None:
 
 
 # --------------------------------------------------------------------------------------------- training and merging
-def test_a_branch_alone_is_trained() -> None:
-    """One output, one loss; earlier heads are not even sent."""
-    algorithm = MultiBranch(training=TRAINING, proximal=0.25, exits=("conv", "fc"))
-    site = tiny_site(algorithm)
-    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0))
-    for order in plan.orders:
-        task = algorithm.task(order, TaskContext(site.layout, site.pool, site.fleet[order.client], 1000.0))
-        assert (task.spec, task.exits, task.proximal) == (site.pool[order.level].spec, None, 0.25)
-        heads = {name.split(".")[0] for name in order.payload if name.startswith(("exit_", "classifier"))}
-        assert len(heads) == 1
 
 
 def test_a_device_without_room_fails_or_trains_the_smallest() -> None:

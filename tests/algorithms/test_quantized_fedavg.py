@@ -43,7 +43,7 @@ def test_the_sub_network_is_the_whole_pool(level: Any, width: float) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- rounds
-def test_the_weights_are_rounded_on_the_way_down_and_come_back_as_trained() -> None:
+def test_weights_are_quantised_on_the_way_down_only() -> None:
     algorithm = QuantizedFedAvg(training=TRAINING, level="medium", bits=8)
     site = tiny_site(algorithm)
     state, spec = start_of(algorithm, site), site.pool[0].spec
@@ -59,7 +59,7 @@ def test_the_weights_are_rounded_on_the_way_down_and_come_back_as_trained() -> N
         assert coding.answered(order, spec, order.payload, site.layout) is None, "as they are"
 
 
-def test_only_the_sub_network_moves_and_its_accuracy_is_the_headline(tmp_path: Path) -> None:
+def test_only_the_sub_network_moves_and_is_reported(tmp_path: Path) -> None:
     algorithm = QuantizedFedAvg(training=replace(TRAINING, fraction=0.5), level="small", bits=9)
     site = tiny_site(algorithm)
     final, rows = federated(algorithm, site, tmp_path, 6)

@@ -181,7 +181,7 @@ def test_check_refuses_masks_where_there_are_no_classes() -> None:
 
 # ----------------------------------------------------------------------------------------------- the statistics
 @pytest.mark.parametrize("kind", [FedAvg, DepthFL, MultiBranch])
-def test_static_statistics_are_means_and_variances_of_what_training_samples_give(kind: Any) -> None:
+def test_static_statistics_are_those_of_the_training_samples(kind: Any) -> None:
     """All training samples are one batch here: at every batch norm, the mean and the unbiased variance of its input,
     where the layers before it take the batch's own (biased) ones."""
     algorithm = kind(training=TRAINING, static_bn=True)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fl_engine.codecs import CODECS, CONTRACT, Half, Qsgd
 from fl_engine.core.types import Codec
-from fl_engine.testing.codecs import CodecSuite, Deflated
+from fl_engine.testing.codecs import CodecSuite
+from tests.harness.deflated import Deflated
 
 
 class TestCodecs(CodecSuite):

@@ -12,8 +12,6 @@ import pytest
 from flexfleet.files.artifacts import EvaluationFile, History
 from flexfleet.pipeline.partition import cut
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.reports import report as reports
-from flexfleet.reports.report import report
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -51,29 +49,7 @@ def test_a_run_tells_what_its_clients_measured(
     assert logged[f"on_clients/spread/tier/{tier}"] == told["tiers"][tier]["spread"]
 
 
-def test_the_report_has_a_figure_and_a_table_where_clients_evaluated(
-    flexfleet: Any, quick: Sequence[str], tmp_path: Path
-) -> None:
-    for name, sets in {"with": ON, "without": ON[2:]}.items():
-        assert flexfleet("run", "--run-id", name, sets=[*quick, *sets]).code == 0
-    run = reports.load(tmp_path / "runs" / "with")
-    found = run.evaluation.on_clients
-    assert found is not None and reports.load(tmp_path / "runs" / "without").evaluation.on_clients is None
-    html = report([tmp_path / "runs" / "with"], tmp_path / "page.html").read_text()
-    assert html.count('id="on-clients-0"') == 1 and "6 clients were asked" in html
-    assert f"<td>{100 * found.all.mean:.2f}</td>" in html and f"<td>{100 * found.all.worst:.2f}</td>" in html
-    assert all(f">level {level}</th>" in html for level in found.levels)
-    assert all(f">tier {tier}</th>" in html for tier in found.tiers)
-    (tmp_path / "runs" / "with" / "manifest.json").unlink()
-    run.evaluation.model_copy(update={"on_clients": None}).write(tmp_path / "runs" / "with" / "evaluation.json")
-    html = report([tmp_path / "runs" / "with"], tmp_path / "page.html").read_text()
-    assert html.count('id="on-clients-0"') == 1 and "clients were asked" not in html, "nobody answered at last"
-    other = tmp_path / "runs" / "without"
-    assert "own samples" not in (other / "report.html").read_text()
-    assert "on_clients" not in (other / "result.json").read_text()
-
-
-def test_what_is_held_out_changes_the_model_and_a_resumed_run_keeps_it(flexfleet: Any, quick: Sequence[str]) -> None:
+def test_held_out_samples_change_the_model_and_stay_on_resume(flexfleet: Any, quick: Sequence[str]) -> None:
     assert flexfleet("run", "--run-id", "a", sets=[*quick, *ON]).code == 0
     refused = flexfleet("run", "--run-id", "a", "--resume", sets=[*quick, *ON, "evaluate.held_out=0.2"])
     assert refused.code == 2 and "evaluate.held_out" in refused.err
@@ -88,8 +64,3 @@ def test_a_check_counts_the_samples_that_clients_train_on(flexfleet: Any, quick:
     assert flexfleet("check", sets=sets).code == 2
     done = flexfleet("check", sets=[*sets, "evaluate.on=clients"])
     assert done.code == 0, done.err
-
-
-def test_what_clients_hold_out_the_server_does_not_have(flexfleet: Any, quick: Sequence[str]) -> None:
-    done = flexfleet("check", sets=[*quick, "evaluate.on=clients", "partition.proxy_shared=true"])
-    assert done.code == 2 and "set partition.proxy_shared=false" in done.err, done.err

@@ -31,7 +31,7 @@ def sets(quick: Sequence[str]) -> list[str]:
     return [*quick, *OPTIONS]
 
 
-def test_a_run_sends_what_was_searched_and_starts_from_what_was_trained(flexfleet: Any, sets: list[str]) -> None:
+def test_run_sends_the_searched_levels_of_the_trained_supernet(flexfleet: Any, sets: list[str]) -> None:
     done = flexfleet("run", "--json", "--run-id", "a", sets=sets)
     assert done.code == 0, done.err
     run = Path("runs/a")
@@ -54,7 +54,7 @@ def test_a_run_sends_what_was_searched_and_starts_from_what_was_trained(flexflee
 
 
 @pytest.mark.parametrize("up", ["identity", "quantised"])
-def test_it_ends_in_the_same_model_on_any_backend_and_after_a_stop(flexfleet: Any, sets: list[str], up: str) -> None:
+def test_model_is_the_same_on_any_backend_and_after_a_stop(flexfleet: Any, sets: list[str], up: str) -> None:
     sets = [*sets, f"algorithm.up={up}"]
     ways = {
         "whole": (),
@@ -72,7 +72,7 @@ def test_it_ends_in_the_same_model_on_any_backend_and_after_a_stop(flexfleet: An
     assert len(set(found.values())) == 1, found
 
 
-def test_the_pool_is_listed_without_data_and_with_what_was_searched(flexfleet: Any, sets: list[str]) -> None:
+def test_pool_is_listed_with_and_without_a_search(flexfleet: Any, sets: list[str]) -> None:
     argv = ("pool", "--algorithm", "fedx", "--model", "small_cnn", "--json")
     done = flexfleet(*argv, "--input", "1x8x8", "--classes", "10")
     assert done.code == 0, done.err

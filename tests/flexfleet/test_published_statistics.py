@@ -48,7 +48,7 @@ def of_heterofl(place: int) -> tuple[Data, ModelFamily, PoolModel, Params]:
 
 
 @pytest.mark.parametrize("place", [0, -1], ids=["smallest", "largest"])
-def test_a_level_has_the_statistics_of_the_proxy_though_the_network_stores_some(place: int, tmp_path: Path) -> None:
+def test_exported_level_has_the_statistics_of_the_proxy(place: int, tmp_path: Path) -> None:
     data, family, member, params = of_heterofl(place)
     before = {name: tensor.clone() for name, tensor in params.items()}
     made = export.export("net", family, params, member, data, PROXY, 0.5, tmp_path)
@@ -66,7 +66,7 @@ def test_a_level_has_the_statistics_of_the_proxy_though_the_network_stores_some(
     assert made.about.proxy_statistics and "with the proxy's statistics" in said(made.about)
 
 
-def test_a_level_that_is_scored_with_the_stored_statistics_keeps_their_bits(tmp_path: Path) -> None:
+def test_level_scored_with_stored_statistics_keeps_their_bits(tmp_path: Path) -> None:
     data, family, member, params = of_heterofl(0)
     stored = replace(member, static_bn=False)
     made = export.export("net", family, params, stored, data, PROXY[:0], 0.5, tmp_path)

@@ -101,7 +101,7 @@ def test_status_and_result_say_that_it_has_finished(inside: Any, flexfleet: Any)
         assert len(result.history) == end
 
 
-def test_a_raised_limit_goes_on_and_a_run_that_stops_in_between_is_unfinished(
+def test_raised_limit_continues_and_stopped_run_is_unfinished(
     inside: Any, flexfleet: Any, quick: Sequence[str]
 ) -> None:
     sets = [*quick, "algorithm.name=all_large", "rounds.stop=4"]

@@ -17,9 +17,9 @@ from fl_engine.exchange.client import execute
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import Manifest, signed
 from fl_engine.storage.store import MemoryStore, encode, sha256
-from fl_engine.testing.codecs import Deflated
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_site
 from tests.fuzz.mutations import answer, damaged, in_time, json_like, law
+from tests.harness.deflated import Deflated
 
 ALGORITHM = FlexFL(training=replace(TRAINING, epochs=1))
 SITE = tiny_site(ALGORITHM)

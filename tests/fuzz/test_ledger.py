@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from fl_engine.exchange.manifest import Manifest, key_of, signed
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.storage import checkpoints
 from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.store import FolderStore, MemoryStore, canonical, decode, encode, sha256
+from fl_engine.storage.store import MemoryStore, canonical, decode, encode, sha256
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_site
 from tests.fuzz.mutations import altered, answer, anything, damaged, in_time, json_like, law, texts
 
@@ -81,28 +80,13 @@ def test_an_order_is_the_one_that_was_given_or_its_file_is_named(content: bytes)
 
 @law(20)
 @given(st.sampled_from([key for key in ORDERED if key.endswith(".safetensors")]), st.data())
-def test_what_an_order_sends_is_what_was_put_or_the_file_is_named(key: str, data: st.DataObject) -> None:
+def test_sent_weights_are_the_stored_ones_or_file_is_named(key: str, data: st.DataObject) -> None:
     content = data.draw(damaged(ORDERED[key][:2000]) | st.sampled_from(sorted(ORDERED.values())))
     ledger = ledger_in(MemoryStore(ORDERED | {key: content}))
     for order in PLAN.orders:
         found = answer(lambda order=order: ledger.mailbox.orders(0, [order.client]), key, kind=IntegrityError)  # type: ignore[misc]
         if found is not None:
             assert_same_bits(found[order.client].payload, order.payload)
-
-
-@law(30)
-@given(json_like(ORDER_JSON))
-@example(json.dumps(ORDER_JSON | {"payload": "a\0b"}).encode())
-@example(json.dumps(ORDER_JSON | {"payload": "x" * 5000}).encode())
-@example(json.dumps(ORDER_JSON | {"payload": "."}).encode())
-@example(json.dumps(ORDER_JSON | {"payload": f"{ORDER.client}.json/x"}).encode())
-def test_an_order_in_a_folder_is_read_or_named(tmp_path: Path, content: bytes) -> None:
-    store = FolderStore(tmp_path)
-    if not store.list("rounds/"):
-        Mailbox(store).put_orders(PLAN)
-    path = tmp_path / ORDER_KEY
-    path.write_bytes(content)
-    answer(lambda: Mailbox(store).orders(0, [ORDER.client]), "rounds/00000/orders")
 
 
 # ----------------------------------------------------------------------------------------------------- updates
@@ -220,7 +204,7 @@ ENCODED = encode(TENSORS)
 @example(None)
 @example([])
 @example({"tables": {"a": [["x"]]}})
-def test_a_state_is_the_one_that_was_packed_or_what_does_not_fit_is_named(rest: Any) -> None:
+def test_state_is_the_packed_one_or_its_misfit_is_named(rest: Any) -> None:
     found = answer(lambda: unpack(STATE, TENSORS, rest), "stored state", kind=IntegrityError)
     if found is not None:
         assert pack(found)[1].keys() == REST.keys()
@@ -237,11 +221,6 @@ def test_tensors_are_decoded_or_their_file_is_named(content: bytes) -> None:
             params = state.params
             assert {n: t.shape for n, t in params.items()} == {n: t.shape for n, t in STATE.params.items()}
             assert {n: t.dtype for n, t in params.items()} == {n: t.dtype for n, t in STATE.params.items()}
-
-
-def test_tensors_of_another_type_are_refused() -> None:
-    half = {name: tensor.half() for name, tensor in TENSORS.items()}
-    assert answer(lambda: unpack(STATE, half, REST), "stored state", kind=IntegrityError) is None
 
 
 # -------------------------------------------------------------------------------------------- the whole ledger
@@ -332,7 +311,7 @@ def check_ledger(job: Any, runs: dict[str, Any], store: Any, files: dict[str, by
 
 @law(15)
 @given(st.data())
-def test_a_disturbed_run_goes_on_with_the_right_bits_when_it_goes_on(
+def test_disturbed_run_continues_with_the_right_bits_or_stops(
     job: Any, new_store: Callable[[], Any], runs: dict[str, Any], data: st.DataObject
 ) -> None:
     """Without leave it may refuse, naming a file; it never goes on with other bits."""
@@ -341,15 +320,13 @@ def test_a_disturbed_run_goes_on_with_the_right_bits_when_it_goes_on(
 
 
 @pytest.mark.parametrize("key", ODD_KEYS)
-def test_a_file_that_is_none_of_the_ledgers_is_left_alone_or_named(
+def test_foreign_file_is_left_alone_or_named(
     job: Any, new_store: Callable[[], Any], runs: dict[str, Any], key: str
 ) -> None:
     check_ledger(job, runs, new_store(), runs["own"] | {key: b"{}"})
 
 
-def test_rounds_whose_folders_were_exchanged_are_not_taken_for_each_other(
-    job: Any, new_store: Callable[[], Any], runs: dict[str, Any]
-) -> None:
+def test_exchanged_round_folders_are_noticed(job: Any, new_store: Callable[[], Any], runs: dict[str, Any]) -> None:
     names = {"rounds/00004": "rounds/00005", "rounds/00005": "rounds/00004"}
     files = {f"{names.get(k[:12], k[:12])}{k[12:]}": value for k, value in runs["own"].items()}
     check_ledger(job, runs, new_store(), files)
@@ -357,7 +334,7 @@ def test_rounds_whose_folders_were_exchanged_are_not_taken_for_each_other(
 
 @law(8)
 @given(st.data())
-def test_a_round_that_was_cut_off_is_finished_with_the_right_bits(
+def test_interrupted_round_finishes_with_the_right_bits(
     job: Any, new_store: Callable[[], Any], dying: Any, killed: Any, runs: dict[str, Any], data: st.DataObject
 ) -> None:
     """Killed anywhere inside a round whose updates are kept, and then one file of it is not what it was."""

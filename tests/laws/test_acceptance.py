@@ -104,7 +104,7 @@ def working(*moved: tuple[float, float]) -> dict[int, Arrival]:
     return {client: Arrival(Moved(far, 0.0, steps), 0.0) for client, (far, steps) in enumerate(moved)}
 
 
-def test_who_takes_most_of_the_steps_may_move_further_as_the_square_root() -> None:
+def test_movement_may_grow_with_the_root_of_the_steps() -> None:
     """By hand: in the median one step moves 1, and one over its root too, so that 100 steps usually move 10."""
     terms, others = RoundsConfig(norm_bound=5.0), [(1.0, 1.0)] * 4
     history = History(rounds=((Moved(1.0),) * 4,))
@@ -153,7 +153,7 @@ def test_nobody_raises_the_bound_by_staying_just_below_it() -> None:
     assert max(taken[1:]) <= bound * 1.0 and fmean(taken[4:]) == pytest.approx(bound / 2 * 1.0, rel=0.01)
 
 
-def test_who_is_just_below_the_bound_again_and_again_is_refused_from_the_second_time_on() -> None:
+def test_repeatedly_just_below_the_bound_is_refused() -> None:
     terms, history, taken = RoundsConfig(norm_bound=8.0), USUAL, []
     for round in range(6):
         arrived = moving(0.5, 1.0, 2.0, 7.9)
@@ -170,9 +170,7 @@ def test_who_is_just_below_the_bound_again_and_again_is_refused_from_the_second_
     ((2.0, 2.0, 2.0), 7.9, True), ((3.0, 3.0, 3.0), 6.9, True), ((3.0, 3.0, 3.0), 7.1, False),
     ((1e6, 1.0, 1.0), 1.0, True), ((1e6, 1.0, 1.0), 4.0, True), ((1e6, 1.0, 1.0), 4.1, False),
 ])  # fmt: skip
-def test_an_update_that_is_long_is_taken_where_the_clients_last_ones_were_not(
-    before: tuple[float, ...], now: float, taken: bool
-) -> None:
+def test_long_update_is_taken_after_short_ones(before: tuple[float, ...], now: float, taken: bool) -> None:
     """Times the median of their rounds. What is not long is taken, whatever came before it."""
     assert AVERAGED == 4
     history = replace(of_others(Moved(1.0), 40), times={0: tuple(Moved(times) for times in before), 7: (Moved(9.0),)})
@@ -219,15 +217,7 @@ def test_one_that_is_refused_for_what_it_is_takes_nobodys_place() -> None:
     assert stages(refused(asking(0, 3), late_liar, late_terms, USUAL)) == {2: "validate"}
 
 
-def test_with_fewer_than_the_quorum_the_model_is_carried_forward() -> None:
-    terms = RoundsConfig(norm_bound=None, quorum=0.6)
-    assert refused(asking(0, 5), arrivals(1, 1, 1), terms) == {}
-    found = refused(asking(0, 5), arrivals(1, 1), terms)
-    assert stages(found) == {0: "quorum", 1: "quorum"}
-    assert "rounds.quorum = 0.6" in found[0].reason
-
-
-def test_the_quorum_counts_those_that_were_wanted_not_those_that_were_asked() -> None:
+def test_quorum_counts_wanted_updates_not_asked_clients() -> None:
     terms = RoundsConfig(norm_bound=None, quorum=1.0, over_provision=1.5)
     assert stages(refused(asking(0, 6, 1.5), arrivals(1, 2, 3, 4, 5), terms)) == {4: "straggle"}
     assert set(stages(refused(asking(0, 6, 1.5), arrivals(1, 2, 3), terms)).values()) == {"quorum"}

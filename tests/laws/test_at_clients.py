@@ -93,7 +93,7 @@ def test_each_client_is_sent_its_level_of_the_global_model() -> None:
     assert len({name for names in levels.values() for name in names}) == 3
 
 
-def test_a_share_of_the_clients_is_drawn_anew_each_round_and_the_same_after_a_kill() -> None:
+def test_evaluating_clients_are_drawn_by_round_and_seed() -> None:
     run = replace(RUN, evaluation=EvaluateConfig(on="clients", share=0.3))
     drawn = [[order.client for order in planned(run, STATE, round, 0.0).orders] for round in range(4)]
     assert {len(clients) for clients in drawn} == {round(0.3 * len(SITE.fleet))}
@@ -106,7 +106,7 @@ def test_clients_that_hold_out_nothing_are_not_asked() -> None:
     assert all(order.client % 2 == 0 for order in planned(replace(RUN, site=few), STATE, 0, 0.0).orders)
 
 
-def test_a_client_scores_its_model_as_the_server_would_on_these_samples() -> None:
+def test_client_scores_its_model_as_the_server_would() -> None:
     outcome = execute(ALGORITHM, ORDER, SITE)
     held = torch.from_numpy(SITE.held[ORDER.client])
     x, y = SITE.data.train_x[held], SITE.data.train_y[held]

@@ -110,7 +110,7 @@ def test_what_is_no_declaration_is_refused_with_the_reason(declared: tuple[Any, 
         client_metrics(asking((*declared, one)))
 
 
-def test_a_name_is_declared_once_and_an_update_has_room_for_so_many() -> None:
+def test_metric_is_declared_once_and_their_number_is_bounded() -> None:
     with pytest.raises(ConfigError, match="'a': it is declared twice"):
         client_metrics(asking(("a", 0, 1, one), ("a", 0, 1, one)))
     assert len(client_metrics(asking(*((f"a{i}", 0, 1, one) for i in range(32))))) == 32
@@ -243,7 +243,7 @@ def federated(store: Any, rounds: int = 4) -> bytes:
     return encode(played.federated(run, store)[0].params)
 
 
-def test_the_clients_with_the_largest_are_asked_and_the_history_says_what_they_said(memory_store: Any) -> None:
+def test_clients_with_the_largest_utility_are_asked(memory_store: Any) -> None:
     federated(memory_store, 5)
     rows = Checkpoints(memory_store).rows()
     known: dict[int, float] = {}

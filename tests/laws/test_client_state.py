@@ -241,17 +241,6 @@ def test_each_lie_about_a_state_has_its_code(lie: str, tmp_path: Path) -> None:
     assert isinstance(outcome, ClientFailure) and (outcome.stage, outcome.code) == ("validate", code)
 
 
-def test_a_head_that_comes_as_weights_is_refused_and_so_is_a_state_that_nobody_asked_for(tmp_path: Path) -> None:
-    outcome = received(tmp_path, STATE, {**update_of().payload, **STATE})
-    assert isinstance(outcome, ClientFailure) and outcome.code == "names"
-    bare = FedAvg(training=HEADS.training, eligible="all")
-    mailbox = Mailbox(FolderStore(tmp_path / "bare"), replace(SITE.rules, algorithm=bare))
-    mailbox.put_outcome(PLAN, replace(update_of(algorithm=bare), state=STATE))
-    outcome = mailbox.receive(PLAN, ORDER.client)
-    # Its file is larger than an update can be, or it has names that nobody knows.
-    assert isinstance(outcome, ClientFailure) and outcome.code in ("file", "names")
-
-
 # ---------------------------------------------------------------------------------------------------- backends
 
 
@@ -308,7 +297,7 @@ def test_a_run_that_is_killed_anywhere_keeps_the_same(
         assert states(store) == states(undisturbed), f"killed after {place} writes, files are left, or gone"
 
 
-def test_a_file_is_written_where_it_changed_and_deleted_when_no_commit_names_it(memory_store: Any) -> None:
+def test_state_file_is_written_once_and_deleted_when_unnamed(memory_store: Any) -> None:
     puts: list[str] = []
     put = memory_store.put
 
@@ -331,16 +320,6 @@ def test_a_file_is_written_where_it_changed_and_deleted_when_no_commit_names_it(
     assert len(before) > 3
 
 
-def test_kept_checkpoints_keep_their_states(memory_store: Any) -> None:
-    federated(memory_store, 7, keep_every=3)
-    checkpoints = Checkpoints(memory_store)
-    assert checkpoints.with_state() == [2, 5, 6]
-    wanted = {name for round in (2, 5, 6) for name in named(checkpoints.rest(round)).values()}
-    assert states(memory_store) == wanted
-    for name in named(checkpoints.rest(2)).values():
-        assert ClientStates(checkpoints).get(name).keys() == DECLARED.keys()
-
-
 def test_a_state_of_another_form_is_lost_too(memory_store: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The file is whole, but not what the algorithm declares: a commit that somebody has edited."""
     federated(memory_store, 1)
@@ -353,7 +332,7 @@ def test_a_state_of_another_form_is_lost_too(memory_store: Any, caplog: pytest.L
     ledger.checkpoints.discard_after(None)
     ledger.checkpoints.commit(0, tensors, rest, rows)
     federated(memory_store, 6)
-    assert f"client {victim}: what it keeps is lost" in caplog.text
+    assert f"client {victim}: its state is lost" in caplog.text
 
 
 def test_the_state_of_an_update_that_is_refused_is_not_kept(memory_store: Any) -> None:
@@ -389,7 +368,7 @@ def test_its_bytes_count_as_traffic(memory_store: Any) -> None:
     assert sum(math.prod(shape) for shape in full_shapes(TinyNet()).values()) * 4 == whole
 
 
-def test_a_coordinator_that_was_replaced_deletes_nothing_of_its_successor(tmp_path: Path) -> None:
+def test_replaced_coordinator_deletes_nothing_of_its_successor(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     with lease.held(store) as first:
         federated(store, 2, held=first)

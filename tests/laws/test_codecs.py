@@ -35,7 +35,6 @@ from fl_engine.exchange.manifest import Manifest, key_of, manifest_bytes, signed
 from fl_engine.exchange.updates import payload_bytes, received
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.storage.store import FolderStore, encode, sha256, tensor_bytes
-from fl_engine.testing.codecs import Deflated
 from fl_engine.testing.tiny import (
     SEED,
     TRAINING,
@@ -47,6 +46,7 @@ from fl_engine.testing.tiny import (
     tiny_fleet,
     tiny_site,
 )
+from tests.harness.deflated import Deflated
 
 ALGORITHM = FlexFL(training=replace(TRAINING, epochs=1))
 FAMILY = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")

@@ -76,7 +76,7 @@ def half(act: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("fail", [no_answer, lost_answer, half])
-def test_whichever_operation_fails_the_run_stops_or_not_and_goes_on_to_the_same_bits(
+def test_run_reaches_the_same_bits_whichever_operation_fails(
     job: Any, new_store: Callable[[], Store], undisturbed: tuple[bytes, list[Any]], timeless: Rows,
     fail: Callable[[Callable[[], Any]], Any],
 ) -> None:  # fmt: skip

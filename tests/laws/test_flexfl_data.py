@@ -37,7 +37,7 @@ def dealt(cap: bool, seed: int) -> Partition:
         (False, 8.2, 280.0),
     ],
 )
-def test_the_cap_leaves_clients_fewer_classes_and_more_equal_sizes(cap: bool, classes: float, deviation: float) -> None:
+def test_cap_gives_fewer_classes_and_more_equal_sizes(cap: bool, classes: float, deviation: float) -> None:
     """Classes of a client and standard deviation of the clients' sizes, at alpha .3, means over 20 seeds."""
     counts = [dealt(cap, seed).counts for seed in range(20)]
     assert all(each.sum() == 50_000 for each in counts)

@@ -10,32 +10,28 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from fl_engine.algorithms import DepthFL, FlexFL, HeteroFL, ScaleFL
+from fl_engine.algorithms import HeteroFL
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.costs import macs_per_sample
 from fl_engine.core.errors import ModelError
-from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import (
     FULL,
     SGD,
     ClientUpdate,
-    Device,
     Distillation,
     ExitLoss,
     LocalTask,
     Params,
     SubmodelSpec,
 )
-from fl_engine.core.widths import prefix
 from fl_engine.exchange.client import execute
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.models.traced import from_module
 from fl_engine.rounds.server import ServerSite
 from fl_engine.tasks import Classification, NextToken, Regression
-from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, context_of, start_of, tiny_data, tiny_site
+from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, context_of, start_of, tiny_site
 from fl_engine.training.local import Job, Trained, train
 from fl_engine.training.losses import distil_from_last, distil_mutually, mask_absent, of_exits, of_sandwich
 
@@ -153,37 +149,6 @@ def test_the_scaler_divides_what_hidden_layers_put_out() -> None:
     assert_close(moved(one_step(scaler=0.5)), dict(zip(leaves, grads, strict=True)))
 
 
-class FrozenStem(nn.Module):
-    """A frozen layer, a hidden one, and an answer of two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(16, 6).requires_grad_(False)
-        self.hidden = nn.Linear(6, 8)
-        self.one, self.two = nn.Linear(8, 1), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = torch.relu(self.hidden(self.stem(x.flatten(1))))
-        return torch.cat([self.one(out), self.two(out)], dim=1)
-
-
-@pytest.mark.parametrize("scaler", [0.5, "by_layer"])
-def test_the_scaler_leaves_what_is_never_cut_as_it_is(scaler: float | str) -> None:
-    module = FrozenStem()
-    family = from_module(module)((1, 4, 4), 4)
-    half = prefix(family.layout(), 0.5)
-    start = take(initial_params(family, 0), family.layout(), half)
-    leaves = {name: t.detach().clone().requires_grad_(True) for name, t in start.items()}
-    x, y = samples()
-    with torch.no_grad():
-        stem = module.stem(x.flatten(1))
-    hidden = F.relu(F.linear(stem, leaves["hidden.weight"], leaves["hidden.bias"]) / 0.5)
-    out = torch.cat([F.linear(hidden, leaves[f"{at}.weight"], leaves[f"{at}.bias"]) for at in ("one", "two")], dim=1)
-    grads = torch.autograd.grad(F.cross_entropy(out, y), list(leaves.values()))
-    wanted = dict(zip(leaves, grads, strict=True))
-    assert_close(moved(one_step(family, start, spec=half, scaler=scaler), start), wanted)
-
-
 # --------------------------------------------------------------------------------------------------- exits
 EXITS = TinyNet(exits=("conv", "fc"))
 EXITS_START = initial_params(EXITS, 1)
@@ -226,23 +191,6 @@ def test_exit_losses_by_hand() -> None:
     halved = [0.5 * each for each in logits]
     soft, plain = float(distil_mutually(TWO, logits, 2.0).mean()), float(distil_mutually(TWO, halved, 1.0).mean())
     assert soft == pytest.approx(4 * plain, rel=1e-5)
-
-
-def test_who_learns_from_whom() -> None:
-    """ScaleFL's last exit is not detached, DepthFL's teachers are."""
-
-    def leaves() -> list[Tensor]:
-        return [torch.tensor([[0.0, v]], requires_grad=True) for v in (0.3, 1.0, 2.0)]
-
-    one = leaves()
-    distil_from_last(TWO, one, 1.0).mean().backward()  # type: ignore[no-untyped-call]
-    assert one[2].grad is not None and one[2].grad.any()
-    two = leaves()
-    distil_mutually(TWO, two[:1] + [t.detach() for t in two[1:]], 1.0).mean().backward()  # type: ignore[no-untyped-call]
-    three = leaves()
-    distil_mutually(TWO, three, 1.0).mean().backward()  # type: ignore[no-untyped-call]
-    assert two[0].grad is not None and three[0].grad is not None
-    torch.testing.assert_close(two[0].grad, three[0].grad)
 
 
 def test_what_each_exit_learns_by_hand() -> None:
@@ -288,63 +236,6 @@ def test_exits_of_numbers_by_hand() -> None:
         assert mutual == pytest.approx(2 * (1 + 9 + 4) / 2), "each pair twice, over n - 1"
 
 
-METHODS = (FlexFL(TRAINING, epsilon=40.0), DepthFL(TRAINING), ScaleFL(TRAINING, kd_weight=2.0))
-
-
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
-def test_methods_that_distil_do_so_by_squared_errors_where_numbers_are_learnt(
-    method: FlexFL | DepthFL | ScaleFL,
-) -> None:
-    """With a step too small to move anything, a client's loss is that of what it got: the squared error of every output
-    that is trained, and what the outputs learn from each other or from smaller models."""
-    images = tiny_data(clients=6)
-    targets = [y[:, None].float() - 1.5 for y in (images.train_y, images.test_y)]
-    data = Data("numbers", Regression(), images.train_x, targets[0], images.test_x, targets[1], (0.5,), (0.25,))
-    still = replace(TRAINING, fraction=1.0, epochs=1, batch_size=8, lr=1e-30)
-    method = replace(method, training=still)
-    fleet = tuple(Device(c, "strong", 110.0, 0.0) for c in range(6))
-    site = tiny_site(method, TinyNet(outputs=1), fleet=fleet, data=data)
-    order = max(method.plan(start_of(method, site), context_of(site, 300, SEED)).orders, key=lambda o: o.level)
-    update = execute(method, order, site)
-    assert isinstance(update, ClientUpdate) and site.pool[order.level].share == 1
-    own = torch.from_numpy(site.partition.clients[order.client])
-    x, y = data.normalise(data.train_x[own]), data.train_y[own]
-
-    def outputs(spec: SubmodelSpec) -> tuple[Tensor, ...]:
-        module = site.family.module(spec)
-        module.load_state_dict(take(order.payload, site.layout, spec))
-        out = module.train()(x)
-        return out if isinstance(out, tuple) else (out,)
-
-    out = [each.detach() for each in outputs(FULL)]
-    error = [(each - y).square().mean().item() for each in out]
-    apart = [[(a - b).square().mean().item() for b in out] for a in out]
-    if isinstance(method, FlexFL):
-        plain = error[-1]
-        teachers = [outputs(m.spec)[-1].detach() for m in site.pool[: order.level]]
-        told = [(out[-1] - teacher).square().mean().item() for teacher in teachers]
-        term = method.kd_weight * sum(told) / len(told)
-    elif isinstance(method, DepthFL):
-        assert len(out) == 3
-        plain, term = sum(error), method.kd_weight * sum(map(sum, apart)) / 2
-    else:
-        weights = [(j + 1) / 6 for j in range(3)]
-        plain = sum(w * e for w, e in zip(weights, error, strict=True))
-        term = method.kd_weight * sum(w * row[-1] for w, row in zip(weights[:-1], apart[:-1], strict=True))
-    assert term > 1e-4
-    assert update.metrics["loss"] == pytest.approx(plain + term, rel=1e-4)
-    quiet = execute(replace(method, kd_weight=0.0), order, site)
-    assert isinstance(quiet, ClientUpdate) and quiet.metrics["loss"] == pytest.approx(plain, rel=1e-4)
-
-
-def test_masks_of_classes_are_refused_by_name_where_there_are_none() -> None:
-    family = TinyNet(outputs=1)
-    task = LocalTask(FULL, SGD(0.1), 1, 4, True, 0, mask_labels=True)
-    job = Job(task, initial_params(family, 1), torch.zeros(4, 1, 4, 4), torch.zeros(4, 1))
-    with pytest.raises(ModelError, match=r"no classes whose outputs could be masked: set algorithm\.mask_labels=false"):
-        train(family, Regression(), [job])
-
-
 # ------------------------------------------------------------------------------------------- ordered dropout
 HALF, QUARTER = SubmodelSpec.of({"conv": 4, "hidden": 16}), SubmodelSpec.of({"conv": 2, "hidden": 8})
 
@@ -359,18 +250,6 @@ def test_a_step_of_one_width_moves_its_slice_alone() -> None:
     for name, t in inside.items():
         t.zero_()
         assert not found[name].any(), f"{name}: something outside of the slice moved"
-
-
-def test_widths_are_drawn_uniformly_and_by_seed() -> None:
-    """Which width a step had shows in which rows of the hidden layer moved."""
-    counts = {8: 0, 16: 0, 32: 0}
-    for seed in range(150):
-        rows = moved(one_step(widths=(QUARTER, HALF, FULL), seed=seed))["fc.linear.weight"].any(dim=1)
-        counts[max(w for w in counts if rows[:w].sum() > w // 2 or w == 8)] += 1
-    assert sum(counts.values()) == 150
-    assert all(30 <= n <= 70 for n in counts.values()), counts
-    same = [one_step(widths=(QUARTER, HALF, FULL), epochs=3, seed=4).params for _ in range(2)]
-    assert_same_bits(*same)
 
 
 def test_ordered_dropout_keeps_no_running_statistics() -> None:
@@ -398,8 +277,3 @@ def test_multiply_adds_of_a_step() -> None:
     assert macs_per_sample(FAMILY, replace(task, distillation=teachers)) == 3 * full + half
     anywhere = SubmodelSpec.of({"conv": [0, 3, 4, 7], "hidden": range(16, 32)})
     assert macs_per_sample(FAMILY, replace(task, spec=anywhere)) == 3 * half
-
-
-def test_samples_are_counted_as_often_as_they_are_seen() -> None:
-    assert one_step(batch_size=3, epochs=2).samples == 12, "two full batches an epoch"
-    assert one_step(batch_size=3, epochs=2, drop_last=False).samples == 16

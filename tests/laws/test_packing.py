@@ -59,7 +59,7 @@ def test_a_client_whose_line_was_packed_away_is_not_said_to_be_missing(memory_st
     for round in range(24):
         row = Row(round=round, metrics={"clients_trained": 6.0}, clients=lines)
         ledger.checkpoints.commit(round, *state(round), [row])
-    with pytest.raises(ConfigError, match=r"^round 2 was packed, and its clients' lines are kept no longer$"):
+    with pytest.raises(ConfigError, match="round 2 is packed"):
         replay(None, None, None, ledger, 1, 3)  # type: ignore[arg-type]
 
 

@@ -14,9 +14,9 @@ from fl_engine.algorithms.fedavg import FedAvg
 from fl_engine.codecs import Half
 from fl_engine.core.types import Codecs, Header, Params
 from fl_engine.exchange.coding import PLAIN
-from fl_engine.fleet.uniformity import Times, measured
+from fl_engine.fleet.uniformity import measured
 from fl_engine.rounds import phases
-from fl_engine.rounds.phases import NAMES, ON_THE_SERVER, SIMULATED, means, of_the_last
+from fl_engine.rounds.phases import NAMES, ON_THE_SERVER, SIMULATED, means
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
@@ -97,7 +97,7 @@ def test_what_coding_takes_on_the_server_is_its_own_phase(tmp_path: Path) -> Non
         assert up.metrics["seconds_encode"] == 0 and up.metrics["seconds_decode"] >= 2 * NAP * CLIENTS
 
 
-def test_on_the_simulated_clock_the_slowest_client_s_phases_are_the_round_s(tmp_path: Path) -> None:
+def test_simulated_phases_are_those_of_the_slowest_client(tmp_path: Path) -> None:
     for row in federate(tmp_path):
         last = max(row.clients, key=lambda line: line["seconds_simulated"])
         assert row.metrics["simulated_compute"] == last["seconds_compute"] > 0
@@ -105,13 +105,7 @@ def test_on_the_simulated_clock_the_slowest_client_s_phases_are_the_round_s(tmp_
         assert sum(row.metrics[name] for name in SIMULATED) == row.metrics["seconds_simulated"]
 
 
-def test_the_slowest_by_hand() -> None:
-    times = [Times(5.0, 4.0, 1.0, 0.5), Times(6.0, 1.0, 5.0, 0.5), Times(2.0, 1.0, 1.0, 9.0)]
-    assert of_the_last(times) == {"simulated_compute": 1.0, "simulated_communication": 5.0}
-    assert of_the_last([]) == {}
-
-
-def test_the_figures_of_a_run_are_means_over_the_rounds_that_have_them() -> None:
+def test_run_figures_are_means_over_rounds_that_have_them() -> None:
     rounds = [{"seconds_encode": 1.0, "bits_up": 16.0, "avg": 0.5}, {"seconds_evaluate": 3.0}, {"seconds_encode": 2.0}]
     assert means(rounds, NAMES) == {"seconds_encode": 1.5, "seconds_evaluate": 3.0, "bits_up": 16.0}
     assert means(rounds, ("uniformity",)) == means([], NAMES) == {}, "an earlier version's"

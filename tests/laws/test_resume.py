@@ -22,7 +22,9 @@ Make = Callable[[], Store]
 Rows = Callable[[Store], list[Any]]
 
 STORAGE = [
-    {"keep_updates": keep_updates, "commit_every": every} for keep_updates in (False, True) for every in (1, 3, "auto")
+    {"keep_updates": False, "commit_every": 3},
+    {"keep_updates": False, "commit_every": "auto"},
+    {"keep_updates": True, "commit_every": 1},
 ]
 PER_ROUND = 2
 ROUNDS = 4
@@ -44,7 +46,7 @@ def after(calls: int) -> Callable[[], bool]:
 
 
 @storage
-def test_a_run_stopped_after_any_client_and_resumed_equals_one_that_was_not(
+def test_run_stopped_after_any_client_resumes_to_the_same_bits(
     job: Any, new_store: Make, timeless: Rows, mode: dict[str, Any]
 ) -> None:
     undisturbed = new_store()
@@ -79,7 +81,7 @@ def test_a_stopped_round_keeps_the_updates_that_are_there(job: Any, memory_store
     assert job.backend.asked == asked[PER_ROUND + 1 :]
 
 
-def test_the_storage_settings_and_the_devices_may_change_at_a_resume(
+def test_storage_settings_and_devices_may_change_at_resume(
     job: Any, new_store: Make, memory_store: Store, timeless: Rows
 ) -> None:
     undisturbed = new_store()
@@ -153,10 +155,8 @@ class Lying:
             yield outcome
 
 
-@pytest.mark.parametrize(("round", "times"), [(0, 1e4), (0, -1e4), (1, 90.0), (3, 90.0), (3, -90.0)])
-def test_of_two_updates_the_liar_is_refused_from_the_first_round_on(
-    job: Any, new_store: Make, round: int, times: float
-) -> None:
+@pytest.mark.parametrize(("round", "times"), [(0, 1e4), (3, -90.0)])
+def test_liar_of_two_is_refused_from_the_first_round(job: Any, new_store: Make, round: int, times: float) -> None:
     """The median of two is no measure: what came before is, and in the first round the size of what was sent."""
     store = new_store()
     job.federate(store, backend=Lying(job.backend, round, times, job.family.layout()), stop=4, norm_bound=5.0)
@@ -238,7 +238,7 @@ class AfterTheCommit(Memory):
 
 
 @storage
-def test_tracking_comes_after_the_commit_and_a_resume_makes_it_whole(
+def test_tracking_follows_the_commit_and_resume_completes_it(
     job: Any, memory_store: Store, mode: dict[str, Any]
 ) -> None:
     with pytest.raises(Stopped):
@@ -268,7 +268,7 @@ class Failing:
 
 
 @storage
-def test_a_round_in_which_all_fail_changes_nothing_and_survives_a_resume(
+def test_round_in_which_all_fail_changes_nothing(
     job: Any, new_store: Make, memory_store: Store, timeless: Rows, mode: dict[str, Any]
 ) -> None:
     after_one = job.federate(new_store(), stop=1)
@@ -303,7 +303,7 @@ class Reordered:
 
 
 @pytest.mark.parametrize("order", [lambda found: found[::-1], lambda found: found[1:] + found[:1]])
-def test_outcomes_are_merged_in_client_order_whatever_order_they_arrive_in(
+def test_results_are_merged_in_client_order(
     job: Any, new_store: Make, order: Callable[[list[Outcome]], list[Outcome]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     everybody = replace(job.algorithm, training=replace(job.algorithm.training, fraction=1.0))

@@ -61,9 +61,7 @@ def cut(rule: str = "iid", owned: tuple[int, ...] = OWNED, seed: int = 0, share:
 @pytest.mark.parametrize("rule", RULES)
 @given(owned=st.sets(st.integers(0, CLASSES - 1), min_size=1, max_size=6).map(tuple), seed=st.integers(0, 2**32))
 @settings(max_examples=15)
-def test_the_proxy_is_these_classes_and_the_clients_have_the_others(
-    rule: str, owned: tuple[int, ...], seed: int
-) -> None:
+def test_proxy_has_the_servers_classes_clients_the_others(rule: str, owned: tuple[int, ...], seed: int) -> None:
     found = cut(rule, owned, seed)
     proxy = np.concatenate([found.proxy_train, found.proxy_test])
     assert sorted(proxy) == np.flatnonzero(np.isin(Y, owned)).tolist()

@@ -87,7 +87,7 @@ def network(family: ModelFamily, spec: SubmodelSpec) -> Network:
     return out
 
 
-def test_layers_in_common_run_once_and_a_network_is_left_as_it_was() -> None:
+def test_common_layers_run_once_and_the_network_is_restored() -> None:
     student, teacher = network(VGG, FULL), network(VGG, from_group(VGG, "conv8"))
     ran: list[str] = []
     for name, layer in teacher.weighted.items():
@@ -123,7 +123,7 @@ class Louder(nn.Module):
 
 
 @pytest.mark.parametrize("odd", [nn.Dropout(0.5), nn.Dropout2d(0.5), nn.RReLU(), Louder()])
-def test_a_teacher_in_evaluation_takes_nothing_that_training_changes(odd: nn.Module) -> None:
+def test_teacher_in_evaluation_shares_no_training_layer(odd: nn.Module) -> None:
     """The student's convolution is the teacher's too, but not what comes after it."""
     with torch.device("meta"):
         student, teacher = (
