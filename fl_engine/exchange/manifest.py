@@ -134,7 +134,7 @@ def manifest_of(
         raise Rejected("metrics", str(error)) from error
     found = (manifest.round, manifest.client, manifest.order)
     if found != (order.round, order.client, order_sum(order)):
-        raise Rejected("order", f"answers round {manifest.round}, client {manifest.client}, another order")
+        raise Rejected("order", f"of round {manifest.round}, client {manifest.client}, or another assignment")
     if closed is not None:
         if said_of(manifest) != closed:
             raise Rejected("order", "replaced after the round was closed")

@@ -67,17 +67,8 @@ class Device(Note):
 
     @staticmethod
     def of(invitation: Invitation, where: str) -> Device:
-        i = invitation
-        return Device(
-            name=i.name,
-            id=secrets.token_hex(16),
-            invited=i.key,
-            message=i.message,
-            heartbeat=i.heartbeat,
-            folder=i.folder,
-            pod=i.pod,
-            source=sha256(where.encode()),
-        )
+        shared = {name: getattr(invitation, name) for name in ("name", "message", "heartbeat", "folder", "pod")}
+        return Device(id=secrets.token_hex(16), invited=invitation.key, source=sha256(where.encode()), **shared)
 
     @property
     def key(self) -> str:

@@ -1,10 +1,10 @@
-"""A Kubernetes API server of a few kinds, with a kubelet that really runs the pods' commands, as subprocesses.
+"""A Kubernetes API server of a few kinds, with a kubelet that runs the pods' commands as subprocesses.
 
-What is posted is validated against the published schemas. `script` decides what befalls a pod, `refuse` which pods are
-not made, `room` how many have a node at a time, `admits` when a queue lets a Job begin (kueue.py); the server can be
-told to answer the next requests with an error or a warning, or to break the connection.
+Created objects are validated against the published schemas. `script` decides the fate of a pod, `refuse` which pods are
+not created, `room` how many have a node at a time, `admits` when a queue admits a Job (kueue.py). The next responses
+can be errors or warnings, or break the connection.
 
-Pods that somebody else made (`Cluster.place`) may be in other namespaces; in them commands can be run (pods/exec).
+Pods of other owners (`Cluster.place`) may be in other namespaces; commands can be run in them (pods/exec).
 """
 
 from __future__ import annotations
@@ -40,14 +40,18 @@ KINDS = {"configmaps": "ConfigMap", "events": "Event", "jobs": "Job", "pods": "P
 PATH = re.compile(r"/(?:api/v1|apis/batch/v1)/namespaces/(?P<namespace>[^/]+)/(?P<kind>[a-z]+)(?:/(?P<name>[^/]+))?")
 
 Script = Callable[[Resource, int, int], str]
-"""(job, index, how often it was started before) to what befalls the pod: run, oom, evict, image, unschedulable, vanish
-(its node is gone after the work is done, before anybody hears of it, and the pod with it), hang; not-ready: its node is
-called NotReady while its container goes on; unreachable: its node is dead, and its pod is called not ready;
-terminating: then the pod is deleted as well, and stays until `back` is set, while its Job starts another one."""
+"""Maps (job, index, number of earlier starts) to the fate of the pod:
+
+- run, oom, evict, image, unschedulable, hang;
+- vanish: its node is lost after the work is done, before the pod has ended;
+- not-ready: its node is NotReady, and its container continues;
+- unreachable: its node is lost, and the pod is not ready;
+- terminating: its node is lost, the pod is deleted and remains until `back` is set, and its Job starts another pod.
+"""
 
 
 class Process(Protocol):
-    """What the kubelet needs of a container's process."""
+    """A container's process."""
 
     def poll(self) -> int | None: ...
 
@@ -59,7 +63,7 @@ def runs(job: Resource, index: int, before: int) -> str:
 
 
 def start(command: list[str], env: dict[str, str], log: Path) -> Process:
-    """Starts a container's command in this environment, its output into `log`."""
+    """Start a container's command with this environment, and write its output to `log`."""
     with log.open("w") as out:
         return subprocess.Popen(command, env=env, cwd=Path(__file__).parents[2], stdout=out, stderr=subprocess.STDOUT)
 
@@ -70,35 +74,34 @@ class Cluster:
     image: str | None = None
     """The kubelet runs pods in containers of this image; None: as processes."""
     python: str = sys.executable
-    """What runs a process where the pod's command says `python`."""
+    """The interpreter for commands that begin with `python`."""
     cgroup: dict[str, str] = field(default_factory=dict)
-    """Files of each pod's cgroup beside its limit."""
+    """Files of each pod's cgroup besides its limit."""
     script: Script = runs
     start: Callable[[list[str], dict[str, str], Path], Process] = start
     objects: dict[tuple[str, str], Resource] = field(default_factory=dict)
     faults: list[int] = field(default_factory=list)
-    """Statuses that the next requests are answered with; 0 breaks the connection."""
+    """Statuses of the next responses; 0 breaks the connection."""
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(verb, kind), as a Role names them."""
     warnings: tuple[str, ...] = ()
-    """What the server says when a Job is made."""
+    """Warnings of the response when a Job is created."""
     refuse: Callable[[Resource, int], str] = lambda job, index: ""
-    """(job, index) to why no pod is made for now; empty: one is."""
+    """Maps (job, index) to the reason why no pod is created now; empty: a pod is created."""
     room: threading.Semaphore | None = None
-    """Pods that have a node at a time; the others are unschedulable. None: no limit."""
+    """Number of pods with a node at a time; the others are unschedulable. None: no limit."""
     mesh: bool = False
-    """A webhook puts a container into each pod that runs from the first and never ends, and so keeps the pod: one of a
-    service mesh that is no init container with restartPolicy Always (a native sidecar, which ends with the others)."""
+    """A webhook adds a container to each pod that never ends, as a service mesh does without native sidecars."""
     admits: Callable[[Resource], bool] = lambda job: True
-    """Whether the queue of a Job that has one admits it now; asked again and again."""
+    """Whether the queue of a Job admits it now; called repeatedly."""
     preempted: set[str] = field(default_factory=set)
-    """Pods, by uid, that ended because a queue has stopped their Job."""
+    """UIDs of pods that ended because a queue has suspended their Job."""
     back_off_s: float = 0.1
-    """After which an index gets another pod after its first failure."""
+    """Seconds until an index gets another pod after its first failure."""
     grace_s: float = 0.0
-    """A pod that has a node is gone so long after it was deleted."""
+    """Seconds between the deletion of a pod with a node and its end."""
     back: threading.Event = field(default_factory=threading.Event)
-    """Lost nodes are heard of again."""
+    """Lost nodes are reachable again."""
     lost: set[str] = field(default_factory=set)
     """Pods on lost nodes."""
     created: list[Resource] = field(default_factory=list)
@@ -109,10 +112,10 @@ class Cluster:
     """By the pod's name."""
     namespaces: set[str] = field(default_factory=lambda: {"flexfleet-clients"})
     placed: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    """Processes of pods that somebody else made, by the pod's name."""
+    """Processes of other owners' pods, by the pod's name."""
 
     def say(self, cgroup: dict[str, str]) -> None:
-        """These are the files of pods' cgroups from here on, also of those that run."""
+        """Change the files of all pods' cgroups."""
         self.cgroup = cgroup
         for name in list(self.running):
             for file, text in cgroup.items():
