@@ -1,4 +1,4 @@
-"""A run's model does not depend on where its clients live, nor on how many train at once."""
+"""A run's model depends neither on the backend nor on how many clients train at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run's key: made once, kept where no client's URL reaches, never lost, never silently another."""
+"""The run's key: created once, stored where no client's URL reaches, never lost or replaced."""
 
 from __future__ import annotations
 

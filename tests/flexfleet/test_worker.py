@@ -1,4 +1,4 @@
-"""A worker's side of its mailbox, without a process: what it stores, obeys and sends."""
+"""A worker's side of its mailbox, without a process: its state, messages and heartbeats."""
 
 from __future__ import annotations
 

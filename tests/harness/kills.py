@@ -1,15 +1,18 @@
-"""Kills runs, resumes them, and compares their outcome with that of a run that nobody disturbed.
+"""Kills runs, resumes them, and compares their outcome with that of an undisturbed run.
 
     python -m tests.harness.kills --kills 300 --seed 1 --only moto-processes,folder-whole --json
 
-SIGKILL hits the coordinator (at any time, within its rounds, or at a fault point inside the run store), a worker, a
-pod, a pod that stays, which may also hang for longer than its lease, or a device (`run.backend=agents`), which may also
-be stopped (`invited`). Coordinators, pods that stay and devices are also cut off from the store in the middle of a
-request, for a while or for good (`cuts`). All of these are called kills here. One counts only if the process died of
-it, was stopped, or was cut off in such a request. A coordinator that is killed, or gives up since the store does not
-answer, is started again by the same command, with --resume. In the end the model, history.json and MLflow have to
-be those of an undisturbed run, no temporary files, processes or objects may be left, and the devices have to be there,
-idle. Exit code 0: all of that holds; 1: it does not, and the folders of those runs stay.
+A kill is one of these faults:
+
+- SIGKILL of the coordinator (at any time, within its rounds, or at a fault point inside the run store), of a worker
+  process, a pod or a device (`run.backend=agents`);
+- SIGSTOP of a pod with lifetime=run for longer than its lease, or of a device (`invited`);
+- a coordinator, such a pod or a device is cut off from the store during a request, for a while or for good (`cuts`).
+
+A coordinator that was killed, or has given up because the store does not answer, is restarted by the same command with
+--resume. At the end the model, history.json and MLflow must equal those of an undisturbed run, no temporary files,
+processes or objects may be left, and the devices must be idle. Exit code 0: all of this holds; 1: it does not, and the
+folders of those runs remain.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from tests.harness.world import VARIANTS, Place, Variant, World, missing, opened
 PER_RUN = (3, 8)
 """The least and the most times that one run is killed before it may finish."""
 WAYS = ("any_time", "in_round", "fault_point", "fault_point")
-"""The ways to kill a coordinator; each start draws one. `fault_point` is twice as likely, as there are many of them."""
+"""The ways to kill a coordinator; each start draws one. `fault_point` is twice as likely, because there are many."""
 MOMENTS = {
     "its lease": (b"/lease/",),
     "a state": (b"state.",),
@@ -48,14 +51,14 @@ MOMENTS = {
     "a plan": (b"plan.json", b"closed.json"),
     "any request": (b" /",),
 }
-"""The requests in which a coordinator is cut off, by what they contain."""
+"""The requests in which a coordinator is cut off, and parts of their keys."""
 SPARED = {"device": 0.5}
-"""By what runs clients: how often a start's coordinator is not killed, so that more befalls the clients."""
+"""How often a coordinator is not killed, so that its clients meet more faults; by what runs the clients."""
 HUNG_S = 7.0
 """Seconds that a pod hangs: longer than its lease (`world.STAYING`)."""
 COORDINATOR = "coordinator cut off"
 GIVES_UP: tuple[How, ...] = ("refused", "breaks")
-"""How a coordinator is cut off for good: it gives up within a minute. Where nothing passes at all, it waits for ten."""
+"""How a coordinator is cut off for good, so that it gives up within a minute. With `hangs` it would wait for ten."""
 POD_S = 0.3
 """About how many seconds a pod runs."""
 HANGS_S = 600.0
@@ -68,14 +71,14 @@ class Undisturbed:
     outcome: Outcome
     left: list[str]
     operations: dict[str, int]
-    """How often each operation of the store was done."""
+    """Number of calls of each operation of the store."""
     first_s: float
     """Seconds until the first round was committed."""
     round_s: float
 
 
 class Lost(Exception):
-    """After a kill, the same command does not resume the run."""
+    """The same command did not resume a run after a kill."""
 
 
 @dataclass
@@ -83,10 +86,10 @@ class Tally:
     """The results of one variant's kills."""
 
     landed: Counter[str] = field(default_factory=Counter)
-    """Number of kills by way: any_time, in_round, fault_point, worker, pod; killed, stopped or cut off of what stays;
-    and COORDINATOR."""
+    """Number of kills by way: any_time, in_round, fault_point, worker, pod; killed, stopped or cut off (pods with
+    lifetime=run, and devices); and COORDINATOR."""
     points: Counter[str] = field(default_factory=Counter)
-    """Fault points, and in which requests processes were cut off."""
+    """Number of kills by fault point, or by the request in which a process was cut off."""
     lost: int = 0
     """Kills after which the same command did not resume the run."""
     wrong: list[str] = field(default_factory=list)
@@ -106,7 +109,7 @@ def lasts(child: Child, seconds: float) -> bool:
 
 
 def until(child: Child, condition: Callable[[], bool], timeout_s: float = HANGS_S) -> bool:
-    """Waits until the condition holds; returns whether it did while the process ran."""
+    """Wait until the condition holds, and return whether it did while the process ran."""
     end = time.monotonic() + timeout_s
     while child.poll() is None and time.monotonic() < end:
         if condition():
@@ -132,9 +135,8 @@ def in_a_round(child: Child, normal: Undisturbed, rng: random.Random) -> None:
 
 
 def a_worker(child: Child, normal: Undisturbed, rng: random.Random, again: bool) -> bool:
-    """Kills a worker; returns whether it died of it and the coordinator lived on. `again`: a worker was killed before;
-    lets a whole round pass since, because the coordinator gives up an order whose worker dies twice, and may notice the
-    death of an idle worker only in the next round."""
+    """Kill a worker, and return whether it died and the coordinator did not. `again`: a worker was killed before, so
+    wait for a whole round. Otherwise one assignment could lose two workers, and its client would fail."""
     told = rounds_told(child)
     wanted = told + 2 if again else rng.randint(0, 2)
     if not until(child, lambda: rounds_told(child) >= wanted and bool(workers(child.pid))):
@@ -155,7 +157,7 @@ def a_worker(child: Child, normal: Undisturbed, rng: random.Random, again: bool)
 
 
 def a_coordinator_cut_off(child: Child, at: Place, normal: Undisturbed, rng: random.Random) -> str:
-    """Cuts the coordinator off from the store; gives how and in which request, empty: it ended first."""
+    """Cut the coordinator off from the store. Return how and in which request; empty if it ended first."""
     assert at.way is not None
     if not lasts(child, rng.uniform(0, normal.first_s + 2 * normal.round_s)):
         return ""
@@ -165,8 +167,8 @@ def a_coordinator_cut_off(child: Child, at: Place, normal: Undisturbed, rng: ran
 
 
 def a_pod_that_stays(child: Child, at: Place, hit: set[str], rng: random.Random, tally: Tally) -> str:
-    """Kills a pod that stays, stops it for longer than its lease, or cuts it off; returns what befell it, empty: the
-    coordinator ended first. No pod is hit twice; the one that takes its place may be."""
+    """Kill a pod with lifetime=run, stop it for longer than its lease, or cut it off. Return which; empty if the
+    coordinator ended first. No pod is hit twice, but its successor may be."""
     fate, running = rng.choice(("killed", "stopped", "cut off")), at.world.cluster.running
     if fate == "killed":
         return fate if a_pod(child, at, hit, rng, of_a_pod=lambda name: name) else ""
@@ -188,8 +190,7 @@ def a_pod_that_stays(child: Child, at: Place, hit: set[str], rng: random.Random,
 
 
 def a_device(child: Child, at: Place, normal: Undisturbed, rng: random.Random) -> str:
-    """Something befalls a device and lasts (`Devices.hit`): other faults meet the run meanwhile. Returns what; empty:
-    the coordinator ended first."""
+    """Inject a lasting fault into a device (`Devices.hit`). Return which; empty if the coordinator ended first."""
     devices = at.devices
     assert devices is not None
     while lasts(child, rng.uniform(0, normal.round_s)) and until(child, lambda: bool(devices.well())):
@@ -205,8 +206,8 @@ def a_pod(
     rng: random.Random,
     of_a_pod: Callable[[str], str] = lambda name: name.rpartition("-")[0],
 ) -> bool:
-    """Kills a pod; returns whether it died of it. Never kills two pods of the same index of a Job (`hit`), because the
-    Job gives up an index that fails twice."""
+    """Kill a pod, and return whether it died. Two pods of one index of a Job are not killed (`hit`), because the Job
+    gives up an index that fails twice."""
     running = at.world.cluster.running
 
     def candidates() -> list[str]:
@@ -248,7 +249,7 @@ def undisturbed(world: World, variant: Variant) -> Undisturbed:
 
 
 def disturbed(at: Place, normal: Undisturbed, most: int, rng: random.Random, tally: Tally) -> list[str]:
-    """Kills one run at most `most` times and lets it finish. Returns what is wrong with it. Raises Lost."""
+    """Kill a run at most `most` times, and let it finish. Return a line for each thing that is wrong. Raises Lost."""
     left, hit = min(most, rng.randint(*PER_RUN)), set[str]()
     tally.runs += 1
     while True:
@@ -284,7 +285,7 @@ def disturbed(at: Place, normal: Undisturbed, most: int, rng: random.Random, tal
 
 
 def verdict(at: Place, normal: Undisturbed, done: Done) -> list[str]:
-    """What is wrong with a run whose last command ended with `done`; empty: nothing. Raises Lost."""
+    """Return a line for each thing that is wrong with a run whose last command ended with `done`. Raises Lost."""
     if done.code != 0:
         raise Lost(f"start {at.starts} ended with {done.code}: {done.err[-2000:].strip()}")
     try:
@@ -297,8 +298,7 @@ def _clients(
     child: Child, at: Place, normal: Undisturbed, most: int, often: float, hit: set[str], rng: random.Random,
     tally: Tally,
 ) -> int:  # fmt: skip
-    """Kills some of the processes in which clients run, in some starts none; after each, another one with the
-    probability `often`. Returns how many."""
+    """Kill some of the processes that run clients, each further one with the probability `often`. Return how many."""
     kind, killed = at.variant.clients, 0
     while kind and killed < most and rng.random() < often:
         found = HIT[kind](child, at, normal, hit, rng, tally, killed > 0)
@@ -316,11 +316,11 @@ HIT: dict[str, Hit] = {
     "staying": lambda child, at, normal, hit, rng, tally, again: a_pod_that_stays(child, at, hit, rng, tally),
     "device": lambda child, at, normal, hit, rng, tally, again: a_device(child, at, normal, rng),
 }
-"""By what runs clients: whether one was hit, or what befell it."""
+"""Hits a process that runs clients; by their kind. Returns whether it was hit, or how."""
 
 
 def _whens(operation: str) -> tuple[str, ...]:
-    """The moments at which an operation of the store can be cut off (see `faults`)."""
+    """Return the moments at which an operation of the store can be killed (see `faults`)."""
     sends = operation[0].isupper() and not operation.startswith("List")
     return ("before", "middle", "after") if sends or operation == "write" else ("before", "after")
 
@@ -332,7 +332,7 @@ def _point(normal: Undisturbed, rng: random.Random) -> dict[str, Any]:
 
 
 def campaign(world: World, variant: Variant, kills: int, seed: int) -> tuple[Tally, Undisturbed]:
-    """Kills runs of one variant until `kills` kills have landed."""
+    """Kill runs of one variant until there are `kills` kills."""
     rng, tally, started = random.Random(f"{seed}/{variant.name}"), Tally(), time.monotonic()
     normal = undisturbed(world, variant)
     tally.wrong += [f"the undisturbed run left {line}" for line in normal.left]

@@ -1,4 +1,4 @@
-"""The outcome of a run, as far as it must not depend on kills; and what the run left behind."""
+"""The part of a run's outcome that must not depend on kills, and what the run has left behind."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Outcome:
     """sha256 of the model file's bytes."""
     model_in_store: str
     rounds: dict[str, Any]
-    """What history.json says of each round and of its clients."""
+    """The rounds and clients in history.json."""
     tracked: dict[str, Any]
     """Values in MLflow, by metric and step."""
     printed: dict[str, Any]
     """The JSON object on stdout; empty for a single step."""
     files: dict[str, str]
-    """sha256 of files that the other steps wrote."""
+    """sha256 of the files of other steps."""
 
 
 def outcome(place: Place, done: Done) -> Outcome:
@@ -62,7 +62,7 @@ def outcome(place: Place, done: Done) -> Outcome:
 
 
 def differences(expected: Outcome, found: Outcome) -> list[str]:
-    """A line for each difference; empty: the outcomes are the same."""
+    """Return a line for each difference."""
     lines = []
     for field in fields(Outcome):
         one, other = getattr(expected, field.name), getattr(found, field.name)
@@ -75,7 +75,7 @@ def differences(expected: Outcome, found: Outcome) -> list[str]:
 
 
 def leftovers(place: Place) -> list[str]:
-    """A line for each thing that a finished run should not have left."""
+    """Return a line for each thing that a finished run must not leave."""
     lines = [f"temporary file: {path}" for path in sorted(place.folder.rglob("*.part"))]
     lines += [f"temporary folder: {path}" for path in sorted(place.folder.rglob(".mlflow-*"))]
     if place.s3 is not None:

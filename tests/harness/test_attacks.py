@@ -1,6 +1,6 @@
 """Most of the attacks; `make soak` tries all.
 
-Without radosgw, the tests that need it are skipped. `.ci/run` installs it, and lets them fail if it could not.
+Tests that need radosgw are skipped without it. `.ci/run` installs it, and lets them fail if it is missing.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The way from devices to the object store: a port that passes every byte on, and cuts single processes off.
+"""A TCP proxy between devices and the object store, which can cut off single processes.
 
-A cut begins at once, or in the middle of a request: `at` is what the request names, `after` how many bytes of it and of
-its answer still pass. From then on, for `seconds`:
+A cut begins at once, or during a request: `at` are parts of its key, and `after` is the number of bytes of request and
+response that still pass. From then on, for `seconds`:
 
-    refused   connections are broken, and new ones are closed as soon as they are opened
-    hangs     connections stay open and nothing passes; afterwards all that was held back arrives, late
+    refused   connections are broken, and new ones are closed at once
+    hangs     connections stay open without data; the data arrive late, after the cut
     breaks    connections are broken, and each new one is broken after `after` bytes
 
-The process itself goes on and is not told. Which process a connection belongs to, Linux says (`/proc`, sock_diag(7)).
+Linux reports to which process a connection belongs (`/proc`, sock_diag(7)).
 """
 
 from __future__ import annotations

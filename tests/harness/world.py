@@ -1,4 +1,4 @@
-"""Where runs are made: S3 servers, a cluster, and for each run a folder with a database of its own."""
+"""The surroundings of runs: S3 servers, a cluster, and for each run a folder with its own database."""
 
 from __future__ import annotations
 
@@ -39,13 +39,12 @@ within seconds."""
 ON_CLUSTER = ("run.backend=kubernetes", "kubernetes.image=flexfleet:latest", "kubernetes.attempts=100")
 ROUND = ("kubernetes.lifetime=round",)
 STAYING = ("kubernetes.lifetime=run", "kubernetes.clients_per_pod=3")
-"""A pod may be hit at any order, so that only an order's own failures could end it. Clients of one class share a
-pod."""
+"""Clients of one class share a pod."""
 WORKERS = ("run.backend=processes", "run.devices=[cpu, cpu]")
 
 
 PODS = 8
-"""The most pods that run at a time: more than a run has that stay."""
+"""The most pods at a time."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""What Kueue does with the Jobs of a fake cluster that name a queue, and the Job controller with those it suspends.
+"""Kueue and the Job controller of a fake cluster, for Jobs that name a queue.
 
-A Job with the label is suspended when it is made, and has no pods. `Cluster.admits` says when its queue lets it begin;
-`preempt` stops it for others: its pods are deleted, and it queues again. While it is suspended its deadline stands
-still, and when it is admitted the whole time is its own.
+A Job with the label is suspended when it is created, and has no pods. `Cluster.admits` decides when its queue admits
+it. `preempt` suspends it again: its pods are deleted.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ LABEL = "kueue.x-k8s.io/queue-name"
 
 
 def receive(job: Resource) -> None:
-    """The webhook's part, before the Job is there. Nobody has set the condition yet."""
+    """Suspend a Job when it is created, as the webhook does. The condition is not set yet."""
     if LABEL in job["metadata"].get("labels", {}):
         job["spec"]["suspend"] = True
 
@@ -26,7 +25,7 @@ def suspended(job: Resource) -> bool:
 
 
 def admitted(cluster: Any, job: Resource) -> bool:
-    """Waits until the Job may have pods; False: it ended first."""
+    """Wait until the Job may have pods. Return False if it ended first."""
     while cluster.alive(job) and "over" not in job:
         with cluster.lock:
             if not suspended(job):
@@ -47,7 +46,7 @@ def conditions(job: Resource) -> list[Resource]:
 
 
 def preempt(cluster: Any, job: Resource) -> list[str]:
-    """Gives the names of the pods that it has ended."""
+    """Suspend a Job, and return the names of the pods that ended."""
     with cluster.lock:
         job["spec"]["suspend"] = True
         _say(job, True)

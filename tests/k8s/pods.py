@@ -1,4 +1,4 @@
-"""Pods as threads of this process: quick, for what befalls them rather than what they do."""
+"""Pods as threads of this process: quicker than processes, for tests of pods' faults."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def killed(*_: Any, **__: Any) -> Any:
 
 
 class Killed(BaseException):
-    """What ends a coordinator at an instant of the test's choice."""
+    """Ends a coordinator at a chosen instant."""
 
 
 class Ended(SystemExit):
@@ -67,11 +67,11 @@ class Ended(SystemExit):
 
 
 class Drained(SystemExit):
-    """Stands for SIGTERM, as a drained node sends it. The cluster hears of the pod's end a little later."""
+    """Stands for SIGTERM of a drained node. The cluster reports the pod's end a little later."""
 
 
 class Mortal(WorkerMailbox):
-    """Says and reads nothing once its pod is dead, or cut off."""
+    """Sends and reads nothing once its pod has ended or hangs."""
 
     pod: Pod
 
@@ -85,7 +85,7 @@ class Mortal(WorkerMailbox):
 
 
 class Working(program.Working):
-    """Its thread ends with its pod, and says nothing."""
+    """Its thread ends with its pod, without a heartbeat."""
 
     def _serve(self) -> None:
         with suppress(Ended):
@@ -93,7 +93,7 @@ class Working(program.Working):
 
 
 class Pod:
-    """What the kubelet needs of a process. `at_work` is called with each assignment, before it is executed."""
+    """A container's process. `at_work` is called with each assignment, before it is executed."""
 
     at_work: Callable[[Pod, Any], None] = staticmethod(lambda pod, given: None)
     all: list[Pod]
@@ -149,7 +149,7 @@ class Pod:
         self.dead.set()
 
     def hang(self) -> None:
-        """The thread that trains never comes back, and neither does the one that sends heartbeats."""
+        """Let the threads that train and that send heartbeats hang."""
         hung = threading.Event()
         self.live = hung.wait  # type: ignore[method-assign, assignment]
         hung.wait()
@@ -160,7 +160,7 @@ mine = threading.local()
 
 @contextmanager
 def threads_on(cluster: Any) -> Iterator[type[Pod]]:
-    """The cluster's pods are such threads."""
+    """Let the cluster's pods be such threads."""
 
     class Here(Pod):
         all: list[Pod] = []  # noqa: RUF012

@@ -1,4 +1,4 @@
-"""The thread that asks Kubernetes keeps no round waiting."""
+"""The thread that polls Kubernetes does not delay rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What befalls pods, their nodes and the Kubernetes API during a round, and what becomes of the round."""
+"""Rounds during faults of pods, of their nodes and of the Kubernetes API."""
 
 from __future__ import annotations
 

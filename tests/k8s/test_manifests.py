@@ -1,4 +1,4 @@
-"""What is applied to a cluster: valid, restricted, complete; and the Role grants what the backend calls, no more."""
+"""The manifests in k8s/ are valid, restricted and complete, and the Role grants exactly what the backend calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pods that do not start: what the log and the run name as the reason, and how long it is waited for."""
+"""Pods that do not start: the reason in the log, and how long a round waits."""
 
 from __future__ import annotations
 

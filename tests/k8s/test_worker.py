@@ -1,4 +1,4 @@
-"""What a pod's worker verifies before it executes an assignment, how it shares its memory, and how it ends."""
+"""A pod's worker: its checks before an assignment, its memory, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether Kubernetes takes a resource: its own schemas, where nothing may be written that they do not name."""
+"""Validation of resources by Kubernetes' own schemas, without unknown fields."""
 
 from __future__ import annotations
 

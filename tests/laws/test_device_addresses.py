@@ -1,4 +1,4 @@
-"""A device calls its own store and no other address, whatever its coordinator names."""
+"""A device calls its own store and no other address, whatever its coordinator sends."""
 
 from __future__ import annotations
 

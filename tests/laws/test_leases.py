@@ -1,4 +1,4 @@
-"""How leases end: on played workers (`harness.played`), one of which has a fault."""
+"""How leases end, with simulated workers (`harness.played`), one of which has a fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages, heartbeats and enrollment: what is not signed is not obeyed, and each claim of a device is bounded."""
+"""Messages, heartbeats and enrollment: signatures are required, and each claim of a device is bounded."""
 
 from __future__ import annotations
 

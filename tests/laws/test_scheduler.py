@@ -1,4 +1,4 @@
-"""Which worker gets which orders, and what a round waits for: on played workers (`harness.played`)."""
+"""Which worker gets which assignments, and what a round waits for, with simulated workers (`harness.played`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients send is not trusted: each lie has its code, and no bytes at all crash the reader or reach the model."""
+"""Updates are not trusted: each lie has its code, and no bytes crash the reader or reach the model."""
 
 from __future__ import annotations
 
