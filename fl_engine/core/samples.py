@@ -33,115 +33,87 @@ def tensor_of(value: object, what: str) -> Tensor:
     """Return a dense tensor. Raises DataError for a value that is neither a dense tensor nor an array of numbers."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
-            kind = str(value.layout).removeprefix("torch.")
-            raise DataError(f"{what}: a dense tensor is expected, got {kind}: x.to_dense()")
+            raise DataError(f"{what} must be a dense tensor, got {value.layout}. Give x.to_dense()")
         return value.detach()
     if not isinstance(value, np.ndarray):
-        raise DataError(f"{what} is a tensor or a NumPy array, got {type(value).__name__}")
+        raise DataError(f"{what} must be a tensor or a NumPy array, got {type(value).__name__}")
     need_no_mask(value, what)
     if value.dtype.kind not in "iuf":
-        raise DataError(f"{what}: numbers are expected, got a NumPy array of {value.dtype}")
+        raise DataError(f"{what} must be numbers, got a NumPy array of {value.dtype}")
     if value.dtype != np.uint8:
-        with np.errstate(over="ignore"):  # what becomes infinite is refused later, by its sample
+        with np.errstate(over="ignore"):  # infinite values are refused later
             value = value.astype(np.float32 if value.dtype.kind == "f" else np.int64, copy=False)
-    # torch has neither negative strides nor tensors that must not be written.
+    # torch supports neither negative strides nor read-only tensors.
     return torch.from_numpy(np.require(value, requirements=("C", "W")))
 
 
 def need_no_mask(value: object, what: str) -> None:
     """Raise DataError for a masked array with masked values."""
     if isinstance(value, np.ma.MaskedArray) and (masked := int(np.sum(value.mask))):
-        raise DataError(f"{what}: {masked} values are masked; fill them in (x.filled(...)), or leave out their samples")
+        raise DataError(f"{what}: {masked} values are masked. Fill them in with x.filled(...)")
 
 
 def samples_of(x: Tensor, what: str) -> Tensor:
     """Return the samples as `Data` stores them. Raises DataError if they are of none of its kinds."""
     if x.dim() < 2:
-        raise DataError(f"{what}: samples have at least one axis besides their number, (N, F); got {tuple(x.shape)}")
+        raise DataError(f"{what} must have at least two axes, (N, F), got {tuple(x.shape)}")
     if len(x) and not x.numel():
-        raise DataError(f"{what}: a sample has no entries, shape {tuple(x.shape)}")
+        raise DataError(f"{what} must not have empty samples, got {tuple(x.shape)}")
     if x.dtype == torch.uint8:
         if x.dim() != IMAGE_AXES:
             raise DataError(
-                f"{what}: uint8 samples are images (N, C, H, W), got {tuple(x.shape)}; give grey images a channel, "
+                f"{what}: uint8 samples must be images (N, C, H, W), got {tuple(x.shape)}. Give grey images a channel, "
                 "x[:, None], measurements as float32, tokens as int64"
             )
         return x
     if x.dtype == torch.bool or x.is_complex():
-        raise DataError(f"{what}: samples are uint8, float or integers, got {str(x.dtype).removeprefix('torch.')}")
+        raise DataError(f"{what} must be uint8, floats or integers, got {x.dtype}")
     if x.is_floating_point():
         x = x.float()
         if not all(bool(torch.isfinite(part).all()) for part in torch.split(x, CHECKED)):
             where = (~torch.isfinite(x)).flatten(1).any(1).nonzero().flatten()
-            raise DataError(
-                f"{what}: sample {int(where[0])} holds NaN, infinity or more than float32 can hold ({len(where)} such "
-                "samples); fill in or leave out what is missing"
-            )
+            raise DataError(f"{what} must be finite floats, sample {int(where[0])} is not ({len(where)} such samples)")
         return x
-    if x.dim() == IMAGE_AXES:
-        raise DataError(f"{what}: {_cure_of_integers(x)}")
     x = x.long()  # torch has no minimum of uint16, uint32 and uint64
-    if x.numel() and int(x.min()) < 0:
-        raise DataError(f"{what}: integers are tokens from 0 on, found {int(x.min())}; give measurements as floats")
+    low, high = (int(x.min()), int(x.max())) if x.numel() else (0, 0)
+    if x.dim() == IMAGE_AXES:
+        largest = (1 << max(16, high.bit_length())) - 1  # dividing by less would lose bits of 16-bit images
+        cure = "x.to(torch.uint8)" if 0 <= low and high <= BYTE else "floats" if low < 0 else f"x / {largest}"
+        raise DataError(f"{what}: images and maps must be uint8 or floats, got integers {low}..{high}. Give {cure}")
+    if low < 0:
+        raise DataError(f"{what}: integers must be tokens from 0 on, got {low}. Give measurements as floats")
     return x
 
 
-def _cure_of_integers(x: Tensor) -> str:
-    """Return the error for integers (N, C, H, W) other than uint8, with the conversion that keeps their values
-    apart."""
-    kind, x = str(x.dtype).removeprefix("torch."), x.long()
-    low, high = (int(x.min()), int(x.max())) if x.numel() else (0, 0)
-    found = f"images and maps must be uint8 or floats, got {kind} {tuple(x.shape)} from {low} to {high}. "
-    if low < 0:
-        return found + "Give them as floats"
-    if high <= BYTE:
-        return found + "Give them as uint8: x.to(torch.uint8)"
-    return found + f"Divide them by the largest possible value, which gives floats in 0..1: x / {_most(high)}"
-
-
-def _most(value: int) -> int:
-    """Return the largest number of 16 bits, or of as many as the value has."""
-    return (1 << max(16, value.bit_length())) - 1
-
-
 def numbers_of(value: object, what: str) -> tuple[float, ...]:
-    """Return a list, an array or a tensor of numbers as a tuple."""
+    """Return a list, an array or a tensor of finite numbers as a tuple."""
     listed = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
-    if not isinstance(listed, Sequence) or not all(_is_number(n) for n in listed):
-        raise DataError(f"{what} is a tuple with a number for each channel or feature, e.g. (0.5,), got {value!r}")
-    numbers = tuple(float(n) for n in listed)
-    if not all(map(math.isfinite, numbers)):
-        raise DataError(f"{what} is a tuple of finite numbers, got {numbers!r}")
-    return numbers
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not isinstance(listed, Sequence) or not all(
+        isinstance(n, int | float | np.integer | np.floating) and math.isfinite(n) for n in listed
+    ):
+        raise DataError(f"{what} must be finite numbers, one for each channel or feature, e.g. (0.5,), got {value!r}")
+    return tuple(float(n) for n in listed)
 
 
 def check_normalisation(name: str, x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
     """Raise DataError if mean and std do not fit the samples."""
-    images, tokens = x.dtype == torch.uint8, x.dtype == torch.int64
-    if tokens:
+    images = x.dtype == torch.uint8
+    if x.dtype == torch.int64:
         if mean or std:
-            raise DataError(f"{name}: integer samples are tokens, which are not normalised: leave out mean and std")
+            raise DataError(f"{name}: tokens are not normalised. Leave out mean and std")
         return
-    unit = "channel" if x.dim() == IMAGE_AXES else "feature"
     wanted = _features(x)
     for what, values in (("mean", mean), ("std", std)):
         if len(values) != wanted and (images or mean or std):
-            hint = "" if images else ", or give neither mean nor std"
-            raise DataError(f"{name}: {what} has {len(values)} values for {wanted} {unit}s; give one for each{hint}")
+            raise DataError(f"{name}: {what} must have {wanted} values, one for each feature, got {len(values)}")
         if images and any(abs(value) > 1 for value in values):
-            raise DataError(f"{name}: {what} of images is in units of 255, so at most 1; got {values}: divide by 255")
+            raise DataError(f"{name}: {what} of images must be in units of 255, at most 1, got {values}")
     if any(value <= 0 for value in std):
-        raise DataError(f"{name}: std is positive, got {min(std):g}; leave out {unit}s that never change")
+        raise DataError(f"{name}: std must be above 0, got {min(std):g}. Leave out features that never change")
     if not images and not mean and x.dim() == IMAGE_AXES and float(x.min()) >= 0 and float(x.max()) <= 1:
-        bytes_ = all(are_bytes(part) for part in torch.split(x, CHECKED))
-        cure = "as uint8, (x * 255).round().to(torch.uint8), or " if bytes_ else ""
         raise DataError(
-            f"{name}: float samples {tuple(x.shape[1:])} in 0..1 look like images that are not normalised: give them "
-            f"{cure}with their mean and std"
+            f"{name}: float samples {tuple(x.shape[1:])} in 0..1 look like images that are not normalised. Give mean "
+            "and std, or uint8: (x * 255).round().to(torch.uint8)"
         )
 
 
@@ -153,11 +125,14 @@ def are_bytes(x: Tensor) -> bool:
 def sources_of(name: str, value: object, samples: int) -> Tensor:
     """Return `Data.natural_client` checked. Raises DataError unless it has an integer for each training sample."""
     sources = tensor_of(value, f"{name}: natural_client")
-    if sources.is_floating_point() or sources.is_complex() or sources.dtype == torch.bool:
-        raise DataError(f"{name}: natural_client holds integers, got {str(sources.dtype).removeprefix('torch.')}")
-    if sources.shape != (samples,):
+    if (
+        sources.is_floating_point()
+        or sources.is_complex()
+        or sources.dtype == torch.bool
+        or sources.shape != (samples,)
+    ):
         raise DataError(
-            f"{name}: natural_client names the source of each of {samples} training samples, (N,); got the shape "
+            f"{name}: natural_client must be integers ({samples},), one for each training sample, got {sources.dtype} "
             f"{tuple(sources.shape)}"
         )
     return sources.long()
@@ -196,18 +171,14 @@ class Data:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise DataError(f"a data set's name is a word, got {self.name!r}")
+            raise DataError(f"a data set's name must be a word, got {self.name!r}")
         if isinstance(self.task, type) or not isinstance(self.task, Task):
-            raise DataError(
-                f"{self.name}: task is one of fl_engine.tasks, for example Classification(10) or Regression(), "
-                f"got {self.task!r}"
-            )
+            raise DataError(f"{self.name}: task must be one of fl_engine.tasks, e.g. Regression(), got {self.task!r}")
         if wrong := unfit(self.task.metric.name):
             raise DataError(f"{self.name}: {type(self.task).__name__} decides by {self.task.metric.name!r}: {wrong}")
         if not self.task.metric.higher_is_better:
             raise DataError(
-                f"{self.name}: {self.task.metric.name} decides and is better when lower; let a task decide by a metric "
-                "that is better when higher (R2, a negative error), and measure this one besides"
+                f"{self.name}: the first metric of a task must be better when higher, got {self.task.metric.name}"
             )
         label_word(self.task)
         checked: dict[str, Any] = {"mean": numbers_of(self.mean, f"{self.name}: mean")}
@@ -216,18 +187,16 @@ class Data:
             x, y = (tensor_of(getattr(self, f"{part}_{of}"), f"{self.name}: {part}_{of}") for of in "xy")
             x = samples_of(x, f"{self.name}: {part}_x")
             if not len(x):
-                raise DataError(f"{self.name}: the {part} part has no samples; at least one is needed")
+                raise DataError(f"{self.name}: {part}_x must have at least one sample")
             if y.dim() == 0 or len(x) != len(y):
                 raise DataError(
-                    f"{self.name}: {part}_x has {len(x)} samples, {part}_y has {len(y) if y.dim() else 'none'}; "
-                    "one target is needed for each sample"
+                    f"{self.name}: {part}_y must have one target for each of the {len(x)} samples of {part}_x, got "
+                    f"{len(y) if y.dim() else 'none'}"
                 )
             checked |= {f"{part}_x": x, f"{part}_y": self.task.check(y, f"{self.name}: {part}_y")}
         train, test = checked["train_x"], checked["test_x"]
         if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
-            raise DataError(
-                f"{self.name}: training samples are {said(train)}, test samples {said(test)}; they have to be alike"
-            )
+            raise DataError(f"{self.name}: training and test samples must be alike, got {said(train)} and {said(test)}")
         check_normalisation(self.name, train, checked["mean"], checked["std"])
         if self.natural_client is not None:
             checked["natural_client"] = sources_of(self.name, self.natural_client, len(train))

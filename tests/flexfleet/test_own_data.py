@@ -39,7 +39,7 @@ def test_data_are_named_and_print_in_one_line(tmp_path: Path) -> None:
     ):
         wanted = "<Data mine: 48 training and 12 test samples, uint8 (1, 8, 8), Classification(classes=3, top5=False)>"
         assert repr(data) == wanted
-    with pytest.raises(ff.DataError, match="a data set's name is a word, got ''"):
+    with pytest.raises(ff.DataError, match="name must be a word"):
         ff.from_huggingface(table, name="")
 
 
@@ -284,11 +284,11 @@ def test_a_table_of_huggingface() -> None:
         (NUMBERS, LABELS, {"test": 1}, "leaves one part empty"),
         (NUMBERS, LABELS, {"test": (NUMBERS[:0], LABELS[:0])}, "both parts need at least one"),
         (NUMBERS, LABELS, {"mean": [0.0] * 5}, "mean and std go together"),
-        (NUMBERS, LABELS, {"mean": [0.0] * 5, "std": [0.0] * 5}, "std is positive"),
-        (NUMBERS, LABELS, {"mean": [0.0], "std": [1.0]}, "1 values for 5 features"),
+        (NUMBERS, LABELS, {"mean": [0.0] * 5, "std": [0.0] * 5}, "std must be above 0"),
+        (NUMBERS, LABELS, {"mean": [0.0], "std": [1.0]}, "mean must have 5 values"),
         (NUMBERS, LABELS, {"clients": [0, 1]}, r"got the shape \(2,\)"),
         (np.full((60, 5), np.nan, np.float32), LABELS, {}, "NaN or infinity"),
-        (np.ma.masked_equal(np.eye(60), 1.0), LABELS, {}, "x: 60 values are masked; fill them in"),
+        (np.ma.masked_equal(np.eye(60), 1.0), LABELS, {}, "x: 60 values are masked"),
         (NUMBERS, np.ma.masked_equal(LABELS, 1), {}, "y: .* values are masked"),
         (BYTES.reshape(60, 64), LABELS, {}, "uint8 samples are images"),
         ([[1.0], [1.0, 2.0]], [0, 1], {}, "samples of different shapes"),
