@@ -78,7 +78,7 @@ def samples_of(x: Tensor, what: str) -> Tensor:
     low, high = (int(x.min()), int(x.max())) if x.numel() else (0, 0)
     if x.dim() == IMAGE_AXES:
         largest = (1 << max(16, high.bit_length())) - 1  # dividing by less would lose bits of 16-bit images
-        cure = "x.to(torch.uint8)" if 0 <= low and high <= BYTE else "floats" if low < 0 else f"x / {largest}"
+        cure = "x.to(torch.uint8)" if low >= 0 and high <= BYTE else "floats" if low < 0 else f"x / {largest}"
         raise DataError(f"{what}: images and maps must be uint8 or floats, got integers {low}..{high}. Give {cure}")
     if low < 0:
         raise DataError(f"{what}: integers must be tokens from 0 on, got {low}. Give measurements as floats")
