@@ -146,7 +146,7 @@ def begin(runs: Sequence[Entry], id: str, given: Mapping[str, str], run_id: str 
     kind = "comparison"
     about = {"flexfleet.kind": kind, "flexfleet.comparison": id, "flexfleet.store": store.uri(), **given}
     if run_id is None:
-        about[TOKEN] = track.lasting_token(kind, store, stores_of(runs), track.new_token(kind, id, given))
+        about[TOKEN] = track.lasting_token(kind, store, track.new_token(kind, id, given))
     return track.tracker(config, id, about, run_id)
 
 

@@ -297,7 +297,7 @@ def begin(night: Night, given: Mapping[str, str], run_id: str | None = None) -> 
     about = {"flexfleet.kind": KIND, "flexfleet.suite": night.name, **({track.COMMIT: at} if at else {})}
     if run_id is None:
         fresh = track.new_token(KIND, night.id, given)
-        about[TOKEN] = track.lasting_token(KIND, night.store, night.stores, fresh)
+        about[TOKEN] = track.lasting_token(KIND, night.store, fresh)
     return track.tracker(config, night.id, {**about, **given}, run_id)
 
 

@@ -1,13 +1,9 @@
-"""What MLflow gets about a run besides its figures: its name and parent, its data, code and environment.
+"""What MLflow gets about a run besides its metrics: name and parent, data, code and environment.
 
-A run is one MLflow run. In a pipeline the task `federate` begins it: the tasks before it need no MLflow, whose import
-takes two seconds.
-
-There is one level of nesting. The runs of a comparison are children of the comparison's own MLflow run, and everything
-that a night or a study makes is a child of the night's or the study's. In a task of a Kubeflow with built-in MLflow
-everything is a child of the pipeline's run, next to the runs that Kubeflow makes for the tasks. Tags show what else
-belongs together.
-"""
+A run is one MLflow run. In a pipeline the task `federate` begins it, because MLflow's import takes two seconds in each
+task. There is one level of nesting: the runs of a comparison are children of the comparison's MLflow run, and
+everything of a nightly run or study is a child of its MLflow run. In a Kubeflow with built-in MLflow everything is a
+child of the pipeline's run."""
 
 from __future__ import annotations
 
@@ -40,9 +36,8 @@ COMMIT = "mlflow.source.git.commit"
 
 
 def experiment(config: Config, at: Platform | None = None) -> str:
-    """The name of the MLflow experiment that a run belongs to: the configuration's, else that of the platform `at`,
-    else one made from data set, network and partition. Data that were given in Python have the beginning of their
-    fingerprint behind their name, which others may have too."""
+    """The name of a run's MLflow experiment: the configuration's, else that of the platform `at`, else one made from
+    data set, network and partition. Data that were given in Python have the beginning of their fingerprint in it."""
     c = config
     given = c.tracking.experiment or (at.experiment if at else None)
     data = stored_data.display_name(c.dataset.name, c.dataset.root)
@@ -52,8 +47,8 @@ def experiment(config: Config, at: Platform | None = None) -> str:
 
 
 def prepare(config: Config) -> None:
-    """Creates the experiment, and the database if it is a missing SQLite file, before several processes need them at
-    the same time. Raises ConfigError if the address cannot be used."""
+    """Create the experiment, and a missing SQLite file, before several processes need them at the same time. Raises
+    ConfigError if the address cannot be used."""
     if (uri := config.tracking.mlflow) is not None:
         connect(uri, experiment(config, platform_of(uri)))
 
@@ -65,9 +60,9 @@ def tracker(
     run_id: str | None = None,
     check: Callable[[], object] = lambda: None,
 ) -> MLflow | None:
-    """Continues the MLflow run `run_id`, or the one with the token in `tags`; else begins one of this name, below the
-    platform's run if there is one. None without tracking. Raises ConfigError if the address cannot be used. `check`:
-    that of `Patient`."""
+    """Continue the MLflow run `run_id`, or the one with the token in `tags`, or begin one, below the platform's run if
+    there is one. None without tracking. `check` is passed to `Patient`. Raises ConfigError if the address cannot be
+    used."""
     uri = config.tracking.mlflow
     if uri is None:
         return None
@@ -77,18 +72,16 @@ def tracker(
 
 
 def commit() -> str | None:
-    """The commit of the code: the image's (FLEXFLEET_COMMIT), else the checkout's; None if there is neither."""
+    """The commit of the code: the image's (FLEXFLEET_COMMIT), else the checkout's, else None."""
     return os.environ.get("FLEXFLEET_COMMIT") or _git("rev-parse", "HEAD")
 
 
 def code() -> str:
-    """What names the code that a night is made with: its commit, else a digest of its files, as in an image that was
-    built without COMMIT. Two such images of different code are so told apart."""
+    """The commit of the code, else a digest of its files, as in an image that was built without COMMIT."""
     return commit() or f"unknown (files {_files_sha256()[:12]})"
 
 
 def _files_sha256() -> str:
-    """Of the packages' files, by their names: code, suites and their references."""
     lines = []
     for package in (fl_engine, flexfleet):
         folder = Path(str(package.__file__)).parent
@@ -98,17 +91,12 @@ def _files_sha256() -> str:
 
 
 def check_code(before: str | None, what: str) -> str:
-    """Gives `code`. Raises ConfigError if `what` was begun with another one. `before`: what it was begun with; None: a
-    version that kept none."""
+    """Return `code`. Raises ConfigError if `what` was begun with other code, `before`."""
     now = code()
     if before != now:
-        if before in (None, "unknown"):
-            began = "an earlier version, which kept no commit of its code"
-        else:
-            began = f"the code of commit {before}"
         raise ConfigError(
-            f"{what} was begun with {began}, this is {now}: go on with that code, or choose another --id (in the "
-            "pipeline, night_id)"
+            f"{what} was begun with the code {before}, this is {now}. Continue with that code, or choose another --id "
+            "(in the pipeline, night_id)"
         )
     return now
 
@@ -120,8 +108,7 @@ def commits(before: str | None, now: str | None) -> tuple[str, ...]:
 
 
 def _git(*words: str) -> str | None:
-    """What git says about the code's checkout; None if there is none. Code that is installed below somebody else's
-    checkout is not one of its files."""
+    """What git prints about the code's checkout; None if the code is not a file of a checkout."""
     here = ["git", "-C", str(Path(fl_engine.__file__).parent)]
     try:
         subprocess.run([*here, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, check=True)
@@ -131,7 +118,7 @@ def _git(*words: str) -> str | None:
 
 
 def token_of(kind: str, tokens: Iterable[str]) -> str:
-    """The token of a comparison or a night (`kind`), made from the tokens of its runs in any order."""
+    """The token of a comparison or nightly run (`kind`), made from tokens in any order."""
     return sha256("\n".join([kind, *sorted(tokens)]).encode())
 
 
@@ -141,20 +128,18 @@ def token_key(kind: str) -> str:
 
 
 def new_token(kind: str, name: str, given: Mapping[str, str]) -> str:
-    """A token for what is begun under this name. Where the tags `given` say that a pipeline run begins it, that one's
-    first task has the same token again in a new pod, where nothing is left of the first pod's folder."""
+    """A token for what is begun under this name. In a pipeline run, which the tags `given` name, the first task gets
+    the same token again in a new pod."""
     job = given.get(f"{JOB}job_id")
     return token_of(kind, [job, name]) if job else uuid.uuid4().hex
 
 
-def lasting_token(kind: str, store: Store, runs: Iterable[Store], fresh: str) -> str:
-    """The token of a comparison or a night, `fresh` for a new one. It is kept in the `store`, so that the MLflow run
-    exists before its runs do, and stays the same when runs are added. If an earlier version began it, and kept no
-    token, the token is made from those of its runs, as in that version."""
+def lasting_token(kind: str, store: Store, fresh: str) -> str:
+    """The token of a comparison or nightly run in `store`, where `fresh` is stored for a new one. So the MLflow run
+    exists before its runs do, and stays the same when runs are added."""
     key = token_key(kind)
     if key not in store.list(key):
-        known = [file.token for run in runs if (file := known_file(run)) is not None and file.token]
-        store.create(key, (token_of(kind, known) if known else fresh).encode())
+        store.create(key, fresh.encode())
     return store.get(key).decode()
 
 
@@ -194,7 +179,7 @@ def start(
     given: Mapping[str, str],
     check: Callable[[], object] = lambda: None,
 ) -> MLflow | None:
-    """Begins the MLflow run, or continues it; None without tracking. `given`: more tags; `check`: that of `Patient`."""
+    """Begin the MLflow run, or continue it; None without tracking. `given` are more tags; `check` is for `Patient`."""
     about = {**tags(config, run.run_id, str(out.resolve())), TOKEN: run.token, **given}
     return tracker(config, name(config, given), about, run.mlflow_run_id, check)
 
@@ -202,7 +187,7 @@ def start(
 def inputs(
     mlflow: MLflow, config: Config, data_sha256: str, partition_sha256: str, trace_sha256: str | None = None
 ) -> None:
-    """Logs the run's data, with digests, and the environment in which it runs."""
+    """Log the run's data, with digests, and its environment."""
     root = masked(config.dataset.root or "FLEXFLEET_DATA")
     mlflow.dataset(config.dataset.name, data_sha256, f"{root}/{config.dataset.name}", "training and test data")
     clients = f"{config.partition.rule}, {config.partition.clients} clients"
@@ -213,7 +198,7 @@ def inputs(
 
 
 def environment() -> dict[str, Any]:
-    """The environment of the code: with constraints.txt this is enough to make it again."""
+    """The environment of the code."""
     packages = dict(filter(None, map(_package, metadata.distributions())))
     return {
         "python": platform.python_version(),
@@ -226,8 +211,7 @@ def environment() -> dict[str, Any]:
 
 
 def _package(distribution: metadata.Distribution) -> tuple[str, str] | None:
-    """Name and version, of the head of its metadata: to parse the descriptions of hundreds takes a second. None if it
-    names none."""
+    """Name and version, from the head of the metadata, because parsing hundreds of descriptions takes a second."""
     text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     head = HeaderParser().parsestr(text.partition("\n\n")[0])
     name, version = head["Name"], head["Version"]
@@ -236,11 +220,9 @@ def _package(distribution: metadata.Distribution) -> tuple[str, str] | None:
 
 # ------------------------------------------------------------------------------------------- the tasks of a graph
 def begin(config: Config, run_id: str, store: Store, given: Mapping[str, str]) -> str:
-    """The id of the MLflow run that `federate` continues: the one in `store` if an earlier pipeline run has begun the
-    run, else one that waits ("SCHEDULED"): new, or begun by an earlier pod of this task. Empty without tracking.
-
-    Raises ConfigError if the address cannot be used.
-    """
+    """The ID of the MLflow run that `federate` continues: the one in `store` if an earlier pipeline run has begun the
+    run, else a new one with the status SCHEDULED. Empty without tracking. Raises ConfigError if the address cannot be
+    used."""
     if config.tracking.mlflow is None:
         return ""
     known = known_file(store)

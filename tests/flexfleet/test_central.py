@@ -17,16 +17,11 @@ import pytest
 from torch import Tensor
 
 from fl_engine.core import seeds
-from fl_engine.core.errors import Unreachable
-from fl_engine.core.schedules import Cosine
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import FULL, SGD, Adam
-from fl_engine.storage import code
 from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import assert_same_bits
 from fl_engine.training.central import train_centrally
 from fl_engine.training.numerics import flushes_now
-from flexfleet.config import load_config
 from flexfleet.experiments import central_reference
 from flexfleet.experiments.comparison_file import Spread
 from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History, Result
@@ -133,30 +128,6 @@ def test_mlflow_has_it_beside_the_federated_runs(flexfleet: Any, quick: Any, mlf
     assert one.data.params["central.lr"] == "0.05" and "algorithm.name" not in one.data.params
 
 
-@pytest.mark.parametrize("place", ["runs.central.log_outcome", "tracking.trackers.MLflow.file"])
-def test_one_that_mlflow_did_not_take_is_failed_there_and_not_finished(
-    flexfleet: Any, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    sets = [*SETS[:-1], "central.epochs=1", f"tracking.mlflow={mlflow_uri}"]
-
-    def gone(*_: Any, **__: Any) -> None:
-        raise Unreachable("MLflow does not answer")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(f"flexfleet.{place}", gone)
-        stopped = flexfleet("central", "--run-id", "c", sets=sets)
-    assert stopped.code == 6 and "does not answer" in stopped.err
-    assert "go on with --resume" in stopped.err
-    assert not Path("runs/c/result.json").exists(), "a comparison would take it for finished"
-    client = mlflow.MlflowClient(mlflow_uri)
-    (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
-    assert run.info.status == "FAILED"
-    done = flexfleet("central", "--json", "--run-id", "c", "--resume", sets=sets)
-    assert done.code == 0 and Result.read(Path("runs/c/result.json")).metrics == done.json["metrics"]
-    run = client.get_run(run.info.run_id)
-    assert (run.info.status, run.data.metrics["final/full"]) == ("FINISHED", done.json["metrics"]["full"])
-
-
 def test_one_that_is_stopped_beside_its_epochs_says_so_here_and_in_mlflow(
     flexfleet: Any, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, unstopped: None
 ) -> None:
@@ -173,19 +144,6 @@ def test_one_that_is_stopped_beside_its_epochs_says_so_here_and_in_mlflow(
     done = flexfleet("central", "--json", "--run-id", "c", "--resume", sets=sets)
     assert (done.code, done.json["mlflow_run_id"]) == (0, run.info.run_id)
     assert client.get_run(run.info.run_id).info.status == "FINISHED"
-
-
-def test_in_half_precision_it_is_another_training(flexfleet: Any) -> None:
-    plain = flexfleet("central", "--json", "--run-id", "a", sets=SETS)
-    half = flexfleet("central", "--json", "--run-id", "b", sets=[*SETS, "run.precision=fp16"])
-    assert half.json["model_sha256"] != plain.json["model_sha256"]
-    assert CentralFile.read(Path("runs/b/central.json")).numerics["precision"] == "fp16"
-    refused = flexfleet("central", "--run-id", "a", "--resume", sets=[*SETS, "run.precision=bf16"])
-    assert refused.code == 6 and "this machine would not compute the same bits" in refused.err
-    accepted = flexfleet(
-        "central", "--json", "--run-id", "a", "--resume", "--accept-numerics", sets=[*SETS, "run.precision=bf16"]
-    )
-    assert accepted.json["model_sha256"] == plain.json["model_sha256"], "nothing was left to train"
 
 
 def test_denormal_numbers_count_as_zero_and_one_that_kept_them_is_refused(
@@ -242,43 +200,6 @@ def test_another_training_does_not_go_on(flexfleet: Any, sets: tuple[str, ...], 
     assert flexfleet("central", "--run-id", "a", sets=SETS).code == 2, "without --resume"
 
 
-LAYER = """
-import torch
-
-
-class Layer(torch.nn.Sequential):
-    def __init__(self, input_shape, outputs):
-        super().__init__(torch.nn.Flatten(), torch.nn.Linear(input_shape[0] * input_shape[1] * input_shape[2], outputs))
-"""
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_with_other_code_it_does_not_go_on(
-    flexfleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool
-) -> None:
-    """Whether `run.code` carries it, or it is a module that Python finds."""
-    name = f"layer_{packed}".lower()
-    source = tmp_path / "source" / f"{name}.py"
-    source.parent.mkdir()
-    source.write_text(LAYER)
-    given = [s for s in SETS if not s.startswith("model.")] + ["central.epochs=1", f"model.name={name}:Layer"]
-    if packed:
-        given.append(f"run.code={source}")
-    else:
-        monkeypatch.syspath_prepend(source.parent)
-    try:
-        done = flexfleet("central", "--run-id", "a", sets=given)
-        assert done.code == 0, done.err
-        again = flexfleet("central", "--run-id", "a", "--resume", sets=given)
-        assert again.code == 0, again.err
-        source.write_text(LAYER + "# a remark\n")
-        refused = flexfleet("central", "--run-id", "a", "--resume", sets=given)
-    finally:
-        code.disable()
-    assert refused.code == 2
-    assert ("was started with the code" if packed else "was started with another source of layer_") in refused.err
-
-
 def test_bad_input_is_one_line(flexfleet: Any) -> None:
     for sets, said in (
         (["central.optimizer=adam", "central.momentum=0.5"], "central.momentum and central.weight_decay are of SGD"),
@@ -304,17 +225,6 @@ def test_damaged_commits_are_refused_and_may_be_left(flexfleet: Any) -> None:
     assert refused.code == 4 and "is damaged" in refused.err
     again = flexfleet("central", "--json", "--run-id", "a", "--resume", "--discard-damaged", sets=SETS)
     assert again.json["model_sha256"] == whole.json["model_sha256"]
-
-
-def test_the_thesiss_trainings_can_be_said() -> None:
-    """Section 2.3.1: learning rate, batch and epochs of each data set; cosine restarts for VisDrone."""
-    wanted = ["central.lr=0.1", "central.batch_size=12", "central.epochs=200", "seed=4"]
-    restarts = "central.schedule={name: cosine, restart: 10, factor: 2}"
-    task = task_of(load_config(None, [*wanted, restarts, "central.weight_decay=0.0005"]))
-    assert (task.spec, task.optimizer, task.batch_size, task.epochs) == (FULL, SGD(0.1, 0.0, 0.0005), 12, 200)
-    assert task.schedule == Cosine(restart=10, factor=2) and task.seed == seeds.derive(4, "central")
-    adam = task_of(load_config(None, ["central.optimizer=adam", "central.lr=0.001"]))
-    assert (adam.optimizer, adam.drop_last) == (Adam(0.001), False)
 
 
 def test_a_federated_run_keeps_to_itself(finished: Any, flexfleet: Any) -> None:

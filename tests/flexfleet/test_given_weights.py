@@ -21,11 +21,9 @@ from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, SGD, LocalTask, Params, Pool, Prepared
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.preparation.weights import Weights, fitting
-from fl_engine.storage.store import decode, encode, sha256
+from fl_engine.storage.store import decode, sha256
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
 from flexfleet.files import prepared
-from flexfleet.files.artifacts import PoolFile
-from flexfleet.pipeline import share
 from flexfleet.pipeline.check import check
 from flexfleet.pipeline.federate import federate
 from flexfleet.pipeline.model_pool import model_pool
@@ -183,31 +181,6 @@ def test_every_backend_starts_from_them(flexfleet: Any, of: Any, backend: str) -
 
 
 # ------------------------------------------------------------------------------------------------ it is kept
-def test_they_are_taken_over_where_the_inputs_are_the_same(
-    of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps(tmp_path / "a", of("Warm"))
-    before = {name: (tmp_path / "a/pretrain" / name).read_bytes() for name in (JSON, FILE)}
-    entry = prepared.index(tmp_path / "a/pretrain")[f"{HERE}:Train"]
-    assert entry.weights_sha256 == sha256(before[FILE])
-    monkeypatch.setattr(Train, "prepare", lambda *_: pytest.fail("what is there is computed again"))
-    steps(tmp_path / "a", of("Warm"))
-    steps(tmp_path / "b", of("Warm"), known=tmp_path / "a/pretrain")
-    for folder in ("a", "b"):
-        assert {name: (tmp_path / folder / "pretrain" / name).read_bytes() for name in (JSON, FILE)} == before
-        assert (tmp_path / folder / "pool/weights.safetensors").read_bytes() == before[FILE]
-
-
-def test_the_runs_of_a_comparison_share_them(of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    resolved = Resolved.load(None, of("Warm"))
-    share.share(resolved, tmp_path / "shared")
-    assert share.fits(resolved, tmp_path / "shared")
-    monkeypatch.setattr(Train, "prepare", lambda *_: pytest.fail("what is there is computed again"))
-    other = Resolved.load(None, of("Warm", "algorithm.mu=0.1"))
-    share.adopt(other, tmp_path / "shared", tmp_path / "run")
-    assert (tmp_path / "run/pretrain" / FILE).read_bytes() == (tmp_path / "shared/pretrain" / FILE).read_bytes()
-
-
 def test_an_algorithm_without_them_leaves_none(of: Any, tmp_path: Path) -> None:
     steps(tmp_path, of("Warm"))
     with_weights = json.loads((tmp_path / "pool/pool.json").read_bytes())
@@ -216,12 +189,6 @@ def test_an_algorithm_without_them_leaves_none(of: Any, tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "pretrain").iterdir()) == ["prepared.json"]
     assert [p.name for p in (tmp_path / "pool").iterdir()] == ["pool.json"]
     assert "weights_sha256" not in json.loads((tmp_path / "pool/pool.json").read_bytes())
-
-
-def test_the_pool_command_says_the_same(flexfleet: Any, of: Any, tmp_path: Path) -> None:
-    steps(tmp_path / "a", of("Warm"))
-    shown = PoolFile.model_validate(flexfleet("pool", "--json", sets=of("Warm")).json)
-    assert shown == PoolFile.read(tmp_path / "a/pool/pool.json") and shown.weights_sha256 is not None
 
 
 # --------------------------------------------------------------------------------------------- it is damaged
@@ -262,27 +229,6 @@ def test_damaged_weights_of_a_pool_are_named(of: Any, tmp_path: Path, how: str) 
     damage(tmp_path / "pool/weights.safetensors", how)
     with pytest.raises(IntegrityError, match=r"pool/weights\.safetensors .*make the pool again"):
         federate(resolved, tmp_path / "partition", tmp_path / "pool", tmp_path / "run")
-
-
-@pytest.mark.parametrize("content", [b"nothing", encode({"fc.weight": torch.zeros(2)})], ids=["no file", "another's"])
-def test_weights_of_another_network_are_named_though_the_checksum_is_theirs(
-    of: Any, tmp_path: Path, content: bytes
-) -> None:
-    resolved = steps(tmp_path, of("Warm"))
-    (tmp_path / "pool/weights.safetensors").write_bytes(content)
-    pool = PoolFile.read(tmp_path / "pool/pool.json").model_copy(update={"weights_sha256": sha256(content)})
-    pool.write(tmp_path / "pool/pool.json")
-    with pytest.raises(
-        IntegrityError, match=r"weights\.safetensors (cannot be read as safetensors|is not of this net)"
-    ):
-        given_weights(tmp_path / "pool", resolved.family)
-
-
-def test_an_index_that_does_not_know_them_is_named(of: Any, tmp_path: Path) -> None:
-    resolved = steps(tmp_path, of("Warm"))
-    (tmp_path / "pretrain/prepared.json").unlink()
-    with pytest.raises(IntegrityError, match=r"prepared\.json does not say what .*Train\.json is"):
-        model_pool(resolved, tmp_path / "pretrain", tmp_path / "pool")
 
 
 # --------------------------------------------------------------------------------------------- it is refused
@@ -343,9 +289,3 @@ def test_weights_that_do_not_fit_are_refused_when_they_are_made(
     with pytest.raises(ConfigError, match=said):
         steps(tmp_path, of("Warm"))
     assert not (tmp_path / "pretrain" / FILE).exists()
-
-
-def test_no_weights_are_a_fresh_start(flexfleet: Any, of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An artifact may have the field and leave it empty."""
-    monkeypatch.setattr(Fresh, "prepare", lambda *_: Sketch(note="none"))
-    assert run(flexfleet, "none", of("FromFresh")) == run(flexfleet, "plain", of("all_large"))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import flexfleet as ff
-from fl_engine.core.errors import ConfigError, DataError
+from fl_engine.core.errors import ConfigError
 from fl_engine.core.text import at_home
 from flexfleet.config import flatten, load_config
 from flexfleet.experiments import tune_storage
@@ -51,26 +49,6 @@ def test_parameter_with_tilde_names_the_home_folder(name: str, home: Path) -> No
 def test_code_with_tilde_is_found_in_the_home_folder(home: Path) -> None:
     (home / "theirs.py").write_text("LEVELS = 3\n")
     assert load_config(None, ["run.code=~/theirs.py"]).run.code == str(home / "theirs.py")
-
-
-def test_options_with_tilde_name_the_home_folder(flexfleet: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (home / "p.yaml").write_text("run: {store: ~/runs}\n")
-    done = flexfleet("invite", "--json", "--config=~/p.yaml", "--out=~/invitations")
-    assert done.code == 0, done.err
-    assert (home / "invitations" / "device-1.json").is_file() and (home / "runs").is_dir()
-    monkeypatch.setattr("flexfleet.worker.server.SILENCE_S", 0.1)
-    monkeypatch.setenv("FLEXFLEET_WORKER", "00" * 8)
-    silent = flexfleet("agent", "--invite=~/invitations/device-1.json", "--folder=~/device")
-    assert silent.code == 0 and (home / "device" / "device.json").is_file()
-    assert {path.name for path in home.parent.iterdir()} & {"~", "device", "invitations"} == set()
-
-
-def test_python_arguments_with_tilde_name_the_home_folder(home: Path) -> None:
-    with pytest.raises(ConfigError) as nowhere:
-        ff.load("~/runs/a")
-    with pytest.raises(DataError) as empty:
-        ff.from_folder("~/pictures")
-    assert str(home / "runs" / "a") in str(nowhere.value) and str(home / "pictures") in str(empty.value)
 
 
 def test_variables_with_tilde_name_the_home_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,10 +277,6 @@ def test_private_run_without_a_lasting_key_is_refused(rounds: Step, bucket: Any,
     assert not [name for name in objects_of(bucket, "runs") if name.startswith("keys-w/")]
 
 
-def files_of(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
-
-
 IN_LEDGER = ["run.secrets=ledgers/keys", "run.remote=ledgers", *PRIVATE]
 IN_BUCKET = [["run.secrets=s3://safe/x", *PRIVATE], ["run.secrets=s3://safe/x", "run.backend=agents"]]
 

@@ -3,37 +3,31 @@ backend, killed, reported."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import onnxruntime
 import pytest
 import torch
-from torch import nn
 
 from fl_engine.core.errors import PartitionError
 from fl_engine.core.pool import member
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import FULL, SubmodelSpec
+from fl_engine.core.types import SubmodelSpec
 from fl_engine.models import export
 from fl_engine.testing.kinds import (
-    VOCABULARY,
     TinyLSTM,
-    TinyMLP,
     tiny_boxes,
     tiny_sequences,
     tiny_series,
     tiny_table,
     tiny_text,
 )
-from flexfleet.files.artifacts import EvaluationFile, History, RunFile
+from flexfleet.files.artifacts import EvaluationFile, RunFile
 from flexfleet.pipeline.evaluate import evaluate
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.reports.report import table
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -87,39 +81,6 @@ def test_every_backend_and_a_resumed_run_give_the_same_model(
     assert strategy == ("single" if kind in ("tokens", "next_token") else "batched")
 
 
-@pytest.mark.parametrize(("sets", "kind"), [(kind, kind) for kind in KINDS], indirect=["sets"])
-def test_what_is_told_speaks_of_the_tasks_metric(flexfleet: Any, sets: list[str], kind: str, tmp_path: Path) -> None:
-    done = flexfleet("run", "--json", "--run-id", "a", sets=sets)
-    assert done.code == 0, done.err
-    run = tmp_path / "runs" / "a"
-    evaluation = EvaluationFile.read(run / "evaluation.json")
-    assert [list(level.metrics) for level in evaluation.levels.values()] == [METRICS[kind]] * len(evaluation.levels)
-    assert done.json["metrics"]["levels"] == {name: level.value for name, level in evaluation.levels.items()}
-    levels = evaluation.levels.items()
-    further = {metric: {name: level.metrics[metric] for name, level in levels} for metric in METRICS[kind][1:]}
-    told = {metric: {"full": list(of.values())[-1], "levels": of} for metric, of in further.items()}
-    assert done.json["metrics"].get("further", {}) == told
-    last = History.read(run / "history.json").rounds[-1]["metrics"]
-    for name, level in evaluation.levels.items():
-        assert {metric: last[f"{metric}/{name}"] for metric in METRICS[kind]} == level.metrics
-    page, words = (run / "report.html").read_text(), table([run])
-    percent = kind in ("tokens", "next_token")
-    assert [metric for metric in ("mae", "accuracy_all") if metric in page] == METRICS[kind][1:]
-    cells = [f"{100 * v:.2f}" if percent else f"{v:.4f}" for of in further.values() for v in of.values()]
-    assert all(f"<td>{each}</td>" in page for each in cells)
-    figures = (
-        (f"{100 * evaluation.full:.2f}", "avg %") if percent else (f"{evaluation.full:.4f}", f"test {METRICS[kind][0]}")
-    )
-    assert figures[0] in page and figures[0] in words
-    assert figures[1] in (words if percent else page)
-    assert ("ccuracy" in page) == percent
-    assert f"full {figures[0]}" in (status := flexfleet("status").out) and ("%" in status) == percent
-    confusion = json.loads((run / "confusion.json").read_text())["levels"]
-    assert list(confusion) == (list(evaluation.levels) if kind == "tokens" else [])
-    local = json.loads((run / "evaluation.json").read_text()).get("local", {})
-    assert list(local) == list(confusion) == list(done.json["metrics"].get("local", {})), "where there are classes"
-
-
 @pytest.mark.parametrize("sets", ["regression"], indirect=True)
 def test_evaluate_refuses_other_data_than_were_trained_on(
     flexfleet: Any, sets: list[str], tmp_path: Path, no_drawings: None
@@ -131,16 +92,6 @@ def test_evaluate_refuses_other_data_than_were_trained_on(
         evaluate(resolved, run, run / "partition", run / "pool", tmp_path / "out")
     with pytest.raises(PartitionError, match="no partition in nowhere"):
         evaluate(Resolved.load(None, sets), run, Path("nowhere"), run / "pool", tmp_path / "out")
-
-
-@dataclass(frozen=True)
-class Unwritable(TinyMLP):
-    """Ends with a function that ONNX does not have."""
-
-    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        module = super().module(spec)
-        module.register_forward_hook(lambda _, __, out: torch.special.i0e(out))
-        return module
 
 
 @pytest.mark.parametrize(("sets", "kind"), [(kind, kind) for kind in KINDS], indirect=["sets"])
@@ -185,22 +136,6 @@ def test_an_lstm_is_exported_with_its_gates_and_window(tmp_path: Path) -> None:
         assert torch.equal(export.load(tmp_path)(data.test_x), made.network(data.test_x))
 
 
-@pytest.mark.usefixtures("warm_starts")
-@pytest.mark.parametrize("sets", ["regression"], indirect=True)
-def test_numbers_are_compared(flexfleet: Any, sets: list[str]) -> None:
-    own = [each for each in sets if not each.startswith("algorithm.")]
-    done = flexfleet("compare", "--json", "--id", "c", "--algorithms", "all_large,fedprox", sets=own)
-    assert done.code == 0, done.err
-    assert done.json["metric"] == "r2"
-    for name in ("comparison.md", "comparison.html"):
-        page = (Path("runs") / "c" / name).read_text()
-        assert "Test r2" in page and "full mae (better when lower)" in page
-        for label in ("all_large", "fedprox"):
-            result = json.loads((Path("runs") / "c" / f"{label}-s0" / "result.json").read_text())
-            mae = result["metrics"]["further"]["mae"]
-            assert f"{mae['full']:.4f}" in page
-
-
 @pytest.mark.parametrize("sets", ["regression", "tokens", "detection"], indirect=True)
 def test_a_run_that_is_killed_ends_with_the_same_model(nursery: Any, sets: list[str], tmp_path: Path) -> None:
     long = [*sets, "rounds.stop=8", "rounds.commit_every=1", "training.epochs=20", "rounds.keep_updates=true"]
@@ -218,68 +153,3 @@ def test_a_run_that_is_killed_ends_with_the_same_model(nursery: Any, sets: list[
     child.kill()
     assert child.wait().code == -9
     assert start("cut", "--resume").wait().json["model_sha256"] == whole.json["model_sha256"]
-
-
-@pytest.mark.parametrize(
-    ("sets", "wrong", "message"),
-    [
-        ("regression", ("algorithm.name=heterofl",), "no classes whose outputs could be masked: set algorithm.mask_la"),
-        ("regression", ("dataset.pad=16",), "holds no images, and only images can be padded: set dataset.pad=none"),
-        (
-            "regression",
-            ("publish.models=true", f"model.name={__name__}:Unwritable"),
-            "Unwritable cannot be written as ONNX (",
-        ),
-        ("regression", (f"model.name={HERE}:TinyTokens",), "TinyTokens takes tokens and tiny_table holds numbers"),
-        ("tokens", (f"model.name={HERE}:TinyMLP",), "TinyMLP takes numbers and tiny_sequences holds tokens: choose a"),
-        (
-            "tokens",
-            ("model.vocabulary=5",),
-            f"TinyTokens knows the tokens 0 to 4, tiny_sequences holds {VOCABULARY - 1}",
-        ),
-        (
-            "regression",
-            ("training.augment=[{name: flip}]",),
-            "flip needs images or maps (C, H, W), got numbers of the shape (6,)",
-        ),
-        ("detection", ("training.augment=[{name: crop}]",), "training.augment: crop"),
-        (
-            "detection",
-            ("training.augment=[{name: hsv}]",),
-            "hsv needs pictures of 3 channels with values in 0..1",
-        ),
-        ("detection", ("algorithm.name=heterofl",), "no classes whose outputs could be masked (outputs are boxes too,"),
-        ("detection", ("model.name=small_cnn",), "this one gives (1, 6): use model.name=point_detector"),
-        (
-            "detection",
-            ("partition.rule=disjoint_labels", "partition.labels_per_client=1"),
-            "a sample of tiny_boxes has several (detection): take one of iid",
-        ),
-        ("tokens", ("training.augment=[{name: crop}]",), "crop needs images or maps (C, H, W), got tokens of"),
-        ("tokens", ("model.name=small_cnn",), "samples of the shape 5"),
-    ],
-    indirect=["sets"],
-)
-def test_what_does_not_fit_is_one_clear_line(
-    flexfleet: Any, sets: list[str], wrong: Sequence[str], message: str
-) -> None:
-    names = {each.partition(".")[0] for each in wrong if each.startswith("algorithm.name")}
-    kept = [each for each in sets if each.partition(".")[0] not in names]
-    done = flexfleet("check", sets=[*kept, *wrong])
-    assert done.code == 2 and message in done.err
-    assert "Traceback" not in done.err and len(done.err.strip().splitlines()) == 1
-
-
-def test_the_pool_of_a_network_for_other_samples_is_told(flexfleet: Any) -> None:
-    for shape, told in (("18", [18]), ("7", [7])):
-        argv = ("pool", "--json", "--algorithm", "all_large", "--model", f"{HERE}:TinyMLP", "--input", shape)
-        done = flexfleet(*argv, "--classes", "1")
-        assert done.code == 0, done.err
-        assert (done.json["input_chw"], done.json["classes"]) == (told, 1)
-        assert (
-            f"TinyMLP, 1 output, input {shape}" in flexfleet(*(w for w in argv if w != "--json"), "--classes", "1").out
-        )
-        assert done.json["levels"][0]["params"] == 16 * told[0] + 16 + 16 * 16 + 16 + 16 + 1
-    for wrong in ("18x", "0", "axb", "-3", "3 x 2"):
-        refused = flexfleet("pool", "--model", f"{HERE}:TinyMLP", f"--input={wrong}", "--classes", "1")
-        assert refused.code == 2 and "an input is the shape of a sample" in refused.err, wrong

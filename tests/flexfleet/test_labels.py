@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,19 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from fl_engine.core.errors import BadInput, EnvironmentFailure, IntegrityError
+from fl_engine.core.errors import BadInput
 from fl_engine.data import partition_files
 from fl_engine.preparation.confusion import Confusion
 from fl_engine.testing.kinds import tiny_table
-from flexfleet.config import flatten
-from flexfleet.pipeline import labels, share
+from flexfleet.pipeline import labels
 from flexfleet.pipeline.check import check
 from flexfleet.pipeline.model_pool import model_pool
 from flexfleet.pipeline.partition import cut, partition
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.pretrain import inputs_of
 from flexfleet.pipeline.site import site_of
-from flexfleet.reports.report import report
 
 HELD_OUT = ("evaluate.on=clients", "evaluate.held_out=0.4")
 NOISE = ("noise.labels=0.5", "noise.epochs=1", "noise.sure=1.0")
@@ -110,14 +106,6 @@ def test_what_clients_hold_out_keeps_its_labels(quick: Sequence[str], no_drawing
     assert site.partition.noise.figures.wrong == tuple(wrong[own].sum() for own in site.partition.clients) != (0,) * 6
 
 
-def test_a_partition_with_right_labels_for_what_is_held_out_is_shared_with_its_like(quick: Sequence[str]) -> None:
-    def shared(*more: str) -> dict[str, Any]:
-        return share.settings(flatten(Resolved.load(None, [*quick, *more]).config))
-
-    assert shared(*NOISE).keys() | {"evaluate.on", "evaluate.held_out"} == shared(*NOISE, *HELD_OUT).keys()
-    assert shared() == shared(*HELD_OUT), "without noise it is the same partition"
-
-
 def test_no_client_gets_labels_of_the_servers_classes(quick: Sequence[str], no_drawings: None, tmp_path: Path) -> None:
     resolved = Resolved.load(None, [*quick, *NOISE, "partition.server_classes=[1, 8]"])
     partition(resolved, tmp_path / "a")
@@ -165,18 +153,6 @@ def test_what_a_cpu_found_is_not_taken_over_on_a_gpu(
     assert inputs[0] == inputs[1] != inputs[2] == inputs[3]
 
 
-def test_a_damaged_matrix_is_named(quick: Sequence[str], no_drawings: None, tmp_path: Path) -> None:
-    resolved = Resolved.load(None, [*quick, *NOISE])
-    partition(resolved, tmp_path / "a")
-    (matrix,) = kept("confusion")
-    text = matrix.read_text()
-    value = json.loads(text)["value"]
-    for wrong in (text[:-9], text.replace("[[", "[[1"), json.dumps(json.loads(text) | {"value": value[:-3]})):
-        matrix.write_text(wrong)
-        with pytest.raises(IntegrityError, match=f"{matrix}"):
-            partition(resolved, tmp_path / "a")
-
-
 def test_the_share_that_is_reached_is_logged_tracked_and_reported(
     flexfleet: Any, quick: Sequence[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,26 +172,11 @@ def test_the_share_that_is_reached_is_logged_tracked_and_reported(
     assert logged == (manifest.reached,)
 
 
-def test_a_share_that_is_far_from_reached_is_a_warning(
-    quick: Sequence[str], no_drawings: None, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    few = ("noise.labels=0.9", "noise.epochs=1", "noise.sure=0.01")  # so each class is sure
-    partition(Resolved.load(None, [*quick, *few]), tmp_path / "a")
-    (record,) = [r for r in caplog.records if "labels of clients are wrong, 0.00 %" in r.getMessage()]
-    assert record.levelno == logging.WARNING and "the labels of 10 of 10 classes stay right" in record.getMessage()
-
-
 def test_numbers_are_refused_before_anything_trains(flexfleet: Any, plain: Sequence[str]) -> None:
     for command in (("check",), ("run", "--run-id", "a")):
         done = flexfleet(*command, sets=[*plain, *TABLE, "algorithm.epsilon=40.0", "noise.labels=0.1"])
         assert done.code == 2 and "targets of tiny_table are not classes (regression): set noise.labels=0" in done.err
     assert not Path("runs/.kept").exists()
-
-
-@pytest.mark.parametrize("given", ["noise.labels=1.5", "noise.labels=-0.1", "noise.sure=0.0", "noise.label=0.1"])
-def test_what_is_no_noise_is_refused(flexfleet: Any, given: str) -> None:
-    done = flexfleet("check", sets=[given])
-    assert done.code == 2 and given.partition("=")[0] in done.err
 
 
 # ------------------------------------------------------------------------------------------ clusters and a map
@@ -269,26 +230,6 @@ def test_clusters_of_a_files_features_belong_to_its_content(
     assert len(kept("clusters")) == 2
 
 
-def test_images_with_boxes_are_dealt_by_the_features_of_any_network(plain: Sequence[str]) -> None:
-    """It need not find boxes: FedAIoT takes VGG19."""
-    boxes = ("dataset.name=fl_engine.testing.kinds:BOXES", "model.name=fl_engine.testing.kinds:TinyDetector")
-    more = ("partition.features=resnet18", "partition.clusters=3", "partition.clients=3", "partition.minimum=2")
-    found = cut(Resolved.load(None, [*plain, *ALL, *boxes, *more, "dataset.pad=none"]))
-    assert found.label == "cluster" and len(found.counts) == 3
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_without_scikit_learn_the_extra_is_named(
-    quick: Sequence[str], whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Images have it for its digits, and not what k-means needs."""
-    if whole:
-        monkeypatch.setattr(labels, "version", Mock(side_effect=PackageNotFoundError("scikit-learn")))
-    monkeypatch.setitem(sys.modules, "sklearn.cluster", None)
-    with pytest.raises(EnvironmentFailure, match=r"scikit-learn \(.*pip install 'flexfleet\[data\]'"):
-        cut(Resolved.load(None, [*quick, "partition.features=small_cnn", "partition.clusters=4"]))
-
-
 def test_a_map_deals_by_hand(plain: Sequence[str], no_drawings: None, tmp_path: Path) -> None:
     data = tiny_table()
     whose = np.arange(len(data.train_y)) % 3
@@ -330,10 +271,3 @@ def test_a_check_writes_nothing(quick: Sequence[str]) -> None:
     resolved = Resolved.load(None, [*quick, *NOISE, "partition.features=small_cnn", "partition.clusters=4"])
     check(resolved)
     assert cut(resolved).clusters is not None and not Path("runs").exists()
-
-
-def test_the_report_counts_quantile_bins(flexfleet: Any, plain: Sequence[str]) -> None:
-    done = flexfleet("run", "--run-id", "a", sets=[*plain, *TABLE, "algorithm.epsilon=40.0"])
-    assert done.code == 0, done.err
-    page = report([Path("runs/a")], Path("r.html")).read_text()
-    assert "How many samples of each quantile bin each client holds" in page

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import flexfleet as ff
-from fl_engine.core.errors import FlexfleetError, IntegrityError
+from fl_engine.core.errors import IntegrityError
 from fl_engine.storage.store import sha256
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.publish import export
@@ -68,30 +68,6 @@ def test_changed_run_is_not_published(finished: Any, quick: Sequence[str], tmp_p
         export(Resolved.load(None, quick), run, tmp_path / "export")
 
 
-def test_changed_run_stops_a_resumed_comparison(
-    flexfleet: Any, quick: Sequence[str], own_folder: None, no_drawings: None
-) -> None:
-    options = {"rounds.stop": 1, "tracking.mlflow": None, "dataset.train_samples": 240, "partition.clients": 6}
-    options |= {"partition.minimum": 5, "dataset.test_samples": 60}
-    ff.compare(["all_large"], seeds=[0], id="c", options=options, progress=False)
-    edit(Path("runs/c/all_large-s0/result.json"))
-    with pytest.raises(IntegrityError) as error:
-        ff.compare(["all_large"], seeds=[0], id="c", options=options, resume=True, progress=False)
-    assert "result.json" in str(error.value)
-
-
-def test_changed_central_training_is_no_reference(
-    flexfleet: Any, quick: Sequence[str], own_folder: None, no_drawings: None
-) -> None:
-    sets = [*(each for each in quick if not each.startswith("algorithm.")), "central.epochs=1"]
-    assert flexfleet("central", "--run-id", "c", sets=sets).code == 0
-    edit(Path("runs/c/result.json"))
-    done = flexfleet("compare", "--algorithms", "flexfl", "--central", "runs/c", "--id", "x", sets=sets)
-    assert done.code == 4 and "result.json" in done.err
-    assert flexfleet("central", "--run-id", "c", "--resume", sets=sets).code == 0
-    assert json.loads(Path("runs/c/manifest.json").read_text())["files"].keys() >= {"central.json", "result.json"}
-
-
 def test_files_added_after_the_end_change_nothing(finished: Any, flexfleet: Any) -> None:
     run, done = finished
     assert flexfleet("report", str(run), "--out", str(run / "report.html")).code == 0
@@ -119,14 +95,3 @@ def test_more_rounds_make_another_manifest(finished: Any) -> None:
     longer = ff.load(run).resume(rounds=len(ff.load(run).history) + 1, progress=False)
     assert longer.status == ff.load(run).status == "finished"
     assert (run / "manifest.json").read_bytes() != before
-
-
-def test_run_that_is_stopped_again_has_no_manifest(finished: Any) -> None:
-    class Broken(ff.Callback):
-        def on_round(self, round: ff.Round) -> Any:
-            raise RuntimeError("of the user's own")
-
-    run, _ = finished
-    with pytest.raises((RuntimeError, FlexfleetError)):
-        ff.load(run).resume(rounds=9, callbacks=[Broken()], progress=False)
-    assert ff.load(run).status == "stopped"

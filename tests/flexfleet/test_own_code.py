@@ -16,7 +16,6 @@ from fl_engine.backends.processes import Processes
 from fl_engine.core.allowed import ALLOWED
 from fl_engine.core.errors import ClientError
 from fl_engine.storage import code
-from fl_engine.storage.store import sha256
 from flexfleet.config.overrides import parse_sets
 from flexfleet.files.artifacts import RunFile
 from flexfleet.pipeline import report, retry
@@ -122,15 +121,6 @@ def test_changed_source_does_not_resume(run: Any, package: Path, flexfleet: Any,
     assert "run.code = None is no code of its own now" in done.err
 
 
-def test_the_status_of_a_run_needs_no_source(run: Any, package: Path, flexfleet: Any) -> None:
-    run("a")
-    package.rename(package.with_name("away"))
-    code.disable()
-    done = flexfleet("status", "runs/a", "--json")
-    assert done.code == 0, done.err
-    assert done.json["status"] == "finished"
-
-
 def test_looking_at_a_run_executes_none_of_its_code(run: Any, package: Path, flexfleet: Any) -> None:
     (package / "__init__.py").write_text("open('executed', 'a').close()\n")
     run("a", "rounds.stop=1")
@@ -143,24 +133,6 @@ def test_looking_at_a_run_executes_none_of_its_code(run: Any, package: Path, fle
     found = ff.load("a")
     assert (found.status, len(found.history), len(found.levels)) == ("finished", 1, 1)
     assert found.metrics["avg"] >= 0
-    assert not Path("executed").exists()
-
-
-class Stop(ff.Callback):
-    def on_round(self, round: ff.Round) -> Any:
-        return ff.STOP if round.number == 1 else None
-
-
-def test_looking_at_a_run_that_was_stopped_executes_none_of_its_code(package: Path, quick: Sequence[str]) -> None:
-    (package / "__init__.py").write_text("open('executed', 'a').close()\n")
-    options = parse_sets([*quick, *SETS]) | {"run.code": str(package), "rounds.stop": 3}
-    options["rounds.evaluate_every"] = 1
-    ff.run(options=options, run_id="a", callbacks=[Stop()], progress=False)
-    Path("executed").unlink()
-    package.rename(package.with_name("away"))
-    found = ff.load("a")
-    assert "stopped, round 1, avg" in repr(found) and "avg" in found._repr_html_()
-    assert set(found.metrics["levels"]) == set(found.levels["name"]) and found.metrics["full"] > 0
     assert not Path("executed").exists()
 
 
@@ -225,28 +197,3 @@ def test_what_cannot_be_imported_is_named_before_round_one(
     done = flexfleet("check", sets=[*quick, *SETS, f"run.code={package}", *sets])
     assert done.code == 2
     assert said in done.err
-
-
-def test_missing_packages_are_named_before_round_one(flexfleet: Any, quick: Sequence[str], package: Path) -> None:
-    (package / "loss.py").write_text("import nowhere23\nfrom nothing23 import x\n")
-    done = flexfleet("check", sets=[*quick, *SETS, f"run.code={package}"])
-    assert done.code == 2
-    assert "theirs23 imports what is not installed here: nowhere23 (theirs23/loss.py, line 1), nothing23" in done.err
-    assert not Path("runs").exists()
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("warm_starts")
-def test_a_comparison_of_ones_own_and_a_known_one(flexfleet: Any, quick: Sequence[str], package: Path) -> None:
-    sets = [s for s in quick if not s.startswith("algorithm.")] + [f"run.code={package}", "rounds.stop=1"]
-    labels = f"mine={NAME}.mine:Mine,all_large"
-    done = flexfleet("compare", "--algorithms", labels, "--id", "both", "--json", sets=sets)
-    assert done.code == 0, done.err
-    digests = {RunFile.read(path).code_sha256 for path in Path("runs/both").glob("*/run.json")}
-    assert digests == {code.pack(package).sha256}
-
-
-def test_the_sha256_is_that_of_the_file(run: Any) -> None:
-    run("a", "rounds.stop=1")
-    (path,) = Path("runs/a/code").iterdir()
-    assert sha256(path.read_bytes()) == path.stem == record("a").code_sha256

@@ -4,26 +4,22 @@ docs/guides/extending/preparations.md finds."""
 from __future__ import annotations
 
 import json
-import logging
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from fl_engine.algorithms import FlexFL, HeteroFL
+from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.levels import prefix_pool
 from fl_engine.core.contracts import ModelFamily, PreparationContext, ServerContext
-from fl_engine.core.errors import ConfigError, PartitionError, PoolError
+from fl_engine.core.errors import ConfigError, PartitionError
 from fl_engine.core.types import Pool, Prepared
-from fl_engine.preparation import CONTRACT, PREPARATIONS, preparation
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import PoolFile
-from flexfleet.pipeline import model_pool, pretrain
 from flexfleet.pipeline.check import check
-from flexfleet.pipeline.partition import cut, server_of
+from flexfleet.pipeline.partition import cut
 from flexfleet.pipeline.prepare import Resolved
 from tests.harness.searched import MADE, prepared_in
 from tests.harness.searched import searched as searched  # a fixture
@@ -59,16 +55,6 @@ def test_what_is_found_decides_the_pool(flexfleet: Any, sets: list[str]) -> None
     assert widths[1e9] == 0.25
 
 
-def test_a_long_preparation_is_not_silent(
-    flexfleet: Any, sets: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Pre-training can take minutes, in which a log has to show that it goes on."""
-    monkeypatch.setattr(pretrain, "SILENT_S", 0.0)
-    caplog.set_level(logging.INFO, "flexfleet")
-    assert flexfleet("run", "--run-id", "a", sets=[*sets, "rounds.stop=1"]).code == 0
-    assert "pretrain: searched:Search, 0 s so far" in caplog.text
-
-
 # ------------------------------------------------------------------------------------------- what the pool gets
 @dataclass(frozen=True)
 class Counts(FlexFL):
@@ -96,47 +82,7 @@ def test_the_pool_may_ask_the_server(flexfleet: Any, quick: Sequence[str]) -> No
     assert "asks for the server's data" in done.err and "leave out --input" in done.err
 
 
-ODD_NAMES = ("a/b", "..", "", "a:b", 'a"b', "a\nb", "x" * 65)
 """They would be other folders, or none, or what MLflow refuses when the run is done."""
-
-
-@dataclass(frozen=True)
-class Odd(HeteroFL):
-    how: str = ""
-
-    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Any:
-        pool = prefix_pool(self, family, (0.5, 1.0))
-        unreported = replace(pool[-1], reported=False)
-        as_is: dict[str, Any] = {"none": None, "empty": (), "one": pool[0], "specs": (pool[0].spec,)}
-        as_is |= {each: (pool[0], replace(pool[1], name=each)) for each in ODD_NAMES}
-        as_is |= {"reversed": pool[::-1], "twice": (*pool, pool[-1]), "unreported": (pool[0], unreported)}
-        return as_is.get(self.how, list(pool))
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("none", r"one PoolModel or more, smallest first, got None$"),
-        ("empty", r"smallest first, got \(\)$"),
-        ("one", r"smallest first, got PoolModel"),
-        ("specs", r"smallest first, got \(SubmodelSpec"),
-        ("reversed", r"smallest model first, got 1x \([\d,]+ parameters\) before 0.5x \([\d,]+\)$"),
-        ("twice", r"two models are named 1x"),
-        ("unreported", r"the largest model, 1x, must be reported"),
-        *((name, rf"a model's name must .*, got {re.escape(repr(name))}$") for name in ODD_NAMES),
-    ],
-)
-def test_a_pool_of_ones_own_is_checked_before_anything_runs(quick: Sequence[str], how: str, said: str) -> None:
-    resolved = Resolved.load(None, [*quick, f"algorithm.name={HERE}:Odd", f"algorithm.how={json.dumps(how)}"])
-    server = server_of(resolved)
-    with pytest.raises(PoolError, match=f"^Odd.pool.*{said}"):
-        check(resolved)
-    with pytest.raises(PoolError, match=f"^Odd.pool.*{said}"):
-        model_pool.build(resolved.config, resolved.algorithm, resolved.family, {}, server, {})
-
-
-def test_a_list_is_a_pool_too(quick: Sequence[str]) -> None:
-    assert check(Resolved.load(None, [*quick, f"algorithm.name={HERE}:Odd", "algorithm.how=list"]))["ok"]
 
 
 def test_the_pool_command_prepares_and_leaves_nothing(flexfleet: Any, sets: list[str], tmp_path: Path) -> None:
@@ -148,13 +94,6 @@ def test_the_pool_command_prepares_and_leaves_nothing(flexfleet: Any, sets: list
     assert found.algorithm.preparations == ("searched:Search",)
     done = flexfleet("pool", "--input", "1x8x8", "--classes", "10", sets=sets)
     assert done.code == 2 and "asks for searched:Search, which takes data" in done.err
-
-
-def test_the_server_is_not_made_before_it_is_asked(quick: Sequence[str]) -> None:
-    """A pool that does not ask needs no partition: here there can be none."""
-    server = server_of(Resolved.load(None, [*quick, "partition.clients=240", "partition.minimum=5"]))
-    with pytest.raises(Exception, match="240 clients"):
-        _ = server.samples
 
 
 @dataclass(frozen=True)
@@ -276,9 +215,3 @@ def test_what_the_file_cannot_hold_is_refused(sets: list[str], tmp_path: Path, m
     with pytest.raises(ConfigError, match=f"'searched:Search' made what {MADE} cannot hold"):
         prepared_in(tmp_path / "a", sets)
     assert not (tmp_path / "a" / "pretrain" / MADE).exists()
-
-
-@pytest.mark.parametrize("name", PREPARATIONS)
-def test_the_registered_ones_fit_their_contract(name: str) -> None:
-    assert CONTRACT.kind(name) is PREPARATIONS[name]
-    assert type(preparation(name)) is PREPARATIONS[name]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fl_engine.core.errors import ConfigError, IntegrityError, PartitionError
+from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.data.partition_files import TENSORS
 from fl_engine.storage import code
 from flexfleet.config import load_config
@@ -20,7 +20,7 @@ from flexfleet.config.comparison_runs import Entry
 from flexfleet.experiments import comparison_tasks
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import Apoz
-from flexfleet.pipeline import keys, labels, share
+from flexfleet.pipeline import keys, share
 from flexfleet.pipeline.partition import partition
 from flexfleet.pipeline.prepare import Resolved
 from tests.harness.searched import MADE, prepared_in, recipe
@@ -90,21 +90,6 @@ def test_another_input_computes_again(tmp_path: Path, sets: list[str], what: str
     fresh = prepared_in(tmp_path / "b", sets)
     assert (fresh / MADE).read_bytes() == (folder / MADE).read_bytes()
     assert prepared.index(fresh)["searched:Search"] == now
-
-
-def test_another_file_beside_its_own_computes_again(tmp_path: Path, sets: list[str]) -> None:
-    """One that it takes names from: a file that is merely there says nothing of it."""
-    inputs = []
-    for text, other in (("OWN = 1", ""), ("OWN = 2", ""), ("OWN = 2", "OTHER = 1")):
-        (tmp_path / "beside.py").write_text(text)
-        (tmp_path / "other.py").write_text(other)
-        (tmp_path / "searched.py").write_text(f"import beside\n{recipe()}")
-        for name in ("beside", "searched"):
-            sys.modules.pop(name, None)
-        folder = prepared_in(tmp_path / "a", sets)
-        inputs.append(prepared.index(folder)["searched:Search"].inputs)
-    sys.modules.pop("beside")
-    assert inputs[0] != inputs[1] == inputs[2]
 
 
 NET = """
@@ -201,24 +186,6 @@ def test_an_algorithm_without_it_leaves_nothing_of_it(tmp_path: Path, quick: Seq
     assert prepared.index(folder) == {}
     prepared_in(tmp_path / "a", quick)
     assert len(Apoz.read(folder / "apoz.json").layers) == 4
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("algorithm", ["flexfl", "fedx"])
-def test_an_optimiser_that_begins_anew_each_epoch_finds_something_else(
-    tmp_path: Path, quick: Sequence[str], algorithm: str
-) -> None:
-    """`pretrain.reset_adam`, as in FlexFL's code; in a single epoch both are the same."""
-
-    def found(epochs: int, reset: str) -> Any:
-        sets = [*quick, f"algorithm.name={algorithm}", f"pretrain.epochs={epochs}", f"pretrain.reset_adam={reset}"]
-        folder = prepared_in(tmp_path / f"{epochs}-{reset}", sets)
-        if algorithm == "fedx":
-            return (folder / "supernet.safetensors").read_bytes()
-        return Apoz.read(folder / "apoz.json").layers
-
-    assert found(2, "true") != found(2, "false")
-    assert found(1, "true") == found(1, "false")
 
 
 # ------------------------------------------------------------------------------------------------- it is damaged
@@ -374,46 +341,6 @@ def test_what_is_shared_belongs_to_the_content_of_files_and_code(
     }
     with pytest.raises(ConfigError, match=r"other settings \(the content of partition.map: '"):
         share.adopt(now["map"], tmp_path / "map", tmp_path / "out")
-
-
-@pytest.mark.parametrize("file", ["map.json", "f.npy"])
-def test_files_of_a_partition_lie_only_where_it_is_computed(tmp_path: Path, quick: Sequence[str], file: str) -> None:
-    """A study's trials run in other pods; and what earlier versions shared has no digests of files."""
-    Path("map.json").write_text(json.dumps({"clients": [list(range(i, 240, 6)) for i in range(6)]}))
-    np.save("f.npy", np.eye(6)[np.arange(240) % 6])
-    ways = {
-        "map.json": ["partition.rule=manual", "partition.map=map.json"],
-        "f.npy": ["partition.features=f.npy", "partition.clusters=3"],
-    }
-    more = ways[file]
-    resolved, other = (Resolved.load(None, [*quick, "algorithm.name=all_large", *more, f"seed={i}"]) for i in range(2))
-    share.share(resolved, tmp_path / "shared")
-    about = share.Shared.read(tmp_path / "shared" / share.ABOUT)
-    older = {k: v for k, v in about.settings.items() if k not in labels.CONTENTS}
-    assert len(older) == len(about.settings) - 1
-    Path(file).rename(f"elsewhere-{file}")
-    for settings, there in ((about.settings, False), (older, False), (older, True)):
-        if there:
-            Path(f"elsewhere-{file}").rename(file)
-        share.Shared(settings=settings).write(tmp_path / "shared" / share.ABOUT)
-        assert (share.fits(resolved, tmp_path / "shared"), share.fits(other, tmp_path / "shared")) == (True, False)
-        share.adopt(resolved, tmp_path / "shared", tmp_path / "out")
-    Path(file).unlink()
-    with pytest.raises(PartitionError, match=rf"{file} cannot be read: No such file"):
-        share.share(resolved, tmp_path / "again")
-
-
-def test_a_comparison_searches_once(sets: list[str], tmp_path: Path) -> None:
-    """As tasks of a graph, where the runs are made elsewhere than what they share."""
-    own = {"a": "training.lr=0.05", "b": "training.lr=0.01", "wide": "algorithm.candidates=[0.75]"}
-    runs = [Entry(label, 0, load_config(None, [*sets, "rounds.stop=1", more])) for label, more in own.items()]
-    inputs, path = {}, tmp_path / "pairs"
-    for number in comparison_tasks.hand_over(comparison_tasks.pairs_of(runs, "c", tmp_path / "shared"), None, path):
-        label = (file := comparison_tasks.PairsFile.read(path)).pair(number).label
-        comparison_tasks.run_pair(file, number, tmp_path / "shared", tmp_path / "out" / label, "")
-        inputs[label] = prepared.index(tmp_path / "out" / label / "pretrain")["searched:Search"].inputs
-    (shared,) = (tmp_path / "shared" / "c").iterdir()
-    assert prepared.index(shared / "pretrain")["searched:Search"].inputs == inputs["a"] == inputs["b"] != inputs["wide"]
 
 
 def test_the_key_of_a_private_run_stays_in_its_store(quick: Sequence[str], tmp_path: Path) -> None:

@@ -13,12 +13,11 @@ import torch
 import yaml
 
 from fl_engine.core.costs import count_params
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
+from fl_engine.core.errors import EnvironmentFailure, IntegrityError
 from fl_engine.core.text import read_yaml
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier, simulated_seconds
 from fl_engine.remote.messages import Invitation, Probe
-from fl_engine.storage import store as stores
 from fl_engine.storage.urls import Upload
 from fl_engine.training import memory, pace
 from fl_engine.training.memory import Trial
@@ -26,7 +25,6 @@ from fl_engine.training.pace import Pace
 from flexfleet.config import load_config
 from flexfleet.pipeline import profile as device
 from flexfleet.pipeline.prepare import Resolved
-from tests.conftest import MemoryStore
 from tests.harness.moto_server import moto
 from tests.harness.processes import refused
 from tests.laws.test_power import board, ina
@@ -163,22 +161,6 @@ def test_a_device_without_room_for_any_level_is_told(resolved: Resolved) -> None
         device.profile(resolved, room=10**6)
 
 
-def test_what_is_free_is_the_containers_limit_or_the_systems(
-    resolved: Resolved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 900000 kB\nMemAvailable: 500000 kB\n")
-    monkeypatch.setenv("FLEXFLEET_PROC", str(tmp_path))
-    monkeypatch.setenv("FLEXFLEET_CGROUP", str(tmp_path))
-    assert device.profile(resolved).room_bytes == 500_000 * 1024
-    for name, value in {"memory.max": 300_000_000, "memory.current": 100_000_000}.items():
-        (tmp_path / name).write_text(f"{value}\n")
-    assert device.profile(resolved).room_bytes == 200_000_000
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "meminfo").write_text("")
-    with pytest.raises(EnvironmentFailure, match="give --memory MB"):
-        device.profile(resolved)
-
-
 def test_what_was_not_measured_is_left_out_and_said(resolved: Resolved) -> None:
     found = device.profile(resolved, room=10**9)
     assert set(found.tier) == {"name", "share", "memory", "speed"}
@@ -205,48 +187,4 @@ def test_a_store_that_refuses_leaves_the_bandwidth_out(resolved: Resolved, monke
     assert "# No bandwidth: HTTP 403 AccessDenied." in device.text(found)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"seconds": 0.0}, "--seconds"),
-        ({"seconds": float("nan")}, "--seconds"),
-        ({"share": 0.0}, "--share"),
-        ({"share": 1.5}, "--share"),
-        ({"room": 0.0}, "--memory"),
-        ({"room": float("nan")}, "--memory"),
-    ],
-)
-def test_options_that_cannot_be(resolved: Resolved, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        device.profile(resolved, **options)
-
-
 # ------------------------------------------------------------------------------------------------- the bandwidth
-class Slow(MemoryStore):
-    """Takes 1 s to write and 3 s to read, by a clock of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def put(self, key: str, value: bytes) -> None:
-        self.now += 1
-        super().put(key, value)
-
-    def get(self, key: str, limit: int | None = None) -> bytes:
-        self.now += 3
-        return super().get(key, limit)
-
-
-def test_bandwidth_is_all_bits_over_all_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 million bits there in 1 s and back in 3 s: 4 million a second."""
-    store = Slow()
-    monkeypatch.setattr(stores, "time", store)
-    assert stores.bits_per_second(store, size=10**6) == pytest.approx(4e6)
-    assert len(store.files["probe"]) == 10**6
-    monkeypatch.setattr(MemoryStore, "get", lambda *_: b"x")
-    with pytest.raises(IntegrityError, match="other bytes came back"):
-        stores.bits_per_second(store)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import io
 import logging
@@ -14,11 +13,8 @@ from typing import Any
 
 import pytest
 
-from fl_engine.training import numerics
-from flexfleet.api.progress import shown as shown_in_python
 from flexfleet.experiments import executor
 from flexfleet.files.progress import CLEAR, Live, counted_warnings, span
-from flexfleet.files.terminal import settle
 from flexfleet.tracking.console import Console, brief, told
 
 log = logging.getLogger("flexfleet")
@@ -79,31 +75,6 @@ def test_the_last_round_has_no_time_left(caplog: pytest.LogCaptureFixture) -> No
     assert "ETA" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("row", "beginning"),
-    [
-        ({key: value for key, value in ROW.items() if "/" not in key}, "avg 80.0 %  full 90.0 %  loss"),
-        (
-            {"avg": 0.9, "full": 0.9, "accuracy/full": 0.9, "loss/full": 1.0, **WORK, "seconds_round": 1.0},
-            "full 90.0 %  loss",
-        ),
-        ({**WORK, "seconds_round": 1.0}, "loss 0.412"),
-        (
-            {"avg": 0.5, "full": 0.75, "r2/a": 0.25, "mae/a": 3.0, "loss/a": 1.0, "r2/b": 0.75, "mae/b": 2.0,
-             "loss/b": 1.0, **WORK, "seconds_round": 1.0},
-            "avg 0.500 (a 0.250, b 0.750)  loss",
-        ),
-    ],
-)  # fmt: skip
-def test_what_was_evaluated_is_told(row: dict[str, float], beginning: str) -> None:
-    assert told(row).startswith(beginning)
-
-
-def test_many_levels_are_not_told_one_by_one() -> None:
-    many = {f"{kind}/L{i}": 0.9 for i in range(6) for kind in ("accuracy", "loss")}
-    assert told({"avg": 0.9, "full": 0.9, **many, **WORK, "seconds_round": 1.0}).startswith("avg 90.0 %  full 90.0 %")
-
-
 def test_failures_are_named_only_when_there_are_some() -> None:
     assert "failed" not in brief(ROW) and "pruned" not in told(ROW)
     assert "5 trained, 3 failed" in told(ROW | {"clients_failed": 3.0})
@@ -158,79 +129,6 @@ def test_the_round_at_work_is_below_the_lines(terminal: Terminal) -> None:
     assert above
 
 
-def test_the_line_gives_way_to_handlers_of_the_package_too(
-    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From Python the handler is on the package's logger. A log file's is not the terminal's."""
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    shown, file = logging.StreamHandler(terminal), logging.FileHandler(tmp_path / "a.log")
-    monkeypatch.setattr(log, "handlers", [shown, file])
-    live = Live(Clock())
-    live.show("round 1/2: 5 of 6 clients")
-    assert not file.filters
-    log.info("round 1/2  avg")
-    assert seen(terminal) == ["round 1/2  avg", ""]
-    live.close()
-    file.close()
-    assert not shown.filters
-
-
-def test_python_shows_lines_after_basic_config_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = io.StringIO()
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [logging.StreamHandler(screen)])
-    monkeypatch.setattr(root, "level", logging.WARNING)
-    monkeypatch.setattr(log, "level", logging.NOTSET)
-    monkeypatch.setattr(log, "handlers", [])
-    root.manager._clear_cache()  # type: ignore[attr-defined]
-    with shown_in_python(True):
-        log.info("round 1/2")
-    log.info("after")
-    assert screen.getvalue() == "round 1/2\n" and log.level == logging.NOTSET
-    with shown_in_python(False):
-        log.info("hidden")
-        log.warning("a warning")
-    assert screen.getvalue().endswith("round 1/2\na warning\n")
-    log.setLevel(logging.WARNING)  # the process's own choice
-    with shown_in_python(None):
-        log.info("hidden")
-    assert "hidden" not in screen.getvalue()
-
-
-def test_one_by_one_says_which_run_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    jobs = [executor.Command(n, "m", (), tmp_path / f"{n}.log", call=lambda: None) for n in ("a-s0", "b-s0")]
-    with caplog.at_level(logging.INFO, "flexfleet"):
-        executor.one_by_one(jobs)
-    assert [line for line in caplog.messages if "begins" in line] == ["a-s0 begins (1 of 2)", "b-s0 begins (2 of 2)"]
-
-
-def test_an_error_of_own_code_names_its_run(tmp_path: Path) -> None:
-    def fail() -> None:
-        raise ZeroDivisionError("of somebody's own")
-
-    job = executor.Command("mine-s0", "m", (), tmp_path / "a.log", call=fail)
-    with pytest.raises(ZeroDivisionError) as told:
-        executor.one_by_one([job])
-    assert told.value.__notes__ == ["in mine-s0 (1 of 1); what was made before it is kept"]
-
-
-def test_a_late_import_is_told_by_the_first_run_that_shows_warnings(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    late = SimpleNamespace(mkl_serv_cbwr_get=lambda _: 1, mkl_serv_cbwr_set=lambda _: -1)  # OFF, and too late
-    monkeypatch.setattr(numerics, "_mkl", lambda: late)
-    monkeypatch.setenv("MKL_CBWR", "AUTO")
-    numerics._tell_late.cache_clear()
-    with caplog.at_level(logging.ERROR, "flexfleet"):
-        numerics.settle()
-    assert caplog.messages == []
-    with caplog.at_level(logging.INFO, "flexfleet"):
-        numerics.settle()
-        numerics.settle()
-    assert len(caplog.messages) == 1 and "Import flexfleet before torch computes" in caplog.messages[0]
-    numerics._tell_late.cache_clear()
-
-
 @pytest.mark.parametrize(("columns", "shown"), [(20, "x" * 16 + "..."), (4, "..."), (3, ".."), (2, "."), (1, "")])
 def test_a_long_line_is_cut_to_the_terminal(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch, columns: int, shown: str
@@ -262,16 +160,6 @@ def test_a_log_hears_of_a_long_round_once_a_minute(caplog: pytest.LogCaptureFixt
     assert [message.split(" clients")[0] for message in caplog.messages] == [
         "round 1/3: 60 of 200", "round 1/3: 120 of 200"
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("quiet", [True, False])
-def test_quiet_silences_libraries_too(terminal: Terminal, quiet: bool) -> None:
-    root, library = logging.getLogger(), logging.getLogger("somebody.else")
-    root.setLevel(logging.INFO)
-    settle(argparse.Namespace(quiet=quiet, verbose=False))
-    library.info("told")
-    library.warning("warned")
-    assert ("told" in terminal.getvalue(), "warned" in terminal.getvalue()) == (not quiet, True)
 
 
 def test_quiet_shows_no_line(terminal: Terminal) -> None:
@@ -317,13 +205,6 @@ def test_a_repeated_warning_is_told_once_and_counted(caplog: pytest.LogCaptureFi
     assert caplog.messages[-1] == "client 2: after it"
 
 
-def test_with_v_every_warning_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "flexfleet"), counted_warnings():
-        for client in range(3):
-            log.warning("client %d", client)
-    assert caplog.messages == ["client 0", "client 1", "client 2"]
-
-
 def test_a_run_counts_its_warnings(flexfleet: Any, quick: list[str], tmp_path: Path, caplog: Any) -> None:
     sets = [each for each in quick if not each.startswith("run.store")] + [f"run.store={tmp_path}"]
     with caplog.at_level(logging.INFO, "flexfleet"):
@@ -346,17 +227,3 @@ def test_runs_side_by_side_show_how_far_they_are(tmp_path: Path, terminal: Termi
     assert [executor._progress(job) for job in jobs] == [
         "a-s0 round 12/40 avg 81.3 %", "b-s0 round 3/40 full 0.512", "c-s0 begins"
     ]  # fmt: skip
-
-
-def test_a_running_process_is_shown_live(tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "slow_job.py").write_text(
-        "import sys, time\n"
-        "for i in range(1, 5):\n    print(f'12:00:00 round {i}/4  avg {i}.0 %', flush=True)\n    time.sleep(0.4)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    job = executor.Command("x-s1", "slow_job", (), tmp_path / "x.log")
-    assert executor.side_by_side([job], 1) == {"x-s1": 0}
-    shown = re.findall(r"0 of 1 done; x-s1 (?:begins|round \d/4 avg \d.0 %)", terminal.getvalue())
-    assert 2 <= len(shown) <= 8 and any("round" in line for line in shown)
-    *_, last, empty = seen(terminal)
-    assert last.startswith("x-s1 finished after") and empty == ""

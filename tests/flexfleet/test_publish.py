@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -21,17 +18,14 @@ import torch
 from torch import nn
 
 from fl_engine.algorithms.heterofl import HeteroFL
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, Unreachable
+from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
 from fl_engine.models import SmallCNN, export
-from fl_engine.models.traced import from_module
 from fl_engine.storage.store import FolderStore, decode
-from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import tiny_pool
 from fl_engine.training.evaluation import weights_of
 from flexfleet.config import Config, load_config
-from flexfleet.experiments import nightly, nightly_suite
 from flexfleet.files.artifacts import EvaluationFile, PoolFile, Result
 from flexfleet.pipeline import publish
 from flexfleet.pipeline.check import check
@@ -68,7 +62,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory, quick: tuple[str, ...]) -> Ran
 
 
 NAME = "digits-small_cnn-dirichlet-flexfl"
-DIGITS = nightly_suite.path_of("digits")
 
 
 # ------------------------------------------------------------------------------------------------- export
@@ -109,23 +102,6 @@ def test_the_statistics_are_those_of_the_proxy_by_hand(samples: int, close: floa
     assert again[0] is static and again[1] is found, "a network that keeps statistics has them already"
     with pytest.raises(ConfigError, match=r"partition\.proxy"):
         export.with_statistics(family, params, member, data, proxy[:0])
-
-
-def test_a_network_that_cannot_keep_statistics_says_what_to_do() -> None:
-    norm = torch.nn.BatchNorm1d(6, track_running_stats=False)
-    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 6), norm, torch.nn.Linear(6, 10))
-    with pytest.raises(ConfigError, match="track_running_stats=False"):
-        export.check(from_module(module)((1, 8, 8), 10), proxy=40, static_bn=False)
-
-
-def test_a_full_disk_is_no_network_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.onnx")
-
-    x, y = torch.randn(4, 1, 8, 8), torch.arange(4)
-    monkeypatch.setattr(export, "_write", full)
-    with pytest.raises(OSError, match="No space left on device"):
-        export.check_onnx(SmallCNN((1, 8, 8), 4, width=0.5), Data("made_up", Classification(4), x, y, x, y))
 
 
 def test_a_network_with_exits_is_exported_as_it_is_used(tmp_path: Path) -> None:
@@ -243,15 +219,6 @@ def test_one_model_answers_for_any_level_in_a_process_without_this_package(ran: 
     assert wrong == "level is one of M1, M2, M3, got 'M9'"
 
 
-def test_a_level_with_a_quote_in_its_name_is_found_again(ran: Ran) -> None:
-    """Two of FlexFL's levels are called like that; they are not reported, and those of one's own may be."""
-    folder, run_id = ran.out / "export" / "M1", ran.result.mlflow_run_id
-    for _ in range(2):
-        publish._version(ran.client, "quoted-M2'", str(folder), str(run_id), "f" * 64, "")
-    assert len(ran.client.search_model_versions('name = "quoted-M2\'"')) == 1
-    assert ran.client.get_model_version_by_alias("quoted-M2'", publish.CANDIDATE).run_id == run_id
-
-
 def test_done_again_it_makes_no_second_version_and_another_run_makes_one(ran: Ran) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ran.out.parents[1])
@@ -297,45 +264,6 @@ def test_a_version_whose_registration_was_killed_becomes_candidate_later(
     assert client.get_registered_model("m").aliases == {"candidate": 1}, "as somebody has set it by hand"
 
 
-@pytest.mark.parametrize("init", [False, True])
-def test_the_code_of_ones_own_network_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: bool) -> None:
-    """A folder is a package without an __init__.py too, and may then lie in several places."""
-    name = f"own_network_{init}"
-    for place in ("else", "here"):
-        (tmp_path / place / name).mkdir(parents=True)
-        monkeypatch.syspath_prepend(tmp_path / place)
-    folder = tmp_path / "here" / name
-    (folder / "net.py").write_text("NET = 1\n")
-    if init:
-        (folder / "__init__.py").write_text("")
-    assert publish._own_code(f"{name}.net:NET", tmp_path / "scratch") == [str(folder)]
-
-
-NOBODY = "http://127.0.0.1:9"
-
-
-def asks(name: str, ran: Ran, out: Path) -> Any:
-    client = Patient(NOBODY, 0.0)
-    if name == "register":
-        levels = [export.read(ran.out / "export" / "M1")]
-        model = ran.result.model_sha256
-        return publish.register(client, "f" * 32, NAME, ran.data, ran.out / "export", levels, model)
-    if name == "promote":
-        return publish.promote(client, "f" * 32, ran.result.model_sha256)
-    if name == "fetch":
-        return dvc_runs.fetch_run(NOBODY, "f" * 32, out)
-    runs = nightly_suite.runs_of(nightly_suite.load(DIGITS), "digits", (0, 1, 2), {"tracking.mlflow": NOBODY}, "n")
-    night = nightly.Night(DIGITS, nightly_suite.load(DIGITS), "n", runs)
-    tracked: Any = SimpleNamespace(uri=NOBODY, client=client, run_id="f" * 32, experiment_id="1")
-    if name == "passed":
-        return nightly.passed_since(night, tracked)
-    if name == "judged":
-        return nightly._judged({}, out, tracked)
-    verdict: Any = SimpleNamespace(passed=True)
-    figures: Any = SimpleNamespace(labels={})
-    return nightly._record(night, {}, out, verdict, tracked, figures)
-
-
 def test_a_lost_answer_leaves_one_version(mlflow_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow's client repeats the request, and its server makes one more version."""
     client, create = client_of(mlflow_uri), mlflow.MlflowClient.create_model_version
@@ -352,18 +280,6 @@ def test_a_lost_answer_leaves_one_version(mlflow_uri: str, monkeypatch: pytest.M
     found = sorted(int(version.version) for version in client.search_model_versions("name = 'm'"))
     assert found == [1, 4], "what was there before may be somebody's"
     assert client.get_registered_model("m").aliases["candidate"] == 4
-
-
-@pytest.mark.parametrize("name", ["register", "promote", "fetch", "passed", "judged", "record"])
-def test_a_server_that_does_not_answer_is_asked_again_later(
-    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """It is told as what a task tries again, and not as a bug or as a run that does not exist."""
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setattr(publish, "_pyfunc", lambda *_: tmp_path)
-    monkeypatch.setattr(nightly, "log_outcome", lambda *_: None)
-    with pytest.raises(Unreachable, match=NOBODY):
-        asks(name, ran, tmp_path / "out")
 
 
 def aliases(ran: Ran, name: str) -> dict[str, str]:
@@ -410,27 +326,6 @@ def test_what_the_remote_has_lost_or_changed_is_told(ran: Ran, tmp_path: Path) -
     assert not (tmp_path / "back").exists()
     with pytest.raises(ConfigError, match=r"\.dvc pointer"):
         dvc_remote.pull({"m.bin": "nothing"}, str(remote), tmp_path / "back")
-
-
-@pytest.mark.parametrize("code", [errno.EIO])
-def test_why_a_remote_does_not_take_or_give_is_said_and_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int
-) -> None:
-    """DVC raises how many files failed, and logs why."""
-    (tmp_path / "m.bin").write_bytes(b"a model")
-    pointers = dvc_remote.push({"m.bin": tmp_path / "m.bin"}, str(tmp_path / "remote"))
-
-    def failing(source: str, target: str, **more: Any) -> None:
-        if str(tmp_path) in f"{source} {target}":
-            raise OSError(code, os.strerror(code))
-        shutil.copyfile(source, target)
-
-    monkeypatch.setattr("dvc_objects.fs.local.copyfile", failing)
-    with pytest.raises(EnvironmentFailure, match=rf"DVC at .*full: OSError: .*{os.strerror(code)}"):
-        dvc_remote.push({"m.bin": tmp_path / "m.bin"}, str(tmp_path / "full"))
-    with pytest.raises(EnvironmentFailure, match=rf"DVC at .*remote: OSError: .*{os.strerror(code)}"):
-        dvc_remote.pull(pointers, str(tmp_path / "remote"), tmp_path / "back")
-    assert capfd.readouterr() == ("", "")
 
 
 def test_a_remote_in_a_folder_is_found_from_any_other(

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import mlflow
 import numpy as np
 import pytest
 
-from fl_engine.core.errors import ConfigError, IntegrityError, Unreachable
+from fl_engine.core.errors import IntegrityError
 from fl_engine.data import partition_files
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.lease import Holder
 from fl_engine.storage.store import decode, sha256
-from flexfleet.config import load_config, parse
+from flexfleet.config import parse
 from flexfleet.files.artifacts import Apoz, EvaluationFile, History, PoolFile, RunFile
 from flexfleet.pipeline import evaluate as evaluate_module
 from flexfleet.pipeline import federate as federate_module
@@ -28,23 +26,10 @@ from flexfleet.pipeline import model_pool as model_pool_module
 from flexfleet.pipeline import partition as partition_module
 from flexfleet.pipeline import pretrain as pretrain_module
 from flexfleet.pipeline import report as gathering
-from flexfleet.pipeline import retry as retry_module
-from flexfleet.pipeline import share as share_module
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.reports import report as report_module
-from flexfleet.tracking.trackers import MLflow
 
 Step = Callable[..., Any]
-STEPS = [
-    partition_module,
-    pretrain_module,
-    model_pool_module,
-    federate_module,
-    evaluate_module,
-    share_module,
-    retry_module,
-    gathering,
-]
 
 
 @pytest.fixture(scope="module")
@@ -256,42 +241,6 @@ def test_a_partition_of_other_data_is_refused(
     assert "other data" in done.err
 
 
-def test_federate_refuses_a_folder_that_holds_a_run(
-    step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path
-) -> None:
-    f = str(folder)
-    argv = ("--partition", f"{f}/partition", "--pool", f"{f}/pool", "--out", f"{f}/run")
-    done = step(federate_module.main, *argv, sets=quick)
-    assert done.code == 2
-    assert "--resume" in done.err
-    before = (folder / "run" / "history.json").read_bytes()
-    again = step(federate_module.main, *argv, "--resume", sets=quick)
-    assert again.code == 0
-    assert (folder / "run" / "history.json").read_bytes() == before
-
-
-def test_federate_takes_faults(step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path) -> None:
-    f = str(folder)
-    argv = ("--partition", f"{f}/partition", "--pool", f"{f}/pool", "--out", f"{f}/faults", "--faults", "drop=1.0")
-    done = step(federate_module.main, *argv, sets=[*quick, "rounds.stop=1"])
-    assert done.code == 7, done.err
-    (row,) = History.read(folder / "faults" / "history.json").rounds
-    assert {client["failure"].partition(":")[0] for client in row["clients"]} == {"drop"}
-    twice = step(federate_module.main, *argv, sets=[*quick, "rounds.faults=drop=0.5"])
-    assert twice.code == 2 and "rounds.faults is given twice, by --faults and by --set" in twice.err
-
-
-@pytest.mark.parametrize("module", STEPS, ids=lambda module: module.__name__)
-def test_every_step_settles_its_options(
-    step: Step, module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that is short for --set would be left out without a word."""
-    monkeypatch.setattr(module.terminal, "settle", Mock(side_effect=ConfigError("is settled")))
-    needed = re.findall(r"(--[a-z]+)\s+DIR", step(module.main, "--help").out.partition("\n\n")[0])
-    done = step(module.main, *(word for option in needed for word in (option, str(tmp_path))))
-    assert "--out" in needed and done.code == 2 and done.err.endswith("error: is settled\n")
-
-
 def _copy(folder: Path, to: Path) -> Path:
     to.mkdir()
     for name in ("history.json", "model.safetensors"):
@@ -319,15 +268,6 @@ def test_evaluate_refuses_a_damaged_model(
     assert not (tmp_path / "out").exists()
 
 
-def test_evaluate_refuses_a_model_of_another_network(
-    step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path, tmp_path: Path
-) -> None:
-    run = _copy(folder, tmp_path / "run")
-    done = step(evaluate_module.main, *scored(folder, run, tmp_path), sets=[*quick, "model.width=0.25"])
-    assert done.code in (2, 4)
-    assert "Traceback" not in done.err
-
-
 # -------------------------------------------------------------------------------------------- the control, APoZ
 def test_the_control_needs_no_pretraining(
     step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path, tmp_path: Path
@@ -341,13 +281,6 @@ def test_the_control_needs_no_pretraining(
     assert done.code == 0
     (level,) = PoolFile.read(tmp_path / "pool.json").levels
     assert (level.name, level.share, level.gamma) == ("full", 1.0, None)
-
-
-def test_flexfl_without_scores_is_refused(step: Step, quick: Sequence[str], tmp_path: Path) -> None:
-    Apoz(layers=()).write(tmp_path / "apoz.json")
-    done = step(model_pool_module.main, "--pretrain", str(tmp_path), "--out", str(tmp_path), sets=quick)
-    assert done.code == 2
-    assert "APoZ" in done.err
 
 
 def test_a_reference_gives_the_pools_similarity(
@@ -383,10 +316,6 @@ def test_artifacts_are_read_strictly(tmp_path: Path) -> None:
         Apoz.read(path)
 
 
-def test_the_configuration_of_a_run_file_is_whole(folder: Path, chained: dict[str, Any], quick: Sequence[str]) -> None:
-    assert parse(RunFile.read(folder / "run" / "run.json").config) == load_config(None, quick).settled()
-
-
 def test_runs_of_several_seeds_can_have_one_partition(tmp_path: Path) -> None:
     cuts = []
     for seed in (1, 2):
@@ -414,10 +343,6 @@ def run_in_mlflow(uri: str, out: Path) -> Any:
     run_id = RunFile.read(out / "run.json").mlflow_run_id
     assert run_id is not None
     return mlflow.MlflowClient(tracking_uri=uri).get_run(run_id)
-
-
-def experiments_of(uri: str) -> list[str]:
-    return [each.experiment_id for each in mlflow.MlflowClient(tracking_uri=uri).search_experiments()]
 
 
 def test_fewer_rounds_than_are_committed_change_nothing(rounds: Step, tmp_path: Path, mlflow_uri: str) -> None:
@@ -460,27 +385,6 @@ def test_a_ledger_in_a_folder_that_others_reach_has_a_lease_and_what_the_run_is(
     assert model == (folder / "run" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("call", ["dataset", "table"])
-def test_what_fails_before_and_after_the_rounds_fails_the_run_in_mlflow(
-    rounds: Step, tmp_path: Path, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    sets = [f"tracking.mlflow={mlflow_uri}", "rounds.stop=1"]
-
-    def gone(*_: Any, **__: Any) -> None:
-        raise Unreachable("MLflow does not answer")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MLflow, call, gone)
-        done = rounds(tmp_path / "a", sets=sets)
-    assert done.code == 6 and "does not answer" in done.err
-    assert "go on with --resume" in done.err
-    (run,) = mlflow.MlflowClient(tracking_uri=mlflow_uri).search_runs(experiments_of(mlflow_uri))
-    assert run.info.status == "FAILED"
-    assert rounds(tmp_path / "a", "--resume", sets=sets).code == 0
-    again = run_in_mlflow(mlflow_uri, tmp_path / "a").info
-    assert (again.run_id, again.status) == (run.info.run_id, "FINISHED")
-
-
 def test_one_that_was_replaced_leaves_the_run_in_mlflow_alone(
     rounds: Step, tmp_path: Path, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -501,20 +405,3 @@ def test_one_that_was_replaced_leaves_the_run_in_mlflow_alone(
     run = client.get_run(str(RunFile.read(tmp_path / "other" / "a" / "run.json").mlflow_run_id))
     assert run.info.status == "FINISHED"
     assert [m.step for m in client.get_metric_history(run.info.run_id, "seconds_round")] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("how", ["damaged", "emptied", "deleted"])
-def test_a_key_of_noise_that_is_not_the_runs_is_named(rounds: Step, tmp_path: Path, how: str) -> None:
-    sets = ["algorithm.aggregation={name: private, noise_multiplier: 0.1}", "rounds.norm_bound=null"]
-    assert rounds(tmp_path / "a", sets=[*sets, "rounds.stop=1"]).code == 0
-    key = tmp_path / "a" / "secret" / "key"
-    assert (key.stat().st_mode & 0o777, key.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    value = key.read_bytes()
-    if how == "deleted":
-        key.unlink()
-    else:
-        key.write_bytes(b"" if how == "emptied" else bytes([value[0] ^ 1]) + value[1:])
-    done = rounds(tmp_path / "a", "--resume", sets=sets)
-    assert done.code == 4 and "secret/key" in done.err
-    key.write_bytes(value)
-    assert rounds(tmp_path / "a", "--resume", sets=sets).code == 0

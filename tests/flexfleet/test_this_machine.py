@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import re
-import signal
 import subprocess
 import sys
 import tomllib
@@ -17,15 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import networks
-from benchmarks.workloads import WORKLOADS
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.system import of_posix
 from fl_engine.training import numerics
-from flexfleet.cli import main as cli
 from flexfleet.config import Config, load_config, parse
 from flexfleet.config.read import _tell_untracked
-from flexfleet.files import half_precision, terminal
+from flexfleet.files import half_precision
 from flexfleet.files.artifacts import RunFile
 from flexfleet.files.doctor import EXTRAS
 from flexfleet.pipeline.site import tell_unused
@@ -95,19 +90,6 @@ def test_a_run_keeps_the_precision_that_auto_was(
     assert fresh.code == 0 and RunFile.read(record.parents[1] / "b" / "run.json").numerics["precision"] == "fp32"
 
 
-def test_central_training_takes_auto_too(
-    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sets = [text for text in quick if not text.startswith(("run.store", "rounds."))]
-    for has, precision in (("amx_bf16",), "bf16"), ((), "fp32"):
-        monkeypatch.setattr(numerics, "cpu_bf16", lambda has=has: has)
-        argv = ("central", "--json", "--run-id", precision)
-        done = flexfleet(*argv, sets=[*sets, "central.epochs=1", "run.precision=auto"])
-        assert done.code == 0, done.err
-        record = json.loads((tmp_path / "runs" / precision / "central.json").read_text())
-        assert record["numerics"]["precision"] == precision
-
-
 def test_doctor_measures_half_precision(flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(half_precision.seconds_a_step, "__defaults__", (("fp32", "bf16"), 2))
     done = flexfleet("doctor", "--measure")
@@ -117,13 +99,6 @@ def test_doctor_measures_half_precision(flexfleet: Any, monkeypatch: pytest.Monk
     assert 0 < seconds["fp32"] < 60 and 0 < seconds["bf16"] < 60
     assert half_precision.said({"fp32": 1.9, "bf16": 1.0}) == ["bf16: 1.9 x fp32 here"]
     assert "seconds_a_step" not in flexfleet("doctor", "--json").json
-
-
-def test_the_measured_network_is_the_benchmarks() -> None:
-    ours, theirs = half_precision.McMahanCNN(), networks.McMahanCNN((3, 32, 32), 10)
-    states = [family.module().state_dict() for family in (ours, theirs)]
-    assert [(n, t.shape) for n, t in states[0].items()] == [(n, t.shape) for n, t in states[1].items()]
-    assert WORKLOADS["W1"].batch == half_precision.BATCH and ours.layout().slots.keys() == theirs.layout().slots.keys()
 
 
 # ------------------------------------------------------------------------------------------- what is installed
@@ -174,25 +149,3 @@ def test_what_windows_lacks_is_said(monkeypatch: pytest.MonkeyPatch, flexfleet: 
     done = flexfleet("run", "--run-id", "a", sets=quick)
     assert done.code == 6 and "install WSL" in done.err
     assert not Path("runs/a/partition").exists(), "before anything is computed"
-
-
-def test_commands_begin_and_end_without_what_windows_lacks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delattr(signal, "SIGALRM")
-    monkeypatch.delattr(signal, "setitimer")
-    with pytest.raises(SystemExit) as ended:
-        terminal.run_main(lambda _: cli.dispatch(["list", "algorithms"]))
-    assert ended.value.code == 0 and "flexfl" in capsys.readouterr().out
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("module", ["flexfleet.pipeline.federate", "fl_engine.training.memory", "flexfleet.cli.main"])
-def test_modules_are_imported_without_what_windows_lacks(module: str) -> None:
-    script = (
-        "import signal, sys\nsys.modules |= dict.fromkeys(['fcntl', 'resource'])\n"
-        f"del signal.SIGALRM, signal.setitimer\nimport {module}"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-500:]
-    assert importlib.import_module(module)
