@@ -84,7 +84,7 @@ def doctor(args: argparse.Namespace) -> int:
         show(f"  the processor multiplies bfloat16 with: {', '.join(report['cpu_bf16']) or 'nothing of its own'}")
         for device, seconds in report["seconds_a_step"].items():
             for line in said(seconds):
-                show(f"  {line} ({device}: a step of McMahan's CNN, {1e3 * seconds['fp32']:.1f} ms in fp32)")
+                show(f"  {line} ({device}: a step of a quarter-width ResNet18, {1e3 * seconds['fp32']:.1f} ms in fp32)")
     width = max(map(len, report["data"]), default=0)
     for name, there in report["data"].items():
         show(f"  data {name:{width}} {'there' if there else 'not there'}")

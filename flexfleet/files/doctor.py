@@ -1,4 +1,4 @@
-"""What is installed, and what each missing extra would enable. Imports nothing heavy."""
+"""What is installed, and what each missing extra would enable. Does not import torch."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def examine(measure: bool = False) -> dict[str, Any]:
-    """Versions, extras with what they lack, usable torch devices, what the processor multiplies bfloat16 with, and
-    which data sets are there: none where that cannot be said. With `measure`, seconds of a training step by device and
-    precision (`half_precision`), which takes some seconds for each kind of device. Raises EnvironmentFailure if
-    the engine is not installed."""
+    """Return versions, extras with what they lack, torch devices, the processor's instructions for bfloat16, and which
+    data sets are available. With `measure` also the seconds of a training step by device and precision. Raises
+    EnvironmentFailure if that needs what is not installed."""
     extras = {
         name: {"missing": [m for m in modules if find_spec(m) is None], "enables": enables}
         for name, (modules, enables) in EXTRAS.items()
@@ -62,8 +61,8 @@ def examine(measure: bool = False) -> dict[str, Any]:
             steps = {device: seconds_a_step(device) for device in ("cpu", *devices[1:2])}
         try:
             data = {name: not source.missing(data_root()) for name, source in sorted(DATASETS.items())}
-        except (OSError, DataError) as error:  # a home folder that is another user's, or none: the rest can be said
-            log.warning("which data sets are there cannot be said: %s", error)
+        except (OSError, DataError) as error:  # for example another user's home folder
+            log.warning("the data sets cannot be listed: %s", error)
     return {
         "version": fl_engine.__version__,
         "python": platform.python_version(),

@@ -1,8 +1,7 @@
-"""manifest.json: the size and the sha256 of each file of a finished run, so that a later change is noticed.
+"""manifest.json: size and sha256 of each file of a finished run, so that a later change is detected.
 
-The manifest is written last, so a folder with a manifest is that of a finished run or central training. It covers the
-record, the results, the model and the folders of the steps. It leaves out the ledger, which has sums of its own, and
-drawings and exported models, which later commands may add or replace.
+The manifest is written last, so a folder with a manifest is that of a finished run or central training. It covers
+everything but the ledger, which has its own sums, and drawings and exported models, which later commands may replace.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def manifest_of(folder: Path) -> Manifest:
 
 
 def check(folder: Path) -> bool:
-    """Compare a run's folder with its manifest. Return False if it has none: the run has not finished. Raises
-    IntegrityError, which names the first file that is missing or has changed since the run finished."""
+    """Compare a run's folder with its manifest. Returns False if it has none, because the run has not finished. Raises
+    IntegrityError for the first file that is missing or has changed."""
     path = folder / MANIFEST
     if not path.exists():
         return False
@@ -83,9 +82,7 @@ def check_inputs(folder: Path, run: RunFile) -> None:
 
 
 def _way_out(path: Path) -> str:
-    return (
-        f"Restore the file from a copy, or delete {path} and make the results again with the same command and --resume"
-    )
+    return f"Restore the file, or delete {path} and make the results again with the same command and --resume"
 
 
 def _names(folder: Path) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""How a metric is shown to people: accuracies in %, any other metric as a plain number."""
+"""How metrics are displayed: accuracies in %, other metrics as plain numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fl_engine.core.text import PERCENT
 
 LOWER = ("mae",)
-"""Better when lower; never the metric that decides."""
+"""Metrics that are better when lower. None of them is a deciding metric."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ ACCURACY = Measure()
 
 
 def decimals(value: float, least: int) -> int:
-    """How many decimals show two figures of a small value, at most six: small networks send little, and quickly."""
+    """The number of decimals that show two significant digits of a small value, at most six."""
     return max(least, min(6, 1 - math.floor(math.log10(abs(value))))) if value and math.isfinite(value) else least
 
 
 def measure_in(values: Mapping[str, float]) -> Measure:
-    """The metric that decides, from a round's measurements: if levels were evaluated and none has an accuracy, it is
-    another metric."""
+    """The deciding metric of a round's measurements. If levels were evaluated without accuracy, it is another
+    metric."""
     scored, accurate = (any(name.startswith(kind) for name in values) for kind in ("loss/", "accuracy/"))
     return Measure("") if scored and not accurate else ACCURACY
 
@@ -69,8 +69,8 @@ SHARES = (50, 80, 100)
 
 
 def highest(rounds: Sequence[Mapping[str, float]], key: str) -> dict[int, float | None]:
-    """By share of the rounds (SHARES), the highest value until then, from the measurements of all rounds; None: there
-    is none. FedAIoT reports these figures (its code); like the best round they are a choice made on test data."""
+    """Map each of SHARES to the highest value within that share of the rounds, or None. FedAIoT's code reports these
+    values. Like the best round they are chosen on test data."""
     found: dict[int, float | None] = {}
     for share in SHARES:
         until = -(-len(rounds) * share // 100)

@@ -1,7 +1,7 @@
-"""`flexfleet central`: the full network trained on all training samples, the reference for federated runs.
+"""`flexfleet central`: train the full network on all training samples, as the reference for federated runs.
 
-The trainer, the data, the initial weights and the metrics are those of a federated run; an epoch takes the place of a
-round. The files are in `<run.store>/<run id>`, whatever `run.remote` is:
+Trainer, data, initial weights and metrics are those of a federated run, and an epoch takes the place of a round. The
+files are in `<run.store>/<run id>`, whatever `run.remote` is:
 
     central.json                        the training's settings, fixed when it starts
     rounds/, metrics/                   commits (`fl_engine.storage.checkpoints`) from which it resumes after a kill
@@ -68,18 +68,17 @@ class CentralFile(Artifact):
 
     run_id: str
     token: str
-    """A unique value, by which a resumed training finds the MLflow run that it had begun."""
+    """Unique. A resumed training finds its MLflow run by it."""
     config: dict[str, Any]
     """The parameters that the training depends on, by dotted name."""
     data_sha256: str
     """Fingerprint of the data set."""
     weights_sha256: str | None = None
-    """The sha256 of the weights that `model.init` names, or that the network comes with; null: the training starts from
-    fresh ones."""
+    """The sha256 of the weights that `model.init` names or the network comes with; null for fresh weights."""
     sources: Mapping[str, str] = {}
-    """By name, the sha256 of the source of one's own code that the parameters name (`config.sources`)."""
+    """Map names of the user's own code to the sha256 of its source (`config.sources`)."""
     code_sha256: str | None = None
-    """The sha256 of the wheel of `run.code`; null: there is none."""
+    """The sha256 of the wheel of `run.code`."""
     numerics: dict[str, Any]
     earlier_numerics: tuple[dict[str, Any], ...] = ()
     """The numerics before each resume with --accept-numerics."""
@@ -95,16 +94,18 @@ def central(
     accept_numerics: bool = False,
     tags: Mapping[str, str] | None = None,
 ) -> Result:
-    """Trains, or resumes. In the result an epoch counts as a round, and no bytes are sent.
+    """Train, or resume. In the result an epoch counts as a round, and no bytes are sent.
 
-    Raises ConfigError if the folder exists and `resume` is not given, or holds another training; EnvironmentFailure if
-    this machine would compute other bits; ModelError if training diverges; Stopped on SIGTERM, after the epoch if it
-    trains.
+    Raises:
+        ConfigError: The folder exists and `resume` is False, or it holds another training.
+        EnvironmentFailure: This machine would compute other bits.
+        ModelError: The training diverges.
+        Stopped: SIGTERM; during the training after the epoch.
     """
     config = resolved.config
     if config.partition.rule == LOCAL:
         raise ConfigError(
-            "nobody has all training samples with partition.rule=local: train centrally with another rule"
+            "partition.rule must not be local for central training, because nobody has all training samples"
         )
     need_packages(resolved)
     out = Path(config.run.store) / plain(run_id, "run_id")
@@ -179,7 +180,7 @@ def _file(
     out: Path,
     accept_numerics: bool,
 ) -> CentralFile:
-    """The file central.json, as written when the training started. Raises an error if `out` holds another training."""
+    """Return central.json, new or as written when the training started. Raises an error if `out` has another one."""
     values, path, named = deciding(config), out / "central.json", sources(config, SECTIONS)
     if not path.exists():
         token = uuid.uuid4().hex
@@ -196,7 +197,7 @@ def _file(
     known = CentralFile.read(path)
     check_same(out, known.config, values)
     if known.data_sha256 != data_sha256:
-        raise IntegrityError(f"{out} was started with other data than the present ones: restore the old data")
+        raise IntegrityError(f"{out} was started with other data. Restore them, or choose another --run-id")
     warm_start.check_same(known.weights_sha256, weights_sha256, config, out)
     own_code.check_same(known.code_sha256, config, out)
     own_code.check_sources(known.sources, named, out)
@@ -228,7 +229,7 @@ def _train(
     mlflow: MLflow | None,
     discard_damaged: bool,
 ) -> Params:
-    """Trains, and returns the weights after the last epoch. Commits at most every two seconds."""
+    """Train, and return the weights after the last epoch. Commits at most every two seconds."""
     if discard_damaged:
         checkpoints.discard_after(checkpoints.last_good())
     commits = checkpoints.commits()

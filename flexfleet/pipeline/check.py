@@ -1,4 +1,4 @@
-"""Everything that can be checked before the first round: parameters, data, partition, fleet, pool sizes."""
+"""What can be checked before the first round: parameters, data, partition, fleet, pool sizes."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from flexfleet.tracking.server import check_address
 
 
 def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
-    """A short description of the run. Raises BadInput for whatever is wrong; trains nothing, writes nothing.
-    `publishes`: trials of a study do not."""
+    """Return a short description of the run. Raises BadInput. Trains nothing and writes nothing. Trials of a study set
+    `publishes` to False."""
     config, algorithm, data, family = resolved.config, resolved.algorithm, resolved.data, resolved.family
     check_devices(config.run.devices)
     settled(config.run.precision, config.run.devices, None)
@@ -74,12 +74,11 @@ def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
             exports.check_onnx(family, data)
         if "int8_static" in config.publish.precision and not proxy:
             raise ConfigError(
-                "publish.precision: int8_static takes the ranges of activations from the server's proxy data, and "
-                "there is none: set partition.proxy above 0, or leave int8_static out"
+                "publish.precision: int8_static needs the server's proxy data. Set partition.proxy above 0"
             )
     if config.evaluate.on == "clients":
         at_clients.check(algorithm, family, run.site.pool)
-    simulated(resolved, run.site)  # reads the clients' folders, where there are any
+    simulated(resolved, run.site)  # reads the clients' folders
     _try_own(config, algorithm, run.site, plan)
     return {
         "ok": True,
@@ -92,10 +91,9 @@ def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
 
 
 def first_round(resolved: Resolved, parts: Partition) -> tuple[Run, Any, RoundPlan]:
-    """The run, the algorithm's state and the plan with which the first round would begin. Raises BadInput."""
+    """The run, the algorithm's state and the plan of the first round. Raises BadInput."""
     config, algorithm, family = resolved.config, resolved.algorithm, resolved.family
-    # Nothing is prepared: without measured scores every layer has the same score. FlexFL's targets, Gamma and nesting
-    # can still be checked.
+    # Nothing is prepared, so every layer has the same score. FlexFL's targets, Gamma and nesting can still be checked.
     server = ServerSite(site_of(resolved, parts), config.run.devices[0])
     pool = pool_of(algorithm, family, assumed(algorithm, family), server)
     initial = resolved.start or initial_params(family, seeds.derive(config.seed, "init"))
@@ -111,8 +109,8 @@ def first_round(resolved: Resolved, parts: Partition) -> tuple[Run, Any, RoundPl
 
 
 def check_loadable(config: Config) -> None:
-    """Raises ConfigError where models are to be registered that another process cannot load, since their network is
-    defined in a notebook or a script: a registered model holds a copy of its network's module."""
+    """Raise ConfigError if a model that is to be registered is defined in a notebook or script, where another process
+    cannot import it."""
     own = cells(config.model)
     if config.publish.models and config.tracking.mlflow is not None and own:
         raise ConfigError(
@@ -152,7 +150,7 @@ def _try_own(config: Config, algorithm: Algorithm, site: Site, plan: RoundPlan) 
 
 
 def _check_places(config: Config, algorithm: Algorithm) -> None:
-    """What addresses say by themselves: no server is asked."""
+    """Check addresses without asking a server."""
     for name, where in (("run.remote", config.run.remote), ("run.secrets", config.run.secrets)):
         check_place(name, where)
     if config.run.remote is not None and "://" in config.run.remote:
@@ -169,11 +167,11 @@ def _check_places(config: Config, algorithm: Algorithm) -> None:
 
 
 def _check_rates(config: Config) -> None:
-    """A learning rate that grows would overflow only in some later round, so it is checked now."""
+    """Raise ConfigError if a growing learning rate overflows in a later round."""
     try:
         config.training.sgd(config.rounds.stop - 1)
     except OverflowError:
         raise ConfigError(
-            f"training.lr_decay = {config.training.lr_decay}: by round {config.rounds.stop} the learning rate is no "
-            "number any more; it is multiplied by this after each round"
+            f"training.lr_decay = {config.training.lr_decay} makes the learning rate infinite by round "
+            f"{config.rounds.stop}, because it is multiplied by this after each round"
         ) from None

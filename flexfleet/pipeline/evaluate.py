@@ -1,4 +1,4 @@
-"""Step 5: evaluates the final model and its sub-models on the whole test set, and on each client's share of it. What
+"""Step 5: evaluate the final model and its sub-models on the whole test set, and on each client's share of it. What
 clients measured themselves (`evaluate.on: clients`) is taken from the last round."""
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ from flexfleet.pipeline.partition import most_of
 from flexfleet.pipeline.prepare import Resolved, unchanged
 
 SMALLER = "Lower the learning rate: training.lr, or lr of algorithm.server"
-"""What to do where a model has diverged."""
+"""What to do if a model has diverged."""
 
 
 def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path, out: Path) -> Path:
-    """Writes confusion.json and evaluation.json into `out`. Raises IntegrityError if the model is not the one
-    that the history names; PartitionError if the partition is missing or of other data; Diverged if the model has
-    diverged so far that a metric is not finite."""
+    """Write confusion.json and evaluation.json into `out`.
+
+    Raises:
+        IntegrityError: The model is not the one in history.json.
+        PartitionError: The partition is missing, or of other data.
+        Diverged: A metric is not finite.
+    """
     data, family, devices = resolved.data, resolved.family, resolved.config.run.devices
     pool = PoolFile.read(pool_dir / "pool.json").pool()
     history = BareHistory.read(run / "history.json")
@@ -70,7 +74,7 @@ def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path,
 
 
 def _local(resolved: Resolved, parts: Partition) -> LocalAccuracy | None:
-    """None where the task has no classes, or the server does not know those of its clients' samples."""
+    """None if the task has no classes, or the server does not know those of its clients' samples."""
     data = resolved.data
     if not (classes := class_count(data.task)) or most_of(resolved.config) is not None:
         return None
@@ -79,8 +83,8 @@ def _local(resolved: Resolved, parts: Partition) -> LocalAccuracy | None:
 
 
 def told(level: str, score: Score, params: int) -> LevelScore:
-    """The entry of a level in evaluation.json; a loss that is not finite becomes null, since JSON cannot hold it.
-    Raises Diverged for any other figure that is not finite: no table and no mean can hold it."""
+    """The entry of a level in evaluation.json. A loss that is not finite becomes null. Raises Diverged for any other
+    metric that is not finite."""
     for name, value in score.metrics.items():
         if not isfinite(value):
             raise Diverged(

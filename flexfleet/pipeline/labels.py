@@ -1,6 +1,6 @@
 """Labels that are not the data set's own: clusters of features, which a partition uses as labels, and wrong labels.
 
-Both take long to compute and depend on data, network, seed and a few parameters. The run store keeps the results.
+Both take long to compute, so the run store caches them by data, network, seed and a few parameters.
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ BATCH_SIZE = 50
 CONTENTS = (MAP, FEATURES, NETWORK)
 
 _COMPUTED: dict[str, Ints] = {}
-"""Clusters, by a digest of their inputs. All runs of a comparison are checked before the first one starts, in one
-process, and a check writes nothing."""
+"""Clusters by a digest of their inputs. One process checks all runs of a comparison, and a check writes nothing."""
 
 
 def feature_network(config: Config, data: Data) -> ModelFamily | None:
-    """The network that `partition.features` names; None if it names none. Raises ConfigError or ModelError."""
+    """The network that `partition.features` names, or None. Raises ConfigError or ModelError."""
     p = config.partition
     if p.features is None or p.rule not in BY_LABEL or p.features.endswith(".npy"):
         return None
@@ -59,8 +58,8 @@ def feature_network(config: Config, data: Data) -> ModelFamily | None:
 
 
 def clusters_for(config: Config, data: Data) -> Ints | None:
-    """(N_train,): the cluster of each training sample, kept or computed; None if the partition does not use clusters.
-    Raises PartitionError, EnvironmentFailure without scikit-learn, for a network also ConfigError and ModelError."""
+    """(N_train,): the cluster of each training sample; None if the partition does not use clusters. Raises
+    PartitionError, EnvironmentFailure without scikit-learn, and for a network ConfigError and ModelError."""
     p = config.partition
     if p.features is None or p.rule not in BY_LABEL:
         return None
@@ -88,12 +87,11 @@ def _computed(config: Config, data: Data) -> Ints:
 
 
 def keep_clusters(config: Config, data: Data, found: Ints) -> None:
-    """Keeps the clusters for the next run with the same features."""
+    """Cache the clusters for the next run with the same features."""
     cache.keep(_store(config), "clusters", _inputs(config, data), list[int], found.tolist())
 
 
 def _inputs(config: Config, data: Data) -> dict[str, Any]:
-    """The inputs from which the clusters are computed."""
     family = feature_network(config, data)
     given = _features(config) if family is None else {"network": repr(family), **_features(config)}
     try:
@@ -110,7 +108,7 @@ def _inputs(config: Config, data: Data) -> dict[str, Any]:
 
 
 def _features(config: Config) -> dict[str, Any]:
-    """Digests of what `partition.features` names: of a file, or of a network of one's own."""
+    """Digests of what `partition.features` names: a file, or the user's own network."""
     features = config.partition.features
     assert features is not None
     if features.endswith(".npy"):
@@ -119,9 +117,8 @@ def _features(config: Config) -> dict[str, Any]:
 
 
 def contents(config: Config, *, needed: bool = True) -> dict[str, Any]:
-    """Digests of the files, and of the code of one's own, that the partition and its labels are made from, by CONTENTS;
-    empty without such. `needed`: False leaves out what names a file that cannot be read here; else raises
-    PartitionError for it."""
+    """Digests of the files and of the user's own code that the partition and its labels are made from, by CONTENTS.
+    With `needed` a file that cannot be read raises PartitionError, else it is left out."""
     p, found = config.partition, dict[str, Any]()
 
     def looked_at(file: str) -> bool:
@@ -144,10 +141,16 @@ def _content(name: str, path: str) -> str:
 
 
 def noisy(config: Config, data: Data, parts: Partition, held_out: Sequence[Ints]) -> Partition:
-    """The partition with the wrong labels that the configuration asks for. `held_out`: by client the samples that it
-    does not train on; empty: it trains on all. Trains centrally, unless the result of an earlier training is kept. The
-    network is the configured one, without an algorithm's changes, so that compared algorithms have the same labels.
-    Raises ConfigError if the data have no classes; ModelError if training diverges."""
+    """Return the partition with the configured wrong labels. Trains centrally unless the result is cached, with the
+    configured network without an algorithm's changes, so that compared algorithms have the same labels.
+
+    Args:
+        held_out: The samples of each client that it does not train on; empty if it trains on all.
+
+    Raises:
+        ConfigError: The data have no classes.
+        ModelError: The training diverges.
+    """
     n, device = config.noise, config.run.devices[0]
     confusion.check_classes(data.task, data.name)
     family = build_model(config.model, data.input_shape, data.task.outputs, submodels=False)

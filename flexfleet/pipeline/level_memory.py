@@ -1,4 +1,4 @@
-"""What training each level of the pool takes of a client's memory, measured as the run's clients train it."""
+"""The memory that a client needs to train each level of the pool, measured."""
 
 from __future__ import annotations
 
@@ -19,17 +19,23 @@ log = logging.getLogger("flexfleet")
 
 
 def peaks_of(run: Run, initial: Any) -> Peaks:
-    """Of each level of the pool: activations, gradients, optimiser, teachers, the largest batch that some client has,
-    and the samples of the client that has most; with the data set, which every client reads. `initial`: the algorithm's
-    state before the first round. Takes seconds for each level. Raises ConfigError where devices train a level with less
-    free than its size (FlexFL's `rule: authors`), since room for its peak is told as more than that."""
+    """Measure the peak of training each level: activations, gradients, optimizer, teachers, the largest batch and the
+    samples of the client that has most, with the data set that every client reads. Takes seconds for each level.
+
+    Args:
+        initial: The algorithm's state before the first round.
+
+    Raises:
+        ConfigError: A device trains a level with less free memory than its size (FlexFL's `rule: authors`), so that the
+            peak may not fit.
+    """
     site, data = run.site, run.site.data
     orders = run.algorithm.plan(initial, run.context(0, run.begins(0, 0.0))).orders
     check_prunes(run, orders)
     trials = trials_of(run, orders)
     if site.most is None:
         samples = max(map(len, site.partition.clients))
-    else:  # what devices hold is theirs to know: a trial takes a few batches
+    else:  # the server does not know how many samples devices have
         samples = min(site.most, BATCHES * max(trial.task.batch_size for trial in trials))
     log.info("measuring how much memory training each of %d levels takes", len(trials))
     prepare = partial(prepare_process, ("cpu",))
@@ -41,9 +47,9 @@ def peaks_of(run: Run, initial: Any) -> Peaks:
 
 
 def trials_of(run: Run, orders: Sequence[WorkOrder]) -> list[Trial]:
-    """What the client of each level does in the last round, when a distillation that begins later is under way. A level
-    that is reached only by pruning is trained by a client that was sent the next larger one, if the algorithm prunes on
-    the device. A level that none of the orders has is asked for as the first of them."""
+    """The task of a client of each level in the last round, when a distillation that begins later is active. A level
+    that is reached only by pruning is trained by a client that was sent the next larger one. Assignments for a missing
+    level are copies of the first one."""
     pool = run.site.pool
     found = []
     for level in range(len(pool)):
@@ -63,7 +69,7 @@ def _trial(run: Run, orders: Sequence[WorkOrder], level: int, sent: int) -> Tria
 
 
 def _order(run: Run, orders: Sequence[WorkOrder], sent: int) -> WorkOrder:
-    """To a client that is sent this level, in the last round."""
+    """The assignment of a client that is sent this level, in the last round."""
     order = next((order for order in orders if order.level == sent), None)
     if order is None:
         spec = run.site.pool[sent].spec
@@ -78,7 +84,7 @@ def _task(run: Run, order: WorkOrder, free: float) -> LocalTask:
 
 
 def check_prunes(run: Run, orders: Sequence[WorkOrder]) -> None:
-    """Raises ConfigError where a device trains a level with less free than its size."""
+    """Raise ConfigError if a device trains a level with less free memory than its size."""
     pool = run.site.pool
     largest = max(i for i in range(len(pool)) if pool[i].dispatched)
     for member in pool[1:largest]:
@@ -88,7 +94,6 @@ def check_prunes(run: Run, orders: Sequence[WorkOrder]) -> None:
             continue
         if task.spec == member.spec:
             raise ConfigError(
-                f"observe=cgroup: with this algorithm a device trains {member.name} though it has no more "
-                f"free than its size ({100 * member.share:.2f} %), so its peak may have no room: a rule that compares "
-                "with the models' sizes is expected (FlexFL's algorithm.rule=closest), or observe=simulated"
+                f"observe=cgroup does not fit this algorithm: a device trains {member.name} with no more free memory "
+                f"than its size ({100 * member.share:.2f} %). Set algorithm.rule=closest (FlexFL), or observe=simulated"
             )

@@ -1,5 +1,5 @@
-"""Step 3: builds the pool of sub-models, from the results of the preparations or by the algorithm's own rule. Weights
-that a preparation gives, or `model.init` names, go with it: the rounds start from them."""
+"""Step 3: build the pool of sub-models, from the results of the preparations or by the algorithm's own rule. Weights of
+a preparation or of `model.init`, from which the rounds start, are stored beside it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from flexfleet.pipeline.prepare import Resolved, unchanged
 
 
 def model_pool(resolved: Resolved, pretrain: Path, out: Path) -> Path:
-    """Writes pool.json into `out`, and weights.safetensors if the rounds start from weights that are there. Raises
-    PoolError if the targets cannot be reached, and what `Resolved.start` raises."""
+    """Write pool.json into `out`, and weights.safetensors if the rounds start from given weights. Raises PoolError if
+    the targets cannot be reached, and what `Resolved.start` raises."""
     algorithm = resolved.algorithm
     made = prepared.read(pretrain, algorithm.preparations)
     weights = resolved.start or given(made)
@@ -44,8 +44,8 @@ def build(
     server: ServerContext,
     weights: Params,
 ) -> PoolFile:
-    """The pool, and how similar its pruning ratios are to those of the reference, if there is one. `weights`: those
-    that the rounds start from; empty: fresh ones."""
+    """Return pool.json, with the similarity of its pruning ratios to the reference's, if there is one. `weights` are
+    those that the rounds start from; empty for fresh ones."""
     pool = coding.sized(pools.pool_of(algorithm, family, made, server), family, configs.codecs(config))
     references = {name: each.as_reference() for name, each in made.items() if isinstance(each, ApozScores)}
     reference = pools.pool_of(algorithm, family, {**made, **references}, server) if any(references.values()) else None

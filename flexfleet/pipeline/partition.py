@@ -26,13 +26,12 @@ log = logging.getLogger("flexfleet")
 
 
 def partition(resolved: Resolved, out: Path) -> Path:
-    """Writes partition.safetensors, partition.json and partition.svg (label x client; not where clients have data of
-    their own, which nobody here knows) into `out`."""
+    """Write partition.safetensors, partition.json and, unless clients have their own data, partition.svg (label x
+    client) into `out`."""
     config, data = resolved.config, resolved.data
     if data.natural_client is not None and config.partition.rule != "natural":
         log.info(
-            "%s: the data say whose each sample is, but partition.rule = %s deals them to other clients. "
-            "partition.rule = natural leaves each sample with its owner",
+            "%s has an owner for each sample, but partition.rule = %s ignores it. partition.rule = natural uses it",
             data.name,
             config.partition.rule,
         )
@@ -49,15 +48,13 @@ def partition(resolved: Resolved, out: Path) -> Path:
 
 
 def cut(resolved: Resolved) -> Partition:
-    """The configured partition of the data, without the noise. Raises PartitionError if it is impossible."""
+    """Return the configured partition without wrong labels. Raises PartitionError if it is impossible."""
     p = resolved.config.partition
     if p.rule == local_data.LOCAL:
         return local_data.of_server(resolved.data, p.clients, cut_seed(resolved.config))
     if p.proxy_shared and resolved.config.noise.labels:
         raise PartitionError(
-            "partition.proxy_shared gives clients the proxy's samples, and with noise.labels = "
-            f"{resolved.config.noise.labels:g} these would have two labels, a wrong one there and the right one on the "
-            "server: set partition.proxy_shared=false, or noise.labels=0"
+            "partition.proxy_shared must be false with noise.labels, because the proxy's samples would have two labels"
         )
     owner = read_map(Path(p.map), len(resolved.data.train_y)) if p.rule == "manual" and p.map is not None else None
     return partitioning.partition(
@@ -78,25 +75,25 @@ def cut(resolved: Resolved) -> Partition:
 
 
 def site_of(resolved: Resolved, parts: Partition) -> Site:
-    """Where clients will live, before there is a pool."""
+    """The site of the clients before there is a pool."""
     return Site(resolved.family, (), (), resolved.data, parts, resolved.config.seed, most=most_of(resolved.config))
 
 
 def most_of(config: Config) -> int | None:
-    """The most samples that a client may say it holds; None: the server knows how many."""
+    """The most samples that a client may report; None if the server knows the number."""
     return config.partition.most if config.partition.rule == local_data.LOCAL else None
 
 
 def reads(config: Config, root: str | None) -> Config:
-    """The configuration of a client whose folder of data is `root`. Where clients have data of their own, those of the
-    server alone are cut to `dataset.test_samples`."""
+    """The configuration of a client whose data folder is `root`. If clients have their own data, `dataset.test_samples`
+    applies only to the server."""
     dataset = {"root": root} if most_of(config) is None else {"root": root, "test_samples": None}
     return config.model_copy(update={"dataset": config.dataset.model_copy(update=dataset)})
 
 
 def simulated(resolved: Resolved, site: Site) -> Site:
-    """Where clients live whose folders this machine has (`partition.folders`), if `site` is what the server knows; as
-    it is where their data are not their own, or are on other machines. Raises DataError and PartitionError."""
+    """The site with the clients whose data folders this machine has (`partition.folders`); `site` itself if clients
+    have no data of their own, or run elsewhere. Raises DataError and PartitionError."""
     config = resolved.config
     p = config.partition
     if p.rule != local_data.LOCAL or p.folders is None or config.run.apart:
@@ -114,20 +111,20 @@ def simulated(resolved: Resolved, site: Site) -> Site:
 
 
 def folders_sum(site: Site) -> str:
-    """sha256 of which client holds which data, for a site of `simulated`."""
+    """The sha256 of which client has which data, for a site of `simulated`."""
     sizes = [len(own) + len(site.held_by(client)) for client, own in enumerate(site.partition.clients)]
     return sha256(canonical([fingerprint(site.data), sizes]))
 
 
 def held_out(config: Config, parts: Partition) -> tuple[Partition, tuple[Ints, ...]]:
-    """What clients train on, and by client what they hold out; as it is where they do not evaluate."""
+    """What clients train on, and what each holds out. Clients that do not evaluate hold nothing out."""
     if config.evaluate.on == "server":
         return parts, ()
     return hold_out(parts, config.evaluate.held_out, cut_seed(config))
 
 
 def server_of(resolved: Resolved) -> ServerContext:
-    """The server before there is a pool; its part of the data is cut when it is asked for."""
+    """The server before there is a pool. The data are partitioned when they are first used."""
     device = resolved.config.run.devices[0]
     return LazyServer(lambda: ServerSite(site_of(resolved, cut(resolved)), device))
 

@@ -1,4 +1,4 @@
-"""Every step begins with this: the configuration, and the algorithm, the data and the network that follow from it."""
+"""The configuration, and the algorithm, data and network that follow from it. Every step begins with these."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ from flexfleet.tracking import data_repository
 log = logging.getLogger("flexfleet")
 
 DEFAULT = Path("params.yaml")
-"""Read where no other file is given."""
+"""Read if no other file is given."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration and what it names. A process makes it once and passes it to every step: so it builds the
-    algorithm once, and reads the data once, when the first step needs them."""
+    """A configuration and what it names. A process creates it once and passes it to every step, so the algorithm is
+    built once, and the data are read once, when the first step needs them."""
 
     config: Config
     algorithm: Algorithm
 
     @classmethod
     def of(cls, config: Config) -> Resolved:
-        """From a configuration that has been read. Raises ConfigError."""
+        """Raises ConfigError."""
         return cls(config, configs.algorithm(config))
 
     @classmethod
     def load(cls, files: Files = None, overrides: Given = ()) -> Resolved:
-        """From files and overrides, which `load_config` reads. Raises ConfigError."""
+        """Read files and overrides (`load_config`). Raises ConfigError."""
         return cls(*configs.parse_with_algorithm(values_of(files, overrides)))
 
     @cached_property
@@ -76,8 +76,7 @@ class Resolved:
 
     @cached_property
     def clusters(self) -> Ints | None:
-        """(N_train,): the cluster of each training sample, where the partition deals by clusters. Raises
-        PartitionError, or ConfigError and ModelError for a network."""
+        """(N_train,): the cluster of each training sample; None unless the partition uses clusters."""
         family = feature_network(self.config, self.data)
         if family is not None:
             check_takes(self.data, family)
@@ -95,8 +94,8 @@ class Resolved:
             axes = [axis for slot in family.layout().slots.values() for axis in slot.axes]
             if not any(part.group == HEAD for axis in axes for part in axis.parts):
                 raise ConfigError(
-                    "algorithm.mask_labels needs an output layer with a row for each class, and a trace of "
-                    f"{self.config.model['name']} finds none: set algorithm.mask_labels=false"
+                    "algorithm.mask_labels needs an output layer with a row for each class, which "
+                    f"{self.config.model['name']} does not have. Set algorithm.mask_labels=false"
                 )
         training = self.config.training
         batches.check(training.sampler, training.augment, data.task, data.normalise(data.train_x[:1]))
@@ -104,25 +103,24 @@ class Resolved:
 
     @cached_property
     def start(self) -> Params | None:
-        """The whole network's weights with which the first round starts, where `model.init` or the network gives them.
-        Raises what `warm_start.start` raises, and ConfigError where a preparation gives such weights too."""
+        """The weights of the whole network that `model.init` or the network gives for the first round, or None. Raises
+        what `warm_start.start` raises, and ConfigError if a preparation gives such weights too."""
         weights = warm_start.start(self.config, self.family)
         if weights is not None and (name := giver(self.algorithm.preparations)) is not None:
             raise ConfigError(
-                f"model.init, or a network with weights of its own, says what to start from, and preparation {name} of "
-                f"{self.config.algorithm['name']} gives others: leave out model.init, or give the network without "
-                "weights, or choose another algorithm"
+                f"model.init, or the network, gives weights to start from, and so does preparation {name} of "
+                f"{self.config.algorithm['name']}. Leave out one of them"
             )
         return weights
 
     @property
     def _masks_labels(self) -> bool:
-        """Whether clients send rows of the output layer alone, which only a trace finds in a user's module."""
+        """Whether clients send only rows of the output layer, which only a trace finds in a user's module."""
         return bool(getattr(self.algorithm, "mask_labels", False))
 
     def network(self, input_shape: tuple[int, ...], outputs: int) -> ModelFamily:
-        """The network for samples of this shape, with this many outputs. A user's module is traced only if the
-        algorithm needs to cut it. Raises ConfigError, ModelError or PoolError."""
+        """The network for this sample shape and number of outputs. A user's module is traced only if the algorithm cuts
+        it. Raises ConfigError, ModelError or PoolError."""
         if issubclass(model_kind(self.config.model), ModuleFamily) and not self._masks_labels:
             family = build_model(self.config.model, input_shape, outputs, submodels=False)
             if _sends_full_model_only(self.algorithm, family):
@@ -132,17 +130,17 @@ class Resolved:
 
 
 def _sends_full_model_only(algorithm: Algorithm, family: ModelFamily) -> bool:
-    """Whether the algorithm's pool is the full model alone. `family`: a network that has no sub-models."""
+    """Whether the algorithm's pool is only the full model. `family` is a network without sub-models."""
     no_server: Any = None  # the decision must be the same on every machine
     try:
         pool = pool_of(algorithm, family, assumed(algorithm, family), no_server)
-    except Exception:  # it needs sub-models; any other error comes again when the pool is built
+    except Exception:  # it needs sub-models; other errors are raised again when the pool is built
         return False
     return all(model.spec == FULL for model in pool)
 
 
 def resolved_of(args: argparse.Namespace) -> Resolved:
-    """What the options of `terminal.add_config` ask for."""
+    """Read what the options of `terminal.add_config` name."""
     files: Sequence[Path] = args.config or ([DEFAULT] if DEFAULT.is_file() else [])
     return Resolved.load(files, args.set)
 
@@ -153,22 +151,22 @@ def config_of(args: argparse.Namespace) -> Config:
 
 
 def check_unchanged(args: argparse.Namespace, config: Config) -> None:
-    """Raises ConfigError if the options would ask for something else by now than for `config`, with which the step ran.
-    DVC reads params.yaml when a stage has ended: it would record the result as that of the new values, for good."""
+    """Raise ConfigError if the options no longer give `config`, with which the step ran. DVC reads params.yaml when a
+    stage has ended, and would record the result as that of the new values."""
 
     def counts(key: str) -> bool:
         return moves(key) not in (Moves.EXECUTION, Moves.PLACE) or key.startswith("publish.")
 
     if changed := changes(flatten(config), flatten(config_of(args)), counts):
         raise ConfigError(
-            f"the configuration has changed while this ran ({changed}); {args.out} is of the values before: start it "
+            f"the configuration has changed while this ran ({changed}), and {args.out} has the values before. Start it "
             "again"
         )
 
 
 @contextmanager
 def unchanged(args: argparse.Namespace) -> Iterator[Resolved]:
-    """What the options ask for. Raises ConfigError at its end where they ask for something else by then."""
+    """Yield what the options give. Raises ConfigError at the end if they give something else by then."""
     resolved = resolved_of(args)
     yield resolved
     check_unchanged(args, resolved.config)
@@ -191,8 +189,8 @@ def _read(config: Config) -> Data:
 
 
 def _found(config: Config) -> Data:
-    """The data set as it was published, or given. Raises DataError where a reader of one's own fails,
-    EnvironmentFailure where the system does and names no file."""
+    """The data set as published or given. Raises DataError if the user's own reader fails, EnvironmentFailure if it
+    fails with an OSError that has no filename."""
     name, root = config.dataset.name, data_repository.folder_of(config.dataset.root)
     if stored_data.is_stored(name):
         return stored_data.read(root, name, TASKS)
@@ -202,7 +200,7 @@ def _found(config: Config) -> Data:
     except FlexfleetError:
         raise
     except Exception as error:
-        of_file = isinstance(error, OSError) and error.filename is not None  # which is told
+        of_file = isinstance(error, OSError) and error.filename is not None
         if name in DATASETS or of_file or out_of_memory(error):
             raise
         told = f"{type(error).__name__}: {first_line(error)}{line_in(source.load, error)}"
@@ -214,9 +212,8 @@ def _found(config: Config) -> Data:
 
 
 def check_fits(data: Data, family: ModelFamily) -> None:
-    """Raises what `check_takes` raises; ModelError if the network answers once for a sample and the task wants an
-    answer at every place of an image or every position of a sequence, for tokens also if it answers at every position
-    and the task wants one answer; EnvironmentFailure if a package is missing that computes the metric."""
+    """Raises what `check_takes` raises, ModelError if the network's output does not fit the task, EnvironmentFailure if
+    a package is missing that computes the metric."""
     check_ready(data.task)
     check_takes(data, family)
     if has_boxes(data.task) or has_sequences(data.task) or data.has_tokens:
@@ -225,7 +222,7 @@ def check_fits(data: Data, family: ModelFamily) -> None:
 
 
 def check_takes(data: Data, family: ModelFamily) -> None:
-    """Raises ConfigError if the network takes tokens and the data are no tokens, or the other way round."""
+    """Raise ConfigError if only one of network and data has tokens, or if a token is outside the vocabulary."""
     kind = type(family).__name__
     if isinstance(family, TakesTokens) != data.has_tokens:
         given, taken = ("tokens", "numbers") if data.has_tokens else ("numbers", "tokens")

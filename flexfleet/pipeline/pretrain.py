@@ -1,8 +1,8 @@
-"""Step 2: the algorithm's preparations, APoZ among them (`fl_engine.preparation`), and what of them is there already.
+"""Step 2: the algorithm's preparations (`fl_engine.preparation`), APoZ among them.
 
-A result is kept as long as its inputs are the same: the partition and the data that it was cut from, the network (of
-one's own: its source too), the seed, the parameters that the preparation is given, and the file that defines it. The
-machine is no input: runs that are compared start from the same results, wherever these were computed.
+A result is reused as long as its inputs are the same: the partition and its data, the network (of a user's own: its
+source too), the seed, the parameters that the preparation is given, and the files of its folder. The machine is not an
+input, so runs that are compared start from the same results.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -45,12 +44,14 @@ SILENT_S = LOG_S
 
 
 def pretrain(resolved: Resolved, partition: Path, out: Path, known: Path | None = None) -> Path:
-    """Writes `<name>.json` for each of the algorithm's preparations into `out`, `<name>.safetensors` for the one that
-    gives weights, and prepared.json. What is there, or in the folder `known`, is taken over where its inputs are the
-    same. Returns the path of prepared.json.
+    """Write `<name>.json` for each of the algorithm's preparations into `out`, `<name>.safetensors` for the one that
+    gives weights, and prepared.json, whose path is returned. Results in `out` or in the folder `known` are reused if
+    their inputs are the same.
 
-    Raises IntegrityError naming a file that is damaged, PartitionError where the server holds no data to prepare with,
-    ConfigError where two preparations give weights, or one gives such as do not fit the network.
+    Raises:
+        IntegrityError: A file is damaged.
+        PartitionError: The server has no data to prepare with.
+        ConfigError: Two preparations give weights, or the weights do not fit the network.
     """
     names = resolved.algorithm.preparations
     giver(names)
@@ -76,12 +77,12 @@ def pretrain(resolved: Resolved, partition: Path, out: Path, known: Path | None 
         made[name] = prepared.entry_of(wanted[name], name, files)
         Index(made=made).write(out / prepared.INDEX)
     if not names:
-        log.info("pretrain: %s asks for no preparation, nothing to do", resolved.config.algorithm["name"])
+        log.info("Skipping pretrain: %s needs no preparation.", resolved.config.algorithm["name"])
     return out / prepared.INDEX
 
 
 def is_known(resolved: Resolved, partition: Path, known: Path) -> bool:
-    """Whether all that the algorithm's preparations would make is in the folder `known`. Raises IntegrityError."""
+    """Whether the folder `known` has the results of all preparations of the algorithm. Raises IntegrityError."""
     there = prepared.index(known)
     return all(
         name in there and there[name].inputs == inputs_of(resolved, name, partition)
@@ -90,7 +91,7 @@ def is_known(resolved: Resolved, partition: Path, known: Path) -> bool:
 
 
 def _from(known: Path | None, name: str, inputs: str) -> dict[str, bytes] | None:
-    """The files that are kept there of the same inputs."""
+    """The files in `known` of the same inputs."""
     entry = prepared.index(known).get(name) if known is not None else None
     if known is None or entry is None or entry.inputs != inputs:
         return None
@@ -99,7 +100,7 @@ def _from(known: Path | None, name: str, inputs: str) -> dict[str, bytes] | None
 
 
 def _taken_over(name: str, folder: Path) -> None:
-    log.info("%s is taken over from %s: its inputs are the same", name, folder)
+    log.info("%s is taken from %s, which has the same inputs", name, folder)
 
 
 def _made(resolved: Resolved, name: str, parts: Partition) -> dict[str, bytes]:
@@ -129,18 +130,17 @@ def _made(resolved: Resolved, name: str, parts: Partition) -> dict[str, bytes]:
 
 
 def need_proxy(name: str, kind: Preparation, parts: Partition) -> None:
-    """Raises PartitionError if a preparation needs data and the server holds no samples."""
+    """Raise PartitionError if a preparation needs data and the server has none."""
     if kind.needs_data and not (len(parts.proxy_train) and len(parts.proxy_test)):
         raise PartitionError(
-            f"the preparation {name} needs data on the server, and partition.proxy leaves it none: raise "
-            "partition.proxy, set partition.server_classes, or choose an algorithm that does without it (for flexfl "
-            "set algorithm.use_apoz=false)"
+            f"partition.proxy leaves the server no data, which the preparation {name} needs. Raise it, set "
+            "partition.server_classes, or choose another algorithm (for flexfl set algorithm.use_apoz=false)"
         )
 
 
 # ------------------------------------------------------------------------------------------------------ its inputs
 def inputs_of(resolved: Resolved, name: str, partition: Path) -> str:
-    """Digest of all that the preparation is computed from. `partition`: what the partition step wrote."""
+    """Digest of everything that the preparation is computed from. `partition` is the folder of that step."""
     kind, chosen = preparation(name), isinstance(resolved.algorithm, ChoosesNetwork)
     device = resolved.config.run.devices[0].partition(":")[0]
     parts = {
@@ -157,40 +157,27 @@ def inputs_of(resolved: Resolved, name: str, partition: Path) -> str:
 
 
 def _code(kind: Preparation) -> list[str] | None:
-    """Digests of the file that the preparation is written in, then of those beside it that it takes names from; None
-    where it is in no file."""
+    """Digests of the files in the folder that defines the preparation; None if it is defined in no file."""
     try:
         own = Path(inspect.getfile(type(kind)))
         for place in own.parents:
-            if place.suffix == ".whl":  # of one's own code (`run.code`), named by its sha256
+            if place.suffix == ".whl":  # the user's own code (`run.code`), named by its sha256
                 return [place.stem]
-        files = [
-            own,
-            *sorted({file for file in _files_of_names(type(kind)) if file != own and file.parent == own.parent}),
-        ]
-        return [sha256(file.read_bytes()) for file in files]
+        return [sha256(file.read_bytes()) for file in sorted(own.parent.glob("*.py"))]
     except (TypeError, OSError):
         return None
 
 
-def _files_of_names(kind: type[Preparation]) -> Iterator[Path]:
-    """Where all that is named in the class's module was written."""
-    for value in vars(sys.modules[kind.__module__]).values():
-        module = value if inspect.ismodule(value) else inspect.getmodule(value)
-        if module is not None and getattr(module, "__file__", None) is not None:
-            yield Path(inspect.getfile(module))
-
-
 def settings_of(resolved: Resolved, name: str, kind: Preparation) -> dict[str, Any]:
-    """The parameters that the preparation is given, the algorithm's with their defaults. Raises ConfigError for one
-    that there is not."""
+    """The parameters that the preparation is given, the algorithm's with their defaults. Raises ConfigError for an
+    unknown one."""
     algorithm: Any = resolved.algorithm
     own = {f"algorithm.{f.name}": f.name for f in fields(algorithm) if f.name != "training"}
     others = {k: v for k, v in configs.flatten(resolved.config).items() if not k.startswith("algorithm.")}
     if unknown := [each for each in kind.settings if each not in own and each not in others]:
         raise ConfigError(
-            f"the preparation {name} depends on {unknown[0]!r}, which is no parameter of "
-            f"{resolved.config.algorithm['name']}{nearest(unknown[0], own)}: correct its `settings`"
+            f"the `settings` of preparation {name} have {unknown[0]!r}, which is not a parameter of "
+            f"{resolved.config.algorithm['name']}{nearest(unknown[0], own)}"
         )
     asked = {
         each: to_jsonable_python(getattr(algorithm, own[each]), fallback=repr) if each in own else others[each]

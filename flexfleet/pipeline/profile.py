@@ -1,4 +1,4 @@
-"""What this device does in training, measured: an entry of `fleet.tiers`, on which the simulated clock can rest."""
+"""The measured speed of this device in training: an entry of `fleet.tiers` for the simulated clock."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ SECONDS = 5.0
 class Level:
     name: str
     size: float
-    """The level's parameters in % of the full model's."""
+    """Parameters in % of the full model's."""
     fits: bool
-    """Whether its peak has room here. A level that does not fit is not timed."""
+    """Whether its peak fits into the memory. A level that does not fit is not timed."""
     peak_bytes: int | None
-    """Memory in bytes at the peak of training, on top of what the process holds before; None: training it failed."""
+    """Bytes at the peak of training minus those before; None if training failed."""
     samples_per_second: float | None
     macs_per_sample: float | None
-    """Multiply-adds of a training step, by sample, as the simulated clock counts them."""
+    """Multiply-adds of a training step per sample, as the simulated clock counts them."""
     joules_per_sample: float | None
 
 
@@ -61,13 +61,13 @@ class Profile:
     """An entry of `fleet.tiers`."""
     levels: tuple[Level, ...]
     room_bytes: int
-    """What training may take."""
+    """Bytes that training may take."""
     sensors: tuple[str, ...]
-    """The names of the sensors of power that were read."""
+    """Names of the power sensors that were read."""
     left_out: dict[str, str]
-    """What was not measured, and why."""
+    """Map what was not measured to the reason."""
     about: dict[str, Any]
-    """What was measured: configuration, machine, versions."""
+    """Configuration, machine and versions."""
 
 
 def profile(
@@ -79,16 +79,25 @@ def profile(
     seconds: float = SECONDS,
     on: str = "cpu",
 ) -> Profile:
-    """Trains each level of the configured pool for `seconds` here, `on` a torch device, as its clients do. `name` and
-    `share`: of the tier; `room`: bytes that training may take, by default what is free. Raises BadInput for a
-    configuration that `flexfleet check` refuses; EnvironmentFailure where torch does not have the device, no level can
-    be trained, or it cannot be said what is free."""
+    """Train each level of the configured pool on this machine as clients do, and measure it.
+
+    Args:
+        name: Name of the tier.
+        share: Share of the tier in the fleet.
+        room: Bytes that training may take; by default what is free.
+        seconds: How long each level is trained.
+        on: A torch device.
+
+    Raises:
+        BadInput: `flexfleet check` refuses the configuration.
+        EnvironmentFailure: torch does not have the device, or no level can be trained.
+    """
     if not (math.isfinite(seconds) and seconds > 0):
-        raise ConfigError(f"--seconds says how long each level is trained, above 0; got {seconds:g}")
+        raise ConfigError(f"--seconds must be greater than 0, got {seconds:g}")
     if room is not None and not (math.isfinite(room) and room > 0):
-        raise ConfigError(f"--memory says how many MB training may take, above 0; got {room / 1e6:g}")
+        raise ConfigError(f"--memory must be greater than 0 MB, got {room / 1e6:g}")
     if not 0 < share <= 1:
-        raise ConfigError(f"--share is the tier's part of the fleet, above 0 and at most 1; got {share:g}")
+        raise ConfigError(f"--share must be greater than 0 and at most 1, got {share:g}")
     check_device(on, "--device")
     config = resolved.config
     run = config.run.model_copy(update={"devices": (on,)})
@@ -105,7 +114,7 @@ def profile(
         entry["bandwidth"] = float(f"{bandwidth / 1e6:.4g}")
     sensors = tuple(each.name for each in power.sensors())
     if not sensors:
-        left_out["joules"] = "no sensor of power can be read under /sys (RAPL's counters are for root alone)"
+        left_out["joules"] = "no power sensor can be read under /sys (only root can read RAPL's counters)"
     return Profile(entry, tuple(levels), room, sensors, left_out, _about(resolved))
 
 
@@ -153,7 +162,7 @@ def _levels(resolved: Resolved, room: int | None, seconds: float) -> tuple[list[
 
 
 def _peak(trial: Trial, measured: Callable[[], tuple[int, int]]) -> tuple[int, int] | None:
-    """(before, at the peak) in bytes; None: the process died, as it does where memory is short."""
+    """Bytes before and at the peak; None if the process died, for example for lack of memory."""
     try:
         before, peak = measured()
     except EnvironmentFailure as error:
@@ -164,8 +173,7 @@ def _peak(trial: Trial, measured: Callable[[], tuple[int, int]]) -> tuple[int, i
 
 
 def _room(on: str) -> int:
-    """Bytes that training may take: what the container's limit leaves, else what the system has available; on a GPU
-    what is free there."""
+    """Free bytes of the container or the system, or of a GPU."""
     if on.startswith("cuda"):
         return int(torch.cuda.mem_get_info(on)[0])
     try:
@@ -175,17 +183,17 @@ def _room(on: str) -> int:
 
 
 def _shown(free: float, pool: Pool) -> float:
-    """`free` with two decimals, where as many levels fit then."""
+    """`free` with two decimals, unless another number of levels would fit."""
     short = round(free, 2)
     return short if all((short > 100 * m.share) == (free > 100 * m.share) for m in pool) else free
 
 
 def _bandwidth(config: Config, invitation: Invitation | None) -> tuple[float | None, dict[str, str]]:
-    """Bits per second to the object store and back; what is left out, and why."""
+    """Bits per second to the object store and back, or why it is not measured."""
     try:
         if invitation is not None:
             if invitation.probe is None:
-                return None, {"bandwidth": "the invitation names a folder, or an older flexfleet wrote it"}
+                return None, {"bandwidth": "the invitation names a folder"}
             probe = invitation.probe
             return bits_per_second(UrlStore({PROBE: probe.read}, {PROBE: probe.write})), {}
         if config.run.remote is None:
@@ -223,7 +231,7 @@ def _about(resolved: Resolved) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------------ as text
 def text(found: Profile) -> str:
-    """A configuration with this tier alone, in YAML; what was measured is in comments."""
+    """A configuration with this tier in YAML, with the measurements as comments."""
     a = found.about
     trained_on = "one thread" if a["device"].startswith("cpu") else f"the {a['device']}"
     assumed = {"bandwidth": f" It is then {Tier('', 1.0, 1.0).bandwidth:g} million bits a second, which is assumed."}

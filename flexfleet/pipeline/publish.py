@@ -1,4 +1,4 @@
-"""Exports a finished run's models level by level, and registers them in MLflow for others to use.
+"""Export a finished run's models level by level, and register them in MLflow.
 
 Each new version of a registered model gets the alias `candidate` (`flexfleet regress` gives `champion`):
 
@@ -53,17 +53,17 @@ CANDIDATE, CHAMPION = "candidate", "champion"
 CALIBRATION = 128
 """Proxy samples that show int8_static the ranges of activations."""
 MODEL = "model_sha256"
-"""Tag of a version: the global model that it was exported from."""
+"""Tag of a version with the sha256 of the global model."""
 SERVING = Path(__file__).with_name("serving.py")
 NEEDED = ("torch", "numpy", "safetensors", "pydantic", "pyyaml")
-"""Packages that a registered model needs when it is loaded; it has a copy of the engine's own code."""
+"""Packages that loading a registered model requires besides its copy of the engine."""
 
 log = logging.getLogger("flexfleet")
 
 
 def publish(resolved: Resolved, out: Path, mlflow_run_id: str | None, to: Path) -> list[About]:
-    """Exports the reported levels of the run in `out` into `to`, and registers them if the run is tracked. A second
-    call makes no second version. Raises what `fl_engine.models.export`, `name_of` and `register` raise."""
+    """Export the reported levels of the run in `out` into `to`, and register them if the run is tracked. A second call
+    makes no second version."""
     config = resolved.config
     data, levels = export(resolved, out, to)
     if mlflow_run_id is not None and config.tracking.mlflow is not None:
@@ -74,7 +74,7 @@ def publish(resolved: Resolved, out: Path, mlflow_run_id: str | None, to: Path) 
 
 
 def export(resolved: Resolved, out: Path, to: Path) -> tuple[Data, list[About]]:
-    """A folder for each reported level, smallest first."""
+    """Export each reported level into a folder, smallest first."""
     manifest.check(out)
     config, data, family = resolved.config, resolved.data, resolved.family
     prepare_process(("cpu",))
@@ -106,8 +106,7 @@ def export(resolved: Resolved, out: Path, to: Path) -> tuple[Data, list[About]]:
 
 
 def precisions_of(config: Config, member: PoolModel) -> tuple[OnnxPrecision, ...]:
-    """The precisions that a level is published in, each once; by `auto` that of the codec which it travelled to clients
-    with, its own or the run's."""
+    """The precisions that a level is published in. `auto` is that of the codec with which it was sent to clients."""
     if config.publish.precision != "auto":
         return tuple(dict.fromkeys(config.publish.precision))
     codecs = member.codecs or codecs_of(config.codec.model_dump())
@@ -122,12 +121,12 @@ def said(about: About) -> str:
 
 
 def _card(about: About, found: Precisions | None) -> str:
-    """The description of a level's version: both values, and a line for each measured precision."""
+    """The description of a level's version."""
     return said(about) if found is None else f"{said(about)}\n\n```\n{precisions.table([found])}\n```"
 
 
 def name_of(config: Config) -> str:
-    """The name of the registered models. Raises what `platform_of` raises."""
+    """The name of the registered models."""
     if config.publish.name:
         return clean(config.publish.name)
     at = None if config.tracking.mlflow is None else platform_of(config.tracking.mlflow)
@@ -135,7 +134,7 @@ def name_of(config: Config) -> str:
 
 
 def clean(name: str) -> str:
-    """The name without colons and slashes, which MLflow does not allow."""
+    """Replace the characters that MLflow does not allow."""
     return re.sub(r"[^\w.-]+", "-", name)
 
 
@@ -143,9 +142,9 @@ def clean(name: str) -> str:
 def register(
     client: Patient, run_id: str, name: str, data: Data, folder: Path, levels: Sequence[About], model: str
 ) -> None:
-    """`model`: the global model's sha256. Artifacts lie in a folder of this name, so that a run with more rounds makes
-    new versions and changes none. Raises ConfigError for a name that MLflow does not take, EnvironmentFailure if MLflow
-    does not answer."""
+    """Register the exported levels. `model` is the global model's sha256. Artifacts are stored under its name, so that
+    a run with more rounds makes new versions and changes none. Raises ConfigError for a name that MLflow refuses,
+    EnvironmentFailure if MLflow does not answer."""
     found = {about.level: onnx_comparison.read(folder / about.level) for about in levels}
     at = f"published/{model[:12]}"
     with tempfile.TemporaryDirectory() as scratch:
@@ -170,8 +169,8 @@ def register(
 
 
 def _version(client: Any, name: str, source: str, run_id: str, model: str, about: str) -> None:
-    """Makes a version of a registered model, with the alias `candidate`. If the version exists, it does not change, nor
-    does the alias unless a kill came between the two: a run that is registered again is no new candidate."""
+    """Create a version of a registered model, with the alias `candidate`. An existing version is not changed, and only
+    gets the alias if it is the newest and a kill prevented that."""
     from mlflow.exceptions import MlflowException
 
     quoted = f'"{name}"' if "'" in name else f"'{name}'"
@@ -191,7 +190,7 @@ def _version(client: Any, name: str, source: str, run_id: str, model: str, about
         client.create_registered_model(name)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise ConfigError(f"publish.name: MLflow takes no model named {name!r}: {error.message}") from error
+            raise ConfigError(f"publish.name: MLflow refuses the name {name!r}: {error.message}") from error
     made = client.create_model_version(name, source, run_id, tags={MODEL: model}, description=about)
     # If the answer is lost, MLflow's client repeats the request, and the server makes one more version.
     for twin in (each for each in versions() if is_own(each) and each.version != made.version):
@@ -201,7 +200,7 @@ def _version(client: Any, name: str, source: str, run_id: str, model: str, about
 
 
 def _give(client: Any, version: Any, alias: str) -> None:
-    """Gives a version the alias, once, and not where a newer version has it: who moves it by hand has the last word."""
+    """Give a version the alias once, unless a newer version has it. So an alias can be moved by hand."""
     given, held = f"flexfleet.{alias}", client.get_registered_model(version.name).aliases.get(alias)
     if given in version.tags:
         return
@@ -224,7 +223,7 @@ def _pyfunc(data: Data, folder: Path, largest: About, scratch: Path) -> Path:
     )
     code = scratch / "fl_engine"
     shutil.copytree(Path(fl_engine.__file__).parent, code, ignore=shutil.ignore_patterns("__pycache__", "testing"))
-    # Hides MLflow's warnings, which recommend type hints and input examples for what the signature says already.
+    # Hides MLflow's recommendation of type hints, which the signature replaces.
     with warnings.catch_warnings(record=True):
         save_model(
             scratch / "model",
@@ -238,7 +237,7 @@ def _pyfunc(data: Data, folder: Path, largest: About, scratch: Path) -> Path:
 
 
 def _own_code(model: str, scratch: Path) -> list[str]:
-    """The files of a user's own network (package.module:NAME), to be copied into the model."""
+    """The files of a user's own network (package.module:NAME), which are copied into the model."""
     module, sign, _ = model.partition(":")
     if not sign:
         return []
@@ -255,8 +254,8 @@ def _own_code(model: str, scratch: Path) -> list[str]:
 
 
 def promote(client: Patient, run_id: str, model: str) -> list[str]:
-    """Gives `champion` to the versions that the MLflow run has of a global model (its sha256), unless newer versions
-    have it. Gives the models' names. Raises EnvironmentFailure if MLflow does not answer."""
+    """Give `champion` to the versions of a global model (its sha256) of an MLflow run, unless newer versions have it.
+    Returns the models' names. Raises EnvironmentFailure if MLflow does not answer."""
     with answering(client.uri, "does not take a champion"):
         versions = [v for v in client.search_model_versions(f"run_id = '{run_id}'") if v.tags.get(MODEL) == model]
         for version in versions:

@@ -1,6 +1,6 @@
-"""Step 6 if each step wrote its own folder: makes one run folder from them all, then its report and result.json.
+"""Step 6 if each step wrote its own folder: make one run folder from them, with its report and result.json.
 
-The folder has the layout that `flexfleet run` makes, without the ledger: `flexfleet report` can compare it with others.
+The folder has the layout of `flexfleet run` without the ledger, so `flexfleet report` can compare it with others.
 """
 
 from __future__ import annotations
@@ -20,22 +20,16 @@ from flexfleet.pipeline.run import conclude
 from flexfleet.reports.report import table
 
 
-def gather(run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: Path, out: Path) -> Path:
-    """Copies what the steps wrote (`run`: federate's folder) into the run folder `out`."""
+def finish(
+    given: Config, run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: Path, out: Path
+) -> Result:
+    """Make a complete run folder in `out` from the folders of the steps; `run` is federate's. `given` says what is
+    published, and has the passwords of addresses, which the run's own record leaves out."""
     shutil.copytree(run, out, dirs_exist_ok=True)
     for name, folder in (("partition", partition), ("pretrain", pretrain), ("pool", pool)):
         shutil.copytree(folder, out / name, dirs_exist_ok=True)
     for name in ("evaluation.json", "confusion.json"):
         shutil.copyfile(evaluation / name, out / name)
-    return out
-
-
-def finish(
-    given: Config, run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: Path, out: Path
-) -> Result:
-    """Makes a complete run folder in `out`, with report.html and result.json. `given` says what is published, and has
-    the passwords of addresses, which the run's own record leaves out."""
-    gather(run, partition, pretrain, pool, evaluation, out)
     file = RunFile.read(out / "run.json")
     own_code.enable(file, out)
     told, algorithm = parse_with_algorithm(own_code.stored(file), stored=True)
@@ -45,8 +39,8 @@ def finish(
 
 
 def _published(config: Config, given: Config) -> Config:
-    """The configuration that the run had, not one that somebody has edited since; but with the passwords of those
-    addresses that are the same in both, and with what is to be published now, as of a finished run that goes on."""
+    """The configuration of the run, with the passwords of addresses that are equal in both, and with what is to be
+    published now."""
     told = public(given)
     same = {name: getattr(given, name) for name in PRIVATE if getattr(told, name) == getattr(config, name)}
     return config.model_copy(update={**same, "publish": given.publish})

@@ -1,13 +1,10 @@
 """Step 4 if something else restarts it: a retry of Kubeflow, `dvc repro` after an interruption, or a study that has
 lost its folder.
 
-All need a small folder with the outcome, and the rounds in a place that outlives a killed attempt. DVC also needs an
-outcome that depends on its inputs alone, and deletes a stage's folder before it runs the stage. So `main` keeps the
-rounds in another folder beside that one. Its name is made from everything that the model's bits depend on - parameters,
-partition, pool, traces, folders of clients, numerics, the engine's code and one's own - so the same inputs find an
-interrupted run again, and other inputs never do. `main` deletes the rounds when the outcome is there; a forced run
-starts from nothing.
-"""
+All need a folder with the results only, and the rounds in a place that survives a killed attempt. DVC deletes a stage's
+folder before it runs the stage. So `main` keeps the rounds in another folder, whose name is derived from everything
+that the model's bits depend on: parameters, partition, pool, traces, folders of clients, numerics, the engine's code
+and the user's own. The same inputs find an interrupted run again, and other inputs never do."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ from flexfleet.pipeline.site import site_of
 
 OUTCOME = ("run.json", "history.json", "model.safetensors")
 DONE = ".done"
-"""Ends the names of folders whose outcome is there. None is resumed: a kill may have left a part of one."""
+"""End of the names of folders that are being deleted. A kill may have left a part of one, so none is resumed."""
 
 
 def federate_in(
@@ -51,9 +48,8 @@ def federate_in(
     tags: dict[str, str] | None = None,
     mlflow_run_id: str | None = None,
 ) -> Path:
-    """Runs the rounds in `folder`, resuming what is there, and copies the outcome into `out`, with the wheel of
-    `run.code`. The folder's name is the run's name. Raises what `federate` raises, and Diverged or NothingMerged if the
-    model is of no use."""
+    """Run or resume the rounds in `folder`, whose name is the run's, and copy the results into `out`. Raises what
+    `federate` raises, and Diverged or NothingMerged if the model is useless."""
     federate(resolved, partition, pool, folder, resume=True, tags=tags, mlflow_run_id=mlflow_run_id)
     tally_in(folder).check()
     code = RunFile.read(folder / "run.json").code_sha256
@@ -66,9 +62,9 @@ def federate_in(
 def federate_for_dvc(
     resolved: Resolved, partition: Path, pool: Path, out: Path, check: Callable[[], None] = lambda: None
 ) -> Path:
-    """Writes run.json, history.json and model.safetensors into `out`; resumes an interrupted run. `check` is called
-    before the rounds are deleted. Raises what it raises, and ConfigError where the model depends on other files by
-    now: DVC would record it as theirs."""
+    """Write run.json, history.json and model.safetensors into `out`, and resume an interrupted run. `check` is called
+    before the rounds are deleted. Raises ConfigError if the files that the model depends on have changed, because DVC
+    would record the model as theirs."""
     unfinished = out.with_name(f"{out.name}.unfinished")
     folder = unfinished / identity(resolved, partition, pool)
     for left in unfinished.glob(f"*{DONE}"):
@@ -77,8 +73,8 @@ def federate_for_dvc(
     check()
     if identity(resolved, partition, pool) != folder.name:
         raise ConfigError(
-            f"code or files on which the rounds depend have changed while they ran; {out} is of those before: start it "
-            "again"
+            f"code or files on which the rounds depend have changed while they ran, and {out} is of those before. "
+            "Start it again"
         )
     done = folder.with_name(f"{folder.name}{DONE}")
     folder.rename(done)
@@ -89,9 +85,8 @@ def federate_for_dvc(
 
 
 def name_in(out: Path, resolved: Resolved) -> str:
-    """The name of a run whose folder may be lost while its ledger is kept in `run.remote`: that of its folder `out`,
-    which has its partition and pool, and `digest_of`. So a new folder of the same name and the same inputs finds the
-    ledger, and one of other inputs gets a ledger of its own. A run that has begun keeps its name."""
+    """The name of a run whose folder `out` may be lost while its ledger is stored in `run.remote`: the folder's name
+    and `digest_of`. So a new folder with the same inputs finds the ledger, and other inputs get another one."""
     if (out / "run.json").exists():
         return RunFile.read(out / "run.json").run_id
     return f"{out.name}-{digest_of(resolved, out / 'partition', out / 'pool')}"
@@ -104,9 +99,9 @@ def identity(resolved: Resolved, partition: Path, pool: Path) -> str:
 
 
 def digest_of(resolved: Resolved, partition: Path, pool: Path) -> str:
-    """12 hexadecimal digits, made from everything that the model depends on."""
+    """12 hexadecimal digits of everything that the model depends on."""
     config = resolved.config
-    # The end of the rounds may change in a resumed run, but a run with more rounds has no outcome for fewer rounds.
+    # A run with more rounds has no result for fewer rounds.
     parameters = {k: v for k, v in flatten(config.settled()).items() if moves(k) in (Moves.RESULT, Moves.LENGTH)}
     precision = settled(config.run.precision, config.run.devices, None)
     package = Path(fl_engine.__file__).parent

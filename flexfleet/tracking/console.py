@@ -1,4 +1,4 @@
-"""The tracker that people watch: a line for each round, and where the round is that is at work."""
+"""The tracker that people watch: a line for each round, and the progress of the current round."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from flexfleet.files.progress import TERMINAL_S, Live, span
 log = logging.getLogger("flexfleet")
 
 MOST_LEVELS = 5
-"""More are not told one by one."""
+"""The most levels whose metrics are logged one by one."""
 
 
 class Console:
-    """A line per round on stderr: accuracy of each level, loss, clients, seconds, and the time that is left. On a
-    terminal at most two lines a second, and below them how many clients of the round have answered."""
+    """A line per round on stderr: accuracy of each level, loss, clients, seconds, and remaining time. A terminal gets
+    at most two lines a second, and below them how many clients of the round have answered."""
 
     def __init__(
         self, total: int, done: int = 0, live: Live | None = None, stop_simulated_s: float | None = None
     ) -> None:
-        """`total`: rounds in all; `done`: rounds that an earlier start has told; `stop_simulated_s`: seconds on the
-        simulated clock that may end the run before, None: nothing does."""
+        """Args:
+        total: Number of all rounds.
+        done: Number of rounds that an earlier start has logged.
+        stop_simulated_s: Seconds on the simulated clock that end the run earlier.
+        """
         self._total, self._done, self._seconds = total, done, stop_simulated_s
         self._clock, self._heard_of = 0.0, 0
         self._live = Live() if live is None else live
@@ -55,7 +58,7 @@ class Console:
             log.info("round %d/%d  %s%s%s", step, self._total, told(values), clock, self._left(step))
 
     def heard(self, round: int, answered: int, asked: int) -> None:
-        """Called as a round begins (`answered` is 0) and with every answer. `round` counts from 0."""
+        """Called when a round begins (`answered` is 0) and with every answer. `round` counts from 0."""
         if round != self._round:
             self._round, self._began = round, time.monotonic()
         if self._live.due():
@@ -71,7 +74,7 @@ class Console:
         return f"  ETA {span(left * median(self._recent))}" if left and self._recent else ""
 
     def _rounds_left(self, done: int) -> int:
-        """How many rounds are to come; by the mean time of a round so far, where the simulated clock may end them."""
+        """Number of remaining rounds, estimated from the mean simulated time of a round if the clock ends the run."""
         left = self._total - done
         if self._seconds is None or not self._clock:
             return left
@@ -79,9 +82,9 @@ class Console:
 
 
 def told(values: Mapping[str, float]) -> str:
-    """A round's measurements in a few words, with each level's figure of the deciding metric."""
+    """A round's metrics in a few words, with each level's value of the deciding metric."""
     m, levels = measure_in(values), _levels(values)
-    if len(levels) == 1:  # its avg would say the same again
+    if len(levels) == 1:  # its avg is the same value
         return brief({key: value for key, value in values.items() if key != "avg"})
     if not 1 < len(levels) <= MOST_LEVELS:
         return brief(values)
@@ -92,7 +95,7 @@ def told(values: Mapping[str, float]) -> str:
 
 
 def brief(values: Mapping[str, float]) -> str:
-    """A round's measurements in a few words."""
+    """A round's metrics in a few words."""
     m = measure_in(values)
     digits = 1 if m.unit else 3
     scores = [f"{k} {m.scale * values[k]:.{digits}f} {m.unit}".rstrip() for k in ("avg", "full") if k in values]
@@ -102,13 +105,13 @@ def brief(values: Mapping[str, float]) -> str:
 def _work(values: Mapping[str, float]) -> list[str]:
     loss = f"loss {values['train_loss']:.3f}" if "train_loss" in values else "no client trained"
     counts = {kind: int(values[f"clients_{kind}"]) for kind in ("trained", "pruned", "failed")}
-    # Log viewers show lines red that contain the word for failures.
+    # Log viewers color lines red that contain "failed".
     said = [f"{count} {kind}" for kind, count in counts.items() if count or kind == "trained"]
     return [loss, ", ".join(said), f"{values['seconds_round']:.1f} s"]
 
 
 def _levels(values: Mapping[str, float]) -> dict[str, float]:
-    """By level, the metric of which `full` is the last level's value; empty in a round without evaluation."""
+    """Map levels to the values of the metric whose last value is `full`; empty in a round without evaluation."""
     names = [key.removeprefix("loss/") for key in values if key.startswith("loss/")]
     if not names or "avg" not in values or "full" not in values:
         return {}

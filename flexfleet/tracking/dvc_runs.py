@@ -1,4 +1,4 @@
-"""The parts of a run that DVC keeps: pushed when it is finished, and fetched by the pointers in its MLflow run."""
+"""Parts of a finished run in a DVC remote: pushed when it ends, and fetched by the pointers in its MLflow run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from flexfleet.tracking.dvc_remote import Taken, checksum, made_once, place_of, 
 from flexfleet.tracking.server import Patient, answering
 
 OF_RUN = ("partition", "pool", "model.safetensors", "report.html")
-"""The parts of a run's folder that are pushed."""
+"""Parts of a run's folder that are pushed."""
 POINTERS = "dvc"
 """Folder of the pointers, in a run's folder and among the artifacts of its MLflow run."""
 
 
 def push_run(out: Path, remote: str) -> dict[str, str]:
-    """Pushes the parts OF_RUN of a finished run, and writes the pointers into its folder. Gives tags with the checksums
-    to which they point."""
+    """Push the parts OF_RUN of a finished run, and write the pointers into its folder. Returns tags with their
+    checksums."""
     pointers = push({name: out / name for name in OF_RUN}, remote)
     for name, text in pointers.items():
         (out / POINTERS).mkdir(exist_ok=True)
@@ -27,17 +27,18 @@ def push_run(out: Path, remote: str) -> dict[str, str]:
 
 
 def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
-    """Fetches what a run pushed into the new folder `out`, by the pointers in its MLflow run.
+    """Fetch what a run pushed into the new folder `out`, by the pointers in its MLflow run.
 
-    Raises ConfigError if MLflow does not know the run, if the run pushed nothing, if the remote is a folder that is not
-    there, or if `out` exists; EnvironmentFailure if MLflow does not answer; IntegrityError if MLflow or the remote has
-    lost or changed something: then there is nothing in `out`.
+    Raises:
+        ConfigError: MLflow does not have the run, the run pushed nothing, or `out` exists.
+        EnvironmentFailure: MLflow does not answer.
+        IntegrityError: MLflow or the remote has lost or changed something. `out` does not exist then.
     """
     client = Patient(uri, 0.0)
     from mlflow.exceptions import MlflowException
 
     if out.exists():
-        raise ConfigError(f"{out} exists already: give another --out, or remove it")
+        raise ConfigError(f"{out} exists already. Give another --out, or remove it")
     with answering(uri, "does not give the run"):
         try:
             tags = client.get_run(mlflow_run_id).data.tags
@@ -46,22 +47,22 @@ def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
                 raise
             raise ConfigError(masked(f"{uri} has no run {mlflow_run_id}: {error.message}")) from error
     if "dvc.remote" not in tags:
-        raise ConfigError(f"the run {mlflow_run_id} pushed nothing: it had publish.dvc=null")
+        raise ConfigError(f"the run {mlflow_run_id} pushed nothing, because publish.dvc was null")
     with tempfile.TemporaryDirectory() as scratch, answering(uri, "does not give the run's pointers"):
         got = client.download_artifacts(mlflow_run_id, POINTERS, scratch)
         pointers = {path.stem: path.read_text("utf-8") for path in sorted(Path(got).iterdir())}
     pushed = {key.removeprefix("dvc.") for key in tags if key.startswith("dvc.")} - {"remote"}
     if missing := sorted(pushed - pointers.keys()):
-        raise IntegrityError(f"the run pushed {', '.join(missing)} too, of which MLflow has lost the pointer")
+        raise IntegrityError(f"MLflow has lost the pointers of {', '.join(missing)}, which the run pushed")
     for name, text in pointers.items():
         if (says := checksum(text)) != (tag := tags.get(f"dvc.{name}")):
-            raise IntegrityError(f"{name}: its pointer says md5 {says}, the run's tag {tag}")
+            raise IntegrityError(f"{name}: its pointer has md5 {says}, but the run's tag has {tag}")
     try:
         with made_once(out) as part:
             pull(pointers, tags["dvc.remote"], part)
             actual, expected = sha256((part / "model.safetensors").read_bytes()), tags.get("model_sha256")
             if expected is not None and actual != expected:
-                raise IntegrityError(f"the model's sha256 is {actual}, the run's tag says {expected}")
+                raise IntegrityError(f"the model's sha256 is {actual}, but the run's tag has {expected}")
     except Taken as error:
-        raise ConfigError(f"{out} was made by another process meanwhile: give another --out") from error
+        raise ConfigError(f"{out} was created by another process. Give another --out") from error
     return [out / name for name in pointers]

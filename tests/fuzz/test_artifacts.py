@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,15 +28,14 @@ from fl_engine.core.types import SubmodelSpec
 from fl_engine.data import partition_files, partitioning
 from fl_engine.data.label_noise import made_wrong
 from fl_engine.data.partition import Partition, as_told
-from fl_engine.models import export, onnx_comparison
+from fl_engine.models import export
 from fl_engine.remote.messages import Assignment, Message, read_message
-from fl_engine.rounds.server import LazyServer, ServerSite
 from fl_engine.storage.store import sha256
 from fl_engine.storage.urls import Upload
 from fl_engine.testing.tiny import TRAINING, tiny_pool, tiny_site
 from fl_engine.training.evaluation import Score
 from fl_engine.training.memory import Peaks
-from flexfleet.config import Config, algorithm, load_config
+from flexfleet.config import Config
 from flexfleet.experiments.nightly import Verdict
 from flexfleet.experiments.nightly_gate import Check
 from flexfleet.experiments.nightly_suite import NightFigures, OfLabel
@@ -57,14 +56,9 @@ from flexfleet.files.artifacts import (
     row_of,
 )
 from flexfleet.files.prepared import Entry, Index
-from flexfleet.pipeline import report as gathering
-from flexfleet.pipeline import status
 from flexfleet.pipeline.evaluate import told
-from flexfleet.pipeline.model_pool import build
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.resume import known_run
 from flexfleet.pipeline.share import Shared
-from flexfleet.reports import precisions, report
 from tests.fuzz.mutations import altered, answer, damaged, json_like, law
 
 SITE = tiny_site(FlexFL(training=TRAINING))
@@ -157,12 +151,6 @@ def test_an_artifact_is_read_or_its_file_is_named(tmp_path: Path, broken: tuple[
             assert [row_of(row).metrics for row in bare.rounds] == [row_of(row).metrics for row in found.rounds]
 
 
-@pytest.mark.parametrize("name", ARTIFACTS)
-def test_an_artifact_that_is_a_folder_is_named(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    assert answer(lambda: type(ARTIFACTS[name]).read(tmp_path / name), name, kind=IntegrityError) is None
-
-
 def test_a_model_that_diverged_is_evaluated_all_the_same(tmp_path: Path) -> None:
     """JSON has no word for what is not a number; the figure is lost, and nothing else."""
     score = told("M1", Score(0.1, math.nan, {"accuracy": 0.1}), 40)
@@ -212,47 +200,6 @@ def sound(found: Partition) -> None:
         assert not np.isin(Y[np.concatenate(found.clients)], found.server_classes).any()
     wrong = [int((told.train_y[part] != SITE.data.train_y[part]).sum()) for part in found.clients]
     assert wrong == (list(found.noise.figures.wrong) if found.noise else [0] * len(found.clients))
-
-
-@kinds
-@law(40)
-@given(data=st.data())
-def test_a_partition_is_what_was_cut_or_a_file_is_named(tmp_path: Path, data: st.DataObject, kind: str) -> None:
-    manifest, tensors = saved(tmp_path, kind)
-    if data.draw(st.booleans(), label="manifest"):
-        (tmp_path / partition_files.MANIFEST).write_bytes(data.draw(json_like(manifest), label="content"))
-    else:
-        (tmp_path / partition_files.TENSORS).write_bytes(data.draw(damaged(tensors), label="content"))
-    refused_as = (IntegrityError, PartitionError)  # the latter: of other data
-    found = answer(lambda: partition_files.load(tmp_path, SITE.data), str(tmp_path), kind=refused_as)
-    if found is not None:
-        sound(found)
-
-
-TENSORS = {
-    "floats": {"clients": np.zeros(36, np.float32)},
-    "too few": {"clients": np.arange(3)},
-    "a table": {"clients": np.zeros((6, 6), np.int64)},
-    "negative": {"clients": np.arange(36) - 40},
-    "of no sample": {"clients": np.arange(36) + 10**6},
-    "twice": {"clients": np.zeros(36, np.int64)},
-    "the proxy's": {"proxy_train": np.arange(3)},
-    "another name": {"others": np.arange(3)},
-    "without": {"clients": None},
-}
-
-
-@pytest.mark.parametrize("changes", TENSORS.values(), ids=list(TENSORS))
-def test_tensors_of_another_partition_are_refused_though_the_checksum_is_theirs(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    from safetensors.numpy import load, save
-
-    manifest, tensors = saved(tmp_path)
-    content = save({k: np.ascontiguousarray(v) for k, v in (load(tensors) | changes).items() if v is not None})
-    (tmp_path / partition_files.TENSORS).write_bytes(content)
-    (tmp_path / partition_files.MANIFEST).write_text(json.dumps(manifest | {"tensors_sha256": sha256(content)}))
-    assert answer(lambda: partition_files.load(tmp_path, SITE.data), "partition.", kind=IntegrityError) is None
 
 
 @kinds
@@ -338,72 +285,4 @@ def test_an_exported_level_is_the_one_or_named(exported: Path, tmp_path: Path, d
     answer(lambda: export.load(tmp_path), "submodel.json", "model.safetensors", kind=IntegrityError)
 
 
-FIGURES = {"file": "model.onnx", "value": 0.9, "agreement": 1.0, "bytes": 900, "latency_ms": 0.1, "share": 1.0}
-PRECISIONS = {
-    "schema_version": 1, "level": "M1", "model_sha256": "0" * 64, "metric": "accuracy", "test_samples": 9,
-    "calibration_samples": 4, "runs": 100, "onnxruntime": "1", "cpu": "AVX2",
-    "precisions": {"fp32": FIGURES, "int8": {**FIGURES, "bytes": 300}}, "refused": {"fp16": "why"},
-}  # fmt: skip
-
-
-@law(40)
-@given(st.data())
-def test_a_levels_precisions_are_told_or_the_file_is_named(tmp_path: Path, data: st.DataObject) -> None:
-    (tmp_path / onnx_comparison.ABOUT).write_bytes(data.draw(json_like(PRECISIONS), label="content"))
-    found = answer(lambda: onnx_comparison.read(tmp_path), onnx_comparison.ABOUT, kind=IntegrityError)
-    if found is not None:
-        assert len(precisions.table([found]).splitlines()) == 1 + len(found.precisions) + len(found.refused)
-        json.dumps(precisions.to_json([found]) | precisions.metrics(found), allow_nan=False)
-
-
 # --------------------------------------------------------------------------------------------- a run's folder
-READ = ("run.json", "history.json", "evaluation.json", "pool/pool.json", "partition/partition.json",
-        "pretrain/apoz.json")  # fmt: skip
-
-
-@law(40)
-@given(st.data())
-def test_a_run_folder_is_told_of_or_the_file_is_named(
-    finished_template: Any, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    folder = tmp_path_factory.getbasetemp() / "told"
-    if not folder.exists():
-        shutil.copytree(finished_template[0], folder)
-    name = data.draw(st.sampled_from(READ), label="file")
-    before = (folder / name).read_bytes()
-    content = data.draw(json_like(json.loads(before)), label="content")
-    honest = data.draw(st.booleans(), label="run.json says its checksum")
-    run = (folder / "run.json").read_bytes()
-    try:
-        (folder / name).write_bytes(content)
-        if honest and name in ("pool/pool.json", "partition/partition.json"):
-            key = f"{name.partition('/')[0]}_sha256"
-            (folder / "run.json").write_text(json.dumps(json.loads(run) | {key: sha256(content)}))
-        tell: tuple[Callable[[], Any], ...] = (
-            lambda: report.table([folder]),
-            lambda: report.differences([report.load(folder)]),
-            lambda: status.describe(folder),
-            lambda: known_run(Config(), folder, resume=True),
-            lambda: gathering.parse_with_algorithm(RunFile.read(folder / "run.json").config),
-        )
-        named = (str(folder), name, "run.json", *Config.model_fields, "unknown parameter", "the configuration")
-        for one in tell:
-            answer(one, *named)
-    finally:
-        (folder / name).write_bytes(before)
-        (folder / "run.json").write_bytes(run)
-
-
-@law(15)
-@given(json_like(json.loads(ARTIFACTS["apoz.json"].model_dump_json())))
-def test_scores_of_another_network_make_a_pool_or_are_named(tmp_path: Path, content: bytes) -> None:
-    """`flexfleet pool --apoz FILE`."""
-    path = tmp_path / "apoz.json"
-    path.write_bytes(content)
-    config = load_config(None, ("model.width=0.25",))
-    kind = algorithm(config)
-    found = answer(lambda: Apoz.read(path), "apoz.json", kind=IntegrityError)
-    if found is not None:
-        family = SITE.family
-        server = LazyServer(lambda: ServerSite(SITE))
-        answer(lambda: build(config, kind, family, {"apoz": found}, server, {}), "APoZ", "gamma", "M", "size")
