@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -290,3 +291,32 @@ def test_replaced_process_has_equal_options_and_no_old_code(place: Place, flag: 
         assert {logger.level for logger in loggers} == {level}
     code.disable()
     assert started[0] == started[1] and started[0][:2] == ["-m", "flexfleet.worker"] and "--device=cpu" in started[0]
+
+
+def test_unsent_failure_is_sent_again(place: Place) -> None:
+    clock, device, put, tries = Clock(), place.device(), FolderStore.put, itertools.count()
+
+    def broken(store: FolderStore, key: str, value: bytes) -> None:
+        if next(tries) < 3:
+            raise EnvironmentFailure("no answer")
+        put(store, key, value)
+
+    place.patch.setattr(FolderStore, "put", broken)
+    place.patch.setattr("flexfleet.worker.mailbox.time", clock)
+    device.failed("no data here")
+    assert place.heartbeat().state == "failed" and clock.passed < device.lease_s
+
+
+def test_thread_that_ends_leases_survives_a_bug(place: Place) -> None:
+    device, tries, ended = place.device(), itertools.count(), threading.Event()
+    message = device.read().model_copy(update={"lease_s": 0.06})
+
+    def broken() -> Message:
+        if next(tries) < 2:
+            raise RuntimeError("a bug")
+        return message
+
+    place.patch.setattr(device, "read", broken)
+    with server.Working(device, message, LEASE, lambda why: ended.set()):  # type: ignore[arg-type,return-value]
+        assert ended.wait(5), "it has read that the lease has ended"
+    assert os.environ[server.DONE] == LEASE.id

@@ -248,3 +248,15 @@ def test_message_with_a_lease_holds_no_key(scene_of: Scenes) -> None:
     assert scene.updates() == 1 and worker.leases[0].id.encode() in seen[0]
     for key in (worker.key, worker.invitation.key, worker.id):
         assert key.encode() not in seen[0]
+
+
+def test_idle_worker_has_a_minute_to_take_a_lease(scene_of: Scenes) -> None:
+    scene = scene_of(1, lease_s=5.0)
+    worker = scene.worker(scene.idle, takes=False)
+
+    def between() -> None:
+        if scene.clock.passed > 25:
+            worker.takes, worker.act = True, scene.honest(2.0)
+
+    scene.between = between
+    assert scene.updates() == 1 and scene.account(worker).lost == 0 and scene.clock.passed < 45

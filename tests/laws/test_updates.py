@@ -443,3 +443,11 @@ def test_honest_clients_report_what_the_assignment_makes(name: str) -> None:
             ledger.put_outcome(plan, outcome)
             arrived = delivered(algorithm, outcome, order, site)  # as its codec gives it back, where it has one
             assert_same_outcomes([ledger.receive(plan, order.client)], [arrived])
+
+
+def test_unsigned_results_are_deleted() -> None:
+    files: dict[str, bytes] = {}
+    RoundMailbox(MemoryStore(files)).put_outcome(PLAN, HONEST)
+    ledger = ledger_of(files)
+    assert ledger.answered(0) == {ORDER.client} and list(ledger.finished(PLAN)) == []
+    assert ledger.answered(0) == set() and not files
