@@ -21,7 +21,7 @@ from fl_engine.core.types import ClientUpdate, Params, WorkOrder
 from fl_engine.training.evaluation import published
 from fl_engine.training.isolation import isolated
 from flexfleet.api.arguments import check_reach
-from flexfleet.api.progress import Bar, barred, shown
+from flexfleet.api.calls import Bar, barred, shown
 from flexfleet.config.run_names import new_name
 from flexfleet.config.run_names import plain as plain_name
 from flexfleet.pipeline.prepare import Resolved

@@ -12,10 +12,9 @@ from fl_engine.core.errors import ConfigError, did_you_mean
 from fl_engine.core.text import path_of
 from fl_engine.training.isolation import isolated
 from flexfleet.api.arguments import check_reach, plain
+from flexfleet.api.calls import shown, told
 from flexfleet.api.comparison_arguments import entries_of
-from flexfleet.api.errors import told
 from flexfleet.api.paired import Paired, paired
-from flexfleet.api.progress import shown
 from flexfleet.api.results import Result, in_store
 from flexfleet.api.tables import table, to_html
 from flexfleet.config.comparison_runs import accuracies_of, run_name, seeds_of

@@ -33,7 +33,7 @@ from fl_engine.training.isolation import isolated
 from fl_engine.training.numerics import describe, differing
 from flexfleet.api.arguments import plain, with_own_data
 from flexfleet.api.callbacks import Callback, run_watched
-from flexfleet.api.errors import told
+from flexfleet.api.calls import told
 from flexfleet.api.tables import table, to_html
 from flexfleet.config import Config, codecs, parse_schema, parse_with_algorithm
 from flexfleet.config.sources import sources

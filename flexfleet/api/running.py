@@ -9,7 +9,7 @@ from typing import Any
 from fl_engine.core.samples import Data
 from flexfleet.api.arguments import Arguments
 from flexfleet.api.callbacks import Callback, run_watched
-from flexfleet.api.errors import told
+from flexfleet.api.calls import told
 from flexfleet.api.results import Result
 from flexfleet.config import Config
 from flexfleet.pipeline.prepare import Resolved

@@ -13,8 +13,7 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.core.text import path_of
 from fl_engine.training.isolation import isolated
 from flexfleet.api.arguments import Arguments, check_reach, plain
-from flexfleet.api.errors import told
-from flexfleet.api.progress import shown
+from flexfleet.api.calls import shown, told
 from flexfleet.api.results import in_store
 from flexfleet.api.tables import table, to_html
 from flexfleet.config import Config, parse_schema

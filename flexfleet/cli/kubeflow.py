@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, Stopped, masked
-from flexfleet.cli.common import tags_of
+from flexfleet.cli.runs import tags_of
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import show
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fl_engine.core.errors import ConfigError
-from flexfleet.cli.common import where_tracked
+from flexfleet.cli.runs import where_tracked
 from flexfleet.files.terminal import show
 
 if TYPE_CHECKING:

@@ -218,7 +218,7 @@ def test_progress_is_lines_a_bar_in_a_notebook_or_nothing(
     assert "round 1/2" in lines and "round 2/2" in lines and "2/2 [" not in lines
     ff.run(**common, progress=False)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("flexfleet.api.progress.in_notebook", lambda: True)
+    monkeypatch.setattr("flexfleet.api.calls.in_notebook", lambda: True)
     ff.run(**common)
     bar = capsys.readouterr().err
     assert "2/2 [" in bar and "full" in bar and "round 1/2" not in bar

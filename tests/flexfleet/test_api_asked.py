@@ -152,6 +152,6 @@ def test_an_error_comes_without_the_packages_frames() -> None:
         while trace is not None:
             frames.append(Path(trace.tb_frame.f_code.co_filename).name)
             trace = trace.tb_next
-        assert frames == ["test_api_asked.py", "running.py", "errors.py"] and "did you mean 'flexfl'" in str(error)
+        assert frames == ["test_api_asked.py", "running.py", "calls.py"] and "did you mean 'flexfl'" in str(error)
     else:
         pytest.fail("an unknown algorithm is an error")

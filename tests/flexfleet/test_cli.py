@@ -15,7 +15,7 @@ import pytest
 
 import fl_engine
 from fl_engine.datasets import fashion_mnist
-from flexfleet.cli import common, host
+from flexfleet.cli import host, runs
 from tests.harness.processes import refused
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
@@ -367,8 +367,8 @@ def test_an_interruption_is_exit_code_130(flexfleet: Any, monkeypatch: pytest.Mo
 
 
 def test_a_tracking_server_is_named_by_its_address_a_data_base_by_the_command_that_shows_it() -> None:
-    assert common.where_tracked("http://me:secret@mlflow:5000") == "MLflow: http://mlflow:5000"
-    assert common.where_tracked("sqlite:///a.db") == "MLflow: mlflow ui --backend-store-uri sqlite:///a.db"
+    assert runs.where_tracked("http://me:secret@mlflow:5000") == "MLflow: http://mlflow:5000"
+    assert runs.where_tracked("sqlite:///a.db") == "MLflow: mlflow ui --backend-store-uri sqlite:///a.db"
 
 
 def test_the_module_is_the_command() -> None:

@@ -175,6 +175,7 @@ def test_published_level_is_not_imported(tmp_path: Path, quiet: Any) -> None:
     save_file({"w": torch.zeros(1)}, tmp_path / export.WEIGHTS)
     for name in (f"{NAME}:call", "os:abort"):
         about = export.About(
+            schema_version=1, samples="uint8", names=(), metric="accuracy", proxy_statistics=False,
             level="L1", dataset="d", model=name, options={}, input_chw=(1, 8, 8), classes=4, mean=(), std=(),
             spec=FULL.to_json(), ensemble=False, accuracy_trained=0, accuracy_exported=0,
             weights_sha256=sha256((tmp_path / export.WEIGHTS).read_bytes()),

@@ -1,19 +1,52 @@
-"""What a call shows while it computes (`progress=`): lines, in a notebook a bar, or neither."""
+"""How a call from Python ends and what it shows: expected errors in one line, and progress as lines or a bar."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+from fl_engine.core.errors import EnvironmentFailure, FlexfleetError
+from fl_engine.storage import code
+from flexfleet.files.doctor import EXTRAS
 from flexfleet.files.progress import hidden
+from flexfleet.files.terminal import missing, told_of
 from flexfleet.tracking.console import brief
 
 log = logging.getLogger("flexfleet")
 
+T = TypeVar("T")
 
+ARGUMENTS = {"--set ": "", "--resume": "resume=True", "--run-id": "run_id", "--id": "id", "--over": "over"}
+"""Options of the command line in messages, and what Python has instead."""
+
+
+def told(call: Callable[[], T]) -> T:
+    """Return what `call` returns. An expected error comes as one line, without the frames below this one. What
+    `run.code` names can be imported only inside."""
+    __tracebackhide__ = True  # IPython and pytest leave out this frame too
+    try:
+        with code.enabled_within():
+            return call()
+    except FlexfleetError as error:
+        if error.args and isinstance(error.args[0], str):
+            message = error.args[0]
+            for option, argument in ARGUMENTS.items():
+                message = message.replace(option, argument)
+            error.args = (message, *error.args[1:])
+        raise error.with_traceback(None) from None
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in {module for modules, _ in EXTRAS.values() for module in modules}:
+            raise  # of somebody else's code
+        raise EnvironmentFailure(missing(str(error.name))) from None
+    except OSError as error:
+        said = told_of(error)
+        raise EnvironmentFailure(said[0] if said else str(error)) from error
+
+
+# ------------------------------------------------------------------------------------------------- progress
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
