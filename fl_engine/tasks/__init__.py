@@ -1,5 +1,4 @@
-"""The tasks of data: what a network can learn from samples. A new one is a file here, with a
-`fl_engine.core.samples.Task`."""
+"""The tasks: what a network can learn from samples. A new one is a file here, with a `fl_engine.core.task.Task`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Classification: one class out of several, with cross entropy as the loss and accuracy as the metric; top-5 accuracy
-besides, where the data set asks for it."""
+"""Classification: cross entropy as the loss and accuracy as the metric, optionally with top-5 accuracy."""
 
 from __future__ import annotations
 
@@ -21,15 +20,14 @@ TOP = 5
 
 @dataclass(frozen=True)
 class Classification:
-    """Targets are int64 (N,), the numbers of the classes; the network gives a logit for each class."""
+    """Targets are int64 (N,), the numbers of the classes. The network returns a logit for each class."""
 
     classes: int
     top5: bool = False
-    """Measures top-5 accuracy too: the share of samples whose class is among the five with the highest logits. Of equal
-    logits the lower class comes first. With five classes or fewer all samples would count, so at least six are
-    needed."""
+    """Also measure top-5 accuracy: the share of samples whose class is among the five highest logits. Of equal logits
+    the lower class comes first. Needs at least six classes."""
     names: tuple[str, ...] = field(default=(), repr=False)
-    """The name of each class, or empty: the folders of images, or the ids that labels were."""
+    """The name of each class, or empty."""
 
     name: ClassVar[str] = "classification"
     metric: ClassVar[Metric] = Metric("accuracy", low=0.0, high=1.0)
@@ -38,12 +36,9 @@ class Classification:
 
     def __post_init__(self) -> None:
         if type(self.classes) is not int or self.classes < 2:
-            raise DataError(f"classification takes at least 2 classes, got {self.classes!r}")
+            raise DataError(f"classification needs at least 2 classes, got {self.classes!r}")
         if self.top5 and self.classes <= TOP:
-            raise DataError(
-                f"top5 takes at least {TOP + 1} classes, since all samples count with fewer, got {self.classes}: leave "
-                "it out"
-            )
+            raise DataError(f"top5 needs at least {TOP + 1} classes, got {self.classes}. Leave it out")
         object.__setattr__(self, "names", tuple(self.names))  # JSON has lists
         texts = {name for name in self.names if isinstance(name, str)}
         if self.names and {len(self.names), len(texts)} != {self.classes}:
@@ -59,7 +54,7 @@ class Classification:
 
     @property
     def identity(self) -> object:
-        """The number of classes, and their names if they have some: class 0 of other names is another class."""
+        """The number of classes, and their names if they have some."""
         return (self.classes, self.names) if self.names else self.classes
 
     def check(self, y: Tensor, what: str) -> Tensor:
@@ -95,22 +90,22 @@ class Classification:
     def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
         if outputs_bo.dim() != 2:
             raise ModelError(
-                f"classification takes networks that give (batch, {self.classes}), this one gives "
-                f"{tuple(outputs_bo.shape)}: choose one that answers once for a sample"
+                f"classification needs networks that return (batch, {self.classes}), this one returns "
+                f"{tuple(outputs_bo.shape)}"
             )
         return F.cross_entropy(outputs_bo, y, reduction=reduction)
 
     def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
-        """The logarithms of the softened probabilities."""
+        """Return the logarithms of the softened probabilities."""
         return F.log_softmax(outputs_bo / temperature, dim=1)
 
     def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
-        """The terms of KL(softmax(teacher / temperature) || student), one per class; KL is their sum."""
+        """Return the terms of KL(softmax(teacher / temperature) || student), one per class."""
         return F.kl_div(softened_bo, F.softmax(teacher_bo / temperature, dim=1), reduction="none")
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """int64 (batch,): class * classes + predicted class; with `top5` (2, batch), the second row 1 where the class
-        is among the first five."""
+        """Return class * classes + predicted class, int64 (batch,); with `top5` (2, batch), the second row 1 if the
+        class is among the first five."""
         taken = y * self.classes + outputs_bo.argmax(1)
         if not self.top5:
             return taken

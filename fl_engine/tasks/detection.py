@@ -32,14 +32,14 @@ BALANCE, FOCUS = 0.25, 2.0
 BOX_WEIGHT = 2.0
 """The weight of the boxes' loss relative to the categories'."""
 CANDIDATES, DETECTIONS = 1000, 300
-"""How many of an image's highest scores are candidates (as in FCOS's code), and how many of these are kept at most once
+"""The number of an image's highest scores that are candidates (as in FCOS's code), and how many of these are kept after
 overlapping boxes are removed (as in YOLOv8's code)."""
 SAME = 0.6
 """Two boxes of a category whose IoU is larger count as one object (as in the code of FCOS, Tian et al., ICCV 2019)."""
 ROUNDING = 1e-4
-"""As a share of the image: files round centres and sizes, so a box at the edge may reach this far beyond it."""
+"""As a share of the image: files round centres and sizes, so a box may reach this far beyond the edge."""
 NEIGHBOURS = 1
-"""How many cells on each side of the one with a box's centre learn the box too, if they lie in it."""
+"""How many cells on each side of a box's own cell are also trained on it, if they lie in it."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Detection:
 
     @property
     def outputs(self) -> int:
-        """The outputs of each cell."""
+        """Outputs per cell."""
         return BOX + self.categories
 
     @property
@@ -109,8 +109,8 @@ class Detection:
         return boxes.without(y, ~held)
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
-        """The most frequent category of each image's boxes (ties: the lowest); `categories` for an image without
-        boxes."""
+        """Return the most frequent category of each image's boxes (ties: the lowest), or `categories` for an image
+        without boxes."""
         counts = torch.stack([(y[..., 0] == category).sum(1) for category in range(self.categories)], dim=1)
         counts = torch.cat([counts, (counts == 0).all(1, keepdim=True)], dim=1)
         # For ties, torch does not define which index argmax gives; NumPy gives the first.
@@ -124,7 +124,7 @@ class Detection:
         )
 
     def examples(self, count: int, generator: torch.Generator) -> Tensor:
-        """Random targets, with `most` boxes per image, but at most ten."""
+        """Return random targets with `most` boxes per image, at most ten."""
         held = min(self.most, 10)
         size = 0.05 + 0.3 * torch.rand(count, held, 2, generator=generator)
         centre = size / 2 + (1 - size) * torch.rand(count, held, 2, generator=generator)
@@ -133,8 +133,8 @@ class Detection:
         return torch.cat([torch.cat([category, centre, size], dim=2), empty], dim=1)
 
     def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
-        """For each image, the focal loss summed over all cells and categories and divided by the number of cells that
-        learn a box, plus `BOX_WEIGHT` times the mean of 1 - GIoU over these cells."""
+        """Return for each image the focal loss, summed over all cells and categories and divided by the number of cells
+        with a box, plus `BOX_WEIGHT` times the mean of 1 - GIoU over these cells."""
         place_b4p, logits_bcp = self._answers(outputs_bo)
         owner_bp = self._owners(y, outputs_bo.shape[2], outputs_bo.shape[3])
         held_bp = owner_bp < self.most
@@ -172,15 +172,15 @@ class Detection:
         return torch.cat([of_boxes, cross - own], dim=1)
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """float32 (batch, DETECTIONS + most, 6): the detections, the highest score first, then the targets. A row is
-        category, box, score; the score of a target is 1."""
+        """Return float32 (batch, DETECTIONS + most, 6): the detections, the highest score first, then the targets. A
+        row is category, box, score; a target's score is 1."""
         found = self.found(outputs_bo)
         return torch.cat([found, torch.cat([y, torch.ones_like(y[..., :1])], dim=2)], dim=1)
 
     def found(self, outputs_bo: Tensor) -> Tensor:
-        """float32 (batch, DETECTIONS, 6): category, box and score of each object, the highest score first. Rows without
-        an object are as in targets, with the score 0. Of boxes of a category whose IoU exceeds `SAME`, only the one
-        with the highest score is kept."""
+        """Return float32 (batch, DETECTIONS, 6): category, box and score of each object, the highest score first. Empty
+        rows are as in targets, with score 0. Of boxes of a category whose IoU exceeds `SAME`, only the one with the
+        highest score is kept."""
         place_b4p, logits_bcp = self._answers(outputs_bo.float())
         cells = logits_bcp.shape[2]
         # A stable sort puts equal scores in the same order on every machine.
@@ -204,15 +204,14 @@ class Detection:
         _scorer()
 
     def measure(self, observed: Sequence[Tensor]) -> Measured:
-        """mAP-50 as COCO defines it: for each category that occurs, the mean precision at 101 recalls (0, .01, ..., 1),
-        then the mean over these categories. A box is right if its IoU with a target of its category that no other box
-        has matched is at least one half. Raises EnvironmentFailure without faster-coco-eval."""
+        """Return mAP-50 as COCO defines it: for each category that occurs, the mean precision at 101 recalls (0, .01,
+        ..., 1), then the mean over these categories. A box is correct if its IoU with an unmatched target of its
+        category is at least one half. Raises EnvironmentFailure without faster-coco-eval."""
         whole = torch.cat([part.cpu() for part in observed]).double().numpy()
         return Measured({self.metric.name: _map50(whole[:, :DETECTIONS], whole[:, DETECTIONS:], self.categories)})
 
     def _answers(self, outputs_bo: Tensor) -> tuple[Tensor, Tensor]:
-        """Boxes (batch, 4, cells), as shares of the image, and logits (batch, categories, cells), with the cells row by
-        row."""
+        """Return boxes (batch, 4, cells), as shares of the image, and logits (batch, categories, cells), row by row."""
         if outputs_bo.dim() != 4 or outputs_bo.shape[1] != self.outputs:
             raise ModelError(
                 f"detection takes networks that give (batch, {self.outputs}, H, W), for every cell of a grid a box and "
@@ -226,7 +225,7 @@ class Detection:
         return torch.cat([centre, extent], dim=1), flat[:, BOX:] - PRIOR
 
     def _owners(self, y: Tensor, rows: int, columns: int) -> Tensor:
-        """int64 (batch, cells): the row of the target that a cell learns; `most`: none."""
+        """Return the row of the target that each cell is trained on, int64 (batch, cells); `most`: none."""
         held_bm, box = boxes.present(y), y[..., 1:]
         grid = torch.tensor([columns, rows], device=y.device)
         home_bm2 = (box[..., :2] * grid).floor().long().clamp(min=0).minimum(grid - 1)
@@ -250,14 +249,14 @@ class Detection:
 
 
 def _cells(rows: int, columns: int, device: torch.device) -> Tensor:
-    """(cells, 2): column and row of each cell, row by row."""
+    """Return column and row of each cell, (cells, 2), row by row."""
     row, column = torch.meshgrid(torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij")
     return torch.stack([column, row], dim=-1).flatten(0, 1)
 
 
 def _left(box_bk4: Tensor, category_bk: Tensor) -> Tensor:
-    """bool (B, K): which of these boxes, sorted by descending score, are kept when each in turn removes the later boxes
-    of its category whose IoU with it exceeds SAME."""
+    """Return which of these boxes, sorted by descending score, are kept, bool (B, K): each in turn removes the later
+    boxes of its category whose IoU with it exceeds SAME."""
     # One image at a time, since 128 at once would take gigabytes.
     pairs = ((box[:, None], box, category) for box, category in zip(box_bk4, category_bk, strict=True))
     same = torch.stack([(boxes.overlap(a, b) > SAME) & (c[:, None] == c) for a, b, c in pairs])
@@ -268,7 +267,7 @@ def _left(box_bk4: Tensor, category_bk: Tensor) -> Tensor:
 
 
 def _scorer() -> tuple[Any, Any]:
-    """The library's classes for a set of boxes and for the comparison of two sets."""
+    """Return the library's classes for a set of boxes and for the comparison of two sets."""
     try:
         from faster_coco_eval import COCO, COCOeval_faster
     except ImportError as error:
@@ -277,7 +276,7 @@ def _scorer() -> tuple[Any, Any]:
 
 
 def _map50(found: NDArray[np.float64], wanted: NDArray[np.float64], categories: int) -> float:
-    """mAP-50 of detections and targets, each (images, boxes, 6)."""
+    """Return mAP-50 of detections and targets, each (images, boxes, 6)."""
     catalogue_of, scorer_of = _scorer()
 
     def listed(rows: NDArray[np.float64]) -> list[dict[str, Any]]:

@@ -1,10 +1,8 @@
-"""Language modelling: the next token at every position of a sequence, with cross entropy as the loss and accuracy as
-the metric.
+"""Language modelling: the next token at every position of a sequence, with cross entropy and accuracy.
 
-Tokens that stand for no word are masked in the accuracy: those out of the vocabulary (OOV), and the begin and the end
-of a sequence, as in Adaptive Federated Optimization (Reddi et al., ICLR 2021). FedRolex (chapter 3.3) reports an
-accuracy "encompassing both out-of-vocabulary (OOV) and end-of-sentence (EOS) tokens"; `accuracy_all` is that one.
-Padding is in neither, and is not learnt.
+`accuracy` excludes tokens that are not words: those out of the vocabulary (OOV), and the begin and the end of a
+sequence, as in Adaptive Federated Optimization (Reddi et al., ICLR 2021). `accuracy_all` includes them, as FedRolex
+(chapter 3.3). Padding counts in neither and is not trained.
 """
 
 from __future__ import annotations
@@ -23,22 +21,22 @@ from fl_engine.core.errors import DataError, ModelError
 from fl_engine.core.task import Measured, Metric
 
 IGNORED = -100
-"""What torch's cross entropy leaves out where there is no padding: no token has this number."""
+"""The index that torch's cross entropy ignores if there is no padding."""
 
 
 @dataclass(frozen=True)
 class NextToken:
-    """Targets are int64 (N, T): at each position of a sample the token that follows. The network gives
-    (batch, tokens, T): at each position a logit for each token."""
+    """Targets are int64 (N, T): the next token at each position of a sample. The network returns (batch, tokens, T): a
+    logit for each token at each position."""
 
     tokens: int
-    """How many tokens there are, the special ones included: 0 .. tokens - 1."""
+    """The number of tokens, including the special ones: 0 .. tokens - 1."""
     length: int
-    """T, the positions of a sample."""
+    """T, the number of positions of a sample."""
     padding: int | None = 0
-    """The token behind the end of a shorter sequence: neither learnt nor counted. None: there is none."""
+    """The token after the end of a shorter sequence, neither trained nor counted; None: no padding."""
     masked: tuple[int, ...] = ()
-    """Tokens that are learnt but masked in the accuracy: OOV, begin and end of a sequence."""
+    """Tokens that are trained but excluded from the accuracy: OOV, begin and end of a sequence."""
 
     name: ClassVar[str] = "next_token"
     metric: ClassVar[Metric] = Metric("accuracy", low=0.0, high=1.0)
@@ -64,7 +62,7 @@ class NextToken:
 
     @property
     def label_count(self) -> int:
-        """None: a sequence has no label to deal by."""
+        """0: a sequence has no label for partition rules."""
         return 0
 
     @property
@@ -101,13 +99,13 @@ class NextToken:
         return torch.bincount(y[self._learnt(y)], minlength=self.tokens) > 0
 
     def examples(self, count: int, generator: torch.Generator) -> Tensor:
-        """Any tokens but padding."""
+        """Return any tokens except padding."""
         kinds, shape = self.tokens - (self.padding is not None), (count, self.length)
         drawn = torch.randint(0, kinds, shape, generator=generator)
         return drawn if self.padding is None else drawn + (drawn >= self.padding)
 
     def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
-        """For each sample the mean over its positions that are not padding."""
+        """Return for each sample the mean over its positions without padding."""
         self._check_outputs(outputs_bo)
         padding = IGNORED if self.padding is None else self.padding
         terms_bt = F.cross_entropy(outputs_bo, y, ignore_index=padding, reduction="none")
@@ -115,40 +113,39 @@ class NextToken:
         return of_each.sum() if reduction == "sum" else of_each
 
     def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
-        """The logarithms of the softened probabilities at every position."""
+        """Return the logarithms of the softened probabilities at every position."""
         return F.log_softmax(outputs_bo / temperature, dim=1)
 
     def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
-        """The terms of KL(softmax(teacher / temperature) || student), one per token and position. A student learns from
-        its teacher behind the end of a sequence too: what is padding is only known from the targets."""
+        """Return the terms of KL(softmax(teacher / temperature) || student), one per token and position. Positions
+        after the end of a sequence count too, because only the targets tell padding."""
         return F.kl_div(softened_bo, F.softmax(teacher_bo / temperature, dim=1), reduction="none")
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """int64 (4,): of the positions that count, how many are right and how many there are; then the same of all
-        that are not padding."""
+        """Return int64 (4,): correct and all positions that `accuracy` counts, then the same without padding only."""
         self._check_outputs(outputs_bo)
         right = outputs_bo.argmax(1) == y
         kept = (self._counted(y), self._learnt(y))
         return torch.stack([part.sum() for each in kept for part in (right & each, each)])
 
     def measure(self, observed: Sequence[Tensor]) -> Measured:
-        """`accuracy` is NaN where all targets are masked: a few samples may hold no other."""
+        """Return both accuracies; `accuracy` is NaN if all targets are masked."""
         right, counted, right_of_all, all_ = torch.stack(list(observed)).sum(0).tolist()
         accuracy = right / counted if counted else float("nan")
         return Measured({self.metric.name: accuracy, self.of_all.name: right_of_all / all_})
 
     def _learnt(self, y: Tensor) -> Tensor:
-        """bool (B, T): the positions that are not padding."""
+        """Return the positions without padding, bool (B, T)."""
         return torch.ones_like(y, dtype=torch.bool) if self.padding is None else y != self.padding
 
     def _counted(self, y: Tensor) -> Tensor:
-        """bool (B, T): the positions that the accuracy counts."""
+        """Return the positions that `accuracy` counts, bool (B, T)."""
         special = [] if self.padding is None else [self.padding]
         return ~torch.isin(y, torch.tensor([*special, *self.masked], dtype=y.dtype, device=y.device))
 
     def _check_outputs(self, outputs_bo: Tensor) -> None:
         if outputs_bo.dim() != 3 or outputs_bo.shape[1:] != (self.tokens, self.length):
             raise ModelError(
-                f"next_token takes networks that give (batch, {self.tokens}, {self.length}), a logit for each token at "
-                f"every position; this one gives {tuple(outputs_bo.shape)}: choose one that answers behind every token"
+                f"next_token needs networks that return (batch, {self.tokens}, {self.length}), this one returns "
+                f"{tuple(outputs_bo.shape)}"
             )

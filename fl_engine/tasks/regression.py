@@ -1,5 +1,5 @@
-"""Regression: the loss is the mean squared error; the metrics are the coefficient of determination R2 and the mean
-absolute error."""
+"""Regression: the mean squared error as the loss; the coefficient of determination R2 and the mean absolute error as
+metrics."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from fl_engine.core.task import Measured, Metric
 
 @dataclass(frozen=True)
 class Regression:
-    """Targets are float32 (N, outputs); (N,) means one output. The network's outputs are the predicted numbers
-    themselves."""
+    """Targets are float32 (N, outputs), or (N,) for one output. The network returns the predicted numbers."""
 
     outputs: int = 1
     bins: int = 10
-    """Quantile bins of the first target, used as labels by partition rules that deal by labels; 0: none."""
+    """Quantile bins of the first target, the labels of partition rules; 0: none."""
 
     name: ClassVar[str] = "regression"
     metric: ClassVar[Metric] = Metric("r2", high=1.0)
@@ -32,9 +31,9 @@ class Regression:
 
     def __post_init__(self) -> None:
         if type(self.outputs) is not int or self.outputs < 1:
-            raise DataError(f"regression takes at least 1 output, got {self.outputs!r}")
+            raise DataError(f"regression needs at least 1 output, got {self.outputs!r}")
         if type(self.bins) is not int or self.bins < 0 or self.bins == 1:
-            raise DataError(f"regression takes at least 2 quantile bins, or 0 for none, got {self.bins!r}")
+            raise DataError(f"regression needs at least 2 quantile bins, or 0 for none, got {self.bins!r}")
 
     @property
     def label_count(self) -> int:
@@ -66,8 +65,8 @@ class Regression:
         return y
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
-        """The bin of each sample. The bins' edges are targets that occur, so all machines agree. Equal targets are in
-        the same bin, so if many are equal, other bins may be empty."""
+        """Return the bin of each sample. The edges are targets that occur, so all machines agree. Equal targets share a
+        bin, so other bins may be empty."""
         first = y[:, 0].numpy()
         ordered = np.sort(first)
         edges = ordered[[i * len(ordered) // self.bins for i in range(1, self.bins)]]
@@ -80,30 +79,29 @@ class Regression:
         return torch.randn(count, self.outputs, generator=generator)
 
     def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
-        """The squared error of each sample, as the mean over the outputs."""
+        """Return the squared error of each sample, the mean over the outputs."""
         of_each = (outputs_bo - y).square().mean(1)
         return of_each.sum() if reduction == "sum" else of_each
 
     def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
-        """Divided by the temperature, so that the factor temperature^2 of distillation cancels: numbers need no
-        softening."""
+        """Return the outputs over the temperature, so that distillation's factor temperature^2 cancels."""
         return outputs_bo / temperature
 
     def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
-        """The squared error to the teacher. (KL of a softmax over a single output would always be 0.)"""
+        """Return the squared error to the teacher. (KL of a softmax over a single output would always be 0.)"""
         return (softened_bo - teacher_bo / temperature).square()
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """float64 (6, outputs): the first target, the number of samples, and the sums of d, d^2, squared errors and
-        absolute errors, d being the target less the first: sums of y^2 lose digits where targets are far from 0."""
+        """Return float64 (6, outputs): the first target, the number of samples, and the sums of d, d^2, squared errors
+        and absolute errors, with d = target - first target. Sums of y^2 lose digits for targets far from 0."""
         found, wanted = outputs_bo.double(), y.double()
         errors, d = found - wanted, wanted - wanted[:1]
         parts = (torch.ones_like(wanted), d, d.square(), errors.square(), errors.abs())
         return torch.stack([wanted[0], *(part.sum(0) for part in parts)])
 
     def measure(self, observed: Sequence[Tensor]) -> Measured:
-        """R2 = 1 - sum (y - f)^2 / sum (y - mean y)^2 and the mean absolute error, each the mean over the outputs. R2
-        is NaN if all targets are equal."""
+        """Return R2 = 1 - sum (y - f)^2 / sum (y - mean y)^2 and the mean absolute error, each the mean over the
+        outputs. R2 is NaN if all targets are equal."""
         first_po, *sums_po = torch.stack(list(observed)).cpu().unbind(1)
         shift_po, (count_po, total_po, squares_po, _, _) = first_po - first_po[0], sums_po
         count, _, _, errors, absolute = (each.sum(0) for each in sums_po)

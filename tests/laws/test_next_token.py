@@ -123,10 +123,10 @@ def data(task: Any, y: Tensor) -> Data:
 def test_networks_answer_as_often_as_the_task_wants() -> None:
     once = TinyTokens((4,), 5, vocabulary=5)
     sequences = data(TASK, TASK.examples(8, torch.Generator().manual_seed(1)))
-    with pytest.raises(ModelError, match=r"next_token takes networks that give \(batch, 5, 4\).*gives \(1, 5\)"):
+    with pytest.raises(ModelError, match="next_token needs"):
         check_fits(sequences, once)
     check_fits(data(Classification(5), torch.arange(8) % 5), once)
-    with pytest.raises(ModelError, match=r"classification takes networks that give \(batch, 5\)"):
+    with pytest.raises(ModelError, match="classification needs"):
         Classification(5).loss(torch.zeros(1, 5, 4), torch.zeros(1, dtype=torch.int64))
     with pytest.raises(ConfigError, match="vocabulary=5"):
         check_fits(sequences, TinyTokens((4,), 5, vocabulary=4))
