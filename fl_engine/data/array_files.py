@@ -1,4 +1,4 @@
-"""Arrays from NumPy's .npy files, and from the HDF5 files of TensorFlow Federated."""
+"""Arrays from NumPy's .npy files, and from the HDF5 files of TensorFlow Federated. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -13,20 +13,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError, EnvironmentFailure
+from fl_engine.data.files import damaged
 
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-"""Readers of the header, by the format's version. Version 3.0 is for named fields, which arrays of numbers do not
-have."""
+"""Readers of the header, by the format's version. Version 3.0 is for named fields, which are not numbers."""
 
 DAMAGE = (
-    OSError, ValueError, TypeError, LookupError, SyntaxError, TokenError, MemoryError, RecursionError, OverflowError,
-)  # fmt: skip
-"""What a file that is no array makes NumPy raise."""
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    SyntaxError,
+    TokenError,
+    MemoryError,
+    RecursionError,
+    OverflowError,
+)
+"""What NumPy raises for a file that is not an array."""
 
 
 def map_npy(path: Path) -> NDArray[np.generic]:
-    """The numbers of a .npy file, mapped into memory: they stay on disk until they are used, so a false size in the
-    header allocates nothing. Raises ValueError, which says what was found instead of numbers."""
+    """Map the numbers of a .npy file into memory. They stay on disk until they are used, so a false size in the header
+    allocates nothing. Raises ValueError, which says what was found instead of numbers."""
     try:
         with path.open("rb") as file:
             shape, fortran, dtype = HEADERS[np.lib.format.read_magic(file)](file)
@@ -42,35 +50,31 @@ def map_npy(path: Path) -> NDArray[np.generic]:
 
 @contextmanager
 def tff_examples(path: Path, data_set: str) -> Iterator[Any]:
-    """The group `examples` of a file, open as long as the context. Raises DataError for a file without it, and for all
-    that h5py raises in the context; EnvironmentFailure if h5py is not installed."""
+    """Open a file of TensorFlow Federated and yield its group `examples`, which has a group for each client.
+
+    Raises DataError for a file without this group and for what h5py raises in the context, EnvironmentFailure if h5py
+    is not installed.
+    """
     try:
-        import h5py  # heavy, and for these data sets alone
+        import h5py
     except ImportError as error:
         raise EnvironmentFailure(f"{data_set} is read with h5py: pip install 'flexfleet[hdf5]'") from error
-    try:  # h5py has errors of many kinds for a damaged file
+    try:
         with h5py.File(path, "r") as file:
             found = file.get("examples")
             if not isinstance(found, h5py.Group):
-                raise DataError(f"{path}: expected a group 'examples', as TensorFlow Federated has it; is it another?")
+                raise damaged(path, "a group 'examples', as TensorFlow Federated writes it", "none")
             yield found
-    except (
-        OSError,
-        RuntimeError,
-        KeyError,
-        TypeError,
-        ValueError,
-        UnicodeError,
-    ) as error:
-        raise DataError(f"{path}: cannot be read as HDF5 ({error}); delete it and fetch again") from error
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as HDF5 ({error}). Delete the file and fetch it again") from error
 
 
 def tff_arrays(who: str, client: Any, names: tuple[str, ...]) -> list[Any]:
-    """These arrays of a client's group, not read yet. Raises DataError, which begins with `who`, if one is missing."""
+    """Return these arrays of a client's group, not read yet. Raises DataError, which begins with `who`, if one is
+    missing."""
     import h5py
 
     found = [client.get(name) if isinstance(client, h5py.Group) else None for name in names]
     if not all(isinstance(each, h5py.Dataset) for each in found):
-        said = f"the arrays {' and '.join(names)}" if len(names) > 1 else f"the array {names[0]}"
-        raise DataError(f"{who}: expected {said}; delete the file and fetch again")
+        raise damaged(who, f"the arrays {', '.join(names)}", "none")
     return found

@@ -1,8 +1,8 @@
-"""Clusters of similar samples, used as labels by partition rules if the data have no better ones (FedAIoT, section
+"""Clusters of similar samples, which partition rules use as labels if the data have no better ones (FedAIoT, section
 2.2.3.1: ten clusters of VGG19's ImageNet features; its published code: a hundred of ResNet-50's).
 
-The thesis calls the method "K-nearest neighbors"; its code is k-means, as here: scikit-learn's, with the best of ten
-starts.
+The thesis calls the method "K-nearest neighbors", but its code is k-means, as here: scikit-learn's, with the best of
+ten starts.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ STARTS = 10
 
 
 def features_of(path: Path, samples: int) -> NDArray[np.float32]:
-    """(samples, F), a row of features for each training sample, from a .npy file; further axes are flattened. Raises
+    """Return (samples, F), the features of each training sample, from a .npy file; further axes are flattened. Raises
     PartitionError, which names the file."""
     try:
         found = map_npy(path)
     except ValueError as error:
-        raise PartitionError(f"partition.features = {path}: an array of NumPy is expected, found {error}") from error
+        raise PartitionError(f"partition.features = {path} must be an array of NumPy, found {error}") from error
     if found.ndim < 2 or len(found) != samples or not math.prod(found.shape):
         raise PartitionError(
-            f"partition.features = {path}: a row of features for each of the {samples} training samples is expected, "
-            f"found {' x '.join(map(str, found.shape))} numbers"
+            f"partition.features = {path} must have a row of features for each of {samples} training samples, found "
+            f"{' x '.join(map(str, found.shape))} numbers"
         )
     with np.errstate(over="ignore"):  # infinite values are refused below
         features = found.reshape(samples, -1).astype(np.float32)
@@ -40,10 +40,10 @@ def features_of(path: Path, samples: int) -> NDArray[np.float32]:
 
 
 def clusters_of(features: NDArray[np.float32], count: int, seed: int, what: str) -> NDArray[np.int64]:
-    """(N,): the number of each sample's cluster, 0 to count - 1, by k-means on `features` (N, F). `what` names the
-    features in error messages.
+    """Return (N,), the number of each sample's cluster, 0 to count - 1, by k-means on `features` (N, F). `what` names
+    the features in error messages.
 
-    The result depends on features and seed alone, on one machine; another machine may break a tie differently because
+    On one machine the result depends on features and seed alone. Another machine may break a tie differently because
     of rounding. Raises PartitionError if there are fewer different samples than clusters, EnvironmentFailure if
     scikit-learn or a package that it needs is missing.
     """
@@ -55,31 +55,24 @@ def clusters_of(features: NDArray[np.float32], count: int, seed: int, what: str)
         raise lacking(error) from error
 
     _check_finite(features, what)
-    if len(features) < count:
-        raise PartitionError(f"{what}: {count} clusters of {len(features)} samples: lower partition.clusters")
     state = seeds.derive(seed, "clusters") % 2**32
-    # With more threads the order of the sums, and so their last bits, would vary from run to run.
-    with threadpool_limits(1), warnings.catch_warnings(), np.errstate(over="ignore"):  # too large ones: see below
-        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different samples than clusters are refused below
-        found = KMeans(count, n_init=STARTS, random_state=state).fit_predict(features)
-    told_apart = len(np.unique(found))
-    if told_apart < count:
-        different = len(np.unique(features, axis=0))
-        if different < count:
-            raise PartitionError(
-                f"{what}: {count} clusters of {different} different samples (as float32): lower partition.clusters, or "
-                "subtract their mean from features that are large beside their differences"
-            )
+    different = 0
+    if len(features) >= count:
+        # More threads would change the order of the sums, and so their last bits, from run to run.
+        with threadpool_limits(1), warnings.catch_warnings(), np.errstate(over="ignore"):
+            warnings.simplefilter("ignore", ConvergenceWarning)  # too few different samples are refused below
+            found = KMeans(count, n_init=STARTS, random_state=state).fit_predict(features)
+        different = len(np.unique(found))
+    if different < count:
         raise PartitionError(
-            f"{what}: k-means tells only {told_apart} of {different} different samples apart, and {count} clusters are "
-            "asked for: the features are too small or too large for float32, so divide them by their standard deviation"
+            f"{what}: k-means cannot make {count} clusters of {len(features)} samples, because too few of them differ. "
+            "Lower partition.clusters, or scale features that are very small or large for float32"
         )
     labels: NDArray[np.int64] = found.astype(np.int64)
     return labels
 
 
 def lacking(error: ImportError) -> EnvironmentFailure:
-    """Images have scikit-learn without scipy, for its digits."""
     return EnvironmentFailure(
         f"partition.features makes clusters with scikit-learn ({error}): pip install 'flexfleet[data]'"
     )
@@ -88,4 +81,4 @@ def lacking(error: ImportError) -> EnvironmentFailure:
 def _check_finite(features: NDArray[np.float32], what: str) -> None:
     wrong = np.flatnonzero(~np.isfinite(features).all(1))
     if len(wrong):
-        raise PartitionError(f"{what}: the features of sample {wrong[0]} are no finite numbers ({len(wrong)} such)")
+        raise PartitionError(f"{what}: the features of {len(wrong)} samples are not finite, sample {wrong[0]} first")

@@ -1,7 +1,6 @@
-"""Downloads the files of data sets, and unpacks what they need of an archive.
+"""Downloads the files of data sets, and unpacks members of archives.
 
-Downloading never overwrites: an existing but wrong file is an error, because only its owner knows whether it may be
-deleted.
+An existing file that is wrong is an error, because only its owner knows whether it may be deleted.
 """
 
 from __future__ import annotations
@@ -24,6 +23,20 @@ from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.data.files import read, replacing, sweep
 
 CHUNK = 1 << 20
+DAMAGE = (
+    KeyError,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    EOFError,
+    zlib.error,
+    lzma.LZMAError,
+    OSError,
+    ValueError,
+    RuntimeError,
+    struct.error,
+    MemoryError,
+)
+"""The errors that readers raise for a damaged archive. A header may declare a dictionary of gigabytes (MemoryError)."""
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +50,11 @@ class Remote:
     checksum: str
 
 
-def download(remote: Remote, folder: Path, timeout_s: float = 60.0) -> Path:
-    """Downloads one file unless it exists and is right. Logs progress in steps of a tenth.
+def download(remote: Remote, folder: Path) -> Path:
+    """Download one file unless it exists, and return its path. Logs progress in steps of a tenth.
 
-    Raises DataError if the content does not match the checksum, EnvironmentFailure if the network fails or it cannot be
-    written; then nothing is kept.
+    Raises DataError if the content does not match the checksum, EnvironmentFailure if the network fails or the file
+    cannot be written. Then nothing is kept.
     """
     target = folder / remote.filename
     if target.exists():
@@ -51,9 +64,9 @@ def download(remote: Remote, folder: Path, timeout_s: float = 60.0) -> Path:
     algorithm, expected = remote.checksum.split(":")
     digest = hashlib.new(algorithm, usedforsecurity=False)
     try:
-        with urllib.request.urlopen(remote.url, timeout=timeout_s) as response, replacing(target) as out:
-            said = response.headers.get("Content-Length") or ""
-            total = int(said) if said.isdecimal() else 0
+        with urllib.request.urlopen(remote.url, timeout=60) as response, replacing(target) as out:
+            length = response.headers.get("Content-Length") or ""
+            total = int(length) if length.isdecimal() else 0
             done = 0
             while chunk := response.read(CHUNK):
                 out.write(chunk)
@@ -64,13 +77,12 @@ def download(remote: Remote, folder: Path, timeout_s: float = 60.0) -> Path:
                 raise ConnectionError(f"the connection ended after {done} of {total} bytes")
             if digest.hexdigest() != expected:
                 raise DataError(
-                    f"{remote.url}: expected {algorithm} {expected}, found {digest.hexdigest()} ({done} bytes); "
-                    f"nothing was kept: fetch again, or put the right file at {target}"
+                    f"{remote.url}: expected {algorithm} {expected}, found {digest.hexdigest()} ({done} bytes). Fetch "
+                    f"it again, or put the right file at {target}"
                 )
     except (OSError, http.client.HTTPException) as error:
         raise EnvironmentFailure(
-            f"{remote.url}: download failed ({error}); check the network, "
-            f"or download it elsewhere and put it at {target}"
+            f"{remote.url}: download failed ({error}). Check the network, or put the file at {target}"
         ) from error
     return target
 
@@ -80,18 +92,21 @@ def _report(filename: str, before: int, after: int, total: int) -> None:
         log.info("%s: %d %% of %.1f MB", filename, after * 100 // total, total / 1e6)
 
 
-DAMAGE = (
-    KeyError, tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError,
-    RuntimeError, struct.error, MemoryError,
-)  # fmt: skip
-"""The errors that readers raise for a damaged archive; MemoryError if a header declares a dictionary of gigabytes."""
+def download_members(archive: Remote, folder: Path, members: Mapping[str, Path]) -> None:
+    """Download the archive into `folder` and unpack the members whose path does not exist. The archive is kept.
+
+    Raises what `download` and `extract` raise.
+    """
+    absent = {name: path for name, path in members.items() if not path.exists()}
+    if absent:
+        extract(download(archive, folder), absent)
 
 
 def extract(archive: Path, members: Mapping[str, Path]) -> None:
-    """Writes the named members of a tar or zip file (told apart by the file's suffix) to the given paths.
+    """Write members of a tar or .zip file to the given paths.
 
     Other members are ignored and no path is taken from the archive, so no archive can write elsewhere. Raises DataError
-    for an archive that is broken or has no such member, EnvironmentFailure if one cannot be written.
+    for an archive that is damaged or lacks a member, EnvironmentFailure if a member cannot be written.
     """
     sweep(members.values())
     try:
@@ -106,8 +121,8 @@ def extract(archive: Path, members: Mapping[str, Path]) -> None:
                 member = tar.getmember(name)
                 source = tar.extractfile(member) if member.isreg() else None
                 if source is None:
-                    raise DataError(f"{archive}: {name} is not a plain file; delete the archive and fetch again")
+                    raise DataError(f"{archive}: {name} is not a plain file. Delete the archive and fetch it again")
                 with source, replacing(target) as out:
                     shutil.copyfileobj(source, out, CHUNK)
     except DAMAGE as error:
-        raise DataError(f"{archive}: cannot be unpacked ({error}); delete the archive and fetch again") from error
+        raise DataError(f"{archive}: cannot be unpacked ({error}). Delete the archive and fetch it again") from error

@@ -1,8 +1,7 @@
-"""A drawing of how many samples of each label each client holds."""
+"""Draws how many samples of each label each client holds, and writes figures with equal bytes for equal contents."""
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -11,53 +10,42 @@ import numpy as np
 from fl_engine.core.errors import PartitionError
 from fl_engine.data.partition_rules import Ints
 
+MOST_BARS = 2000
+"""With more clients, the totals are drawn as means over neighbours, because one bar each would take minutes."""
+
 
 def save_figure(
     figure: Any, to: Path | IO[str] | IO[bytes], kind: Literal["svg", "png"], dpi: float | Literal["figure"] = "figure"
 ) -> None:
-    """Writes a `matplotlib.figure.Figure`. A fixed salt and no date, so that an equal figure gives equal bytes."""
+    """Write a `matplotlib.figure.Figure`, with a fixed salt and without a date, so that equal figures have equal
+    bytes."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": "flexfleet"}):
         figure.savefig(to, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else {"Software": None})
 
 
-MOST_BARS = 2000
-"""Of more clients the totals are drawn as means over neighbours: a bar each would take minutes."""
-
-
 def draw(counts: Ints, path: Path, word: str = "class") -> None:
-    """Writes a heat map of `counts` (labels, clients), with every client's total above it, as .svg or .png. `word` is
-    the word for a label.
-
-    Raises PartitionError for another file ending, and OSError, which names the file, where it cannot be written: then
-    there is none.
-    """
-    if path.suffix not in (".svg", ".png"):
-        raise PartitionError(f"a heat map is written as .svg or .png, got {path.name!r}")
-    if path.suffix == ".svg":
-        text = io.StringIO()
-        save_figure(heat_map(counts, word), text, "svg", dpi=150)
-        content = text.getvalue().encode()
-    else:
-        image = io.BytesIO()
-        save_figure(heat_map(counts, word), image, "png", dpi=150)
-        content = image.getvalue()
+    """Write a heat map of `counts` (labels, clients), with each client's total above it, as .svg or .png. `word` is
+    the word for a label. Raises PartitionError for another file ending, OSError if the file cannot be written."""
+    kinds: dict[str, Literal["svg", "png"]] = {".svg": "svg", ".png": "png"}
+    if path.suffix not in kinds:
+        raise PartitionError(f"a heat map must be .svg or .png, got {path.name!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.write_bytes(content)
+        save_figure(heat_map(counts, word), path, kinds[path.suffix], dpi=150)
     except OSError as error:
-        path.unlink(missing_ok=True)  # half of it, where the disk is full
-        raise OSError(error.errno, error.strerror, str(path)) from error  # that of a write names no file
+        path.unlink(missing_ok=True)  # the disk may be full
+        raise OSError(error.errno, error.strerror, str(path)) from error  # an error of a write has no file name
 
 
 def heat_map(counts: Ints, word: str = "class") -> Any:
-    """The `matplotlib.figure.Figure` that `draw` writes."""
+    """Return the `matplotlib.figure.Figure` that `draw` writes."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     classes, clients = counts.shape
-    # A Figure without pyplot needs no global state, no window, and no choice of a backend.
+    # A Figure without pyplot needs no global state and no window.
     figure = Figure(figsize=(min(5 + 0.3 * clients, 16), min(2.6 + 0.32 * classes, 12)), layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=(40, 1), height_ratios=(1, max(classes / 5, 1.5)))
     cells = figure.add_subplot(grid[1, 0])

@@ -14,72 +14,55 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from fl_engine.core import seeds
-from fl_engine.core.errors import IntegrityError
-from fl_engine.core.fields import Index, LeavesOut
-from fl_engine.core.samples import Data
+from fl_engine.core.fields import Index
 
 Ints = NDArray[np.int64]
 
 
-class NoiseFigures(LeavesOut):
-    """For `partition.json`: the requested share, how many labels of each client are wrong, and how many samples all
-    clients hold out from training, whose labels are right."""
+class NoiseFigures(BaseModel):
+    """The label noise in `partition.json`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    left_out = ("held_out",)
     share: Annotated[float, Field(gt=0, le=1)]
+    """The requested share of wrong labels."""
     wrong: tuple[Index, ...]
-    held_out: Index = 0
+    """The number of wrong labels of each client."""
+    held_out: Index
+    """Samples that all clients together hold out from training, whose labels are right."""
 
     def reached(self, samples: int) -> float:
-        """The share of the clients' training labels that are wrong. `samples`: how many all clients have."""
+        """The share of the clients' training labels that are wrong. `samples`: the number of all clients' samples."""
         return sum(self.wrong) / max(1, samples - self.held_out)
 
 
 @dataclass(frozen=True, eq=False)
 class LabelNoise:
-    """`labels` holds each client's labels, in the order of its samples."""
-
     figures: NoiseFigures
     labels: tuple[Ints, ...]
+    """The labels of each client, in the order of its samples."""
 
     @property
     def reached(self) -> float:
         """The share of the clients' training labels that are wrong."""
         return self.figures.reached(sum(len(each) for each in self.labels))
 
-    def check(self, clients: Sequence[Ints], path: Path, data: Data | None) -> None:
-        """Raises IntegrityError if labels are not classes of the data, or the figures do not match the labels."""
-        if len(self.figures.wrong) != len(clients):
-            raise IntegrityError(f"{path}: {len(clients)} clients, but noise of {len(self.figures.wrong)}")
-        if data is None:
-            return
-        held = np.concatenate(self.labels)
-        wrong = None
-        classes = data.train_y.dim() == 1 and not data.train_y.is_floating_point()
-        if classes and ((held >= 0) & (held < data.task.outputs)).all():
-            wrong = differing(data.train_y.numpy(), clients, self.labels)
-        if wrong != self.figures.wrong:
-            raise IntegrityError(f"{path}: the noise is not that of the labels stored; partition again")
-
 
 def likely_mistakes(confusion: NDArray[np.int64], sure: float, unknown: Sequence[int] = ()) -> NDArray[np.float64]:
-    """(classes, classes): row c is the distribution of the wrong labels of class c; a row of zeros: its labels stay
+    """Return (classes, classes): row c is the distribution of the wrong labels of class c, or zeros if its labels stay
     right.
 
     `confusion` (classes, classes) counts how often a class (row) was taken for another (column). A class keeps its
     labels if a share of `sure` or more of its samples was taken for one class, or if it has no samples. No label
-    becomes one of the `unknown` classes, of which clients have none; a class that was taken for these alone keeps its
-    labels.
+    becomes one of the `unknown` classes, of which clients have no samples; a class that was taken for these alone keeps
+    its labels.
     """
     counts = confusion.astype(np.float64)
     of_class = counts.sum(1, keepdims=True)
@@ -98,9 +81,9 @@ def made_wrong(
     seed: int,
     held_out: Sequence[Ints] = (),
 ) -> LabelNoise:
-    """The noise of all clients. `targets` (N_train,) are the right classes, `mistakes` comes from `likely_mistakes`,
-    `held_out` is what `partition.hold_out` returns: for each client the samples, among its own, that it does not train
-    on; empty if clients train on all samples. Each client has a random stream of its own."""
+    """Draw the noise of all clients, each from its own random stream. `targets` (N_train,) are the right classes,
+    `mistakes` comes from `likely_mistakes`, and `held_out` are the samples of each client that `partition.hold_out`
+    returns; empty if clients train on all samples."""
     labels = []
     for client, indices in enumerate(clients):
         rng = seeds.rng(seed, "label noise", client=client)
@@ -110,18 +93,12 @@ def made_wrong(
             if mistakes[held[i]].any():
                 held[i] = rng.choice(len(mistakes), p=mistakes[held[i]])
         labels.append(held)
-    wrong = differing(targets, clients, labels)
+    wrong = tuple(int((targets[indices] != held).sum()) for indices, held in zip(clients, labels, strict=True))
     return LabelNoise(NoiseFigures(share=share, wrong=wrong, held_out=sum(map(len, held_out))), tuple(labels))
 
 
-def differing(targets: Ints, clients: Sequence[Ints], labels: Sequence[Ints]) -> tuple[int, ...]:
-    """How many labels of each client differ from its samples' classes."""
-    pairs = zip(clients, labels, strict=True)
-    return tuple(int((targets[indices] != held).sum()) for indices, held in pairs)
-
-
 def told(targets: torch.Tensor, clients: Sequence[Ints], noise: LabelNoise) -> torch.Tensor:
-    """The targets (N_train,) with the clients' labels in place of the right ones."""
+    """Return the targets (N_train,) with the clients' labels instead of the right ones."""
     found = targets.clone()
     found[torch.from_numpy(np.concatenate(list(clients)))] = torch.from_numpy(np.concatenate(noise.labels))
     return found

@@ -11,9 +11,9 @@
     disjoint_labels       every client holds L labels ("quantity-based label imbalance", #C = L, of Li et al.)
     natural               by the writer or user whom the data set names
     manual                by a map that is given
-    local                 nothing is dealt: each client has data of its own (`fl_engine.data.local_data`)
+    local                 nothing is dealt: each client has data of its own (`data.local_data`)
 
-Below, "class" means label. Every sample has one client, or is the server's where it shares none.
+Below, "class" means label. Every sample belongs to one client, or to the server.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TO_MEASURE = 0.2
 
 
 def iid(labels: Ints, clients: int, rng: np.random.Generator) -> tuple[Ints, ...]:
-    """Random parts whose sizes differ by one at most. Raises PartitionError for more clients than samples."""
+    """Deal random parts whose sizes differ by one at most. Raises PartitionError for more clients than samples."""
     check_room(len(labels), clients, 1)
     return tuple(np.sort(part) for part in np.array_split(rng.permutation(len(labels)), clients))
 
@@ -40,11 +40,10 @@ def iid(labels: Ints, clients: int, rng: np.random.Generator) -> tuple[Ints, ...
 def dirichlet(
     labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator, cap: bool = False
 ) -> tuple[Ints, ...]:
-    """For every class one draw from Dir(alpha) cuts its shuffled samples; then small clients are topped up.
+    """For each class cut its shuffled samples by one draw from Dir(alpha), then top up small clients.
 
     With `cap`, a client that holds samples / clients or more when a class is dealt gets none of it, and the others'
-    shares grow in proportion. So a client may exceed that number by its share of one class (FedAIoT, the authors'
-    code). If the others' shares are all 0, they share equally.
+    shares grow in proportion (FedAIoT, the authors' code). If the others' shares are all 0, they share equally.
 
     Topping up: while the smallest client has fewer than `minimum` samples, it gets a random sample of the largest
     client (ties: the lower client number). The shares are not drawn again, so this ends for every alpha.
@@ -57,7 +56,7 @@ def dirichlet(
 
 
 def dealt_by_label(labels: Ints, clients: int, alpha: float, rng: np.random.Generator, cap: bool = False) -> Ints:
-    """The client of each sample, as `dirichlet` deals them before it tops up small clients."""
+    """Return the client of each sample, as `dirichlet` deals them before it tops up small clients."""
     order = rng.permutation(len(labels))
     owner, sizes = np.empty(len(labels), dtype=np.int64), np.zeros(clients, dtype=np.int64)
     for label in np.unique(labels):
@@ -73,8 +72,8 @@ def dealt_by_label(labels: Ints, clients: int, alpha: float, rng: np.random.Gene
 
 
 def _capped(shares: NDArray[np.float64], below: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """The shares, with those of clients not `below` the cap set to 0, scaled to sum to 1. Until all samples are dealt,
-    at least one client is below the cap."""
+    """The shares, scaled to sum to 1, with 0 for clients that are not `below` the cap. Until all samples are dealt, at
+    least one client is below."""
     left = np.where(below, shares, 0.0)
     total = left.sum()
     capped: NDArray[np.float64] = left / total if total > 0 else below / below.sum()
@@ -84,12 +83,12 @@ def _capped(shares: NDArray[np.float64], below: NDArray[np.bool_]) -> NDArray[np
 def dirichlet_per_client(
     labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator
 ) -> tuple[Ints, ...]:
-    """Every client draws its mixture of classes from Dir(alpha) over the classes; one draw from Dir(alpha) over the
-    clients says how many samples each gets; then numbers below `minimum` grow, one by one, at the cost of the largest.
+    """Draw each client's mixture of classes from Dir(alpha) over the classes, and the clients' numbers of samples from
+    one Dir(alpha) over the clients. Numbers below `minimum` grow, one by one, at the cost of the largest.
 
-    All clients' places are filled in random order: for each, a class is drawn from the client's mixture, restricted to
-    the classes that have samples left; if the mixture has none of these, a remaining sample is drawn uniformly. So
-    every sample is dealt, and late places have less choice. Raises as `dirichlet` does.
+    All clients' places are filled in random order. For each place a class is drawn from the client's mixture,
+    restricted to the classes that have samples left. If the mixture has none of these, a remaining sample is drawn
+    uniformly. So every sample is dealt, and late places have less choice. Raises as `dirichlet` does.
     """
     _check_alpha(alpha)
     check_room(len(labels), clients, minimum)
@@ -117,8 +116,8 @@ def dirichlet_per_client(
 
 
 def quantity(labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator) -> tuple[Ints, ...]:
-    """One draw from Dir(alpha) sets the size of each client's random part; then small clients are topped up, and errors
-    raised, as in `dirichlet`."""
+    """Draw the sizes of the clients' random parts from Dir(alpha), then top up small clients as in `dirichlet`, with
+    the same errors."""
     _check_alpha(alpha)
     check_room(len(labels), clients, minimum)
     cuts = np.floor(np.cumsum(_drawn(clients, alpha, rng))[:-1] * len(labels) + 0.5).astype(np.int64)
@@ -130,17 +129,13 @@ def quantity(labels: Ints, clients: int, alpha: float, minimum: int, rng: np.ran
 
 def _check_alpha(alpha: float) -> None:
     if not (math.isfinite(alpha) and alpha > 0):
-        raise PartitionError(
-            f"partition.alpha must be positive and finite, got {alpha}; for equal shares set partition.rule=iid"
-        )
+        raise PartitionError(f"partition.alpha must be positive and finite, got {alpha}")
 
 
 def _drawn(clients: int, alpha: float, rng: np.random.Generator) -> NDArray[np.float64]:
     shares = rng.dirichlet(np.full(clients, alpha))
     if not math.isclose(shares.sum(), 1.0, rel_tol=1e-9):
-        raise PartitionError(
-            f"partition.alpha = {alpha} is beyond what floating point can draw: set partition.rule=iid"
-        )
+        raise PartitionError(f"partition.alpha={alpha} is too large for floating point. Set partition.rule=iid")
     return shares
 
 
@@ -156,11 +151,11 @@ def _fed(owner: Ints, clients: int, minimum: int, rng: np.random.Generator) -> t
 
 
 def disjoint_labels(labels: Ints, clients: int, labels_per_client: int, rng: np.random.Generator) -> tuple[Ints, ...]:
-    """Every client holds exactly L labels; each class's samples are dealt evenly to the clients that hold it.
+    """Give each client exactly L labels, and deal each class's samples evenly to the clients that hold it.
 
     Classes are held by as equal numbers of clients as their sample counts allow. The classes are those that occur in
     `labels`. Raises PartitionError for L < 1, L > classes, clients x L < classes (no client would hold some class), and
-    if there are too few samples for every client to have one of each of its labels.
+    if a client could not have one sample of each of its labels.
     """
     check_room(len(labels), clients, 1)
     classes, samples = np.unique(labels, return_counts=True)
@@ -170,16 +165,16 @@ def disjoint_labels(labels: Ints, clients: int, labels_per_client: int, rng: np.
             f"partition.labels_per_client must be 1 to {len(classes)} (the classes), got {labels_per_client}"
         )
     if slots < len(classes):
+        least = -(-len(classes) // labels_per_client)
         raise PartitionError(
-            f"{clients} clients with {labels_per_client} labels hold at most {slots} of {len(classes)} "
-            f"classes; take at least {-(-len(classes) // labels_per_client)} clients or more labels each"
+            f"partition.clients must be at least {least} with {labels_per_client} labels of {len(classes)} each, got "
+            f"{clients}"
         )
     most = np.minimum(samples, clients)
     if most.sum() < slots:
         raise PartitionError(
-            f"{clients} clients with {labels_per_client} labels need {slots} (client, label) pairs, "
-            f"but the samples per class ({', '.join(map(str, samples))}) allow {most.sum()}; "
-            "take fewer clients or labels per client"
+            f"partition.clients={clients} with {labels_per_client} labels each need {slots} pairs of client and label, "
+            f"but there are samples for {most.sum()}. Take fewer clients or labels per client"
         )
 
     # How many clients hold each class: filled evenly, but never more than the class has samples.
@@ -207,54 +202,43 @@ def disjoint_labels(labels: Ints, clients: int, labels_per_client: int, rng: np.
 
 
 def natural(groups: Ints, clients: int | None = None) -> tuple[Ints, ...]:
-    """One client for each group (writer, user), in ascending order of the group's number.
+    """Make one client of each group (writer, user), in ascending order of the group's number.
 
-    With fewer clients than groups, the g-th group goes to client g mod `clients`. Groups are never split: raises
-    PartitionError for more clients than groups.
+    With fewer clients than groups, the g-th group goes to client g mod `clients`. Groups are never split, so this
+    raises PartitionError for more clients than groups.
     """
     names, rank = np.unique(groups, return_inverse=True)
     number = len(names) if clients is None else clients
     if not 1 <= number <= len(names):
-        raise PartitionError(
-            f"the natural partition has {len(names)} groups, so 1 to {len(names)} clients; got {number}"
-        )
+        raise PartitionError(f"partition.clients must be 1 to {len(names)}, the natural clients, got {number}")
     return tuple(np.flatnonzero(rank % number == client) for client in range(number))
 
 
 def manual(owner: Ints, clients: int, rest: Ints) -> tuple[Ints, ...]:
-    """A partition given by `owner`, the client of each training sample; `rest` are the positions that the proxy has
-    left. Raises PartitionError if the map has another number of clients."""
+    """Deal by `owner`, the client of each training sample; `rest` are the positions that the proxy leaves. Raises
+    PartitionError if the map has another number of clients."""
     found = int(owner.max()) + 1
     if clients != found:
-        raise PartitionError(
-            f"the map has {found} clients, but partition.clients is {clients}: set partition.clients={found}"
-        )
+        raise PartitionError(f"partition.clients must be {found}, the clients of partition.map, got {clients}")
     return tuple(np.flatnonzero(owner[rest] == client) for client in range(clients))
 
 
 def split_proxy(samples: int, share: float, rng: np.random.Generator, shared: bool = False) -> tuple[Ints, Ints, Ints]:
-    """(proxy to train on, proxy to measure on, the rest) of positions 0 .. samples - 1, drawn uniformly. With `shared`
-    the rest is all positions, and the proxy is the same as without.
+    """Return (proxy to train on, proxy to measure on, the rest) of positions 0 .. samples - 1, drawn uniformly. With
+    `shared` the rest is all positions, and the proxy is the same.
 
     The proxy has `share` of the samples, TO_MEASURE of it to measure on, each rounded half up and at least one sample.
     A share of 0 means no proxy. Raises PartitionError for a share outside [0, 1), with `shared` outside (0, 1], or a
     proxy of fewer than two samples.
     """
-    if shared and not 0 < share <= 1:
-        raise PartitionError(
-            f"partition.proxy_shared shares the proxy with the clients, so its share must be in (0, 1], got {share}: "
-            "set partition.proxy, or partition.proxy_shared=false"
-        )
-    if not shared and not 0 <= share < 1:
-        raise PartitionError(
-            f"the proxy share must be in [0, 1), got {share}; 0.01 is one per cent, and 1 needs "
-            "partition.proxy_shared=true"
-        )
+    if not (0 < share <= 1 if shared else 0 <= share < 1):
+        allowed = "in (0, 1] with partition.proxy_shared" if shared else "in [0, 1) without partition.proxy_shared"
+        raise PartitionError(f"partition.proxy must be {allowed}, got {share}")
     size = math.floor(samples * share + 0.5)
     if share > 0 and size < 2:
         raise PartitionError(
-            f"a proxy share of {share} of {samples} samples is {size}, but one to train and one to "
-            "measure are needed; raise the share, or set it to 0 where no proxy is used"
+            f"partition.proxy={share} of {samples} samples is {size}, but one to train on and one to measure on are "
+            "needed. Raise it, or set it to 0 for no proxy"
         )
     test = _to_measure(size) if size else 0
     order = rng.permutation(samples)
@@ -265,43 +249,37 @@ def split_proxy(samples: int, share: float, rng: np.random.Generator, shared: bo
 def split_classes(
     classes_n: Ints, owned: Sequence[int], count: int, rng: np.random.Generator
 ) -> tuple[Ints, Ints, Ints]:
-    """(proxy to train on, proxy to measure on, the rest): the proxy has all samples of the classes `owned`, and no
-    others. `classes_n` (N,) are the samples' classes, 0 .. count - 1; TO_MEASURE of the proxy is to measure on, as in
-    `split_proxy`.
+    """Return (proxy to train on, proxy to measure on, the rest). The proxy has all samples of the classes `owned`, and
+    no others. `classes_n` (N,) are the samples' classes, 0 .. count - 1. TO_MEASURE of the proxy is to measure on.
 
-    Raises PartitionError for a class that there is not or that is named twice, and where all classes are owned, or
-    their samples are fewer than two.
+    Raises PartitionError for an unknown class or one that is named twice, if all classes are owned, or their samples
+    are fewer than two.
     """
-    wrong = [f"there is no class {each}" for each in owned if not 0 <= each < count]
-    wrong += [f"{each} is there twice" for i, each in enumerate(owned) if each in owned[:i]]
-    wrong += ["clients need some of them too"] if len(set(owned)) >= count else []
-    if wrong:
+    if len(set(owned)) < len(owned) or len(owned) >= count or not all(0 <= each < count for each in owned):
         raise PartitionError(
-            f"partition.server_classes takes some of the classes 0 to {count - 1}, each once; got {list(owned)}: "
-            f"{wrong[0]}"
+            f"partition.server_classes must be some of the classes 0 to {count - 1}, but not all, each once, got "
+            f"{list(owned)}"
         )
     own = np.isin(classes_n, owned)
     size = int(own.sum())
     if size < 2:
         raise PartitionError(
-            f"partition.server_classes: the classes {list(owned)} have {size} training samples, but one to train and "
-            "one to measure are needed; take other classes, or more of dataset.train_samples"
+            f"partition.server_classes={list(owned)} have {size} training samples, but one to train on and one to "
+            "measure on are needed. Take other classes, or raise dataset.train_samples"
         )
     test, order = _to_measure(size), rng.permutation(np.flatnonzero(own))
     return np.sort(order[test:]), np.sort(order[:test]), np.flatnonzero(~own)
 
 
 def _to_measure(size: int) -> int:
-    """How many of a proxy's samples are to measure on."""
+    """The number of a proxy's samples to measure on."""
     return min(max(math.floor(size * TO_MEASURE + 0.5), 1), size - 1)
 
 
 def check_room(samples: int, clients: int, minimum: int) -> None:
-    """Raises PartitionError unless every client can have `minimum` samples."""
-    if clients < 1 or minimum < 1:
-        raise PartitionError(f"expected at least 1 client with at least 1 sample, got {clients} with {minimum}")
-    if clients * minimum > samples:
+    """Raise PartitionError unless every client can have `minimum` samples."""
+    if clients < 1 or minimum < 1 or clients * minimum > samples:
         raise PartitionError(
-            f"{clients} clients with at least {minimum} samples need {clients * minimum}, there are "
-            f"{samples}; take fewer clients, a smaller partition.minimum or a smaller proxy"
+            f"partition.clients={clients} with partition.minimum={minimum} need at least one sample each and "
+            f"{clients * minimum} samples together, and {samples} are left. Lower one of them, or partition.proxy"
         )

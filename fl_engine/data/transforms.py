@@ -1,10 +1,11 @@
-"""What is done with a data set in memory: its fingerprint, smaller subsets, and images padded with black."""
+"""What is done with a data set in memory: its fingerprint, splits and smaller subsets, and images padded with black."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +16,19 @@ from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.core.task import has_boxes
 
+LARGEST_SIDE = 1024
+"""The largest side of a padded image, in pixels."""
+
+
+def as_tensors(x: NDArray[Any], y: NDArray[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples and targets as tensors that share the arrays' memory."""
+    return torch.from_numpy(x), torch.from_numpy(y)
+
 
 def fingerprint(data: Data) -> str:
-    """SHA-256 (hex) over everything that a result depends on: shapes, types, bytes, task, normalisation.
+    """Return the SHA-256 (hex) over everything that a result depends on: shapes, types, bytes, task, normalisation.
 
-    Equal data have equal fingerprints on every machine. Caches use it as a key; a partition names its data by it.
+    Equal data have equal fingerprints on every machine. Caches use it as a key, and a partition names its data by it.
     """
     digest = hashlib.sha256(repr((data.task.identity, data.mean, data.std)).encode())
     for tensor in (data.train_x, data.train_y, data.test_x, data.test_y, data.natural_client):
@@ -32,10 +41,10 @@ def fingerprint(data: Data) -> str:
 
 
 def random_split(samples: int, test_share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Ascending positions of the training and the test part, for a data set that is published without a split.
+    """Return ascending positions of the training and the test part, for a data set that is published without a split.
 
-    The test part is the one that scikit-learn's `train_test_split(test_size=test_share, random_state=42)` draws, which
-    is how published code often splits. It uses NumPy's legacy generator, whose stream is guaranteed never to change.
+    The test part is that of scikit-learn's `train_test_split(test_size=test_share, random_state=42)`, as published code
+    often splits. It uses NumPy's legacy generator, whose stream is guaranteed never to change.
     """
     drawn = np.random.RandomState(42).permutation(samples).astype(np.int64)
     test = math.ceil(test_share * samples)
@@ -43,10 +52,10 @@ def random_split(samples: int, test_share: float) -> tuple[NDArray[np.int64], ND
 
 
 def stratified(labels: NDArray[np.int64], samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """`samples` ascending positions, drawn without replacement, with the classes in the same shares as in the whole.
+    """Draw `samples` positions without replacement, with the classes in the same shares as in `labels`; ascending.
 
-    Shares are rounded by largest remainder (ties: the lower label), in integers, so all machines agree. A class with
-    fewer than about n / samples members may get none.
+    Shares are rounded by largest remainder (ties: the lower label) in integers, so that all machines agree. A class
+    with fewer than about n / samples members may get none.
     """
     values, counts = np.unique(labels, return_counts=True)
     shares, remainders = np.divmod(counts * samples, len(labels))
@@ -59,12 +68,8 @@ def stratified(labels: NDArray[np.int64], samples: int, rng: np.random.Generator
 
 
 def subset(data: Data, train_samples: int | None, test_samples: int | None, seed: int) -> Data:
-    """A smaller data set for quick runs: stratified by label, in the original order; None keeps a part whole. Without
-    labels the samples are drawn uniformly.
-
-    The result depends on the seed alone. Training and test part have separate random streams, so neither changes the
-    other. Raises DataError if more samples are asked for than there are, or fewer than one.
-    """
+    """Return a smaller data set, stratified by label, in the original order; None keeps a part whole. If the task has
+    no labels, samples are drawn uniformly. Raises DataError for a number outside 1 to the number of samples."""
     train = _choose(data, "training", data.train_y, train_samples, seed)
     test = _choose(data, "test", data.test_y, test_samples, seed)
     return replace(
@@ -81,26 +86,19 @@ def _choose(data: Data, part: str, targets: torch.Tensor, samples: int | None, s
     if samples is None:
         return slice(None)
     if not 1 <= samples <= len(targets):
-        raise DataError(
-            f"{data.name}: expected 1 to {len(targets)} {part} samples, got {samples}; leave the number out to take all"
-        )
+        raise DataError(f"{data.name}: expected 1 to {len(targets)} {part} samples, got {samples}")
     labels = data.task.labels(targets) if data.task.label_count else np.zeros(len(targets), dtype=np.int64)
     return torch.from_numpy(stratified(labels, samples, seeds.rng(seed, f"subset/{part}")))
 
 
-LARGEST_SIDE = 1024
-"""The largest side of a padded image, in pixels."""
-
-
 def pad(data: Data, side: int) -> Data:
-    """Centres all images on black squares of side x side; if a margin is odd, the larger half is right or below.
-    Targets that are boxes stay around what they are about.
+    """Centre all images on black squares of side x side, for networks that need larger images (`TakesImages.min_hw`).
 
-    For networks that need larger images (`TakesImages.min_hw`). Raises DataError for images larger than `side`, for a
-    side above LARGEST_SIDE, and for samples that are not images.
+    If a margin is odd, the larger half is right or below. Boxes are moved with their objects. Raises DataError for
+    samples that are not images, for images larger than `side`, and for a side above LARGEST_SIDE.
     """
     if not data.has_images:
-        raise DataError(f"{data.name} holds no images, and only images can be padded: set dataset.pad=none")
+        raise DataError(f"{data.name} has no images, and only images can be padded. Set dataset.pad=none")
     _, height, width = data.input_shape
     down, right = side - height, side - width
     if down < 0 or right < 0 or side > LARGEST_SIDE:

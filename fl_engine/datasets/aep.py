@@ -22,10 +22,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.core.text import need_plain
-from fl_engine.data.files import read, require_by_hand
+from fl_engine.data.files import damaged, read, require_by_hand
 from fl_engine.data.moments import moments
 from fl_engine.data.transforms import random_split
 from fl_engine.tasks import Regression
@@ -54,7 +53,7 @@ Table = dict[str, NDArray[np.float64]]
 
 
 def load(root: Path, rows: int = ROWS) -> Data:
-    """The data set from `root`/aep/energydata_complete.csv, which has `rows` readings.
+    """Load `root`/aep/energydata_complete.csv, which has `rows` readings.
 
     Samples are (N, 18), targets (N, 1): the logarithm of the appliances' use in Wh. Raises DataError if the file is
     missing, has other columns or another number of readings, or holds numbers that are not finite or have no logarithm.
@@ -64,10 +63,7 @@ def load(root: Path, rows: int = ROWS) -> Data:
     table = _read(path, rows)
     for name, above in (("appliances", 0.0), ("t9", -1.0), ("rv1", -1.0), ("rv2", -1.0), ("windspeed", -1.0)):
         if table[name].min() <= above:
-            raise DataError(
-                f"{path}: {name} is {table[name].min():g} in row {int(table[name].argmin()) + 2}, and its logarithm is "
-                f"taken: more than {above:g} is expected; the file is damaged, download it again"
-            )
+            raise damaged(path, f"{name} above {above:g}", f"{table[name].min():g}")
     target = np.log(table.pop("appliances")).round(DECIMALS)
     train, test = random_split(rows, TEST_SHARE)
     of_train, of_test = prepared(*({name: value[part] for name, value in table.items()} for part in (train, test)))
@@ -165,8 +161,5 @@ def _read(path: Path, rows: int) -> Table:
         if not all(np.isfinite(column).all() for column in table.values()):
             raise ValueError("numbers that are not finite")
     except (ValueError, OverflowError, csv.Error) as error:
-        raise DataError(
-            f"{path}: expected a table of {rows} rows of the {len(COLUMNS)} columns {COLUMNS[0]}, ..., {COLUMNS[-1]}, "
-            f"found {str(error)[:600]}; delete it and download it again"
-        ) from error
+        raise damaged(path, f"{rows} rows of the columns {COLUMNS[0]}, ..., {COLUMNS[-1]}", error) from error
     return {"date": date.astype(np.int64).astype(np.float64), **table}

@@ -27,11 +27,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.core.text import need_plain
-from fl_engine.data.files import read, require_by_hand, warn_of_other_counts
-from fl_engine.data.transforms import random_split
+from fl_engine.data.files import damaged, read, require_by_hand, warn_of_other_counts
+from fl_engine.data.transforms import as_tensors, random_split
 from fl_engine.tasks import Classification
 
 ABOUT = "CASAS, 2,000 tokens, 12 activities, 5 homes; no licence stated; about 230 MB, by hand"
@@ -99,11 +98,11 @@ class Event(NamedTuple):
 
 
 def load(root: Path) -> Data:
-    """The samples of all homes from `root`/casas: tokens (N, 2000), padded in front.
+    """Load the samples of all homes from `root`/casas: tokens (N, 2000), padded in front.
 
     A token is the rank, from 1 on, of a pair of sensor and value among all that occur, sorted by name. `natural_client`
-    is the home. Raises DataError for a file that is missing, has too many lines that are not events, or contains no
-    known activity.
+    is the home. Raises DataError for a file that is missing, has too many lines that are not events, or has no known
+    activity.
     """
     require_by_hand("casas", root, FILES, HOW)
     met: dict[str, int] = {}
@@ -120,10 +119,10 @@ def load(root: Path) -> Data:
             labels.append(label_of(name))
             homes.append(home)
             if len(rows) > MOST_SAMPLES:
-                raise DataError(f"{path}: activities change more than {MOST_SAMPLES} times; download it again")
+                raise damaged(path, f"at most {MOST_SAMPLES} activities", "more")
         unknown = sorted(name for name in names if bare(name) not in LABELS)
         if names <= {"", *unknown}:
-            raise DataError(f"{path}: no activity of these homes begins in it; is it another file?")
+            raise damaged(path, "activities of these homes", "none")
         if unknown:
             log.warning("%s: %d activities are not in the list and count as other: %s", path, len(unknown), unknown)
     places = {word: place for place, word in enumerate(sorted(met), PADDING + 1)}
@@ -133,15 +132,9 @@ def load(root: Path) -> Data:
         of_one[EVENTS - len(row) :] = token[np.frombuffer(row, dtype=np.intc)]
     y = np.array(labels, dtype=np.int64)
     train, test = random_split(len(rows), TEST_SHARE)
-    data = Data(
-        "casas",
-        Classification(len(CLASSES)),
-        torch.from_numpy(x[train]),
-        torch.from_numpy(y[train]),
-        torch.from_numpy(x[test]),
-        torch.from_numpy(y[test]),
-        natural_client=torch.from_numpy(np.array(homes, dtype=np.int64)[train]),
-    )
+    tensors = (*as_tensors(x[train], y[train]), *as_tensors(x[test], y[test]))
+    source = torch.from_numpy(np.array(homes, dtype=np.int64)[train])
+    data = Data("casas", Classification(len(CLASSES)), *tensors, natural_client=source)
     warn_of_other_counts(data, *PUBLISHED)
     return data
 
@@ -154,11 +147,11 @@ def samples(stream: Iterable[Event]) -> Iterator[tuple[str, list[str]]]:
 
 
 def events(path: Path, content: bytes) -> Iterator[Event]:
-    """The events of motion, door and temperature sensors, in the file's order.
+    """Yield the events of motion, door and temperature sensors, in the file's order.
 
-    A line is a date, a time, a sensor, a value, and maybe an activity with `begin` or `end`. The lines with its begin
-    and its end belong to an activity; the begin of another one ends it, too. Raises DataError, which names the first
-    bad line, if more than 1 % of the lines are not events.
+    A line is a date, a time, a sensor, a value, and maybe an activity with `begin` or `end`. These two lines belong to
+    the activity, and the begin of another one ends it too. Raises DataError if more than 1 % of the lines are not
+    events.
     """
     words: dict[tuple[bytes, bytes], str | None] = {}
     activity, lines, unreadable = "", 0, []
@@ -185,14 +178,10 @@ def events(path: Path, content: bytes) -> Iterator[Event]:
         if change == b"end":
             activity = ""
     if len(unreadable) > MOST_UNREADABLE * lines:
-        raise DataError(
-            f"{path}: {len(unreadable)} of {lines} lines are not events, first line {unreadable[0]}; expected "
-            "`2009-06-10 03:20:59.08 M006 ON Sleep begin` or the like; delete it and download it again"
-        )
+        form = "lines as `2009-06-10 03:20:59.08 M006 ON Sleep begin`"
+        raise damaged(path, form, f"{len(unreadable)} others of {lines}, first line {unreadable[0]}")
     if unreadable:
-        log.warning(
-            "%s: lines skipped, not events (%d of %d): first line %d", path, len(unreadable), lines, unreadable[0]
-        )
+        log.warning("%s: skipped %d of %d lines, first line %d", path, len(unreadable), lines, unreadable[0])
 
 
 def word_of(sensor: bytes, value: bytes) -> str | None:

@@ -4,8 +4,8 @@ Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009. Layout 
 https://www.cs.toronto.edu/~kriz/cifar.html ("binary version"): per record 1 label byte, then 3,072 bytes: the
 red, green and blue plane, each row by row.
 
-The training batches must match their SHA-1. For `test_batch.bin` alone no checksum is published, so only its structure
-is checked; if `fetch` unpacked it, the archive's MD5 covers it.
+The training batches must match their SHA-1. No checksum of `test_batch.bin` is published, so its structure is checked,
+and the archive's MD5.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from fl_engine.core.samples import Data
-from fl_engine.data.downloads import Remote, download, extract
+from fl_engine.data.downloads import Remote, download_members
 from fl_engine.data.files import read, require
 from fl_engine.data.image_files import check_labels, parse_records
+from fl_engine.data.transforms import as_tensors
 from fl_engine.tasks import Classification
 
 ABOUT = "CIFAR-10, 32x32 colour, 10 classes, 50,000 + 10,000; no licence stated, cite Krizhevsky 2009; 170 MB"
@@ -42,17 +43,15 @@ TEST = ("test_batch.bin",)
 FILES = tuple(f"{FOLDER}/{BATCHES}/{name}" for name in TRAIN + TEST)
 RECORDS = 10_000
 CLASSES = 10
-
-# The values that FlexFL and AdaptiveFL normalise with: the training images' mean and standard deviation.
-MEAN = (0.491, 0.482, 0.447)
-STD = (0.247, 0.243, 0.262)
+MEAN, STD = (0.491, 0.482, 0.447), (0.247, 0.243, 0.262)
+"""Of the training images, as FlexFL and AdaptiveFL normalise."""
 
 
 def load(root: Path, checksums: Mapping[str, str] = CHECKSUMS, records: int = RECORDS) -> Data:
-    """The data set from `root`/cifar10/cifar-10-batches-bin, each batch of exactly `records` records.
+    """Load `root`/cifar10/cifar-10-batches-bin, with `records` records in each batch.
 
-    A file without an entry in `checksums` is not checked. Raises DataError for a file that is missing, has
-    another checksum or another size, or has a label outside 0..9.
+    Raises DataError for a file that is missing, has another checksum than in `checksums`, another size, or a label
+    outside 0..9.
     """
     require("cifar10", root, FILES, ARCHIVE.url)
     folder = root / FOLDER / BATCHES
@@ -62,19 +61,13 @@ def load(root: Path, checksums: Mapping[str, str] = CHECKSUMS, records: int = RE
 
 
 def fetch(root: Path, archive: Remote = ARCHIVE, checksums: Mapping[str, str] = CHECKSUMS) -> None:
-    """Downloads the archive and unpacks the batches that are not there yet. The archive stays.
-
-    Raises what `downloads.download` and `downloads.extract` raise, and DataError for an existing batch that is wrong.
-    """
-    absent = {}
-    for file in FILES:
-        path = root / file
+    """Download the archive and unpack the batches that do not exist. Raises as `download_members` does, and DataError
+    for an existing batch with another checksum."""
+    paths = [root / file for file in FILES]
+    for path in paths:
         if path.exists():
             read(path, checksums.get(path.name))
-        else:
-            absent[f"{BATCHES}/{path.name}"] = path
-    if absent:
-        extract(download(archive, root / FOLDER), absent)
+    download_members(archive, root / FOLDER, {f"{BATCHES}/{path.name}": path for path in paths})
 
 
 def _batches(
@@ -89,4 +82,4 @@ def _batches(
         check_labels(path, labels, CLASSES)
         part = slice(i * records, (i + 1) * records)
         x[part], y[part] = images, labels
-    return torch.from_numpy(x), torch.from_numpy(y)
+    return as_tensors(x, y)

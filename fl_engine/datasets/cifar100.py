@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fl_engine.core.samples import Data
-from fl_engine.data.downloads import Remote, download, extract
+from fl_engine.data.downloads import Remote, download_members
 from fl_engine.data.files import read, require
 from fl_engine.data.image_files import check_labels, parse_records
 from fl_engine.tasks import Classification
@@ -34,14 +34,12 @@ FILES = (f"{FOLDER}/{INNER}/train.bin", f"{FOLDER}/{INNER}/test.bin")
 RECORDS = (50_000, 10_000)
 CHW = (3, 32, 32)
 CLASSES = 100
-
-# Mean and standard deviation of the training images, in units of 255.
-MEAN = (0.5071, 0.4867, 0.4408)
-STD = (0.2675, 0.2565, 0.2761)
+MEAN, STD = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
+"""Of the training images, in units of 255."""
 
 
 def load(root: Path, records: tuple[int, int] = RECORDS) -> Data:
-    """The data set from `root`/cifar100/cifar-100-binary, `records` records in the training and in the test file.
+    """Load `root`/cifar100/cifar-100-binary. `records` are the training and the test samples.
 
     Raises DataError for a file that is missing, has another size, or has a fine label outside 0..99.
     """
@@ -51,13 +49,8 @@ def load(root: Path, records: tuple[int, int] = RECORDS) -> Data:
 
 
 def fetch(root: Path, archive: Remote = ARCHIVE) -> None:
-    """Downloads the archive and unpacks the files that are not there yet. The archive stays.
-
-    Raises what `downloads.download` and `downloads.extract` raise.
-    """
-    absent = {f"{INNER}/{path.name}": path for path in (root / file for file in FILES) if not path.exists()}
-    if absent:
-        extract(download(archive, root / FOLDER), absent)
+    """Download the archive and unpack the files that do not exist. Raises as `download_members` does."""
+    download_members(archive, root / FOLDER, {f"{INNER}/{Path(file).name}": root / file for file in FILES})
 
 
 def _part(path: Path, records: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,14 +12,13 @@ the MD5 in torchvision. No checksums of single files are published, so their siz
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.downloads import Remote, download, extract
+from fl_engine.data.downloads import Remote, download_members
 from fl_engine.data.files import require
 from fl_engine.data.image_files import images_and_labels
 from fl_engine.data.moments import byte_statistics
@@ -36,11 +35,11 @@ SIDE = 28
 
 @dataclass(frozen=True)
 class Split:
-    """One way to cut EMNIST; `name` is the data set's."""
+    """A split of EMNIST."""
 
     name: str
     published: str
-    """The publisher's name of the split, used in file names."""
+    """The publisher's name of the split, which file names contain."""
     classes: int
     train: int
     """Images."""
@@ -55,12 +54,8 @@ class Split:
 
     @property
     def files(self) -> tuple[str, ...]:
-        kinds = ("images-idx3", "labels-idx1")
-        return tuple(
-            f"{FOLDER}/{INNER}/emnist-{self.published}-{part}-{kind}-ubyte.gz"
-            for part in ("train", "test")
-            for kind in kinds
-        )
+        kinds = ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1")
+        return tuple(f"{FOLDER}/{INNER}/emnist-{self.published}-{kind}-ubyte.gz" for kind in kinds)
 
 
 BALANCED = Split("emnist", "balanced", 47, 112_800, 18_800)
@@ -68,7 +63,7 @@ BYCLASS = Split("emnist_byclass", "byclass", 62, 697_932, 116_323)
 
 
 def load(root: Path, split: Split = BALANCED) -> Data:
-    """The data set from `root`/emnist/gzip. Mean and deviation are the training images' own.
+    """Load `root`/emnist/gzip. Mean and deviation are those of the training images.
 
     Raises DataError for a file that is missing, or is not an idx file with the split's number of 28 x 28 images or
     labels.
@@ -82,21 +77,12 @@ def load(root: Path, split: Split = BALANCED) -> Data:
 
 
 def fetch(root: Path, split: Split = BALANCED, archive: Remote = ARCHIVE) -> None:
-    """Downloads the archive and unpacks the split's files that are not there yet. The archive stays.
-
-    Raises what `downloads.download` and `downloads.extract` raise.
-    """
-    absent = {f"{INNER}/{path.name}": path for path in (root / file for file in split.files) if not path.exists()}
-    if absent:
-        extract(download(archive, root / FOLDER), absent)
-
-
-load_byclass = partial(load, split=BYCLASS)
-fetch_byclass = partial(fetch, split=BYCLASS)
+    """Download the archive and unpack the split's files that do not exist. Raises as `download_members` does."""
+    download_members(archive, root / FOLDER, {f"{INNER}/{Path(file).name}": root / file for file in split.files})
 
 
 def _part(images: Path, labels: Path, samples: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = images_and_labels(images, labels, {}, samples, SIDE, classes)
     if len(x) != samples:
-        raise DataError(f"{images}: expected {samples} images, found {len(x)}; delete it and fetch again")
+        raise DataError(f"{images}: expected {samples} images, found {len(x)}. Delete it and fetch it again")
     return x.transpose(2, 3).contiguous(), y

@@ -38,10 +38,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.array_cache import packed
-from fl_engine.data.files import read, require_by_hand, warn_of_other_counts
+from fl_engine.data.files import damaged, read, require_by_hand, warn_of_other_counts
 from fl_engine.tasks import Classification
 
 ABOUT = (
@@ -97,10 +96,9 @@ class Segment:
 
 
 def load(root: Path) -> Data:
-    """The data set from `root`/epic-sounds: maps (N, 1, 400, 128), not normalised.
+    """Load `root`/epic-sounds: maps (N, 1, 400, 128), not normalised.
 
-    Raises DataError for annotations or sound that are missing or damaged, and for a segment that is not within its
-    video's sound.
+    Raises DataError for annotations or sound that are missing or damaged, and for a segment outside its video's sound.
     """
     require_by_hand("epic_sounds", root, FILES, HOW)
     parts = tuple(segments(root / file) for file in FILES[:2])
@@ -127,38 +125,30 @@ def _pack(audio: Path, parts: Sequence[list[Segment]], folder: Path) -> None:
 
 
 def segments(path: Path) -> list[Segment]:
-    """The rows of an annotation file. Raises DataError for other columns or values, no rows or too many."""
+    """Return the rows of an annotation file. Raises DataError for other columns or values, no rows or too many."""
     found: list[Segment] = []
     try:
         rows = csv.DictReader(io.StringIO(read(path, most=MOST_BYTES).decode(), newline=""))
         if absent := set(COLUMNS) - set(rows.fieldnames or ()):
-            raise DataError(f"{path}: expected the columns {', '.join(COLUMNS)}, no {min(absent)}; download it again")
+            raise damaged(path, f"the columns {', '.join(COLUMNS)}", f"no {min(absent)}")
         for row in rows:
             found.append(_segment(f"{path}: line {rows.line_num}", [row[name] or "" for name in COLUMNS]))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: expected a table in CSV ({error}); it is damaged: download it again") from error
+        raise damaged(path, "a table in CSV", error) from error
     if not 0 < len(found) <= MOST_SEGMENTS:
-        raise DataError(f"{path}: expected 1 to {MOST_SEGMENTS} segments, found {len(found)}; download it again")
+        raise damaged(path, f"1 to {MOST_SEGMENTS} segments", len(found))
     return found
 
 
 def _segment(where: str, values: list[str]) -> Segment:
     participant, video, *numbers = values
     if not VIDEO.fullmatch(video) or not video.startswith(f"{participant}_"):
-        raise DataError(
-            f"{where}: expected a participant and a video, as P01 and P01_11, found {participant[:20]!r} and "
-            f"{video[:20]!r}; it is damaged: download it again"
-        )
+        raise damaged(where, "a participant and a video, as P01 and P01_11", f"{participant[:20]!r} and {video[:20]!r}")
     if not all(map(NUMBER.fullmatch, numbers)):
-        raise DataError(
-            f"{where}: expected start, stop and class, found {', '.join(numbers)[:80]!r}; download it again"
-        )
+        raise damaged(where, "start, stop and class", f"{', '.join(numbers)[:80]!r}")
     start, stop, label = map(int, numbers)
     if start >= stop or label >= CLASSES:
-        raise DataError(
-            f"{where}: expected a start before the stop and a class in 0..{CLASSES - 1}, found {start}, {stop} and "
-            f"{label}; it is damaged: download it again"
-        )
+        raise damaged(where, f"a start before the stop and a class in 0..{CLASSES - 1}", f"{start}, {stop} and {label}")
     return Segment(participant, video, start, stop, label)
 
 
@@ -170,28 +160,22 @@ def _sound(path: Path, segment: Segment) -> NDArray[np.float64]:
         with path.open("rb") as file, wave.open(file) as sound:
             form = (sound.getframerate(), sound.getnchannels(), sound.getsampwidth())
             if form != (RATE, 1, 2):
-                raise DataError(
-                    f"{path}: expected {RATE} samples a second, 1 channel, 2 bytes a sample, found {form[0]}, "
-                    f"{form[1]}, {form[2]}; make it with Auditory SlowFast's extract_audio.py"
-                )
+                raise damaged(path, f"{RATE} samples a second, 1 channel, 2 bytes a sample", form)
             if segment.stop <= sound.getnframes():
                 sound.setpos(start)
                 content = sound.readframes(length)
             else:
                 content = b""
     except (OSError, EOFError, wave.Error, struct.error, ValueError, RuntimeError, MemoryError) as error:
-        raise DataError(f"{path}: cannot be read as WAV ({error}); it is damaged: make it again") from error
+        raise damaged(path, "a WAV file", error) from error
     if len(content) != 2 * length:
-        raise DataError(
-            f"{path}: a segment is its samples {segment.start} to {segment.stop}, which the file does not have; it is "
-            "truncated or of another video: make it again"
-        )
+        raise damaged(path, f"the samples {segment.start} to {segment.stop} of a segment", "a shorter file")
     return np.frombuffer(content, dtype="<i2") / 32768
 
 
 def log_mel(sound: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The spectrogram (400, 128) of 1 to 47,999 samples at 24 kHz: a frame every 5 ms, and the logarithm of 128 mel
-    bands, low ones first."""
+    """Return the spectrogram (400, 128) of 1 to 47,999 samples at 24 kHz: a frame every 5 ms, and the logarithm of 128
+    mel bands, low ones first."""
     silence = np.zeros(WINDOW // 2)
     padded = np.concatenate([silence, sound, silence])
     frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::STEP]

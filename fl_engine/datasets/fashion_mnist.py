@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from fl_engine.core.samples import Data
 from fl_engine.data.downloads import Remote, download
 from fl_engine.data.files import require
@@ -31,31 +29,21 @@ FILES = tuple(f"{FOLDER}/{name}" for name in CHECKSUMS)
 CLASSES = 10
 SIDE = 28
 MOST_SAMPLES = 60_000
-
-# Mean and standard deviation of the training images, in units of 255.
-MEAN = (0.2860,)
-STD = (0.3530,)
+MEAN, STD = (0.2860,), (0.3530,)
+"""Of the training images, in units of 255."""
 
 
 def load(root: Path, checksums: Mapping[str, str] = CHECKSUMS) -> Data:
-    """The data set from `root`/fashion-mnist; a file without an entry in `checksums` is not checked.
-
-    Raises DataError for a file that is missing, has another checksum, or is not an idx file of 28 x 28 images or of as
-    many labels 0..9.
-    """
+    """Load `root`/fashion-mnist. Raises DataError for a file that is missing, has another checksum than in `checksums`,
+    or is not an idx file of 28 x 28 images or of as many labels 0..9."""
     require("fashion_mnist", root, FILES, f"{URL}/{{{','.join(CHECKSUMS)}}}")
-    train_x, train_y = _part(root / FOLDER, "train", checksums)
-    test_x, test_y = _part(root / FOLDER, "t10k", checksums)
-    return Data("fashion_mnist", Classification(CLASSES), train_x, train_y, test_x, test_y, MEAN, STD)
+    images_train, labels_train, images_test, labels_test = (root / file for file in FILES)
+    train = images_and_labels(images_train, labels_train, checksums, MOST_SAMPLES, SIDE, CLASSES)
+    test = images_and_labels(images_test, labels_test, checksums, MOST_SAMPLES, SIDE, CLASSES)
+    return Data("fashion_mnist", Classification(CLASSES), *train, *test, MEAN, STD)
 
 
 def fetch(root: Path, remotes: Sequence[Remote] = REMOTES) -> None:
-    """Downloads the files that do not exist yet. Raises what `downloads.download` raises."""
+    """Download the files that do not exist. Raises as `downloads.download` does."""
     for remote in remotes:
         download(remote, root / FOLDER)
-
-
-def _part(folder: Path, part: str, checksums: Mapping[str, str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images (N, 1, 28, 28) uint8 and labels (N,) int64 of `train` or `t10k`."""
-    paths = (folder / f"{part}-images-idx3-ubyte.gz", folder / f"{part}-labels-idx1-ubyte.gz")
-    return images_and_labels(*paths, checksums, MOST_SAMPLES, SIDE, CLASSES)

@@ -28,10 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_engine.core import seeds
-from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.array_cache import packed
-from fl_engine.data.files import each_once, read, require_by_hand
+from fl_engine.data.files import damaged, each_once, read, require_by_hand
 from fl_engine.data.moments import byte_statistics
 from fl_engine.tasks import Classification
 
@@ -47,6 +46,7 @@ HOW = (
 )
 VERSION = 1
 """The version of the stored arrays: it changes if the same files are read in another way."""
+KEYS = ("users", "num_samples", "user_data")
 CLASSES = 62
 SIDE = 28
 TEST_SHARE = 10
@@ -56,10 +56,10 @@ MOST_BYTES = 2**30
 
 
 def load(root: Path, files: Sequence[str] = FILES) -> Data:
-    """The data set from `root`/femnist/all_data. Mean and deviation are the training images' own.
+    """Load `root`/femnist/all_data. Mean and deviation are those of the training images.
 
     Raises DataError for a file that is missing, is not JSON of LEAF's form, declares another number of samples than it
-    has, or holds other images or labels; also for a writer who is in two files.
+    has, or holds other images or labels, and for a writer who is in two files.
     """
     require_by_hand("femnist", root, files, HOW)
     paths = [root / file for file in files]
@@ -75,18 +75,16 @@ def _pack(paths: Sequence[Path], folder: Path) -> None:
     for path in paths:
         for writer, images, labels in _writers(path):
             if writer in writers:
-                raise DataError(f"{path}: the writer {writer[:80]!r} is there twice; make the files again")
+                raise damaged(path, "each writer once", f"{writer[:80]!r} twice")
             writers[writer] = len(writers)
             x.append(images)
             y.append(labels)
-    if not writers:
-        raise DataError(f"{paths[0]}: no writer has a sample; make the files again")
+    if max(map(len, y), default=0) < TEST_SHARE:
+        raise damaged(paths[0], f"writers with at least {TEST_SHARE} samples", "none")
     source = np.repeat(np.arange(len(y)), [len(labels) for labels in y])
     test = np.concatenate([_test(len(labels), writer) for writer, labels in zip(writers, y, strict=True)])
     images, labels = np.concatenate(x), np.concatenate(y)
     del x
-    if not test.any():
-        raise DataError(f"{paths[0]}: no writer has {TEST_SHARE} samples, so nothing to test on; make them again")
     for part, chosen in (("train", ~test), ("test", test)):
         np.save(folder / f"{part}_x.npy", images[chosen])
         np.save(folder / f"{part}_y.npy", labels[chosen])
@@ -94,7 +92,7 @@ def _pack(paths: Sequence[Path], folder: Path) -> None:
 
 
 def _test(samples: int, writer: str) -> NDArray[np.bool_]:
-    """Which of a writer's samples are test samples. The choice does not depend on the other writers."""
+    """True for the test samples of a writer. The choice does not depend on the other writers."""
     chosen = np.zeros(samples, dtype=bool)
     chosen[seeds.rng(0, f"femnist/test/{writer!a}").permutation(samples)[: samples // TEST_SHARE]] = True
     return chosen
@@ -105,52 +103,41 @@ def _writers(path: Path) -> list[tuple[str, NDArray[np.uint8], NDArray[np.int64]
     try:
         found = json.loads(read(path, most=MOST_BYTES), object_pairs_hook=each_once)
     except (ValueError, RecursionError, MemoryError) as error:
-        raise DataError(f"{path}: expected JSON ({error}); it is damaged: make it again") from error
+        raise damaged(path, "JSON", error) from error
     names, numbers, data = (found.get(key) if isinstance(found, dict) else None for key in KEYS)
     if not (isinstance(names, list) and isinstance(numbers, list) and isinstance(data, dict)):
-        raise DataError(f"{path}: expected an object with {', '.join(KEYS)}, as LEAF writes it; is it another file?")
+        raise damaged(path, f"an object with {', '.join(KEYS)}, as LEAF writes it", type(found).__name__)
     if len(names) != len(numbers) or not all(isinstance(name, str) for name in names):
-        raise DataError(f"{path}: users are names, num_samples a number for each; it is damaged: make it again")
+        raise damaged(path, "names as users, and a number in num_samples for each", f"{len(names)} and {len(numbers)}")
     if unlisted := sorted(data.keys() - set(names)):
-        raise DataError(
-            f"{path}: {len(unlisted)} writers of user_data are not among the users, {unlisted[0][:80]!r} first; it is "
-            "damaged: make it again"
-        )
+        raise damaged(path, "only writers of users in user_data", f"{unlisted[0][:80]!r}")
     return [(name, *_samples(path, name, data.get(name), number)) for name, number in zip(names, numbers, strict=True)]
-
-
-KEYS = ("users", "num_samples", "user_data")
 
 
 def _samples(path: Path, writer: str, found: Any, number: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     who = f"{path}: writer {writer[:80]!r}"
     if not isinstance(found, dict) or not all(isinstance(found.get(key), list) for key in "xy"):
-        raise DataError(f"{who} has no lists x and y in user_data; the file is damaged: make it again")
+        raise damaged(who, "lists x and y in user_data", type(found).__name__)
     if not len(found["x"]) == len(found["y"]) == number or isinstance(number, bool):
-        raise DataError(
-            f"{who}: num_samples is {str(number)[:80]}, found {len(found['x'])} images and {len(found['y'])} labels; "
-            "the file is damaged: make it again"
-        )
+        raise damaged(who, f"{str(number)[:80]} samples", f"{len(found['x'])} images and {len(found['y'])} labels")
     labels = np.empty(len(found["y"]), dtype=np.int64)
     images = np.empty((len(found["x"]), 1, SIDE, SIDE), dtype=np.uint8)
     for at, (image, label) in enumerate(zip(found["x"], found["y"], strict=True)):
         if type(label) is not int or not 0 <= label < CLASSES:
-            raise DataError(
-                f"{who}: expected labels 0..{CLASSES - 1}, found {str(label)[:80]} at sample {at}; make the file again"
-            )
+            raise damaged(f"{who}, sample {at}", f"a label 0..{CLASSES - 1}", str(label)[:80])
         labels[at], images[at, 0] = label, _image(f"{who}, sample {at}", image)
     return images, labels
 
 
-def _image(what: str, image: Any) -> NDArray[np.uint8]:
+def _image(where: str, image: Any) -> NDArray[np.uint8]:
     """An image (28, 28) from a list of 784 numbers in 0..1."""
     try:
         values = np.frombuffer(array("d", image if isinstance(image, list) else []))  # accepts only numbers
     except (TypeError, OverflowError) as error:
-        raise DataError(f"{what}: expected {SIDE * SIDE} numbers ({error}); make the file again") from error
+        raise damaged(where, f"{SIDE * SIDE} numbers", error) from error
     if len(values) != SIDE * SIDE:
-        raise DataError(f"{what}: expected {SIDE * SIDE} numbers, found {len(values)}; make the file again")
+        raise damaged(where, f"{SIDE * SIDE} numbers", len(values))
     low, high = values.min(), values.max()
-    if not (low >= 0 and high <= 1):  # a NaN fails both
-        raise DataError(f"{what}: expected numbers in 0..1, found {low:g} to {high:g}; make the file again")
+    if not (low >= 0 and high <= 1):  # false for NaN
+        raise damaged(where, "numbers in 0..1", f"{low:g} to {high:g}")
     return (values * 255).round().astype(np.uint8).reshape(SIDE, SIDE)

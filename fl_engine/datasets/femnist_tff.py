@@ -21,12 +21,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.array_files import tff_arrays, tff_examples
-from fl_engine.data.downloads import Remote, download, extract
-from fl_engine.data.files import require
+from fl_engine.data.downloads import Remote, download_members
+from fl_engine.data.files import damaged, require
+from fl_engine.data.image_files import check_labels
 from fl_engine.data.moments import byte_statistics
+from fl_engine.data.transforms import as_tensors
 from fl_engine.datasets.femnist import CLASSES, SIDE
 from fl_engine.tasks import Classification
 
@@ -46,48 +47,33 @@ MOST_SAMPLES = 10_000
 
 
 def load(root: Path) -> Data:
-    """The data set from `root`/femnist-tff. Mean and deviation are the training images' own.
+    """Load `root`/femnist-tff. Mean and deviation are those of the training images.
 
     Raises DataError for a file that is missing, damaged or of another form, for other images or labels, and if the
     parts have different writers; EnvironmentFailure if h5py is not installed.
     """
     require("femnist_tff", root, FILES, ARCHIVE.url)
     (train_x, train_y, writers, counts), (test_x, test_y, others, _) = (_part(root / file) for file in FILES)
-    if writers != others:
-        odd = sorted(set(writers) ^ set(others))
-        raise DataError(
-            f"{root / FILES[1]}: expected the writers of {Path(FILES[0]).name}, each of which has samples in both; "
-            f"{len(odd)} do not, such as {odd[0][:80]!r}: fetch both again"
+    if odd := sorted(set(writers) ^ set(others)):
+        raise damaged(
+            root / FILES[1], f"the writers of {Path(FILES[0]).name}", f"{len(odd)} others, {odd[0][:80]!r} first"
         )
     mean, std = byte_statistics(train_x)
-    return Data(
-        "femnist_tff",
-        Classification(CLASSES),
-        torch.from_numpy(train_x),
-        torch.from_numpy(train_y),
-        torch.from_numpy(test_x),
-        torch.from_numpy(test_y),
-        mean,
-        std,
-        natural_client=torch.from_numpy(np.repeat(np.arange(len(writers)), counts)),
-    )
+    train, test = as_tensors(train_x, train_y), as_tensors(test_x, test_y)
+    source = torch.from_numpy(np.repeat(np.arange(len(writers)), counts))
+    return Data("femnist_tff", Classification(CLASSES), *train, *test, mean, std, source)
 
 
 def fetch(root: Path, archive: Remote = ARCHIVE) -> None:
-    """Downloads the archive and unpacks the files that are not there yet. The archive stays.
-
-    Raises what `downloads.download` and `downloads.extract` raise.
-    """
-    absent = {path.name: path for path in (root / file for file in FILES) if not path.exists()}
-    if absent:
-        extract(download(archive, root / FOLDER), absent)
+    """Download the archive and unpack the files that do not exist. Raises as `download_members` does."""
+    download_members(archive, root / FOLDER, {Path(file).name: root / file for file in FILES})
 
 
 def _part(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], list[str], list[int]]:
     """Images (N, 1, 28, 28), labels (N,), the writers, and how many samples each has."""
     found = list(_writers(path))
     if not found:
-        raise DataError(f"{path}: no writer has a sample; delete it and fetch again")
+        raise damaged(path, "writers with samples", "none")
     names, images, labels = zip(*found, strict=True)
     return np.concatenate(images), np.concatenate(labels), list(names), [len(each) for each in labels]
 
@@ -100,26 +86,15 @@ def _writers(path: Path) -> Iterator[tuple[str, NDArray[np.uint8], NDArray[np.in
 
 
 def _samples(who: str, pixels: Any, label: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """A writer's images and labels. The shapes and types that the file declares are checked before anything is read."""
+    """A writer's images and labels. The declared shapes and types are checked before anything is read."""
     count = pixels.shape[0] if pixels.shape else 0
     if pixels.dtype.kind != "f" or pixels.shape != (count, SIDE, SIDE) or not 0 < count <= MOST_SAMPLES:
-        raise DataError(
-            f"{who}: expected pixels of floats, (n, {SIDE}, {SIDE}) with n from 1 to {MOST_SAMPLES}, found "
-            f"{pixels.dtype} {pixels.shape}; delete the file and fetch again"
-        )
+        raise damaged(who, f"pixels of floats, (1 to {MOST_SAMPLES}, {SIDE}, {SIDE})", f"{pixels.dtype} {pixels.shape}")
     if label.dtype.kind not in "iu" or label.shape not in ((count,), (count, 1)):
-        raise DataError(
-            f"{who}: expected a label, an integer, of each of {count} images, found {label.dtype} {label.shape}; "
-            "delete the file and fetch again"
-        )
+        raise damaged(who, f"{count} labels, integers", f"{label.dtype} {label.shape}")
     images, labels = pixels[()], label[()].reshape(-1).astype(np.int64)
-    wrong = np.flatnonzero((labels < 0) | (labels >= CLASSES))
-    if wrong.size:
-        raise DataError(
-            f"{who}: expected labels 0..{CLASSES - 1}, found {labels[wrong[0]]} at sample {wrong[0]}; delete the file "
-            "and fetch again"
-        )
+    check_labels(who, labels, CLASSES)
     low, high = images.min(), images.max()
-    if not (low >= 0 and high <= 1):  # a NaN fails both
-        raise DataError(f"{who}: expected pixels in 0..1, found {low:g} to {high:g}; fetch the file again")
+    if not (low >= 0 and high <= 1):  # false for NaN
+        raise damaged(who, "pixels in 0..1", f"{low:g} to {high:g}")
     return (images * np.float32(255)).round().astype(np.uint8)[:, None], labels

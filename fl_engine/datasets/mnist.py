@@ -1,8 +1,8 @@
 """MNIST: 60,000 + 10,000 grey images of 28 x 28, handwritten digits, from the four official idx files.
 
 LeCun, Bottou, Bengio and Haffner, Gradient-Based Learning Applied to Document Recognition, Proceedings of the IEEE
-1998. Format: http://yann.lecun.com/exdb/mnist. The files are fetched from the mirror that torchvision uses, and must
-match the MD5 checksums in torchvision.
+1998. Format: http://yann.lecun.com/exdb/mnist. Files come from torchvision's mirror and must match
+the MD5 checksums in torchvision.
 """
 
 from __future__ import annotations
@@ -30,18 +30,13 @@ FILES = tuple(f"{FOLDER}/{name}" for name in CHECKSUMS)
 CLASSES = 10
 SIDE = 28
 MOST_SAMPLES = 60_000
-
-# Mean and standard deviation of the training images, in units of 255.
-MEAN = (0.1307,)
-STD = (0.3081,)
+MEAN, STD = (0.1307,), (0.3081,)
+"""Of the training images, in units of 255."""
 
 
 def load(root: Path, checksums: Mapping[str, str] = CHECKSUMS) -> Data:
-    """The data set from `root`/mnist; a file without an entry in `checksums` is not checked.
-
-    Raises DataError for a file that is missing, has another checksum, or is not an idx file of 28 x 28 images or of as
-    many labels 0..9.
-    """
+    """Load `root`/mnist. Raises DataError for a file that is missing, has another checksum than in `checksums`, or is
+    not an idx file of 28 x 28 images or of as many labels 0..9."""
     require("mnist", root, FILES, f"{URL}/{{{','.join(CHECKSUMS)}}}")
     images_train, labels_train, images_test, labels_test = (root / file for file in FILES)
     train = images_and_labels(images_train, labels_train, checksums, MOST_SAMPLES, SIDE, CLASSES)
@@ -50,6 +45,6 @@ def load(root: Path, checksums: Mapping[str, str] = CHECKSUMS) -> Data:
 
 
 def fetch(root: Path, remotes: Sequence[Remote] = REMOTES) -> None:
-    """Downloads the files that do not exist yet. Raises what `downloads.download` raises."""
+    """Download the files that do not exist. Raises as `downloads.download` does."""
     for remote in remotes:
         download(remote, root / FOLDER)

@@ -19,15 +19,15 @@ its test lines by themselves, is cut into pieces of 80 characters, and each char
 from __future__ import annotations
 
 import re
+from collections.abc import Sized
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.downloads import Remote, download
-from fl_engine.data.files import read, require
+from fl_engine.data.files import damaged, read, require
 from fl_engine.tasks import Classification, NextToken
 
 ABOUT = "Shakespeare, the next character after 80, 62 classes, 827,298 + 200,539 of 299 roles; public domain; 1 MB"
@@ -38,7 +38,7 @@ REMOTE = Remote(
     "input.txt",
     "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 )
-FILE = f"{FOLDER}/{REMOTE.filename}"
+FILES = (f"{FOLDER}/{REMOTE.filename}",)
 WINDOW = 80
 """The number of characters in a sample."""
 TEST_SHARE = 5
@@ -53,38 +53,29 @@ ROLE = re.compile(r"\S.{0,80}:")
 
 
 def load(root: Path, checksum: str | None = REMOTE.checksum) -> Data:
-    """The data set from `root`/shakespeare/input.txt: tokens (N, 80). With `checksum` None, any text of that form is
-    accepted.
+    """Load `root`/shakespeare/input.txt: tokens (N, 80). With `checksum` None, any text of that form is accepted.
 
     Raises DataError for a text that is missing, has another checksum, is not UTF-8 or not in blocks of a role and its
     lines, or has no role of five lines.
     """
-    require("shakespeare", root, (FILE,), REMOTE.url)
-    path = root / FILE
+    require("shakespeare", root, FILES, REMOTE.url)
+    path = root / FILES[0]
     parts = _parts(path, checksum)
     train, test = ("".join(line for _, line in part) for part in parts)
     known = sorted({*train} & {*test} | {" "})
-    if not test or len(known) > MOST_CHARACTERS:
-        raise DataError(
-            f"{path}: expected roles of at least {TEST_SHARE} lines and at most {MOST_CHARACTERS} different "
-            f"characters, found {_count(parts)} roles and {len(known)} characters; is it another text?"
-        )
+    _check(path, test, known)
     (train_x, train_y, source), (test_x, test_y, _) = (_windows(part, known) for part in parts)
     task = Classification(max(2, len(known)))
     return Data("shakespeare", task, train_x, train_y, test_x, test_y, natural_client=source)
 
 
 def load_text(root: Path, checksum: str | None = REMOTE.checksum) -> Data:
-    """The same text as tokens (N, 80) and the tokens that follow (N, 80). Raises DataError as `load` does."""
-    require("shakespeare_text", root, (FILE,), REMOTE.url)
-    path = root / FILE
+    """Load the same text as tokens (N, 80) and the tokens that follow (N, 80). Raises DataError as `load` does."""
+    require("shakespeare_text", root, FILES, REMOTE.url)
+    path = root / FILES[0]
     parts = _parts(path, checksum)
     characters = sorted({*"".join(line for _, line in parts[0])})
-    if not parts[1] or len(characters) > MOST_CHARACTERS:
-        raise DataError(
-            f"{path}: expected roles of at least {TEST_SHARE} lines and at most {MOST_CHARACTERS} different "
-            f"characters, found {_count(parts)} roles and {len(characters)} characters; is it another text?"
-        )
+    _check(path, parts[1], characters)
     numbers = {character: at for at, character in enumerate(characters, 1)}
     unknown, begin = len(characters) + 1, len(characters) + 2
     (train_x, train_y, source), (test_x, test_y, _) = (_pieces(part, numbers, unknown, begin) for part in parts)
@@ -93,8 +84,15 @@ def load_text(root: Path, checksum: str | None = REMOTE.checksum) -> Data:
 
 
 def fetch(root: Path, remote: Remote = REMOTE) -> None:
-    """Downloads the text if it does not exist yet. Raises what `downloads.download` raises."""
+    """Download the text if it does not exist. Raises as `downloads.download` does."""
     download(remote, root / FOLDER)
+
+
+def _check(path: Path, test: Sized, characters: Sized) -> None:
+    if not test:
+        raise damaged(path, f"roles of at least {TEST_SHARE} lines", "none")
+    if len(characters) > MOST_CHARACTERS:
+        raise damaged(path, f"at most {MOST_CHARACTERS} different characters", len(characters))
 
 
 def _roles(path: Path, checksum: str | None) -> dict[str, list[str]]:
@@ -102,7 +100,7 @@ def _roles(path: Path, checksum: str | None) -> dict[str, list[str]]:
     try:
         text = read(path, checksum, MOST_BYTES).decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: expected UTF-8 ({error}); it is damaged: delete it and download it again") from error
+        raise damaged(path, "UTF-8", error) from error
     roles: dict[str, list[str]] = {}
     role: list[str] | None = None
     for number, line in enumerate(text.split("\n"), 1):
@@ -113,19 +111,12 @@ def _roles(path: Path, checksum: str | None) -> dict[str, list[str]]:
         elif ROLE.fullmatch(line):
             role = roles.setdefault(line[:-1], [])
         else:
-            raise DataError(
-                f"{path}: line {number}: expected a role, as in `ROMEO:`, at the start of a block, "
-                f"found {line[:80]!r}; is it another text?"
-            )
+            raise damaged(f"{path}: line {number}", "a role at the start of a block, as `ROMEO:`", f"{line[:80]!r}")
     return {name: lines for name, lines in roles.items() if lines}
 
 
 Lines = list[tuple[int, str]]
 """The number of a role, and a line of it."""
-
-
-def _count(parts: tuple[Lines, Lines]) -> int:
-    return len({client for part in parts for client, _ in part})
 
 
 def _parts(path: Path, checksum: str | None) -> tuple[Lines, Lines]:

@@ -27,11 +27,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.array_files import tff_arrays, tff_examples
-from fl_engine.data.downloads import Remote, download, extract
-from fl_engine.data.files import require
+from fl_engine.data.downloads import Remote, download_members
+from fl_engine.data.files import damaged, require
 from fl_engine.tasks import NextToken
 
 ABOUT = (
@@ -62,7 +61,7 @@ LONGEST = 2**16
 
 
 def load(root: Path, words: int = WORDS, users: int = USERS, sentences: int = SENTENCES) -> Data:
-    """The data set from `root`/stackoverflow-tff: tokens (N, 20) and the tokens that follow (N, 20), words + 4 of them.
+    """Load `root`/stackoverflow-tff: tokens (N, 20) and the tokens that follow (N, 20), of words + 4 kinds.
 
     Raises DataError for a file that is missing, damaged or of another form, or with fewer than `words` words;
     EnvironmentFailure if h5py is not installed.
@@ -78,14 +77,9 @@ def load(root: Path, words: int = WORDS, users: int = USERS, sentences: int = SE
 
 
 def fetch(root: Path, archive: Remote = ARCHIVE, counts: Remote = COUNTS) -> None:
-    """Downloads the archives and unpacks the files that are not there yet. The archives stay.
-
-    Raises what `downloads.download` and `downloads.extract` raise.
-    """
+    """Download the archives and unpack the files that do not exist. Raises as `download_members` does."""
     for remote, files in ((archive, (TRAIN, TEST)), (counts, (WORD_COUNT,))):
-        absent = {path.name: path for path in (root / file for file in files) if not path.exists()}
-        if absent:
-            extract(download(remote, root / FOLDER), absent)
+        download_members(remote, root / FOLDER, {Path(file).name: root / file for file in files})
 
 
 def _vocabulary(path: Path, words: int) -> dict[bytes, int]:
@@ -98,11 +92,9 @@ def _vocabulary(path: Path, words: int) -> dict[bytes, int]:
                 int(count)
                 numbers[word] = len(numbers) + 1
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path}: line {len(numbers) + 1}: expected a word and how often it occurs ({error}); fetch it again"
-        ) from error
+        raise damaged(f"{path}: line {len(numbers) + 1}", "a word and how often it occurs", error) from error
     if len(numbers) < words:
-        raise DataError(f"{path}: expected {words} different words at least, found {len(numbers)}; fetch it again")
+        raise damaged(path, f"at least {words} different words", len(numbers))
     return numbers
 
 
@@ -117,7 +109,7 @@ def _part(
             (texts,) = tff_arrays(who, examples.get(name), ("tokens",))
             found.append(_sentences(who, texts, numbers, special, sentences))
     if not found:
-        raise DataError(f"{path}: no user has a sentence; delete it and fetch again")
+        raise damaged(path, "users with sentences", "none")
     tokens = torch.from_numpy(np.concatenate(found))
     source = torch.from_numpy(np.repeat(np.arange(len(found)), [len(each) for each in found]))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), source
@@ -130,15 +122,12 @@ def _sentences(
     count = texts.shape[0] if texts.shape else 0
     fits = texts.dtype.kind == "O" or (texts.dtype.kind == "S" and texts.dtype.itemsize <= LONGEST)
     if not fits or texts.shape not in ((count,), (count, 1)) or not count:
-        raise DataError(
-            f"{who}: expected tokens of strings, (n,) with n of at least 1, found {texts.dtype} {texts.shape}; delete "
-            "the file and fetch again"
-        )
+        raise damaged(who, "tokens, at least one string", f"{texts.dtype} {texts.shape}")
     unknown, begin, end = special
     tokens = np.full((min(most, count), LENGTH + 1), PADDING, dtype=np.int64)
     for row, text in zip(tokens, texts[:most].reshape(-1), strict=True):
         if not isinstance(text, bytes):
-            raise DataError(f"{who}: expected tokens of strings, found {type(text).__name__}; fetch the file again")
+            raise damaged(who, "tokens of strings", type(text).__name__)
         sentence = [begin, *(numbers.get(word, unknown) for word in text.split()[:LENGTH]), end]
         row[: len(sentence)] = sentence[: LENGTH + 1]
     return tokens

@@ -16,7 +16,6 @@ Pillow, which is installed with Matplotlib, decodes the images. Mean and deviati
 
 from __future__ import annotations
 
-import io
 import logging
 import re
 import zipfile
@@ -24,12 +23,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data
 from fl_engine.data.downloads import DAMAGE, Remote, download, extract
-from fl_engine.data.files import absent, read, require
+from fl_engine.data.files import absent, damaged, read, require
+from fl_engine.data.image_files import open_jpeg
 from fl_engine.data.moments import byte_statistics
 from fl_engine.tasks import Classification
 
@@ -53,15 +51,15 @@ PICTURE = re.compile(r"val_\d{1,8}\.JPEG", re.ASCII)
 SIDE = 64
 LISTED = 200
 MOST_TEXT = 2**22
-"""The most bytes of a list; the official one has 0.3 MB."""
+"""The most bytes of a list. The official one has 0.3 MB."""
 MOST_PICTURE = 2**18
-"""The most bytes of an image file; those of the set have some kilobytes."""
+"""The most bytes of an image file. Those of the set have some kilobytes."""
 
 log = logging.getLogger(__name__)
 
 
 def load(root: Path) -> Data:
-    """The data set from `root`/tiny-imagenet-200, with the classes that have a folder in train/.
+    """Load `root`/tiny-imagenet-200, with the classes that have a folder in train/.
 
     Raises DataError if files are missing or damaged, an image is not 64 x 64, classes have different numbers of images,
     or a listed image is missing; EnvironmentFailure without Pillow.
@@ -73,19 +71,18 @@ def load(root: Path) -> Data:
     test = _annotated(root, wnids)
     _check_counts(root / ANNOTATIONS, test, wnids)
     if len(wnids) < LISTED:
-        log.warning("tiny_imagenet: %d of %d classes are there; the others are left out", len(wnids), LISTED)
+        log.warning("tiny_imagenet: %d of %d classes have a folder; the others are left out", len(wnids), LISTED)
     (train_x, train_y), (test_x, test_y) = _read(train), _read(test)
     mean, std = byte_statistics(train_x.numpy())
     return Data("tiny_imagenet", Classification(len(wnids)), train_x, train_y, test_x, test_y, mean, std)
 
 
 def fetch(root: Path, archive: Remote = ARCHIVE) -> None:
-    """Downloads the archive, unless the folders exist without it, and unpacks what does not exist yet. The archive
-    stays.
+    """Download the archive, unless the folders exist without it, and unpack what does not exist. The archive is kept.
 
-    Raises what `downloads.download` and `downloads.extract` raise.
+    Raises as `downloads.download` and `downloads.extract` do.
     """
-    # If the archive is there too, it may have been unpacked only in part.
+    # If the archive exists, it may have been unpacked only in part.
     if not absent(root, FILES) and not (root / archive.filename).exists():
         return
     packed = download(archive, root)
@@ -93,7 +90,7 @@ def fetch(root: Path, archive: Remote = ARCHIVE) -> None:
         with zipfile.ZipFile(packed) as members:
             names = [name for name in members.namelist() if MEMBER.fullmatch(name)]
     except DAMAGE as error:
-        raise DataError(f"{packed}: cannot be unpacked ({error}); delete the archive and fetch again") from error
+        raise damaged(packed, "a zip file", error) from error
     extract(packed, {name: root / name for name in names if not (root / name).exists()})
 
 
@@ -101,24 +98,20 @@ def _lines(path: Path) -> list[str]:
     try:
         return read(path, most=MOST_TEXT).decode("ascii").splitlines()
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: expected plain text ({error}); it is damaged: delete it and fetch again") from error
+        raise damaged(path, "plain text", error) from error
 
 
 def _classes(root: Path) -> list[str]:
     """The names of the classes that have a folder, sorted."""
     path = root / WNIDS
     listed = [line.strip() for line in _lines(path)]
-    wrong = [line for line in listed if not WNID.fullmatch(line)]
-    if len(set(listed)) != LISTED or len(listed) != LISTED or wrong:
-        raise DataError(
-            f"{path}: expected {LISTED} different classes as n01443537, found {len(set(listed))}"
-            f"{f', among them {wrong[0][:80]!r}' if wrong else ''}; it is damaged: delete it and fetch again"
-        )
+    if len(set(listed)) != LISTED or len(listed) != LISTED or not all(map(WNID.fullmatch, listed)):
+        raise damaged(path, f"{LISTED} different classes as n01443537", f"{len(set(listed))} names")
     here = sorted(folder.name for folder in (root / TRAIN).glob("*") if folder.is_dir())
     if strange := sorted({*here} - {*listed}):
-        raise DataError(f"{path}: does not list the folder {strange[0][:80]!r} of {TRAIN}; delete both and fetch again")
+        raise damaged(root / TRAIN, f"folders that {path.name} lists", f"{strange[0][:80]!r}")
     if len(here) < 2:
-        raise DataError(f"{root / TRAIN}: expected folders of at least 2 classes of {path.name}, found {len(here)}")
+        raise damaged(root / TRAIN, "folders of at least 2 classes", len(here))
     return here
 
 
@@ -126,7 +119,7 @@ def _pictures(folder: Path) -> list[Path]:
     """The images of a folder, sorted by name, so that the order is the same on every file system."""
     found = sorted(folder.glob("*.JPEG"))
     if not found:
-        raise DataError(f"{folder}: expected pictures (*.JPEG), found none; delete the folder and fetch again")
+        raise damaged(folder, "pictures (*.JPEG)", "none")
     return found
 
 
@@ -139,45 +132,29 @@ def _annotated(root: Path, wnids: list[str]) -> list[tuple[Path, int]]:
         name, _, rest = line.partition("\t")
         wnid = rest.partition("\t")[0]
         if not PICTURE.fullmatch(name) or not WNID.fullmatch(wnid) or name in found:
-            raise DataError(
-                f"{path}: line {number}: expected a picture that is new and its class, val_0.JPEG and n03444034 with a "
-                f"tab between, found {line[:80]!r}; it is damaged: delete it and fetch again"
-            )
+            raise damaged(f"{path}: line {number}", "a new picture and its class", f"{line[:80]!r}")
         found[name] = label.get(wnid, -1)
     return [(root / VALIDATION / name, label) for name, label in found.items() if label >= 0]
 
 
 def _check_counts(where: Path, pictures: list[tuple[Path, int]], wnids: list[str]) -> None:
-    """Raises DataError unless all classes have the same number of images, as they do in the published set."""
+    """Raise DataError unless all classes have the same number of images, as they do in the published set."""
     counts = np.bincount([label for _, label in pictures], minlength=len(wnids))
     if counts.min() != counts.max():
         few, many = int(counts.argmin()), int(counts.argmax())
-        raise DataError(
-            f"{where}: expected as many pictures of every class, found {counts[few]} of {wnids[few]} and "
-            f"{counts[many]} of {wnids[many]}; some are missing: fetch again, or unpack the archive again"
+        raise damaged(
+            where,
+            "as many pictures of every class",
+            f"{counts[few]} of {wnids[few]} and {counts[many]} of {wnids[many]}",
         )
 
 
 def _read(pictures: list[tuple[Path, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images (N, 3, 64, 64) uint8 and labels (N,) int64."""
+    """Images (N, 3, 64, 64) uint8 and labels (N,) int64. Grey images, of which there are some, get three channels."""
     x = np.empty((len(pictures), 3, SIDE, SIDE), dtype=np.uint8)
     for at, (path, _) in enumerate(pictures):
-        x[at] = _picture(path)
+        with open_jpeg(path, MOST_PICTURE) as image:
+            if image.size != (SIDE, SIDE):  # of the header: nothing is decoded yet
+                raise damaged(path, f"{SIDE} x {SIDE} pixels", image.size)
+            x[at] = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
     return torch.from_numpy(x), torch.tensor([label for _, label in pictures])
-
-
-def _picture(path: Path) -> NDArray[np.uint8]:
-    """(3, 64, 64); grey images, of which there are some, get three equal channels."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise EnvironmentFailure("Tiny ImageNet needs Pillow to read JPEG: pip install pillow") from error
-    content = read(path, most=MOST_PICTURE)
-    try:
-        with Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
-            if image.size != (SIDE, SIDE):  # from the header: nothing is decoded yet
-                width, height = image.size
-                raise DataError(f"{path}: expected {SIDE} x {SIDE} pixels, found {height} x {width}; fetch it again")
-            return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
-    except (*DAMAGE, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise DataError(f"{path}: cannot be read as JPEG ({error}); delete it and fetch again") from error

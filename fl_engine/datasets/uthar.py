@@ -16,14 +16,13 @@ import math
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.array_files import map_npy
-from fl_engine.data.files import require_by_hand
+from fl_engine.data.files import damaged, require_by_hand
 from fl_engine.data.moments import moments
+from fl_engine.data.transforms import as_tensors
 from fl_engine.tasks import Classification
 
 ABOUT = "UT-HAR, 1x250x90 maps of a Wi-Fi signal, 7 activities, 3,977 + 500; no licence stated; 854 MB, by hand"
@@ -43,8 +42,8 @@ PACKETS, ANTENNAS, SUBCARRIERS = 250, 3, 30
 
 
 def load(root: Path, antennas: bool = False, samples: tuple[int, int] = SAMPLES) -> Data:
-    """The data set from `root`/uthar/UT_HAR, of as many training and test samples: maps (N, 1, 250, 90), or with
-    `antennas` (N, 3, 30, 250).
+    """Load `root`/uthar/UT_HAR, with so many training and test samples: maps (N, 1, 250, 90), or with `antennas`
+    (N, 3, 30, 250).
 
     Raises DataError for a file that is missing or not an array of this shape, for numbers that are not finite, and for
     labels outside 0 to 6.
@@ -56,16 +55,8 @@ def load(root: Path, antennas: bool = False, samples: tuple[int, int] = SAMPLES)
     if antennas:
         train_x, test_x = by_antenna(train_x), by_antenna(test_x)
     mean, std = moments(train_x, axis=1)
-    return Data(
-        name,
-        Classification(len(ACTIVITIES)),
-        torch.from_numpy(train_x),
-        torch.from_numpy(train_y),
-        torch.from_numpy(test_x),
-        torch.from_numpy(test_y),
-        mean,
-        std,
-    )
+    train, test = as_tensors(train_x, train_y), as_tensors(test_x, test_y)
+    return Data(name, Classification(len(ACTIVITIES)), *train, *test, mean, std)
 
 
 def by_antenna(x: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -77,29 +68,19 @@ def _part(folder: Path, part: str, samples: int) -> tuple[NDArray[np.float32], N
     x_path, y_path = folder / "data" / f"X_{part}.csv", folder / "label" / f"y_{part}.csv"
     x = _array(x_path, (samples, PACKETS, ANTENNAS * SUBCARRIERS)).astype(np.float32)
     labels = _array(y_path, (samples,))
-    if wrong := np.flatnonzero(~np.isin(labels, range(len(ACTIVITIES)))).tolist():
-        raise DataError(
-            f"{y_path}: expected labels 0..{len(ACTIVITIES) - 1}, found {labels[wrong[0]]} at sample {wrong[0]} "
-            f"({len(wrong)} such samples); delete it and download it again"
-        )
+    if not np.isin(labels, range(len(ACTIVITIES))).all():
+        raise damaged(y_path, f"labels 0..{len(ACTIVITIES) - 1}", "others")
     if not np.isfinite(x).all():
-        raise DataError(f"{x_path}: holds NaN or infinity; delete it and download it again")
+        raise damaged(x_path, "finite numbers", "NaN or infinity")
     return x[:, None], labels.astype(np.int64)
 
 
 def _array(path: Path, shape: tuple[int, ...]) -> NDArray[np.generic]:
-    """The numbers of a .npy file, reshaped to `shape`; in the file, a sample may have other axes.
-
-    Nothing is unpickled. The numbers stay on disk until they are used, so a false size in the header allocates nothing.
-    Raises DataError.
-    """
+    """The numbers of a .npy file, reshaped to `shape`; in the file, a sample may have other axes. Raises DataError."""
     try:
         found = map_npy(path)
         if found.shape[:1] != shape[:1] or found.size != math.prod(shape):
             raise ValueError(f"{found.dtype} of {' x '.join(map(str, found.shape))}")
         return found.reshape(shape)
     except ValueError as error:
-        raise DataError(
-            f"{path}: expected an array of NumPy (.npy) of {' x '.join(map(str, shape))} numbers, found "
-            f"{str(error)[:300]}; delete it and download it again"
-        ) from error
+        raise damaged(path, f"an array of NumPy (.npy) of {' x '.join(map(str, shape))} numbers", error) from error

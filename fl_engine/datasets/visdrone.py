@@ -26,7 +26,6 @@ Pillow, which is installed with Matplotlib, decodes the images.
 
 from __future__ import annotations
 
-import io
 import logging
 import re
 from pathlib import Path
@@ -36,10 +35,9 @@ import torch
 from numpy.typing import NDArray
 
 from fl_engine.core.boxes import NONE
-from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data
-from fl_engine.data.downloads import DAMAGE
-from fl_engine.data.files import read, require_by_hand
+from fl_engine.data.files import damaged, read, require_by_hand
+from fl_engine.data.image_files import BILINEAR, open_jpeg
 from fl_engine.tasks import Detection
 
 ABOUT = (
@@ -61,18 +59,18 @@ CATEGORIES = (
 )  # fmt: skip
 SIDE = 224
 MOST_BOXES = 1024
-"""The most boxes of an image; the largest number in the set is about 900."""
+"""The most boxes of an image. The largest number in the set is about 900."""
 MOST_TEXT = 2**18
 """The most bytes of an image's file of boxes."""
 MOST_PICTURE = 2**24
 MOST_PIXELS = 2**24
-"""The most pixels of an image file; those of the set have up to 2000 x 1500."""
+"""The most pixels of an image file. Those of the set have up to 2000 x 1500."""
 
 NAME = re.compile(r"(\d{1,9})_\d{1,9}_d_\d{1,9}", re.ASCII)
 WHOLE = re.compile(r"-?\d{1,6}", re.ASCII)
 SHARE = re.compile(r"\d{1,2}(\.\d{1,20})?(e-\d{1,2})?", re.ASCII)
 ROUNDING = 1e-4
-"""As a share of the image: a box that reaches this little beyond the edge was only rounded."""
+"""A box that reaches beyond the edge by this share of the image was only rounded."""
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +79,7 @@ Box = tuple[int, float, float, float, float]
 
 
 def load(root: Path) -> Data:
-    """The data set from `root`/visdrone: uint8 (N, 3, 224, 224), boxes (N, 1024, 5).
+    """Load `root`/visdrone: uint8 (N, 3, 224, 224), boxes (N, 1024, 5).
 
     Raises DataError if files are missing or damaged, an image has no file of boxes or a file of boxes no image, a box
     is not in its image, or a part has too many images; EnvironmentFailure without Pillow.
@@ -90,19 +88,14 @@ def load(root: Path) -> Data:
     whole = (folder / TRAIN).is_dir()
     parts = (TRAIN, TEST) if whole else (VALIDATION,)
     require_by_hand("visdrone", root, [f"{FOLDER}/{part}/images/*.jpg" for part in parts], HOW)
-    names = [_names(folder / part, IMAGES[part]) for part in parts]
+    pictures = [[(folder / part, name) for name in _names(folder / part, IMAGES[part])] for part in parts]
     if whole:
-        train, test = ([(folder / part, name) for name in of] for part, of in zip(parts, names, strict=True))
+        train, test = pictures
     else:
-        log.warning(
-            "visdrone: there is no %s; every fifth of the validation images is for testing, the others for training",
-            TRAIN,
-        )
-        pictures = [(folder / VALIDATION, name) for name in names[0]]
-        if len(pictures) < 2:
-            raise DataError(f"{folder / VALIDATION}: expected at least 2 images, found 1; unpack the archive again")
-        test = pictures[::5]
-        train = [picture for at, picture in enumerate(pictures) if at % 5]
+        log.warning("visdrone: %s is missing, so every fifth validation image tests, and the others train", TRAIN)
+        test, train = pictures[0][::5], [picture for at, picture in enumerate(pictures[0]) if at % 5]
+        if not train:
+            raise damaged(folder / VALIDATION, "at least 2 images", 1)
     clip = [int(name.partition("_")[0]) for _, name in train]
     task = Detection(len(CATEGORIES), MOST_BOXES)
     scale = ((0.0,) * 3, (1.0,) * 3)  # 0..1
@@ -110,26 +103,18 @@ def load(root: Path) -> Data:
 
 
 def _names(folder: Path, most: int) -> list[str]:
-    """The names of a part's images, without .jpg, sorted. Images and files of boxes are checked to match one to one."""
+    """The names of a part's images, without .jpg, sorted. Each image must have a file of boxes, and each file of boxes
+    an image."""
     found = sorted(path.stem for path in (folder / "images").glob("*.jpg"))
     texts = {path.stem for path in _texts(folder).glob("*.txt")}
     if wrong := [name for name in found if not NAME.fullmatch(name)]:
-        raise DataError(
-            f"{folder / 'images'}: expected names as 0000001_02999_d_0000005.jpg (clip, frame, d, number), found "
-            f"{wrong[0][:80]!r}; remove files that are not of the set"
-        )
+        raise damaged(folder / "images", "names as 0000001_02999_d_0000005.jpg", f"{wrong[0][:80]!r}")
     if apart := sorted(texts.symmetric_difference(found)):
-        has, lacks = ("an image", "no boxes") if apart[0] in found else ("boxes", "no image")
-        raise DataError(
-            f"{folder}: there are {has} but {lacks} called {apart[0][:80]!r} ({len(apart)} such names); some files are "
-            "missing: unpack the archive again"
-        )
+        raise damaged(folder, "an image and boxes of each name", f"only one of them called {apart[0][:80]!r}")
     if len(found) > most:
-        raise DataError(
-            f"{folder}: expected at most {most} images, found {len(found)}; remove files that are not of the set"
-        )
+        raise damaged(folder, f"at most {most} images", len(found))
     if len(found) < most:
-        log.warning("visdrone: %d of the %d images of %s are there", len(found), most, folder.name)
+        log.warning("visdrone: %s has %d of its %d images", folder.name, len(found), most)
     return found
 
 
@@ -152,57 +137,39 @@ def _read(pictures: list[tuple[Path, str]]) -> tuple[torch.Tensor, torch.Tensor]
         empty += len(listed) - len(found)
         pairs = zip(found, real, strict=True)
         cut += sum(abs(inside[3] - box[3]) + abs(inside[4] - box[4]) > ROUNDING for inside, box in pairs)
-    if empty:
-        log.warning("visdrone: boxes without width or height are left out: %d", empty)
-    if cut:
-        log.warning("visdrone: boxes that reach out of their images are cut off at the edge: %d", cut)
+    if empty or cut:
+        log.warning("visdrone: left out %d boxes without width or height, cut off %d at the image's edge", empty, cut)
     return torch.from_numpy(x), torch.from_numpy(y)
 
 
 def _picture(path: Path) -> tuple[NDArray[np.uint8], int, int]:
     """The resized image (3, 224, 224), and its original width and height."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise EnvironmentFailure("VisDrone needs Pillow to read JPEG: pip install pillow") from error
-    content = read(path, most=MOST_PICTURE)
-    try:
-        with Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
-            width, height = image.size  # from the header: nothing is decoded yet
-            if not 0 < width * height <= MOST_PIXELS:
-                raise DataError(f"{path}: expected at most {MOST_PIXELS} pixels, found {width} x {height}")
-            small = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR)
-            return np.asarray(small).transpose(2, 0, 1), width, height
-    except (*DAMAGE, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise DataError(f"{path}: cannot be read as JPEG ({error}); unpack the archive again") from error
+    with open_jpeg(path, MOST_PICTURE) as image:
+        width, height = image.size  # of the header: nothing is decoded yet
+        if not 0 < width * height <= MOST_PIXELS:
+            raise damaged(path, f"at most {MOST_PIXELS} pixels", f"{width} x {height}")
+        small = image.convert("RGB").resize((SIDE, SIDE), BILINEAR)
+        return np.asarray(small).transpose(2, 0, 1), width, height
 
 
 def boxes_of(path: Path, width: int, height: int) -> list[Box]:
-    """The boxes of an image of this size in pixels; some in the set have a width or height of 0. In annotations/ the
-    official form is expected, elsewhere YOLO's. Raises DataError for any other line, and for a box outside the
+    """Return the boxes of an image of this size in pixels; some in the set have a width or height of 0. Files in
+    annotations/ have the official form, others YOLO's. Raises DataError for any other line, and for a box outside the
     image."""
     official = path.parent.name == "annotations"
-    form = (
-        "8 whole numbers with commas between: left, top, width, height, score 0 or 1, category 0..11, truncation, "
-        "occlusion"
-        if official
-        else "category 0..11, centre x, centre y, width, height as shares of the image, with spaces between"
-    )
+    form = "left,top,width,height,score,category,truncation,occlusion" if official else "category x y width height"
     try:
         lines = read(path, most=MOST_TEXT).decode("ascii").splitlines()
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: expected plain text ({error}); it is damaged: unpack the archive again") from error
+        raise damaged(path, "plain text", error) from error
     found = list[Box]()
     for number, line in enumerate(lines, 1):
         box = _official(line, width, height) if official else _yolo(line)
         if box is None or min(box[3:]) < 0 or min(box[3:]) > 0 >= min(_within(box)[3:]):
-            raise DataError(
-                f"{path}: line {number}: expected {form}, a box in the image of {width} x {height}; found "
-                f"{line[:80]!r}: it is damaged, unpack the archive again"
-            )
+            raise damaged(f"{path}: line {number}", f"a box in {width} x {height} pixels, {form}", f"{line[:80]!r}")
         found.append(box)
     if len(found) > MOST_BOXES:
-        raise DataError(f"{path}: expected at most {MOST_BOXES} boxes, found {len(found)}; unpack the archive again")
+        raise damaged(path, f"at most {MOST_BOXES} boxes", len(found))
     return found
 
 

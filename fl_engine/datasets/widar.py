@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.core.text import need_plain
-from fl_engine.data.files import read, require_by_hand, warn_of_other_counts
+from fl_engine.data.files import damaged, read, require_by_hand, warn_of_other_counts
 from fl_engine.tasks import Classification
 
 ABOUT = "Widar3.0, 22x20x20 velocity profiles, 9 gestures, 11,372 + 5,222; CC BY-NC 4.0; 3.3 GB, by hand"
@@ -55,10 +55,10 @@ class Sample(NamedTuple):
 
 
 def load(root: Path) -> Data:
-    """The profiles (N, 22, 20, 20) from `root`/widar/Widardata, already scaled.
+    """Load the profiles (N, 22, 20, 20) from `root`/widar/Widardata, already scaled. `natural_client` is the user.
 
-    `natural_client` is the user. Raises DataError for files that are missing or do not have 22 lines of 400 finite
-    numbers, and for fewer than five users, since there would be no training samples.
+    Raises DataError for files that are missing or do not have 22 lines of 400 finite numbers, and for fewer than five
+    users, because then there are no training samples.
     """
     require_by_hand("widar", root, FILES, HOW)
     every = list(listed(root / FOLDER))
@@ -66,52 +66,41 @@ def load(root: Path) -> Data:
     trains = {users[place] for place in TRAINS if place < len(users)}
     if not trains:
         raise DataError(
-            f"widar: files of {len(users)} users under {root / FOLDER}; at least {TRAINS.start + 1} are needed, as the "
-            f"{TRAINS.start} with the fewest samples test. {HOW}"
+            f"widar: {root / FOLDER} has files of {len(users)} users, and at least {TRAINS.start + 1} are needed. {HOW}"
         )
     kept = [sample for sample in every if sample.gesture in GESTURES]
     train, test = ([s for s in kept if (s.user in trains) is train] for train in (True, False))
-    (train_x, train_y), (test_x, test_y) = _read(train), _read(test)
-    data = Data(
-        "widar",
-        Classification(len(GESTURES)),
-        torch.from_numpy(train_x),
-        torch.from_numpy(train_y),
-        torch.from_numpy(test_x),
-        torch.from_numpy(test_y),
-        natural_client=torch.tensor([sample.user for sample in train], dtype=torch.int64),
-    )
+    source = torch.tensor([sample.user for sample in train], dtype=torch.int64)
+    data = Data("widar", Classification(len(GESTURES)), *_read(train), *_read(test), natural_client=source)
     warn_of_other_counts(data, *PUBLISHED)
     return data
 
 
 def listed(folder: Path) -> Iterator[Sample]:
-    """All samples, of every gesture, in the order of their paths. Raises DataError for a name of another form."""
+    """Yield all samples, of every gesture, in the order of their paths. Raises DataError for other names."""
     for path in sorted(folder.glob("*/*/*.csv")):
         gesture, user = _GESTURE.fullmatch(path.parent.name), _USER.fullmatch(path.name)
         if gesture is None or user is None:
-            raise DataError(
-                f"{path}: expected a folder `<number>-<gesture>` and a file `user<number>-....csv`, as Widardata has "
-                "them; remove files that are not of it"
-            )
+            raise damaged(path, "a folder `<number>-<gesture>` and a file `user<number>-....csv`", "other names")
         yield Sample(int(gesture[1]), int(user[1]), path)
 
 
 def in_order(samples: Sequence[Sample]) -> list[int]:
-    """The users, sorted by their number of samples, fewest first (ties: the lower number first)."""
+    """Return the users, sorted by their number of samples, fewest first (ties: the lower number first)."""
     counts = Counter(sample.user for sample in samples)
     return sorted(counts, key=lambda user: (counts[user], user))
 
 
-def _read(samples: Sequence[Sample]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+def _read(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     x = np.empty((len(samples), *SHAPE), dtype=np.float32)
     for of_one, sample in zip(x, samples, strict=True):
         of_one[:] = (profile(sample.path) - CENTRE) / SPREAD
-    return x, np.array([GESTURES.index(sample.gesture) for sample in samples], dtype=np.int64)
+    labels = torch.tensor([GESTURES.index(sample.gesture) for sample in samples], dtype=torch.int64)
+    return torch.from_numpy(x), labels
 
 
 def profile(path: Path) -> NDArray[np.float32]:
-    """A profile (22, 20, 20) from a file of 22 lines with 400 numbers. Raises DataError."""
+    """Return a profile (22, 20, 20) from a file of 22 lines with 400 numbers. Raises DataError."""
     try:
         lines = [line.split(",") for line in read(path).decode("ascii").splitlines()]
         if [len(line) for line in lines] != [SHAPE[1] * SHAPE[2]] * SHAPE[0]:
@@ -122,7 +111,5 @@ def profile(path: Path) -> NDArray[np.float32]:
         if not np.isfinite(values).all():
             raise ValueError("some that are not finite")
     except (ValueError, OverflowError) as error:
-        raise DataError(
-            f"{path}: expected 22 lines of 400 numbers, found {str(error)[:300]}; delete it and download it again"
-        ) from error
+        raise damaged(path, "22 lines of 400 numbers", error) from error
     return values.reshape(SHAPE)

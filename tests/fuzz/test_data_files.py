@@ -1,4 +1,4 @@
-"""Data files: idx, CIFAR batches, archives, scikit-learn's digits. What is read is whole, or its file is named."""
+"""Data files: idx, CIFAR batches, archives. What is read is whole, or its file is named."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import struct
 import tarfile
 from pathlib import Path
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fl_engine.core.errors import DataError, EnvironmentFailure
+from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.downloads import extract
 from fl_engine.data.files import read
 from fl_engine.data.image_files import parse_idx
-from fl_engine.datasets import cifar10, digits, fashion_mnist
+from fl_engine.datasets import cifar10, fashion_mnist
 from fl_engine.storage.store import sha256
 from tests.fuzz.mutations import answer, damaged, law
 
@@ -137,41 +136,3 @@ def test_an_archive_gives_its_members_or_is_named(tmp_path: Path, content: bytes
     out.unlink(missing_ok=True)
     answer(lambda: extract(path, {"c": out}), "archive.tar", kind=DataError)
     assert not list(tmp_path.glob("*.part"))
-
-
-# ------------------------------------------------------------------------------------------------------ digits
-TABLE = gzip.decompress(digits._file().read_bytes())
-
-
-def digits_from(content: bytes, folder: Path) -> Data | None:
-    path = folder / "digits.csv.gz"
-    path.write_bytes(content)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digits, "_file", lambda: path)
-        return answer(lambda: digits.load(folder), "digits.csv.gz", kind=EnvironmentFailure)
-
-
-@pytest.mark.filterwarnings("ignore:loadtxt")
-@law(8)
-@given(damaged(TABLE).map(lambda value: gzip.compress(value, 1)) | damaged(digits._file().read_bytes()))
-def test_the_digits_are_those_of_scikit_learn_or_its_file_is_named(tmp_path: Path, content: bytes) -> None:
-    found = digits_from(content, tmp_path)
-    if found is not None:
-        whole(found)
-        assert (len(found.train_y), len(found.test_y)) == (1438, 359)
-
-
-FIRST, REST = TABLE.split(b"\n", 1)
-NO_DIGITS = {
-    "other columns": b"1,2\n",
-    "a label of two digits": FIRST + b"9\n" + REST,
-    "no label": FIRST[: FIRST.rindex(b",") + 1] + b"-1\n" + REST,
-    "a pixel too bright": b"17" + TABLE[1:],
-    "more digits": TABLE + FIRST,
-    "gigabytes": BOMB,
-}
-
-
-@pytest.mark.parametrize("content", NO_DIGITS.values(), ids=list(NO_DIGITS))
-def test_a_table_of_other_digits_is_refused(tmp_path: Path, content: bytes) -> None:
-    assert digits_from(content if content is BOMB else gzip.compress(content, 1), tmp_path) is None
