@@ -1,8 +1,7 @@
-"""One's own package on its way to clients: a wheel that its sha256 names, verified before it is imported.
+"""A user's package on its way to clients: a wheel that is named by its sha256, and verified before it is imported.
 
 `pack` makes the same bytes of the same files on every machine: names sorted, times fixed, nothing compressed. `enable`
-verifies a wheel and lets Python import the package from it, which leaves the file as it is (zipimport). Nothing is
-pickled.
+verifies a wheel and lets Python import the package from the file (zipimport). Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -46,33 +45,29 @@ class Wheel:
 
 
 def store_key(digest: str) -> str:
-    """The key of a wheel in the run's store."""
+    """Return the key of a wheel in the run's store."""
     return f"code/{digest}.whl"
 
 
 # --------------------------------------------------------------------------------------------------- making it
 def name_of(source: Path) -> str:
-    """What is imported of a package's folder, or of a module's file."""
+    """Return the name under which a package's folder or a module's file is imported."""
     return source.resolve().stem if source.is_file() else source.resolve().name
 
 
 def pack(source: Path) -> Wheel:
-    """The wheel of a package's folder, or of a module's file. Raises ConfigError."""
+    """Return the wheel of a package's folder, or of a module's file. Raises ConfigError."""
     name = name_of(source)
     if source.is_dir() and (source / "__init__.py").is_file():
         files = dict(_files(source.resolve()))
     elif source.is_file() and source.suffix == ".py":
         files = {f"{name}.py": source.read_bytes()}
     else:
-        raise ConfigError(
-            f"run.code = {source} is no package: the folder of one, with an __init__.py, or one .py file is expected"
-        )
+        raise ConfigError(f"run.code must be a folder with an __init__.py, or a .py file, got {source}")
     if not name.isidentifier() or name in (*sys.stdlib_module_names, *OURS):
-        raise ConfigError(f"run.code = {source}: {name!r} is not to be had as a package's name; rename it")
+        raise ConfigError(f"run.code = {source}: {name!r} cannot be a package's name. Rename it")
     if (size := sum(map(len, files.values()))) > LARGEST:
-        raise ConfigError(
-            f"run.code = {source} holds {size / 1e6:.0f} MB, {LARGEST / 1e6:.0f} are the most: keep data elsewhere"
-        )
+        raise ConfigError(f"run.code must have at most {LARGEST / 1e6:.0f} MB, {source} has {size / 1e6:.0f} MB")
     return Wheel(_zipped({**files, **_about(name, files)}))
 
 
@@ -82,14 +77,13 @@ def _files(folder: Path) -> Iterator[tuple[str, bytes]]:
         if any(part in LEFT_OUT or part.startswith(".") for part in inside.parts) or path.suffix == ".pyc":
             continue
         if path.is_symlink() or path.suffix in COMPILED:
-            what = "a link" if path.is_symlink() else "compiled code"
-            raise ConfigError(f"run.code: {path} is {what}; a package of Python files and data is expected")
+            raise ConfigError(f"run.code must have Python files and data only, but {path} is a link or compiled code")
         if path.is_file():
             yield f"{folder.name}/{inside.as_posix()}", path.read_bytes()
 
 
 def _about(name: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """What makes a zip a wheel (PEP 427)."""
+    """The files that make a zip a wheel (PEP 427)."""
     at = f"{name}-0.dist-info"
     texts = {
         f"{at}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n",
@@ -115,34 +109,33 @@ def _zipped(files: Mapping[str, bytes]) -> bytes:
 
 # --------------------------------------------------------------------------------------------------- trusting it
 def check_content(value: bytes, digest: str, where: str) -> None:
-    """Raises IntegrityError unless it is the wheel of this sha256."""
+    """Raise IntegrityError unless it is the wheel of this sha256."""
     if (found := sha256(value)) != digest:
-        raise IntegrityError(f"{where} is damaged: its sha256 is {found}, {digest} is expected; it is not imported")
+        raise IntegrityError(f"{where} is damaged and not imported: its sha256 is {found}, expected {digest}")
 
 
 # --------------------------------------------------------------------------------------------------- importing it
 _folders: list[str] = []
-"""The temporary folders of all files that packages are imported from, also of packages that are disabled: they may be
-enabled again."""
+"""The temporary folders of all wheels, also of disabled ones, which may be enabled again."""
 
 
 def enable(value: bytes, digest: str, where: str, parent: str | None = None) -> None:
-    """Lets Python look for the package in this wheel first. What was imported of the package before, from other files,
-    is forgotten. The file is removed with the folder `parent`, or at this process' end. Raises IntegrityError for other
-    bytes than the sha256 says, ConfigError where the name is taken, or another package is missing."""
+    """Make Python import the package from this wheel. Its modules from other files are unloaded. The file is removed
+    with the folder `parent`, or at this process' end. Raises IntegrityError for another sha256, ConfigError if the name
+    is taken, or a package that it imports is missing."""
     check_content(value, digest, where)
     name = _name_in(value, where)
     if wheels.get(name, ("", ""))[0] == digest:
         return
     taken = getattr(sys.modules.get(name), "__file__", None)
     if taken is not None and "site-packages" in Path(taken).parts:
-        raise ConfigError(f"run.code: {name!r} is the name of {taken}, which is in use here: rename your package")
+        raise ConfigError(f"run.code: {name!r} is also the name of {taken}. Rename your package")
     check_dependencies(value, name)
     disable(name)
     if parent is None:
         folder = _folder()
     else:
-        Path(parent).mkdir(mode=0o700, exist_ok=True)  # in a long run somebody may have tidied the temporary files
+        Path(parent).mkdir(mode=0o700, exist_ok=True)  # a long run's temporary files may have been deleted
         folder = tempfile.mkdtemp(dir=parent)
     path = Path(folder) / f"{digest}.whl"
     path.write_bytes(value)
@@ -153,14 +146,14 @@ def enable(value: bytes, digest: str, where: str, parent: str | None = None) -> 
 
 
 def _folder() -> str:
-    """A new temporary folder, which `clear` removes."""
+    """Make a temporary folder, which `clear` removes."""
     folder = tempfile.mkdtemp(prefix="flexfleet-code-")
     _folders.append(folder)
     return folder
 
 
 def disable(name: str | None = None) -> None:
-    """Takes the package, or all, from Python's path again, and forgets what was imported of it."""
+    """Remove the package, or all packages, from Python's path, and unload their modules."""
     for each in list(wheels) if name is None else [name]:
         _, path = wheels.pop(each, ("", ""))
         if path in sys.path:
@@ -171,15 +164,15 @@ def disable(name: str | None = None) -> None:
 
 @atexit.register
 def clear() -> None:
-    """Removes the files of all packages. To be called last where a process becomes another one: that ends it without
-    what is done at its exit."""
+    """Remove the files of all packages. A process that becomes another one (exec) calls this last, because it runs no
+    exit handlers."""
     while _folders:
         shutil.rmtree(_folders.pop(), ignore_errors=True)
 
 
 @contextmanager
 def enabled_within() -> Iterator[None]:
-    """What is enabled inside is taken from Python's path again, and what was enabled before is there again."""
+    """On exit, disable what was enabled inside, and enable what was enabled before."""
     before = dict(wheels)
     try:
         yield
@@ -201,13 +194,13 @@ def _name_in(value: bytes, where: str) -> str:
         with zipfile.ZipFile(io.BytesIO(value)) as archive:
             (about,) = [each for each in archive.namelist() if each.endswith("-0.dist-info/METADATA")]
     except (zipfile.BadZipFile, ValueError) as error:
-        raise IntegrityError(f"{where} is no wheel: {error}") from error
+        raise IntegrityError(f"{where} is not a wheel: {error}") from error
     return about.partition("-0.dist-info/")[0]
 
 
 def check_dependencies(value: bytes, name: str) -> None:
-    """Raises ConfigError that names all packages that the wheel imports, and that are not installed here. Imports
-    inside functions and conditions (`try`, `if`) may be missing."""
+    """Raise ConfigError, which names all packages that the wheel imports and that are not installed. Imports inside
+    functions and conditions (`try`, `if`) are not checked."""
     missing: dict[str, str] = {}
     with zipfile.ZipFile(io.BytesIO(value)) as archive:
         for path in archive.namelist():
@@ -240,15 +233,15 @@ def _is_there(name: str) -> bool:
 
 
 class Handed:
-    """A wheel for another process of this machine. Unpickled it is verified and enabled there, before what follows it,
-    which may be of its classes; the file is read from the run's folder. What it imports from lies in a folder of this
-    process: the other one may be ended without what is done at its exit."""
+    """A wheel for another process of this machine. When it is unpickled there, it is verified and enabled, before other
+    objects that may be of its classes. The other process imports from a folder of this process, because it may end
+    without exit handlers."""
 
     def __init__(self, path: Path, digest: str) -> None:
         self._path, self._digest, self._parent = str(path.resolve()), digest, _folder()
 
     def check(self) -> None:
-        """Raises IntegrityError where the file is not what it was."""
+        """Raise IntegrityError if the file has changed."""
         check_content(_read(self._path), self._digest, self._path)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -256,7 +249,7 @@ class Handed:
 
 
 def enable_file(path: str, digest: str, parent: str | None = None) -> None:
-    """`enable` of a file. Raises IntegrityError where it cannot be read."""
+    """Call `enable` with a file. Raises IntegrityError if it cannot be read."""
     enable(_read(path), digest, path, parent)
 
 

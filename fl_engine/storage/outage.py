@@ -1,4 +1,4 @@
-"""Waiting for a server that does not answer, with a log that says so."""
+"""Waits for a server that does not answer, and logs that it waits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Outage:
         self._began = self._reported = -math.inf
 
     def failed(self, error: Unreachable, meanwhile: str) -> bool:
-        """Returns whether it lasts for longer than `patience_s`. `meanwhile`: for the log."""
+        """Return whether the outage lasts longer than `patience_s`. `meanwhile` is logged."""
         now = time.monotonic()
         self._began = now if math.isinf(self._began) else self._began
         is_over = now - self._began >= self._patience_s
@@ -43,7 +43,7 @@ class Outage:
 
 
 def waiting(call: Callable[[], R], patience_s: float) -> R:
-    """Call again while a server is unreachable, for `patience_s` at most, from the first failure on."""
+    """Repeat a call while a server is unreachable, for at most `patience_s` from the first failure on."""
     outage, pause = Outage("the server", patience_s), 0.5
     while True:
         try:

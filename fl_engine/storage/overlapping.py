@@ -1,4 +1,4 @@
-"""Requests to a store that overlap: a small one is mostly waiting for the server."""
+"""Overlapping requests to a store: a small request mostly waits for the server."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 AT_ONCE_BYTES = 64 * 2**20
-"""Bytes of values that are on their way at once, where there is more than one."""
+"""The most bytes of values in transfer, if there is more than one value."""
 
 
 def overlapped(store: Store, size: int, work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """What `work` makes of each item, in the items' order. `work` makes requests to `store`, and holds about `size`
-    bytes while it does. As many items are under way at once as the store takes (`at_once`) and as fit into
-    AT_ONCE_BYTES; where that is one, there are no threads.
+    """Yield `work(item)` for each item, in the items' order. `work` sends requests to `store` and holds about `size`
+    bytes meanwhile. As many items are in progress as the store accepts (`at_once`) and as fit into AT_ONCE_BYTES; for
+    one item at a time there are no threads.
 
-    Items are taken in the caller's thread, a few ahead of the result that it asks for. An error of `work` or of `items`
-    is raised where a plain loop would raise it, after the results before it. Items that have not begun by then are
-    dropped, and those that have begun are waited for, but for Ctrl-C and SystemExit.
+    Items are taken in the caller's thread, a few ahead of the result that it waits for. An error of `work` or of
+    `items` is raised after the results before it, as in a plain loop. Items that have not begun by then are dropped,
+    and the others are waited for, except at Ctrl-C and SystemExit.
     """
     at_once = min(getattr(store, "at_once", 1), max(1, AT_ONCE_BYTES // max(1, size)))
     if at_once == 1:
         yield from map(work, items)
         return
-    # Not a ThreadPoolExecutor, for whose threads Python waits at its end, whatever they wait for.
+    # At its end Python waits for the threads of a ThreadPoolExecutor, but not for these.
     asked: SimpleQueue[tuple[T, Future[R]] | None] = SimpleQueue()
     threads = [Thread(target=_serve, args=(asked, work), daemon=True, name="requests") for _ in range(at_once)]
     for thread in threads:
         thread.start()
-    flying: deque[Future[R]] = deque()
+    pending: deque[Future[R]] = deque()
     failed: Exception | None = None
     waits, source = True, iter(items)
     try:
@@ -50,19 +50,19 @@ def overlapped(store: Store, size: int, work: Callable[[T], R], items: Iterable[
             except Exception as error:
                 failed = error
                 break
-            flying.append(Future())
-            asked.put((item, flying[-1]))
-            while flying and (len(flying) == at_once or flying[0].done()):
-                yield flying.popleft().result()
-        while flying:
-            yield flying.popleft().result()
+            pending.append(Future())
+            asked.put((item, pending[-1]))
+            while pending and (len(pending) == at_once or pending[0].done()):
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
         if failed is not None:
             raise failed
     except (KeyboardInterrupt, SystemExit):
         waits = False
         raise
     finally:
-        for future in flying:
+        for future in pending:
             future.cancel()
         for _ in threads:
             asked.put(None)
@@ -71,7 +71,7 @@ def overlapped(store: Store, size: int, work: Callable[[T], R], items: Iterable[
 
 
 def _serve(asked: SimpleQueue[tuple[T, Future[R]] | None], work: Callable[[T], R]) -> None:
-    # Until a thread has asked for it, torch's matrix products in it do not know `set_num_threads`, and have other bits.
+    # In a thread that has not called this, torch's matrix products ignore `set_num_threads` and have other bits.
     torch.get_num_threads()
     while (job := asked.get()) is not None:
         item, future = job

@@ -1,10 +1,10 @@
-"""Whether an S3 server enforces what presigned URLs and forms say; tried out before a client gets one.
+"""Tests whether an S3 server enforces presigned URLs and forms, before a client gets one.
 
-On many servers a signature that covers the key alone is an open door: whoever holds it can add headers that copy
-another object into its own, or that make its own public. So the probe writes a scratch object as a client would, with
-each of these tricks. The server passes if it refuses the request, or takes it and the trick has no effect. POST
-policies come first, since they name a largest size; then PUT, signed for one exact size. The probe reads and writes
-scratch objects only, and leaves none behind.
+On many servers the holder of a signature that covers only the key can add headers that copy another object into its
+own, or make its own public. So the probe writes a scratch object as a client would, with each of these tricks. The
+server passes if it refuses the request, or accepts it and the trick has no effect. POST policies are tried first,
+because they have a largest size; then PUT, signed for one exact size. The probe reads and writes scratch objects only,
+and deletes them.
 
 Tried: POST on Ceph radosgw 16, POST and PUT on SeaweedFS 4.34. According to the documentation: POST on Amazon S3, PUT
 on SeaweedFS since 4.20.
@@ -32,8 +32,8 @@ from fl_engine.storage.urls import Upload, Verb, patient_pool, send, why
 log = logging.getLogger("flexfleet")
 
 SCRATCH = "rounds/probe/"
-"""Where scratch objects lie. The path looks like a round's, so that signing credentials which are limited to what
-clients need can write here; no round has this name."""
+"""The prefix of scratch objects. It looks like a round's, so that signing credentials with the rights that clients need
+can write there. No round has this name."""
 VALUE = bytes(range(64))
 SECONDS = 600
 VERBS: tuple[Verb, ...] = ("POST", "PUT")
@@ -47,8 +47,8 @@ RIGHTS = (
 
 
 def upload_verb(store: S3Store) -> Verb:
-    """How clients upload. Raises EnvironmentFailure where the server takes nothing, or takes what was not signed:
-    FLEXFLEET_S3_UNCHECKED=1 makes of the latter a warning."""
+    """Return how clients upload. Raises EnvironmentFailure if the server accepts no upload, or accepts what was not
+    signed, which FLEXFLEET_S3_UNCHECKED=1 turns into a warning."""
     name = secrets.token_hex(8)
     try:
         with patient_pool() as pool:
@@ -64,9 +64,9 @@ class _Scratch:
     store: S3Store
     pool: urllib3.PoolManager
     source: str
-    """An object that clients may read."""
+    """The key of an object that clients may read."""
     target: str
-    """One that they may write."""
+    """The key of an object that clients may write."""
 
     def upload(self, verb: Verb) -> Upload:
         return self.store.upload(self.target, len(VALUE), SECONDS, verb)
@@ -78,7 +78,7 @@ class _Scratch:
         return self.pool.request("GET", url, redirect=False).status < 300
 
     def found(self) -> bytes | None:
-        """What the coordinator reads where something was uploaded; None: it cannot read it."""
+        """The value that the coordinator reads after an upload; None if it cannot read it."""
         try:
             return self.store.get(self.target, len(VALUE))
         except (IntegrityError, Refused):
@@ -99,25 +99,25 @@ def _upload_verb(scratch: _Scratch) -> Verb:
         works.append(verb)
         tricks = list(_tricks(scratch, verb))
         if not tricks and not anybody:
-            log.info("clients upload by %s: %s was seen to hold them to what is signed", verb, uri)
+            log.info("clients upload by %s: %s enforces what is signed", verb, uri)
             return verb
-        seen += [f"{verb} takes {trick}" for trick in tricks]
+        seen += [f"{verb} accepts {trick}" for trick in tricks]
     if not works:
         raise EnvironmentFailure(f"{uri}: clients cannot upload ({'; '.join(seen)}). {RIGHTS}")
-    why = f"{uri} does not hold clients to what is signed for them ({'; '.join(seen)})"
+    why = f"{uri} does not enforce signatures ({'; '.join(seen)})"
     if os.environ.get(UNCHECKED) != "1":
         raise EnvironmentFailure(
-            f"{why}: any of them could read or replace what the signing credentials can. Use Amazon S3, Ceph radosgw "
-            f"16 or newer, SeaweedFS 4.20 or newer; or, where all clients are trusted, {UNCHECKED}=1"
+            f"{why}, so a client could read or replace what the signing credentials can. Use Amazon S3, Ceph radosgw "
+            f"16 or newer, or SeaweedFS 4.20 or newer. If all clients are trusted, set {UNCHECKED}=1"
         )
-    log.warning("%s=1, for tests and for clients that are trusted: %s", UNCHECKED, why)
+    log.warning("%s=1, for tests and trusted clients: %s", UNCHECKED, why)
     return works[0]
 
 
 def _open_reads(scratch: _Scratch) -> Iterator[str]:
     url = scratch.store.presign(scratch.source, SECONDS)
     if not scratch.reads(url):
-        raise EnvironmentFailure(f"{scratch.store.uri()}: what was just signed to be read cannot be. {RIGHTS}")
+        raise EnvironmentFailure(f"{scratch.store.uri()}: a URL that was just signed cannot be read. {RIGHTS}")
     if scratch.reads(_unsigned(url)):
         yield "GET works without a signature"
     if scratch.reads(_forged(url)):
@@ -125,7 +125,7 @@ def _open_reads(scratch: _Scratch) -> Iterator[str]:
 
 
 def _refused(scratch: _Scratch, verb: Verb) -> str | None:
-    """Why an honest upload does not arrive."""
+    """Return why an honest upload does not arrive; None if it does."""
     answer = send(scratch.pool, scratch.upload(verb), VALUE)
     if answer.status < 300:
         return None if scratch.found() == VALUE else "the coordinator cannot read what was uploaded"
@@ -134,7 +134,7 @@ def _refused(scratch: _Scratch, verb: Verb) -> str | None:
 
 
 def _tricks(scratch: _Scratch, verb: Verb) -> Iterator[str]:
-    """The tricks that the server lets a client do."""
+    """Yield the tricks that the server does not prevent."""
     honest = scratch.upload(verb)
     if verb == "POST":
         elsewhere = _with(honest, {"key": f"{honest.fields['key']}-other"})
@@ -149,7 +149,7 @@ def _tricks(scratch: _Scratch, verb: Verb) -> Iterator[str]:
     if scratch.takes(honest, VALUE + b"+"):
         yield "more bytes"
     for what, headers in _additions(scratch).items():
-        # Some servers read in a form what others read in headers.
+        # Some servers read in a form's fields what others read in headers.
         fields = {name.replace("x-amz-acl", "acl"): value for name, value in headers.items()}
         as_field = verb == "POST" and _matters(scratch, _with(honest, fields))
         if as_field or _matters(scratch, honest, headers):
@@ -176,8 +176,8 @@ def _additions(scratch: _Scratch) -> dict[str, dict[str, str]]:
 
 
 def _matters(scratch: _Scratch, upload: Upload, headers: Mapping[str, str] = NONE) -> bool:
-    """Whether this is taken, and makes another object than an honest upload does. With POST one that nobody can read is
-    none: it harms its client alone."""
+    """Whether the server accepts the upload and makes another object than of an honest upload. With POST an object that
+    nobody can read does not matter, because it harms only its client."""
     scratch.store.delete(scratch.target)
     if not scratch.takes(upload, headers=headers):
         return False

@@ -1,9 +1,9 @@
-"""Values that a store is given in pieces, so that the file of a large model is never in memory beside the model.
+"""Values that are written to a store in pieces, so that a large model and its file are never both in memory.
 
 A file of tensors is safetensors (https://github.com/huggingface/safetensors, "Format"): the header's length in 8 bytes,
-little-endian; the header, JSON with the type, shape and place of each tensor; then their memory. It is written as the
-safetensors package writes it, byte for byte, whose own writers need all bytes in memory or a file. Reading, where the
-bytes may be a stranger's, is left to that package.
+little-endian; the header, JSON with the type, shape and place of each tensor; then their memory. The bytes are those
+that the safetensors package writes, whose own writers need all bytes in memory or a file. That package reads files,
+because their bytes may be a stranger's.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MOST_HEADER = 100_000_000
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Bytes in parts. A part that is a tensor stands for its memory, which must stay as it is until all is written."""
+    """Bytes in parts. A part that is a tensor stands for its memory, which must not change until all is written."""
 
     parts: tuple[bytes | Tensor, ...]
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
-        """May be repeated. A tensor is copied only if it is not in one piece in this machine's memory."""
+        """Yield the bytes. A tensor is copied only if it is not contiguous in this machine's memory."""
         for part in self.parts:
             if isinstance(part, bytes):
                 yield part
@@ -62,7 +62,7 @@ def pieces_of(value: Value) -> Iterator[bytes | memoryview]:
 
 
 def digest(kind: str, value: Value) -> bytes:
-    """`kind`: sha256 or md5; MD5 shows damage on the way, and vouches for nothing."""
+    """Hash a value. `kind`: sha256, or md5 to find damage in transfer."""
     found = hashlib.new(kind, usedforsecurity=kind != "md5")
     for piece in pieces_of(value):
         found.update(piece)
@@ -70,7 +70,7 @@ def digest(kind: str, value: Value) -> bytes:
 
 
 def in_parts(value: Value, size: int) -> Iterator[bytes]:
-    """All bytes, `size` at a time."""
+    """Yield all bytes, `size` at a time."""
     held = bytearray()
     for piece in pieces_of(value):
         left = memoryview(piece)
@@ -86,9 +86,9 @@ def in_parts(value: Value, size: int) -> Iterator[bytes]:
 
 
 def laid_out(tensors: Params) -> Pieces:
-    """The tensors as a file of safetensors. The same tensors give the same bytes."""
+    """Return the tensors as a file of safetensors. Equal tensors have equal bytes."""
     order = sorted(tensors, key=lambda name: (RANKS[tensors[name].dtype], name))
-    header: dict[str, Any] = {"__metadata__": {}} if tensors else {}  # as in every file so far: their sha256 are known
+    header: dict[str, Any] = {"__metadata__": {}} if tensors else {}
     start = 0
     for name in order:
         tensor, end = tensors[name], start + tensors[name].nbytes
@@ -99,15 +99,15 @@ def laid_out(tensors: Params) -> Pieces:
 
 
 def padded(value: Pieces, length: int) -> Pieces:
-    """A file of safetensors, made `length` long by spaces at the end of its header, which the format allows. Raises
-    ClientError where that is more than it allows."""
+    """Extend a file of safetensors to `length` bytes by spaces at the end of its header. Raises ClientError if the
+    format does not allow so many."""
     first, *rest = value.parts
     assert isinstance(first, bytes)
     more = length - len(value)
     if more < 0 or len(first) - 8 + more > MOST_HEADER:
         raise ClientError(
-            f"an update of {len(value)} bytes cannot be uploaded as exactly {length}, which is how this S3 server is "
-            "told a limit: use a server that takes POST policies"
+            f"an update of {len(value)} bytes cannot be uploaded as exactly {length}, as this S3 server requires. "
+            "Use a server that supports POST policies"
         )
     return Pieces((_header(first[8:] + b" " * more), *rest))
 
@@ -117,7 +117,7 @@ def _header(told: bytes) -> bytes:
 
 
 def bytes_of(whole: Tensor) -> memoryview:
-    """The memory of a contiguous tensor, without a copy."""
-    if not whole.numel():  # its strides may be any, which `view` refuses
+    """Return the memory of a contiguous tensor, without a copy."""
+    if not whole.numel():  # `view` refuses some strides of empty tensors
         return memoryview(b"")
     return whole.view(-1).view(torch.uint8).numpy().data

@@ -1,5 +1,5 @@
-"""The run store on S3 for devices that have no credentials: they read and upload with presigned URLs. A URL is valid
-for one key and a limited time. `s3.S3Store` signs them.
+"""The run store on S3 for devices without credentials: they read and upload with presigned URLs. A URL is valid for one
+key and a limited time. `s3.S3Store` signs them.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from fl_engine.storage.serialization import Pieces, Value, digest
 T = TypeVar("T")
 
 logging.getLogger("urllib3.connection").setLevel(logging.ERROR)
-"""It would warn of an answer whose head breaks off, with a traceback and with the URL, whose query is a secret."""
+"""urllib3 would log a broken answer with the URL, whose query is a secret."""
 
 READS = 4
-"""Tries of a download that breaks off."""
+"""Tries of a download whose connection breaks."""
 SENDS = 3
 """Tries of an upload that arrives damaged."""
 PIECE = 2**20
-"""Bytes that are read of a body at a time."""
+"""Bytes of a body that are read at a time."""
 AT_ONCE = 8
-"""Requests that overlap (`overlapping`); boto3 and urllib3 keep a connection for each."""
+"""Requests that overlap (`overlapping`). boto3 and urllib3 keep a connection for each."""
 ANSWER_BYTES = 2**16
-"""Of an answer that is no value, so many bytes are read at most: a hostile server's has no end."""
+"""The most bytes that are read of an answer that is not a value, because a hostile server's may have no end."""
 REFUSED = "CERTIFICATE_VERIFY_FAILED"
-"""What urllib3 says of a certificate that is not trusted."""
+"""A part of urllib3's error for a certificate that is not trusted."""
 FIXED = {
-    # As good as private, and the only ACL that Amazon's buckets accept now that ACLs are off by default. It lets the
-    # bucket's owner read the object where other credentials have signed.
+    # As good as private, and the only ACL that Amazon's buckets accept by default. The bucket's owner can then read the
+    # object if other credentials have signed.
     "acl": "bucket-owner-full-control",
     "Content-Type": "application/octet-stream",
-    # The answer then has the ETag, with every server.
+    # With this status every server's answer has the ETag.
     "success_action_status": "201",
 }
-"""What the form of an upload says besides its key, and a client cannot change."""
+"""The fields of an upload's form, besides its key, that a client cannot change."""
 ETAG = re.compile(rb"<ETag>(?:\"|&quot;|&#34;)?([0-9a-f]{32})(?:\"|&quot;|&#34;)?</ETag>")
 
 
@@ -55,8 +55,8 @@ Verb = Literal["POST", "PUT"]
 
 
 class Upload(BaseModel):
-    """Leave to write one key. POST: a form, whose policy fixes the key, ACL and type, and 1 to `size` bytes; PUT: a URL
-    signed for exactly `size` bytes and a type. Which of them a server enforces, `probe` sees."""
+    """The permission to write one key. POST: a form whose policy fixes the key, ACL, type and 1 to `size` bytes. PUT: a
+    URL signed for exactly `size` bytes and a type. `probe` finds which of them a server enforces."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     verb: Verb
@@ -64,25 +64,25 @@ class Upload(BaseModel):
     fields: dict[str, str]
     """The fields of the form; with PUT, headers."""
     size: int
-    """In bytes: with POST the most, with PUT the only one."""
+    """In bytes: the largest with POST, the only one with PUT."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that holds no value: to an upload, or an error."""
+    """An answer that is not a value: to an upload, or an error."""
 
     status: int
     headers: Mapping[str, str]
     data: bytes
-    """Its body, as far as ANSWER_BYTES."""
+    """The first ANSWER_BYTES of the body."""
 
 
 class UrlStore:
-    """What a client without keys sees of a store: URLs of the keys that it may read, leave to write others. Raises
-    EnvironmentFailure if the server does not answer, after retries, and IntegrityError if it refuses. Follows no
-    redirect, since it may lead to another server.
+    """A store of a client without credentials: URLs of the keys that it may read or write. Raises EnvironmentFailure if
+    the server does not answer after all tries, and IntegrityError if it refuses. Follows no redirect, because it may
+    lead to another server.
 
-    `within_s`: for what is soon out of date and holds secrets: two tries of so many seconds; None: patient."""
+    `within_s`: two tries of so many seconds, for values that are soon out of date; None: several patient tries."""
 
     at_once = AT_ONCE
 
@@ -93,20 +93,18 @@ class UrlStore:
 
     def put(self, key: str, value: Value) -> None:
         if (upload := self._writes.get(key)) is None:
-            raise IntegrityError(f"no leave was given to write {key}")
+            raise IntegrityError(f"No upload URL was issued for {key}")
         for _ in range(SENDS):
             with self._explained(upload.verb, key, upload.url):
                 answer = send(self._pool, upload, value, tries=2 if self._hasty else READS)
                 self._check(answer, upload.verb, key)
             if _etag(answer) in (None, digest("md5", value).hex()):
                 return
-        raise IntegrityError(
-            f"{upload.verb} {self.uri(key)}: {SENDS} times other bytes arrived than the {len(value)} that were sent"
-        )
+        raise IntegrityError(f"{upload.verb} {self.uri(key)}: the {len(value)} bytes arrived damaged {SENDS} times")
 
     def get(self, key: str, limit: int | None = None) -> bytes:
         if (url := self._reads.get(key)) is None:
-            raise IntegrityError(f"no URL was given to read {key}")
+            raise IntegrityError(f"No URL was issued to read {key}")
 
         def read() -> bytes:
             answer = self._pool.request("GET", url, redirect=False, preload_content=False)
@@ -124,13 +122,13 @@ class UrlStore:
         return sorted(key for key in self._reads if key.startswith(prefix))
 
     def create(self, key: str, value: bytes) -> bool:
-        raise IntegrityError(f"a client creates nothing that others may, asked for {key}")
+        raise IntegrityError(f"a client cannot create {key}")
 
     def delete(self, *keys: str) -> None:
-        raise IntegrityError(f"a client deletes nothing, asked for {', '.join(keys)}")
+        raise IntegrityError(f"a client cannot delete {', '.join(keys)}")
 
     def sweep(self, prefix: str) -> None:
-        raise IntegrityError(f"a client deletes nothing, asked to sweep {prefix}")
+        raise IntegrityError(f"a client cannot sweep {prefix}")
 
     def uri(self, key: str = "") -> str:
         return f"the run store's {key}"
@@ -151,8 +149,8 @@ class UrlStore:
 
 
 class Retry(urllib3.Retry):
-    """Does not retry if a certificate is refused, because it will be refused the next time too. Before a retry, urllib3
-    would read the whole answer, so this reads and drops a bounded part of it."""
+    """Does not retry if a certificate is refused. Before a retry, urllib3 would read the whole answer, and this class
+    reads a bounded part of it."""
 
     def increment(
         self,
@@ -173,8 +171,8 @@ class Retry(urllib3.Retry):
 
 
 def _without_secret(record: logging.LogRecord) -> bool:
-    """False for a line of urllib3's log on a request with a signed URL. Lines on others' requests stay: of MLflow's
-    they say why a run waits for minutes."""
+    """False for a line of urllib3's log on a request with a signed URL. Other lines stay, such as those on MLflow's
+    requests, which explain why a run waits."""
     ours = any(isinstance(each, Retry) for each in record.args or ())
     return not ours and "Signature=" not in record.getMessage()
 
@@ -183,16 +181,16 @@ logging.getLogger("urllib3.connectionpool").addFilter(_without_secret)
 
 
 def patient_pool() -> urllib3.PoolManager:
-    """Connections on which a request is made again that meets no answer, 429 or 5xx."""
+    """Return connections that repeat a request without an answer, or with 429 or 5xx."""
+    status = (429, 500, 502, 503, 504)
     retry = Retry(
-        6, backoff_factor=0.5, backoff_jitter=0.5, status_forcelist=(429, 500, 502, 503, 504),
-        allowed_methods=None, raise_on_status=False,
-    )  # fmt: skip
+        6, status_forcelist=status, backoff_factor=0.5, backoff_jitter=0.5, allowed_methods=None, raise_on_status=False
+    )
     return urllib3.PoolManager(maxsize=AT_ONCE, retries=retry, timeout=urllib3.Timeout(connect=10, read=120))
 
 
 def hasty_pool(seconds: float) -> urllib3.PoolManager:
-    """Connections for the two threads of a device. A request is made twice at most."""
+    """Return connections for the two threads of a device, which try a request at most twice."""
     retry = Retry(1, backoff_factor=0.1, allowed_methods=None, raise_on_status=False)
     return urllib3.PoolManager(maxsize=2, retries=retry, timeout=urllib3.Timeout(connect=seconds, read=seconds))
 
@@ -204,26 +202,24 @@ def send(
     headers: Mapping[str, str] = MappingProxyType({}),
     tries: int = READS,
 ) -> Answer:
-    """The answer to an upload, whatever it is; `headers`: more of them; `tries`: of an answer that breaks off."""
+    """Return the answer to an upload, whatever it is. `headers` are additional ones, `tries` those of an answer whose
+    body breaks off."""
     body, given = value, {**upload.fields, "Content-MD5": md5(value)} if upload.verb == "PUT" else {}
     if upload.verb == "POST":
         body, given["Content-Type"] = _form(upload.fields, value)
     given = {**given, "Content-Length": str(len(body)), **headers}
 
     def ask() -> Answer:
+        sent = {"body": cast(Any, body), "headers": given}
         # Some servers answer a form that its policy does not allow with a redirect.
-        return _cut(
-            pool.request(
-                upload.verb, upload.url, body=cast(Any, body), headers=given, redirect=False, preload_content=False
-            )
-        )
+        return _cut(pool.request(upload.verb, upload.url, redirect=False, preload_content=False, **sent))
 
-    # The pool asks again where no answer begins; not where its body breaks off.
+    # The pool repeats a request without an answer, but not one whose answer's body breaks off.
     return again(ask, (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError), tries)
 
 
 def _cut(answer: urllib3.BaseHTTPResponse) -> Answer:
-    """What is read of an answer that holds no value. What is left of it is not waited for."""
+    """Read the first bytes of an answer that is not a value, and do not wait for the others."""
     try:
         data = answer.read(ANSWER_BYTES + 1)
         if len(data) > ANSWER_BYTES:
@@ -234,7 +230,7 @@ def _cut(answer: urllib3.BaseHTTPResponse) -> Answer:
 
 
 def _form(fields: Mapping[str, str], value: Value) -> tuple[Pieces, str]:
-    """A form with a file as its last field, since what follows the file is not read; and its content type."""
+    """A form, with the file as its last field because servers ignore later ones, and its content type."""
     boundary = secrets.token_hex(16)
     told: dict[str, str | tuple[str, bytes, str]] = {**fields, "file": ("value", b"", FIXED["Content-Type"])}
     empty, kind = urllib3.encode_multipart_formdata(told, boundary)
@@ -243,8 +239,8 @@ def _form(fields: Mapping[str, str], value: Value) -> tuple[Pieces, str]:
 
 
 def _etag(answer: Answer) -> str | None:
-    """The MD5 of what arrived; None where the server does not say it: its ETags are something else for some kinds of
-    encryption and storage. What is damaged then is seen when it is read, by the manifest's sha256."""
+    """The MD5 of the bytes that arrived; None if the server does not report it, as with some kinds of encryption.
+    Damage is then found by the manifest's sha256 when the value is read."""
     if answer.headers.get("x-amz-server-side-encryption", "").startswith("aws:kms"):
         return None
     said = re.fullmatch('"?([0-9a-f]{32})"?', answer.headers.get("ETag", ""))
@@ -255,8 +251,7 @@ def _etag(answer: Answer) -> str | None:
 
 
 def again(read: Callable[[], T], errors: tuple[type[Exception], ...], tries: int) -> T:
-    """Repeats a read whose body broke off, as these errors say, and no other: a body that is too large or damaged is so
-    on every try."""
+    """Repeat a read after these errors of a broken connection, at most `tries` times."""
     for attempt in range(tries - 1):
         try:
             return read()
@@ -266,7 +261,7 @@ def again(read: Callable[[], T], errors: tuple[type[Exception], ...], tries: int
 
 
 def whole(body: Any, name: str, limit: int | None) -> bytes:
-    """Reads at most one byte beyond the limit, whatever length the server has announced."""
+    """Read at most one byte beyond the limit, whatever length the server has announced."""
     value = bytearray()
     while piece := body.read(PIECE if limit is None else min(PIECE, limit + 1 - len(value))):
         value += piece
@@ -281,7 +276,7 @@ def md5(value: Value) -> str:
 
 
 def why(error: urllib3.exceptions.HTTPError) -> str:
-    """What is under an error of urllib3, in a line without the address, whose query may be a secret."""
+    """Return the cause of an error of urllib3 in one line, without the address, whose query may be a secret."""
     reason = getattr(error, "reason", None)
     under = reason.args[0] if isinstance(reason, urllib3.exceptions.SSLError) and reason.args else None
     if isinstance(under, ssl.SSLCertVerificationError):
@@ -290,6 +285,6 @@ def why(error: urllib3.exceptions.HTTPError) -> str:
 
 
 def _without_query(text: str, url: str) -> str:
-    """A presigned URL's query is a secret."""
+    """Remove a presigned URL's query, which is a secret."""
     query = url.partition("?")[2]
     return text.replace(query, "...") if query else text

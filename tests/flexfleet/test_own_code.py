@@ -181,13 +181,13 @@ def test_workers_do_not_start_with_a_wheel_that_was_tampered_with(
 
     monkeypatch.setattr(Processes, "__init__", tampered)
     said = run("a", "run.backend=processes", "rounds.stop=1", status=4)
-    assert f"{digest}.whl is damaged: its sha256 is" in said
+    assert f"{digest}.whl is damaged" in said
 
 
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (("run.code=nowhere",), "run.code = nowhere is no package"),
+        (("run.code=nowhere",), "run.code must be"),
         (("algorithm.name=theirs23.mine:Nobody",), "'theirs23.mine:Nobody' cannot be imported"),
     ],
 )

@@ -123,13 +123,13 @@ def test_a_wheel_with_another_byte_is_not_imported(place: int, flipped: int) -> 
     wheel = code.Wheel(code._zipped({f"{NAME}.py": b"", **code._about(NAME, {f"{NAME}.py": b""})}))
     value = bytearray(wheel.value)
     value[place % len(value)] ^= flipped
-    with pytest.raises(IntegrityError, match=f"the store is damaged: its sha256 is .*{wheel.sha256} is expected"):
+    with pytest.raises(IntegrityError, match="the store is damaged"):
         code.enable(bytes(value), wheel.sha256, "the store")
     assert not code.enabled(wheel.sha256)
 
 
 def test_what_is_no_wheel_is_named_though_the_checksum_is_its_own() -> None:
-    with pytest.raises(IntegrityError, match="the store is no wheel"):
+    with pytest.raises(IntegrityError, match="the store is not a wheel"):
         code.enable(b"nothing", sha256(b"nothing"), "the store")
 
 
@@ -148,42 +148,29 @@ def test_all_that_is_not_installed_is_named_at_once(package: Path) -> None:
     assert not code.enabled(wheel.sha256)
 
 
-@pytest.mark.parametrize(
-    "what", ["empty", "not there", "text", "link", "compiled", "name", "standard", "syntax", "large"]
-)
-def test_what_cannot_travel_is_refused(
-    package: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, said = package, ""
-    if what == "empty":
-        source, said = tmp_path, r"an __init__\.py"
-    elif what == "not there":
-        source, said = tmp_path / "nowhere", "no package"
-    elif what == "text":
-        source, said = package / "table.csv", "no package"
-    elif what == "link":
-        (package / "l.py").symlink_to("/etc/hostname")
-        said = r"l\.py is a link"
-    elif what == "compiled":
-        (package / "fast.so").write_bytes(b"")
-        said = r"fast\.so is compiled code"
-    elif what == "name":
-        source, said = package.rename(tmp_path / "my-package"), "'my-package' is not to be had"
-    elif what == "standard":
-        source, said = package.rename(tmp_path / "json"), "'json' is not to be had"
-    elif what == "syntax":
-        (package / "bad.py").write_text("def f(:\n")
-        said = r"bad\.py is not valid Python"
-    else:
-        monkeypatch.setattr(code, "LARGEST", 10)
-        said = "are the most"
-    with pytest.raises(BadInput, match=said):
-        enable(code.pack(source))
+def test_what_cannot_travel_is_refused(package: Path, tmp_path: Path) -> None:
+    for source in (tmp_path, tmp_path / "nowhere", package / "table.csv"):
+        with pytest.raises(ConfigError, match=r"run\.code"):
+            code.pack(source)
+    for name, content in (("fast.so", b""), ("large.bin", bytes(code.LARGEST + 1))):
+        (package / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=r"run\.code"):
+            code.pack(package)
+        (package / name).unlink()
+    (package / "link.py").symlink_to("/etc/hostname")
+    with pytest.raises(ConfigError, match=r"link\.py"):
+        code.pack(package)
 
 
-@pytest.mark.parametrize("name", ["fl_engine", "flexfleet"])
-def test_nobodys_package_takes_the_place_of_ours(package: Path, tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name!r} is not to be had"):
+def test_package_with_a_syntax_error_is_refused(package: Path) -> None:
+    (package / "bad.py").write_text("def f(:\n")
+    with pytest.raises(BadInput, match=r"bad\.py"):
+        enable(code.pack(package))
+
+
+@pytest.mark.parametrize("name", ["fl_engine", "flexfleet", "json", "my-package"])
+def test_package_with_a_reserved_name_is_refused(package: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
         code.pack(package.rename(tmp_path / name))
 
 
@@ -205,7 +192,7 @@ def test_what_is_enabled_inside_is_gone_afterwards(package: Path) -> None:
 
 def test_the_name_of_an_installed_package_is_taken(package: Path, tmp_path: Path) -> None:
     wheel = code.pack(package.rename(tmp_path / "torch"))
-    with pytest.raises(ConfigError, match=r"'torch' is the name of .*rename your package"):
+    with pytest.raises(ConfigError, match="torch"):
         enable(wheel)
 
 

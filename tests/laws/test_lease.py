@@ -202,9 +202,9 @@ def test_a_heartbeat_outlives_an_outage_of_the_store(memory_store: Store, monkey
         fails.set()
         time.sleep(0.1)
         fails.clear()
-        before = lease._read(memory_store, 1)
+        before = memory_store.get("lease/00001.json")
         time.sleep(0.1)
-        after = lease._read(memory_store, 1)
+        after = memory_store.get("lease/00001.json")
         assert before is not None and after is not None and after.beats > before.beats
 
 
@@ -221,10 +221,10 @@ def test_one_that_has_let_go_gives_no_sign_of_life_any_more(memory_store: Store)
     with lease.held(memory_store):
         pass
     time.sleep(0.05)
-    before = lease._read(memory_store, 1)
+    before = memory_store.get("lease/00001.json")
     time.sleep(0.1)
     assert before is not None and before.released
-    assert lease._read(memory_store, 1) == before
+    assert memory_store.get("lease/00001.json") == before
 
 
 # ---------------------------------------------------------------------------------------------------- fencing

@@ -128,7 +128,7 @@ def test_padded_update_has_the_same_content(more: int) -> None:
 def test_update_is_padded_within_its_format_only() -> None:
     value = laid_out(HONEST.travels)
     for length in (len(value) - 1, len(value) + 100_000_000):
-        with pytest.raises(ClientError, match="use a server that takes POST policies"):
+        with pytest.raises(ClientError, match="Use a server that supports POST policies"):
             padded(value, length)
 
 

@@ -112,7 +112,7 @@ def test_a_server_is_trusted_with_what_it_was_seen_to_enforce(
         assert store.list("") == []
         monkeypatch.setenv("FLEXFLEET_S3_UNCHECKED", "1")
         assert probe.upload_verb(store) == "POST"
-        assert "does not hold clients to what is signed" in caplog.text
+        assert "does not enforce signatures" in caplog.text
     assert store.list("") == []
 
 

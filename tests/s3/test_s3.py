@@ -157,9 +157,9 @@ def test_a_client_without_keys_reads_and_writes_what_it_was_given(store: S3Store
     assert urls.get("order") == b"do it"
     urls.put("update", value)
     assert store.get("update") == value and urls.list("") == ["order"]
-    with pytest.raises(IntegrityError, match="no URL was given to read update"):
+    with pytest.raises(IntegrityError, match="No URL was issued to read update"):
         urls.get("update")
-    with pytest.raises(IntegrityError, match="no leave was given to write order"):
+    with pytest.raises(IntegrityError, match="No upload URL was issued for order"):
         urls.put("order", b"")
 
 
