@@ -189,6 +189,10 @@ def test_a_server_that_cannot_keep_two_apart_is_refused(memory_store: Store, mon
         pass
 
 
+def holder_in(store: Store) -> lease.Holder:
+    return lease.Holder.model_validate_json(store.get("lease/00001.json"))
+
+
 def test_a_heartbeat_outlives_an_outage_of_the_store(memory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     put, fails = memory_store.put, threading.Event()
 
@@ -202,10 +206,10 @@ def test_a_heartbeat_outlives_an_outage_of_the_store(memory_store: Store, monkey
         fails.set()
         time.sleep(0.1)
         fails.clear()
-        before = memory_store.get("lease/00001.json")
+        before = holder_in(memory_store)
         time.sleep(0.1)
-        after = memory_store.get("lease/00001.json")
-        assert before is not None and after is not None and after.beats > before.beats
+        after = holder_in(memory_store)
+        assert after.beats > before.beats
 
 
 def test_a_store_that_hangs_does_not_keep_one_from_ending(memory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,10 +225,10 @@ def test_one_that_has_let_go_gives_no_sign_of_life_any_more(memory_store: Store)
     with lease.held(memory_store):
         pass
     time.sleep(0.05)
-    before = memory_store.get("lease/00001.json")
+    before = holder_in(memory_store)
     time.sleep(0.1)
-    assert before is not None and before.released
-    assert memory_store.get("lease/00001.json") == before
+    assert before.released
+    assert holder_in(memory_store) == before
 
 
 # ---------------------------------------------------------------------------------------------------- fencing
