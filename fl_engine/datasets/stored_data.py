@@ -88,7 +88,7 @@ def read(root: Path, name: str, tasks: dict[str, type]) -> Data:
             std=tuple(about["std"]),
             natural_client=tensors.get("natural_client"),
         )
-    except (KeyError, TypeError, ValueError, DataError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, DataError) as error:
         raise IntegrityError(f"{path} has no data: {error}. Remove it and give the data again") from error
     if _key(data, value) != key:
         raise IntegrityError(f"{path} is damaged. Remove it and give the data again")

@@ -255,8 +255,8 @@ def test_device_without_own_data_does_not_read_the_servers(
     [
         (["partition.folders=null"], "partition.folders says where"),
         (["run.backend=kubernetes"], "run.backend=agents"),
-        (["partition.clients=5"], "6 clients"),
-        (["partition.most=59"], "holds 60 training samples"),
+        (["partition.clients=5"], "partition.clients must be 6"),
+        (["partition.most=59"], "has 60 training samples"),
         (["algorithm.name=fedsgd"], "choose fedavg, or another rule"),
         (["partition.rule=iid"], "partition.folders is for partition.rule=local"),
     ],

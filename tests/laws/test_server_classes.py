@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,16 +14,14 @@ from hypothesis import strategies as st
 
 from fl_engine.algorithms import HeteroFL
 from fl_engine.backends import InProcess
-from fl_engine.core.errors import IntegrityError, PartitionError
+from fl_engine.core.errors import PartitionError
 from fl_engine.core.samples import Data
-from fl_engine.data import partition_files as files
 from fl_engine.data import partitioning as p
-from fl_engine.data.partition import Partition, statistics
+from fl_engine.data.partition import Partition
 from fl_engine.rounds.collect import Clients
 from fl_engine.rounds.round import Progress, play
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
-from fl_engine.storage.store import sha256
 from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import tiny_boxes, tiny_table
 from fl_engine.testing.tiny import TRAINING, start_of, tiny_site
@@ -76,61 +72,28 @@ def test_a_rule_by_labels_deals_the_labels_that_are_left() -> None:
     found = cut("disjoint_labels")
     held = found.counts > 0
     assert (held.sum(0) == 3).all() and held[:8].any(1).all()
-    with pytest.raises(PartitionError, match=r"labels_per_client must be 1 to 8 \(the classes\), got 9"):
+    with pytest.raises(PartitionError, match="labels_per_client must be 1 to 8"):
         p.partition(DATA, "disjoint_labels", 5, 0, 0, labels_per_client=9, server_classes=OWNED)
 
 
-@pytest.mark.parametrize(
-    ("owned", "said"),
-    [
-        ((8, 10), r"classes 0 to 9, each once; got \[8, 10\]: there is no class 10"),
-        ((-1,), r"got \[-1\]: there is no class -1"),
-        ((8, 9, 8), r"got \[8, 9, 8\]: 8 is there twice"),
-        (tuple(range(10)), r"got \[0, 1, .*9\]: clients need some of them too"),
-    ],
-)
-def test_classes_that_cannot_be_meant_are_refused(owned: tuple[int, ...], said: str) -> None:
-    with pytest.raises(PartitionError, match=said):
+@pytest.mark.parametrize("owned", [(8, 10), (-1,), (8, 9, 8), tuple(range(10))])
+def test_classes_that_cannot_be_meant_are_refused(owned: tuple[int, ...]) -> None:
+    with pytest.raises(PartitionError, match=r"partition\.server_classes"):
         cut(owned=owned)
 
 
 def test_too_few_samples_for_the_clients_are_refused() -> None:
-    with pytest.raises(PartitionError, match="5 clients with at least 41 samples need 205, there are 200"):
+    with pytest.raises(PartitionError, match=r"partition\.minimum=41"):
         p.partition(DATA, "iid", 5, 0, 0, minimum=41, server_classes=tuple(range(8)))
 
 
 @pytest.mark.parametrize("data", [tiny_table(), tiny_boxes()], ids=lambda data: data.task.name)
 def test_targets_that_are_no_classes_are_refused(data: Data) -> None:
-    with pytest.raises(PartitionError, match=rf"server_classes needs classes.*\({data.task.name}\): set partition"):
+    with pytest.raises(PartitionError, match=r"partition\.server_classes"):
         p.partition(data, "iid", 2, 0, 0, server_classes=(0,))
 
 
 # ------------------------------------------------------------------------------------------------- storage
-
-
-def write(folder: Path, partition: Partition) -> None:
-    """With checksums that are right."""
-    files.save(partition, folder)
-    manifest = json.loads((folder / files.MANIFEST).read_text())
-    manifest["tensors_sha256"] = sha256((folder / files.TENSORS).read_bytes())
-    (folder / files.MANIFEST).write_text(json.dumps(manifest))
-
-
-@pytest.mark.parametrize("owned", [(7, 9), (8,), (9, 8), (8, 8, 9), (8, 9, 10)])
-def test_classes_of_other_samples_are_damage(tmp_path: Path, owned: tuple[int, ...]) -> None:
-    write(tmp_path, replace(cut(), server_classes=owned))
-    with pytest.raises(IntegrityError, match=r"partition\.json: server_classes .* are not those of the samples stored"):
-        files.load(tmp_path, DATA)
-
-
-def test_a_proxy_with_a_sample_of_a_client_is_damage(tmp_path: Path) -> None:
-    found = cut()
-    swapped = replace(found, proxy_train=np.sort(np.append(found.proxy_train[1:], found.clients[0][0])))
-    first = np.sort(np.append(found.clients[0][1:], found.proxy_train[0]))
-    clients = (first, *found.clients[1:])
-    write(tmp_path, replace(swapped, clients=clients, counts=statistics(clients, Y, CLASSES)))
-    with pytest.raises(IntegrityError, match=r"server_classes \[8, 9\] are not those"):
-        files.load(tmp_path, DATA)
 
 
 # -------------------------------------------------------------------------------------------------- scores
