@@ -201,7 +201,7 @@ def test_a_module_brings_its_weights_and_other_ones_do_not_go_on(store: Path) ->
     with torch.no_grad():
         before = READY.body[1].bias.clone()
         READY.body[1].bias += 1
-    with pytest.raises(ff.ConfigError, match=r"was started from weights .* gives weights"):
+    with pytest.raises(ff.ConfigError, match=r"gives weights of"):
         ours.resume(3, progress=False)
     with torch.no_grad():
         READY.body[1].bias.copy_(before)

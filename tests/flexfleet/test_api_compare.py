@@ -153,7 +153,7 @@ def test_what_fails_is_told_and_the_others_end(store: Path, monkeypatch: pytest.
 # ------------------------------------------------------------------------------------------------ what is asked
 def test_labels_come_from_names_classes_and_objects() -> None:
     found = asked(["fedrolex", FedAvg, Ours(boost=3.0)])
-    assert list(found) == ["fedrolex", "all_large", "Ours"]
+    assert list(found) == ["fedrolex", "fedavg", "Ours"]
     assert found["Ours"]["algorithm.name"] == f"{__name__}:Ours"
     assert found["Ours"]["algorithm.boost"] == 3.0
 
