@@ -1,4 +1,4 @@
-"""Tells a chat or a pager that a night has failed, or has ended without a verdict."""
+"""Call a webhook if a nightly regression run fails or ends without a verdict."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Thread
 
 import urllib3
 
@@ -18,9 +17,9 @@ log = logging.getLogger("flexfleet")
 VARIABLE = "FLEXFLEET_WEBHOOK"
 """Environment variable with the address, which is a secret: anyone who knows it can post."""
 WAIT_S = 10.0
-"""Seconds for each try, from the look-up of the host's name to the answer's headers."""
+"""Timeout of each try in seconds."""
 AGAIN_S = (2.0, 8.0)
-"""Seconds to wait before each further try."""
+"""Seconds to wait before each new try."""
 
 
 @contextmanager
@@ -37,34 +36,25 @@ def told_without_verdict(night: str) -> Iterator[None]:
 
 
 def call(text: str) -> None:
-    """Posts `{"text": text}`, without passwords, which Slack, Mattermost and others take, if the environment names an
-    address. An error becomes a warning without the address, so that it does not hide the night's own outcome."""
+    """Post `{"text": text}` without passwords, as Slack and Mattermost expect, if the environment has an address. An
+    error is logged as a warning without the address."""
     url = os.environ.get(VARIABLE)
     if not url:
         return
     for seconds in (0.0, *AGAIN_S):
         time.sleep(seconds)
-        if not (why := _post_in_time(url, masked(text))):
+        if not (why := _post(url, masked(text))):
             return
-    log.warning("the webhook (%s) was not told: %s", VARIABLE, why)
-
-
-def _post_in_time(url: str, text: str) -> str:
-    """Why the text was not taken; empty if it was. A socket's timeout is of each byte, and a server may send one after
-    the other: so this waits for a thread, and leaves it."""
-    whys = ["no answer in time"]
-    thread = Thread(target=lambda: whys.append(_post(url, text)), name="webhook", daemon=True)
-    thread.start()
-    thread.join(WAIT_S)
-    return whys[-1]
+    log.warning("the webhook (%s) could not be called: %s", VARIABLE, why)
 
 
 def _post(url: str, text: str) -> str:
-    try:  # urllib3's own retries would write the address into the log; the body, which nobody needs, may have no end
+    """Return why the text was not accepted; empty if it was. The address is a secret, so no error text is returned."""
+    try:
         answer = urllib3.request(
             "POST", url, json={"text": text}, timeout=WAIT_S, retries=False, redirect=False, preload_content=False
         )
         answer.close()
         return "" if answer.status < 300 else f"HTTP {answer.status}"
-    except Exception as error:  # nobody else sees what ends a thread, and its message may hold the address
+    except urllib3.exceptions.HTTPError as error:
         return type(error).__name__

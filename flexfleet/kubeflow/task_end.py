@@ -84,7 +84,7 @@ def ending(again: str, form: Mapping[str, Any] = MappingProxyType({})) -> Iterat
         kind = next((word for kind, word in KINDS.items() if code == kind.exit_code), BUG)
         causes = [(told_of(each) or (line,))[0] for each in error.errors] if isinstance(error, Faults) else [line]
         fields = FORMS[again]
-        first, *more = (" ".join(cause.split()) for cause in causes)
+        first, *more = (" ".join(re.sub("--(run-)?id", again, cause).split()) for cause in causes)
         head = f"error, exit code {code} ({kind}): {first}"
         lines = [head, *(f"  also: {cause}" for cause in more), *_named(" ".join([first, *more]), fields)]
         lines += [f"  {_advice(kind, again)}"]

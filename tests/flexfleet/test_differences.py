@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import flexfleet as ff
-from fl_engine.algorithms import FedAvg, HeteroFL
+from fl_engine.algorithms import HeteroFL
 from fl_engine.data import heat_map
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.selection import Uniform
@@ -77,21 +77,6 @@ def test_every_option_of_a_row_is_looked_at() -> None:
     for key in ("algorithm.fine_tuning", "algorithm.bits", "training.lr", "partition.rule", "run.precision"):
         assert key in options
     assert not {"algorithm.name", "seed", "run.store", "run.backend", "tracking.mlflow"} & options.keys()
-    json.dumps(options)
-
-
-@dataclass(frozen=True)
-class Tabled(FedAvg):
-    """An algorithm of one's own, with an option that JSON does not have."""
-
-    table: Path = Path("x.csv")
-
-
-def test_options_are_told_as_json_can_hold_them() -> None:
-    config = load_config(None, ["algorithm.name=all_large", "training.sampler={name: balanced}"])
-    options = options_of(config, Tabled(), _pool(config))
-    assert options["algorithm.table"] == "x.csv"
-    assert "training.sampler.name" not in options, "the sampler is one value, as the algorithm has it"
     json.dumps(options)
 
 

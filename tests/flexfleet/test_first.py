@@ -130,20 +130,6 @@ def compared(**full: list[float]) -> ComparisonFile:
 SCALED = {name: [value / 100 for value in each] for name, each in {"a": A, "near": NEAR, "far": FAR}.items()}
 
 
-def test_the_table_names_the_first_and_who_is_not_told_apart() -> None:
-    c = compared(**SCALED)
-    (table,) = [table for table in comparison_report.tables(c) if table.title.startswith("Behind the highest")]
-    assert table.title == "Behind the highest, % points: paired over the seeds 0, 1, 2"
-    assert table.head == ("algorithm", "full last", "full at best"), "no label has avg or local accuracies"
-    assert table.rows[0] == ("a", "highest", "highest")
-    assert table.rows[1][1] == "2.00 ± 1.00, p 0.074" and table.rows[2][1] == "10.00 ± 0.10, p < 0.001"
-    for said in (comparison_report.text(c), comparison_report.markdown(c), comparison_report.page(c, "<svg/>")):
-        assert "full last: a is highest, but not told apart from near." in said
-    clear = compared(a=SCALED["a"], far=SCALED["far"])
-    (table,) = [table for table in comparison_report.tables(clear) if table.title.startswith("Behind the highest")]
-    assert table.rows[0] == ("a", "first", "first") and "full last: a is first." in comparison_report.text(clear)
-
-
 def test_labels_are_compared_within_a_case() -> None:
     """By hand: in each case `a` is first, and over both `near` of the easy one would be above `a` of the hard one."""
     hard, easy = ({"partition.alpha": alpha} for alpha in (0.1, 1.0))

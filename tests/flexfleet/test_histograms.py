@@ -15,13 +15,10 @@ from flexfleet.experiments.ranking import RankedCase
 from flexfleet.files.artifacts import LocalScore
 from flexfleet.reports import plots
 from flexfleet.reports.local_accuracy import (
-    MOST_OVER,
-    Panel,
     Shown,
     bars,
     heights,
     local_accuracy,
-    over_each_other,
 )
 
 pytestmark = pytest.mark.pictures
@@ -59,15 +56,6 @@ def test_every_client_is_in_a_bar(given: list[dict[int, int]]) -> None:
 
 def shown(colour: str = "#0072b2", histogram: dict[int, float] | None = None) -> Shown:
     return Shown(colour, 0.75, 0.1, {70: 1, 80: 1} if histogram is None else histogram)
-
-
-def test_many_labels_or_two_of_one_colour_get_panels_of_their_own() -> None:
-    few = [("easy", {str(i): shown(plots.PALETTE[i]) for i in range(MOST_OVER)}), ("hard", {"x": shown()})]
-    assert over_each_other(few) == few
-    more: list[tuple[str, Panel]] = [("easy", {str(i): shown(plots.PALETTE[i]) for i in range(MOST_OVER + 1)})]
-    assert over_each_other(more) == [("", {label: each}) for label, each in more[0][1].items()]
-    alike = [("easy", {"a": shown(), "b": shown()})]
-    assert over_each_other(alike) == [("", {"a": shown()}), ("", {"b": shown()})]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])

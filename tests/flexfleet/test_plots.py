@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flexfleet.reports import figure, plots
-from flexfleet.reports.figure import use_font_cache
 from tests.harness.run_folders import FLEXFL, rows
 
 pytestmark = pytest.mark.pictures
@@ -136,15 +133,3 @@ def test_the_page_of_ten_thousand_rounds_is_small() -> None:
         plots.of_levels(series[0][1], ["M1", "M3"]),
     ):
         assert len(drawing) < 150_000
-
-
-def test_a_read_only_font_cache_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "fontlist-v1.json").write_text("{}")
-    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))
-    use_font_cache()
-    assert os.environ["MPLCONFIGDIR"] == str(tmp_path), "it can be written"
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda *_: False)
-        use_font_cache()
-    copy = Path(os.environ["MPLCONFIGDIR"])
-    assert copy != tmp_path and (copy / "fontlist-v1.json").read_text() == "{}"

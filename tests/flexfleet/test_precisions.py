@@ -135,18 +135,6 @@ def test_figures_of_another_model_are_not_told_and_damaged_ones_are_named(ran: R
         report([tmp_path / "a"], tmp_path / "a.html")
 
 
-def test_refusals_and_tasks_without_classes_are_told(ran: Ran) -> None:
-    (first, *_) = precisions.of_run(ran.out, LEVELS, ran.printed["model_sha256"])
-    no_classes = {name: each.model_copy(update={"agreement": None}) for name, each in first.precisions.items()}
-    odd = first.model_copy(update={"metric": "r2", "precisions": no_classes, "refused": {"int8": "why"}})
-    assert precisions.to_json([odd])["M1"]["int8"] == {"refused": "why"}
-    head, fp32, *_, last = precisions.table([odd]).splitlines()
-    assert head.split()[:3] == ["level", "precision", "r2"] and last == "M1: no int8: why"
-    assert re.fullmatch(r"M1 +fp32 +0\.\d{4} +- +\d+\.\d +1\.00 +\d+\.\d{3} +1\.00 +100\.0", fp32)
-    assert not [name for name in precisions.metrics(odd) if name.endswith("agreement")]
-    assert precisions.metrics(odd)["precision/M1/fp32/r2"] == first.precisions["fp32"].value
-
-
 # -------------------------------------------------------------------------------------------- what is asked for
 @dataclass(frozen=True)
 class Bits(Half):

@@ -22,7 +22,7 @@ from flexfleet.files.artifacts import (
     PoolFile,
     RunFile,
 )
-from flexfleet.reports import page, plots
+from flexfleet.reports import plots
 from flexfleet.reports import report as r
 from tests.harness.run_folders import FLEXFL, POOL, rows, write_run
 
@@ -171,30 +171,6 @@ def test_further_metrics_are_told_where_a_run_has_them(two: list[Path], tmp_path
     assert "<script" not in html
 
 
-def test_local_accuracies_of_other_levels_are_refused(two: list[Path]) -> None:
-    path = with_local(two[0]) / "evaluation.json"
-    found = json.loads(path.read_text())
-    found["local"].popitem()
-    path.write_text(json.dumps(found))
-    with pytest.raises(IntegrityError, match=r"evaluation.json.*local is of the levels"):
-        r.load(two[0])
-
-
-def test_a_histogram_of_other_clients_or_levels_is_refused(two: list[Path]) -> None:
-    path = with_local(two[0], {45: 2, 52: 7, 100: 1}) / "evaluation.json"
-    text = path.read_text()
-    r.load(two[0])
-    for damage in ({"45": 2, "52": 7}, {"45": 2, "52": 7, "101": 1}, {"45": 10, "52": 0}, None):
-        found = json.loads(text)
-        if damage is None:
-            del found["local_histogram"]["M1"]
-        else:
-            found["local_histogram"]["M1"] = damage
-        path.write_text(json.dumps(found))
-        with pytest.raises(IntegrityError, match=r"evaluation.json.*local_histogram"):
-            r.load(two[0])
-
-
 def test_the_page_has_the_numbers_of_the_run_folders(html: str) -> None:
     flexfl, all_large, _ = summary_of(html)
     assert flexfl == {
@@ -339,20 +315,3 @@ def test_bad_arguments(two: list[Path], tmp_path: Path) -> None:
         r.table([tmp_path / "nowhere"])
     with pytest.raises(ConfigError, match="no run given"):
         r.table([])
-
-
-def test_a_loss_that_diverged_is_left_out(two: list[Path]) -> None:
-    history = json.loads((two[0] / "history.json").read_text())
-    history["rounds"][1]["metrics"]["loss/M1"] = None
-    (two[0] / "history.json").write_text(json.dumps(history))
-    assert "loss/M1" not in r.load(two[0]).rows[1].metrics
-
-
-def test_a_page_has_the_shared_head_keeps_drawings_and_escapes_texts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "head.html").write_text("<head>{{ drawn }}")
-    (tmp_path / "own.html").write_text('{% include "head.html" %}<p>{{ given }}')
-    monkeypatch.setattr(page.resources, "files", lambda package: tmp_path)
-    shown = page.render("flexfleet.experiments", "own.html", given="<b>", drawn=page.Drawing("<svg/>"))
-    assert shown == "<head><svg/><p>&lt;b&gt;"

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from fl_engine.core.augmentation import Compress, Flip, Hsv, MixUp, Scale, Shear
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.schedules import Cosine
 from flexfleet.config import flatten, load_config
 from flexfleet.config.comparison_runs import Entry
 from flexfleet.config.overrides import parse_sets
@@ -107,56 +105,8 @@ def test_what_the_text_says_of_aep() -> None:
     assert found["fedopt-low-s0"].config.algorithm["server"]["lr"] == 0.1
 
 
-def test_what_the_text_says_of_visdrone() -> None:
-    """Section 2.2.3.1: ten clusters of input features; 2.2.3.2: six kinds of augmentation, flips both ways; 2.3.1: a
-    rate of .1, batches of 12, cosine restarts with T0 = 10 and Tmult = 2."""
-    for entry in runs("fedaiot/visdrone", None, "0").values():
-        config = entry.config
-        assert config.partition.features is not None and config.partition.clusters == 10
-        assert (config.training.lr, config.training.batch_size, config.central.batch_size) == (0.1, 12, 12)
-        for section in (config.training, config.central):
-            kinds = [type(each) for each in section.augment]
-            assert kinds == [Hsv, Compress, Shear, Scale, Flip, MixUp] and section.augment[4] == Flip(vertical=0.5)
-        assert config.central.schedule == Cosine(restart=10, factor=2)
-
-
-SOURCES = {
-    "wisdm_watch": {"partition.clients": 80, "rounds.stop": 400, "training.lr": 0.01},
-    "wisdm_phone": {"partition.clients": 80, "rounds.stop": 400, "training.lr": 0.008},
-    "uthar": {"partition.clients": 20, "rounds.stop": 1200, "training.lr": 0.01},
-    "uthar-table2.4": {"partition.clients": 20, "rounds.stop": 2000, "training.lr": 0.01},
-    "uthar-code": {"partition.clients": 20, "rounds.stop": 1200, "training.lr": 0.0001},
-    "widar": {"partition.clients": 40, "rounds.stop": 900, "training.lr": 0.01},
-    "widar-table2.4": {"partition.clients": 40, "rounds.stop": 1500, "training.lr": 0.01},
-    "widar-code": {"partition.clients": 40, "rounds.stop": 1500, "training.lr": 0.005},
-    "visdrone": {"partition.clients": 30, "rounds.stop": 600, "training.lr": 0.1},
-    "casas": {"partition.clients": 60, "rounds.stop": 400, "training.lr": 0.005},
-    "casas-code": {"partition.clients": 60, "rounds.stop": 400, "training.lr": 0.01},
-    "aep": {"partition.clients": 80, "rounds.stop": 3000, "training.lr": 0.01},
-    "aep-code": {"partition.clients": 80, "rounds.stop": 3000, "training.lr": 0.1},
-    "epic_sounds": {"partition.clients": 210, "rounds.stop": 400, "training.lr": 0.1},
-    "epic_sounds-table2.4": {"partition.clients": 210, "rounds.stop": 300, "training.lr": 0.1},
-    "epic_sounds-code": {"partition.clients": 300, "rounds.stop": 400, "training.lr": 0.1},
-}
 """Section 2.3.1, clients of Table 2.1; -table2.4: the rounds that it prints; -code: the authors' overview scripts."""
-OTHER_RATES = {
-    "wisdm_phone": {"fedopt-low": 0.01, "fedopt-high": 0.01},
-    "casas": {"fedavg-30": 0.15},
-    "casas-code": {"fedavg-30": 0.15},
-}
 """Section 2.3.1: rows whose clients have another learning rate."""
-
-
-@pytest.mark.parametrize("name", FEDAIOT)
-def test_every_source_has_its_clients_rounds_and_learning_rate(name: str) -> None:
-    said = SOURCES[name.removeprefix("fedaiot/")]
-    rates = OTHER_RATES.get(name.removeprefix("fedaiot/"), {})
-    found = {entry.label: entry for entry in runs(name, None, "0").values()}
-    assert rates.keys() <= {label.removesuffix("-s0") for label in found}
-    for label, entry in found.items():
-        expected = said | {"training.lr": rates.get(label.removesuffix("-s0"), said["training.lr"])}
-        assert {path: setting(entry, path) for path in said} == expected, label
-        assert (setting(entry, "partition.rule"), setting(entry, "partition.cap")) == ("dirichlet", True), "the code's"
 
 
 SERVER_RATES = {"visdrone": 0.1, "aep": 0.1}
@@ -225,14 +175,6 @@ def test_centralised_training_of_fedaiot(name: str) -> None:
         said = CENTRAL[name.removeprefix("fedaiot/").partition("-")[0]]
         assert (central.lr, central.epochs, central.batch_size, central.optimizer) == (*said, "sgd")
         assert entry.config.noise.labels == 0
-
-
-def test_the_rule_of_fedaiots_text_is_two_settings() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "fedaiot.md").read_text()
-    sets = ["partition.rule=dirichlet_per_client", "partition.cap=false"]
-    assert " ".join(f"--set {each}" for each in sets) in page
-    for entry in runs("fedaiot/aep", None, "0", *sets).values():
-        assert (setting(entry, "partition.rule"), setting(entry, "partition.cap")) == ("dirichlet_per_client", False)
 
 
 # ------------------------------------------------------------------------------------------------------- files
@@ -383,20 +325,3 @@ def test_the_reference_is_picked_like_a_row(write: Write) -> None:
     assert list(runs(name, "flex,central", "4")) == ["flex-s4"]
     with pytest.raises(ConfigError, match="name a row beside the reference, of large, flex"):
         runs(name, "central")
-
-
-def test_the_list_of_suites(flexfleet: Any) -> None:
-    done = flexfleet("compare", "--suites", "--json")
-    assert done.code == 0, done.err
-    found = {one["name"]: one for one in done.json["suites"]}
-    assert list(found) == published_suites.names() and all(
-        one["paper"] and one["shows"] and one["cost"] for one in found.values()
-    )
-    assert {name for name in found if name.endswith("-small")} == {one["small"] for one in found.values()} - {None}
-    with_twins = ("flexfl/", "adaptivefl/", "fedrolex/")
-    large = {name: one for name, one in found.items() if name.startswith(with_twins) and not name.endswith("-small")}
-    assert all(one["small"] for one in large.values())
-    assert large["fedrolex/table3.2-cifar100"]["small"] == large["fedrolex/table3.2"]["small"]
-    text = flexfleet("compare", "--suites").out
-    assert "fedaiot/aep\n  paper  Alam, Federated Learning Benchmarks" in text
-    assert all(one["cost"] in text and (one["shows"] in text or name.endswith("-small")) for name, one in found.items())

@@ -11,14 +11,12 @@ import pytest
 
 from fl_engine.algorithms import HeteroFL, ScaleFL
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.costs import count_params
 from fl_engine.fleet.devices import FLEETS, Tier, fleet
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.selection.capacity import level_of, round_size
 from flexfleet.config.comparison_runs import Entry
-from flexfleet.experiments import published_suites
 from tests.flexfleet.test_suites import runs
 
 LARGE = ("table2", "table3", "table4", "figure4", "figure5", "figure6")
@@ -154,20 +152,3 @@ def test_figure_6_has_the_devices_of_table_5() -> None:
         assert sorted(counts.values()) == [3, 4, 10] and counts["medium"] + counts["jetson-nano"] == 10
         assert (entry.config.model["name"], entry.config.dataset.name) == ("mobilenetv2", "widar")
         assert (entry.config.partition.rule, entry.config.partition.alpha) == ("dirichlet", 0.2)
-
-
-@pytest.mark.parametrize("name", LARGE)
-def test_small_twins_are_what_two_cores_finish(name: str) -> None:
-    large, small = published_suites.load(f"adaptivefl/{name}"), published_suites.load(f"adaptivefl/{name}-small")
-    assert set(small.made()) <= set(large.made()) and small.seeds == (0,)
-    for entry in rows(f"{name}-small").values():
-        config = entry.config
-        assert config.dataset.name == "cifar10" and (config.dataset.train_samples or 0) <= 10_000
-        assert config.model["width"] <= 0.5 and config.rounds.stop <= 60 and config.run.precision == "bf16"
-        least = (config.dataset.train_samples or 0) // config.partition.clients
-        assert least >= config.partition.minimum == config.training.batch_size, "every client fills a batch"
-
-
-def test_the_small_networks_keep_the_sizes() -> None:
-    whole, quarter = (count_params(VGG16((3, 32, 32), 10, width=width)) for width in (1.0, 0.25))
-    assert (whole, quarter) == (33_646_666, 2_114_842)

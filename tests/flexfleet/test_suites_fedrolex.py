@@ -196,19 +196,3 @@ def test_figure_3_6_has_overlaps_from_none_to_all_but_one_channel() -> None:
     for name in ("figure3.6", "figure3.6-cifar100"):
         found = {label: entry.config.algorithm["overlap"] for label, entry in rows(name).items()}
         assert found == {f"r{r:.1f}-{case}": r for r in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0) for case in ("high", "low")}
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_small_twins_are_what_two_cores_finish(name: str) -> None:
-    large, small = published_suites.load(name.removesuffix(published_suites.SMALL)), published_suites.load(name)
-    assert set(small.made()) <= set(large.made()) and small.seeds == (0,)
-    for label, entry in rows(name.removeprefix("fedrolex/")).items():
-        config = entry.config
-        assert (config.dataset.name, config.dataset.train_samples) == ("cifar10", 10_000)
-        assert config.partition.clients == 50 and config.run.precision == "bf16"
-        smallest = label.startswith("smallest") or label.endswith("rho0.0")
-        assert config.model["width"] == (0.25 / 16 if smallest else 0.25)
-        widest = int(512 * 0.25)
-        assert config.rounds.stop >= 2 * widest, "the window goes twice around the widest layer"
-        assert all(step < config.rounds.stop for step in config.training.lr_steps)
-        assert {config.training.lr} == {0.05}

@@ -15,12 +15,11 @@ import optuna
 import pytest
 import yaml
 
-from fl_engine.core.errors import BadInput, ConfigError, Diverged, PartitionError, Stopped, Unreachable
-from fl_engine.testing.tiny import Memory
+from fl_engine.core.errors import BadInput, ConfigError, Diverged, PartitionError, Stopped
 from flexfleet.config import Config, load_config
 from flexfleet.config.form import write_config
 from flexfleet.experiments import tune as steps
-from flexfleet.experiments import tune_report, tune_storage, tune_trials, tune_worker
+from flexfleet.experiments import tune_report, tune_storage, tune_trials
 from flexfleet.experiments.tune import tune
 from flexfleet.experiments.tune_conclusion import conclude
 from flexfleet.experiments.tune_report import Tuned
@@ -28,7 +27,6 @@ from flexfleet.files.artifacts import History, RunFile
 from flexfleet.pipeline import run as run_module
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.status import runs_in
-from flexfleet.tracking.trackers import MLflow
 
 FEW = ("tune.trials=4", "tune.held_out=[7]", "rounds.stop=2", "algorithm.epsilon=8")
 
@@ -132,39 +130,6 @@ def test_a_study_that_ends_early_does_not_run_for_ever_in_mlflow(
     study = tune_storage.open_study(config, folder, "a")
     run = mlflow.MlflowClient(config.tracking.mlflow).get_run(study.user_attrs[tune_storage.PARENT])
     assert run.info.status == status
-
-
-def test_runs_of_trials_that_were_given_up_while_mlflow_was_away_are_ended_by_a_resumed_study(
-    done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gone(*_: Any) -> None:
-        raise Unreachable("MLflow does not answer")
-
-    class Behind(Memory):
-        def metrics(self, rows: Any) -> None:
-            raise tune_trials.Pruned("pruned")
-
-    _, before, config = done
-    place = shutil.copytree(before.parent, tmp_path / "copy")
-    tracking = config.tracking.model_copy(update={"mlflow": f"sqlite:///{place / 'mlflow.db'}"})
-    run = config.run.model_copy(update={"store": str(place)})
-    config = config.model_copy(update={"tracking": tracking, "run": run})
-    study, client = tune_storage.open_study(config, place / "a", "a"), mlflow.MlflowClient(config.tracking.mlflow)
-    parent = client.get_run(study.user_attrs[tune_storage.PARENT])
-    with monkeypatch.context() as patch, pytest.raises(tune_trials.Pruned):
-        patch.setattr(MLflow, "finish", gone)
-        out = place / "a" / "trials" / "9-s0"
-        tune_worker.prepare(resolved := tune_worker.resolved(config, 0, out), place / "a", out)
-        tune_worker.rounds(resolved, out, tune_storage.tags(study, trial="9"), Behind())
-
-    def running() -> list[Any]:
-        return client.search_runs([parent.info.experiment_id], "attributes.status = 'RUNNING'")
-
-    alike = {"mlflow.parentRunId": "f" * 32, "flexfleet.study": "a", "flexfleet.trial": "0"}
-    other = client.create_run(parent.info.experiment_id, tags=alike).info.run_id  # somebody else's study
-    assert {each.data.tags["flexfleet.trial"] for each in running()} == {"0", "9"}
-    tune(config, "a", resume=True)
-    assert [each.info.run_id for each in running()] == [other]
 
 
 def test_a_finished_study_has_nothing_left_to_do(done: tuple[Tuned, Path, Config]) -> None:

@@ -86,16 +86,6 @@ def test_of_two_workers_that_both_find_the_last_trial_missing_one_leaves_it(tmp_
     assert not tune_trials.surplus(study, study.ask(), 2), "one that ended early leaves its place to another"
 
 
-def test_a_worker_that_is_started_again_does_not_draw_the_same(
-    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path
-) -> None:
-    for many in (2, 4):
-        few = untrained.tune.model_copy(update={"trials": many})
-        work(untrained.model_copy(update={"tune": few}), tmp_path, "a", 0, prepared[0])
-    found = [params["algorithm.kd_weight"] for params in drawn(untrained, tmp_path)]
-    assert len(set(found)) == 4
-
-
 def test_give_back_all_enqueues_the_values_with_their_runs(tmp_path: Path) -> None:
     study = tune_storage.open_study(Config(), tmp_path, "a")
     gone = study.ask()
@@ -254,18 +244,6 @@ def test_a_trial_whose_training_on_the_server_diverges_is_an_outcome(
     assert {each.outcome for each in others} == {"complete"}
 
 
-def test_what_is_wrong_with_a_run_is_no_property_of_its_values(
-    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def busy(*_: Any) -> float:
-        raise ConfigError("is being run by another process")
-
-    monkeypatch.setattr(tune_worker, "_trial", busy)
-    with pytest.raises(ConfigError, match="another process"):
-        work(untrained, tmp_path, "a", 0, prepared[0])
-    assert not any("infeasible" in t.user_attrs for t in tune_storage.open_study(untrained, tmp_path, "a").trials)
-
-
 def test_a_waiting_trial_is_given_to_one_worker_alone(tmp_path: Path) -> None:
     """SQLite locks no row: of four workers that asked at once, two got the same trial."""
     config = Config(tune={"storage": f"sqlite:///{tmp_path / 'study.db'}"})
@@ -283,37 +261,6 @@ def test_a_waiting_trial_is_given_to_one_worker_alone(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(given) == list(range(many))
-
-
-def test_a_study_that_was_begun_elsewhere_is_not_begun_again(untrained: Config, tmp_path: Path) -> None:
-    other = untrained.tune.model_copy(update={"storage": f"sqlite:///{tmp_path / 'of-one-pod.db'}"})
-    with pytest.raises(ConfigError, match=r"has no study 'a', though it was begun: give the address of a database"):
-        work(untrained.model_copy(update={"tune": other}), tmp_path, "a", 1, tmp_path)
-
-
-def test_a_data_base_that_does_not_answer_is_waited_for(
-    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is told as what a task tries again; the trial that was running then is tried once more."""
-    here, away = tmp_path / "study.db", tmp_path / "away.db"
-
-    def cut_off(config: Config, study: Any, trial: Any, ready: Any) -> float:
-        study._storage._backend.engine.dispose()
-        here.rename(away)
-        here.mkdir()
-        return 0.5
-
-    with monkeypatch.context() as patch, pytest.raises(Unreachable, match=r"study's database \(sqlite.* not answer: "):
-        patch.setattr(tune_worker, "_trial", cut_off)
-        with tune_storage.answering(untrained):
-            work(untrained, tmp_path, "a", 0, prepared[0])
-    with pytest.raises(Unreachable), tune_storage.answering(untrained):
-        work(untrained, tmp_path, "a", 0, prepared[0])
-    here.rmdir()
-    away.rename(here)
-    monkeypatch.setattr(tune_trials, "SILENT_S", 0.2)
-    with tune_storage.answering(untrained):
-        assert work(untrained, tmp_path, "a", 0, prepared[0]) == [1, 2, 3, 4]
 
 
 def test_the_command_line_has_as_many_workers_as_the_parameter_says(

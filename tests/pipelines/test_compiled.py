@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 import pytest
 from google.protobuf import json_format
-from kfp import dsl
 from kfp.components import load_component_from_text
 from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineSpec
 
@@ -23,7 +22,6 @@ from fl_engine.datasets import DATASETS
 from fl_engine.models import MODELS
 from flexfleet.config import Config
 from flexfleet.config.form import PARAMETERS, comparison_from, config_from
-from flexfleet.config.form_fields import STUDY
 from flexfleet.config.schema import PartitionConfig
 from flexfleet.kubeflow.retarget import VARIABLES, documents, retarget, shipped
 from pipelines import compile as compiling
@@ -215,22 +213,6 @@ def test_retargeting_without_variables_changes_nothing(name: str) -> None:
     assert retarget(shipped(name), {}) == shipped(name) == (COMPILED / f"{name}.yaml").read_text()
 
 
-def test_a_task_that_trains_is_told_by_what_it_was_compiled_with() -> None:
-    """The SDK's own numbers for the same amounts."""
-    given = {"FLEXFLEET_TRAIN_CPU": "1500m:8", "FLEXFLEET_TRAIN_MEMORY": "500Mi:3G"}
-    spec = documents(retarget(shipped("train"), given))[0]
-    found = spec["deploymentSpec"]["executors"]["exec-federate"]["container"]["resources"]
-
-    one = load_component_from_text("{name: one, implementation: {container: {image: python, command: [python]}}}")
-
-    @dsl.pipeline
-    def graph():  # type: ignore[no-untyped-def]
-        one().set_cpu_request("1500m").set_cpu_limit("8").set_memory_request("500Mi").set_memory_limit("3G")
-
-    (by_sdk,) = json_format.MessageToDict(graph.pipeline_spec)["deploymentSpec"]["executors"].values()
-    assert found == by_sdk["container"]["resources"]
-
-
 @pytest.mark.parametrize(
     ("variable", "value"),
     [("TRAIN_CPU", "two"), ("TASK_MEMORY", "1Gib"), ("TASK_MEMORY", "nan"), ("TASK_MEMORY", "-1Gi"), ("TASK_CPU", "0"),
@@ -281,16 +263,6 @@ def test_no_task_has_a_parameter_that_grows_with_the_runs(name: str) -> None:
     assert lists == [] and given["comp-run"].keys() == {"number", "job_id"}
     (items,) = [each["outputDefinitions"]["parameters"] for key, each in tasks.items() if key == "comp-prepare"]
     assert items["Output"]["parameterType"] == "LIST", "the loop's, which no command line holds"
-
-
-# -------------------------------------------------------------------------------------------------------- tune
-def test_the_form_of_a_study_is_the_embedded_job_too() -> None:
-    root = root_of("tune")
-    values = form_of(root)
-    common = (PARAMETERS | STUDY).keys() - {"seed"}
-    assert set(values) == common | {"study_id", "advanced"}
-    given = {name: values[name] for name in common}
-    assert config_from(given, values["advanced"]) == config_from({"mlflow_uri": ""}, {})
 
 
 def test_a_study_is_a_loop_over_its_workers() -> None:

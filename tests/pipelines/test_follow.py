@@ -22,7 +22,7 @@ from flexfleet.kubeflow import follow as following
 from flexfleet.kubeflow.submit import submit
 from flexfleet.tracking.trackers import MLflow
 from tests.harness.moto_server import moto
-from tests.pipelines.kubeflow import answers, nodes, pod_of, says, task
+from tests.pipelines.kubeflow import nodes, pod_of, says, task
 
 METRICS = {"avg": 0.5, "full": 0.6, "train_loss": 1.5, "clients_trained": 3.0, "clients_pruned": 0.0,
            "clients_failed": 0.0, "seconds_round": 2.0}  # fmt: skip
@@ -67,20 +67,6 @@ def test_follow_reports_each_task_once(kubeflow: tuple[Any, str]) -> None:
     assert lines[2:-1] == ["partition: running", "partition: succeeded", "pretrain: running", "pretrain: succeeded"]
     assert "succeeded" in lines[-1] and (found.state, found.exit_code) == ("SUCCEEDED", 0)
     assert found.tasks == {"partition": {"SUCCEEDED": 1}, "pretrain": {"SUCCEEDED": 1}}
-
-
-def test_follow_counts_the_tasks_of_a_loop(kubeflow: tuple[Any, str]) -> None:
-    server, host = kubeflow
-    run_id = submit("compare", {"algorithms": "flexfl,fedprox"}, host=host).run_id
-    loop = [task(name, "RUNNING") for name in ("for-loop-1", "for-loop-1(0)", "iteration-item(1)", "run-driver")]
-    server.moves[run_id] = [
-        {"state": "RUNNING", **details(*loop, task("run", "RUNNING", "a"), task("run", "RUNNING", "b"))},
-        {**details(*loop, task("run", "SUCCEEDED", "a"), task("run", "RUNNING", "b"))},
-        {"state": "SUCCEEDED", **details(*loop, task("run", "SUCCEEDED", "a"), task("run", "SUCCEEDED", "b"))},
-    ]
-    found, lines = follow(host, run_id)
-    assert lines[2:-1] == ["run: 2 running", "run: 1 running, 1 succeeded", "run: 2 succeeded"]
-    assert found.tasks == {"run": {"SUCCEEDED": 2}}
 
 
 INPUT_ERROR = """starting
@@ -177,18 +163,6 @@ def test_follow_does_not_retry_if_logs_cannot_be_read(kubeflow: tuple[Any, str])
     assert found.retried == 0 and "its log cannot be read: 403" in found.error
 
 
-def test_follow_waits_for_a_server_that_is_away_while_it_reads_logs(
-    kubeflow: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, host = kubeflow
-    monkeypatch.setattr("fl_engine.storage.outage.LONGEST_PAUSE_S", 0.01)
-    run_id = submit("train", {}, host=host).run_id
-    server.moves[run_id] = [{"state": "FAILED", **details(*nodes(("federate", "FAILED", 4)))}, {"state": "SUCCEEDED"}]
-    server.logs[pod_of(4)] = KILLED
-    server.spoils["GET experiments/*"] = [says(503, b""), answers]
-    assert follow(host, run_id, retries=3)[0].exit_code == 0
-
-
 def test_follow_ends_well_if_a_retry_cures_the_run(kubeflow: tuple[Any, str]) -> None:
     server, host = kubeflow
     run_id = submit("train", {}, host=host).run_id
@@ -208,16 +182,6 @@ def test_follow_recognises_a_terminated_run(kubeflow: tuple[Any, str]) -> None:
     assert (found.state, found.exit_code, server.runs[0]["state"]) == ("CANCELED", 3, "FAILED")
     assert any("terminated" in line for line in lines) and not server.retried
     assert f"--param night_id=night-{run_id}` with the same settings and the same image" in lines[-1]
-
-
-def test_follow_recognises_a_failure_after_the_retry_of_a_terminated_run(kubeflow: tuple[Any, str]) -> None:
-    server, host = kubeflow
-    run_id = submit("train", {}, host=host).run_id
-    server.ask("POST", f"/apis/v2beta1/runs/{run_id}:terminate", {}, b"")
-    assert follow(host, run_id)[0].state == "CANCELED"
-    server.ask("POST", f"/apis/v2beta1/runs/{run_id}:retry", {}, b"")
-    server.moves[run_id] = [{"state": "RUNNING"}, {"state": "FAILED"}]
-    assert follow(host, run_id)[0].state == "FAILED"
 
 
 # ------------------------------------------------------------------------------------------------- the command's end
@@ -323,16 +287,6 @@ def test_an_outage_without_end_ends_with_how_to_come_back(
     server.ask = down
     done = flexfleet("submit", "--follow", run_id, "--host", host)
     assert done.code == 6 and f"flexfleet submit --follow {run_id} --host {host}" in done.err
-
-
-def test_defaults_that_the_server_does_not_tell_keep_no_run_from_being_followed(kubeflow: tuple[Any, str]) -> None:
-    """The pipeline of a run may be gone, or somebody else's."""
-    server, host = kubeflow
-    run_id = submit("train", {}, host=host).run_id
-    server.moves[run_id] = [{"state": "SUCCEEDED"}]
-    server.spoils["GET pipelines/*/versions/v0"] = [says(400, b'{"code": 3, "error": "Invalid input error"}')]
-    found, _ = follow(host, run_id)
-    assert found.exit_code == 0 and "GET pipelines/*/versions/v0" in server.heard
 
 
 def test_a_run_that_the_server_does_not_know(kubeflow: tuple[Any, str]) -> None:

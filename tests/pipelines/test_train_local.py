@@ -230,16 +230,6 @@ def test_tasks_before_the_rounds_import_no_mlflow(tmp_path: Path, mlflow_with_pa
     assert "mlflow" not in done
 
 
-def test_empty_store_uri_and_unknown_algorithm_are_reported_together(tmp_path: Path) -> None:
-    done = executed("partition", form(store_uri="", algorithm="flexflx", mlflow_uri="http://127.0.0.1:9"), tmp_path)
-    first, second, third = done.stderr.replace("\n    ", " ").split("\n  also: ")
-    assert done.returncode == 2 and "error, exit code 2 (wrong parameter): no algorithm named 'flexflx'" in first
-    assert second == "`store_uri` is empty. Enter s3://bucket/prefix, or a folder of a volume."
-    third, fields, advice = third.splitlines()
-    assert third.startswith("tracking.mlflow cannot be used: http://127.0.0.1:9 does not answer: ")
-    assert fields == "  in the form: tracking.mlflow is mlflow_uri" and advice.startswith("  A retry")
-
-
 def test_empty_store_uri_is_the_platforms_bucket(tmp_path: Path) -> None:
     done = executed("partition", form(store_uri=""), tmp_path, FLEXFLEET_S3_STORE=f"{tmp_path}/volume")
     assert done.returncode == 0, done.stderr
