@@ -32,7 +32,7 @@ from flexfleet.pipeline.enrollment import MAILBOXES
 from flexfleet.pipeline.level_memory import trials_of
 from flexfleet.pipeline.partition import cut
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.site import numerics_of, training_of
+from flexfleet.pipeline.site import numerics_of
 
 log = logging.getLogger("flexfleet")
 
@@ -123,7 +123,7 @@ def _levels(resolved: Resolved, room: int | None, seconds: float) -> tuple[list[
     parts = cut(resolved)
     run, _, plan = first_round(resolved, parts)
     goal, pool = resolved.data.task, run.site.pool
-    numerics = numerics_of(config, training_of(algorithm), family, goal, None)
+    numerics = numerics_of(config, algorithm, family, goal, None)
     # A device with data of its own trains on what it reads here.
     samples = len(resolved.data.train_y) if run.site.most is not None else max(map(len, run.site.partition.clients))
     (on,) = config.run.devices

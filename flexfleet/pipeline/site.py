@@ -47,7 +47,7 @@ def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path, before: Map
     if len(dispatched(pool)) > 1:
         _tell_raised(config, fleet)
     prepare_process(config.run.devices)
-    numerics = numerics_of(config, training_of(resolved.algorithm), family, data.task, before)
+    numerics = numerics_of(config, resolved.algorithm, family, data.task, before)
     most = most_of(config)
     return Site(family, pool, fleet, data, parts, config.seed, numerics, None, held, most)
 
@@ -108,16 +108,11 @@ def initial_state(resolved: Resolved, site: Site, weights: Params | None = None)
     return resolved.algorithm.init(params, site.layout, site.fleet, site.pool, ServerSite(site))
 
 
-def training_of(algorithm: Algorithm) -> Training:
-    """Return the local training of the algorithm."""
-    found: Training = algorithm.training  # type: ignore[attr-defined]
-    return found
-
-
 def numerics_of(
-    config: Config, training: Training, family: ModelFamily, goal: Task, before: Mapping[str, Any] | None
+    config: Config, algorithm: Algorithm, family: ModelFamily, goal: Task, before: Mapping[str, Any] | None
 ) -> Numerics:
     """Return the configured numerics, or those that suit the network. `before`: see `settled`."""
+    training: Training = algorithm.training  # type: ignore[attr-defined]
     run, per_round = config.run, round_size(training.fraction, config.partition.clients)
     precision = settled(run.precision, run.devices, before)
     if precision == "fp16" and training.weight_decay:
