@@ -24,7 +24,7 @@ from fl_engine.core.task import Task
 from fl_engine.core.types import SGD, Adam, LocalTask, OwnOptimizer, ParamLayout, Params
 from fl_engine.training import batches, lanes, optimizers, user_code
 from fl_engine.training.numerics import SINGLE, Numerics
-from fl_engine.training.objective import Objective, Streams, generators, objective_of
+from fl_engine.training.objective import Objective, Setting, objective_of
 from fl_engine.training.optimizers import SCALE, LossScale
 
 
@@ -144,18 +144,15 @@ class Session:
         anchors = [job.start if job.anchor is None else job.anchor for job in jobs]
         linear = [job.linear for job in jobs]
         self._correct = optimizers.gradient_terms(task, self._state, anchors, linear, self._device)
-        self._streams: Streams = {}
+        targets = [job.y for job in jobs]
+        setting = Setting(family, goal, self._tasks, targets, self._state, numerics, borrowed)
+        self._streams = setting.streams
         self._objective: Objective
         if task.objective is None:
-            self._objective = objective_of(
-                family, goal, self._tasks, [job.y for job in jobs], self._state, numerics, self._streams, borrowed
-            )
+            self._objective = objective_of(setting)
         else:
-            dropped = generators(self._tasks, self._device, "dropout", self._streams)
-            self._objective = user_code.objective(
-                family, goal, task, jobs[0].start, self._y, self._state, self._own, numerics, dropped, borrowed
-            )
-        self._draw = partial(batches.orders, goal, self._tasks, [job.y for job in jobs], shared=shared)
+            self._objective = user_code.objective(setting, jobs[0].start, self._own)
+        self._draw = partial(batches.orders, goal, self._tasks, targets, shared=shared)
         self._orders = self._draw()
 
     def epoch(self, most_steps: int | None = None) -> None:

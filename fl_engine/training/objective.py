@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,41 +28,70 @@ Streams = dict[str, torch.Generator]
 """The generators that networks draw from, by purpose and lane."""
 
 
-def objective_of(
-    family: ModelFamily,
-    goal: Task,
-    tasks: Sequence[LocalTask],
-    targets: Sequence[Tensor],
-    state: Params,
-    numerics: Numerics,
-    streams: Streams,
-    borrowed: ExitStack,
-) -> Objective:
-    """The loss of the data's task (`goal`) plus the terms of the client's task.
+@dataclass(frozen=True)
+class Setting:
+    """What the loss of lanes in training depends on."""
+
+    family: ModelFamily
+    goal: Task
+    tasks: Sequence[LocalTask]
+    """One for each lane."""
+    targets: Sequence[Tensor]
+    """The targets of each lane, on the device that trains."""
+    state: Params
+    """The weights and statistics in training, (n, ...)."""
+    numerics: Numerics
+    borrowed: ExitStack
+    """The networks are borrowed until it is closed."""
+    streams: Streams = field(default_factory=dict)
+    """Receives the generators that the networks draw from."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.targets[0].device
+
+    def lent(self, task: LocalTask) -> Network:
+        return self.borrowed.enter_context(lent(self.family, task))
+
+    def generators(self, purpose: str) -> lanes.Generators:
+        """A function that makes a generator for each lane and stores it in `streams`."""
+
+        def made() -> list[torch.Generator]:
+            names = [f"{purpose}/{lane}" for lane in range(len(self.tasks))]
+            for name, task in zip(names, self.tasks, strict=True):
+                seed = seeds.derive(task.seed, purpose)
+                self.streams[name] = torch.Generator(device=self.device).manual_seed(seed)
+            return [self.streams[name] for name in names]
+
+        return made
+
+
+def objective_of(setting: Setting) -> Objective:
+    """The loss of the data's task plus the terms of the client's task.
 
     Outputs are reshaped to rows, (B*n, outputs), (B*n, outputs, H, W) or (B*n, outputs, T); a lane's loss is the mean
-    over its rows. The function is valid as long as the networks are `borrowed`.
-
-    Args:
-        tasks: One for each lane.
-        targets: The targets of each lane, on the device that trains.
-        streams: Receives the generators that the networks draw from.
+    over its rows.
     """
-    task, n, device = tasks[0], len(tasks), targets[0].device
-    layout = lanes.stacked_layout(family.layout())
-    forward = _student(family, layout, tasks, device, state, streams, borrowed)
-    teachers, fetch = _teachers(family, layout, tasks, device, state, streams, borrowed)
+    goal, task, n, device = setting.goal, setting.tasks[0], len(setting.tasks), setting.device
+    layout = lanes.stacked_layout(setting.family.layout())
+    forward: lanes.Forward
+    if task.widths:
+        forward = _one_of_widths(setting, layout)
+    else:
+        forward = setting.lent(task)
+        forward.bind(setting.state, setting.generators("dropout"))
+    teachers, fetch = _teachers(setting, layout)
     seen = Seen()
     if isinstance(forward, Network) and teachers and task.scaler == 1:
-        seen = borrowed.enter_context(shared(forward, teachers))
-    present = torch.stack([goal.present(y) for y in targets]) if task.mask_labels else None
+        seen = setting.borrowed.enter_context(shared(forward, teachers))
+    present = torch.stack([goal.present(y) for y in setting.targets]) if task.mask_labels else None
 
     def rows(outputs: Tensor) -> Tensor:
         return outputs.float().reshape(len(outputs) * n, -1, *outputs.shape[2:])
 
     def objective(x: Tensor, y: Tensor) -> Tensor:
         fetch()
-        with numerics.autocast(device):
+        with setting.numerics.autocast(device):
             out = forward(x)
             with torch.no_grad():
                 soft = [rows(outputs_of(teacher(x))[-1]).detach() for teacher in teachers]
@@ -91,51 +120,15 @@ def objective_of(
     return objective
 
 
-def _student(
-    family: ModelFamily,
-    layout: ParamLayout,
-    tasks: Sequence[LocalTask],
-    device: torch.device,
-    state: Params,
-    streams: Streams,
-    borrowed: ExitStack,
-) -> lanes.Forward:
-    task = tasks[0]
-    if not task.widths:
-        network = borrowed.enter_context(lent(family, task))
-        network.bind(state, generators(tasks, device, "dropout", streams))
-        return network
-    return _one_of_widths(family, layout, task, device, state, streams, borrowed)
-
-
-def generators(tasks: Sequence[LocalTask], device: torch.device, purpose: str, streams: Streams) -> lanes.Generators:
-    """A function that makes a generator for each lane and stores it in `streams`."""
-
-    def made() -> list[torch.Generator]:
-        for lane, task in enumerate(tasks):
-            seed = seeds.derive(task.seed, purpose)
-            streams[f"{purpose}/{lane}"] = torch.Generator(device=device).manual_seed(seed)
-        return [streams[f"{purpose}/{lane}"] for lane in range(len(tasks))]
-
-    return made
-
-
-def _one_of_widths(
-    family: ModelFamily,
-    layout: ParamLayout,
-    task: LocalTask,
-    device: torch.device,
-    state: Params,
-    streams: Streams,
-    borrowed: ExitStack,
-) -> lanes.Forward:
+def _one_of_widths(setting: Setting, layout: ParamLayout) -> lanes.Forward:
     """Ordered dropout (FjORD): each call runs one of the sub-models, drawn uniformly, on slices of the weights. The
     gradient is zero outside of the slices."""
+    task, state = setting.tasks[0], setting.state
     if task.sandwich is None and any(is_statistic(name) for name in state):
         raise ModelError("ordered dropout needs model.norm=batch, because running statistics differ by width")
-    networks = [borrowed.enter_context(lent(family, replace(task, spec=spec))) for spec in task.widths]
-    dropped = [generators([task], device, f"width{i}", streams)() for i in range(len(networks))]
-    draw = streams["widths/0"] = torch.Generator().manual_seed(seeds.derive(task.seed, "widths"))
+    networks = [setting.lent(replace(task, spec=spec)) for spec in task.widths]
+    dropped = [setting.generators(f"width{i}")() for i in range(len(networks))]
+    draw = setting.streams["widths/0"] = torch.Generator().manual_seed(seeds.derive(task.seed, "widths"))
 
     def run(i: int, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         weights = take(state, layout, task.widths[i], have=task.spec)
@@ -158,19 +151,11 @@ def _in_sandwich(count: int, random: int, draw: torch.Generator) -> list[int]:
     return sorted({0, *between.tolist(), count - 1})
 
 
-def _teachers(
-    family: ModelFamily,
-    layout: ParamLayout,
-    tasks: Sequence[LocalTask],
-    device: torch.device,
-    state: Params,
-    streams: Streams,
-    borrowed: ExitStack,
-) -> tuple[list[Network], Callable[[], None]]:
+def _teachers(setting: Setting, layout: ParamLayout) -> tuple[list[Network], Callable[[], None]]:
     """The teachers, whose weights are views of the student's, and a function to call before each step, which updates
     the weights that cannot be views: on an axis with copies or of several groups, leading channels are not
     contiguous."""
-    task = tasks[0]
+    task, state = setting.tasks[0], setting.state
     if task.distillation is None or task.distillation.weight == 0:
         return [], lambda: None
     weights = {name: tensor.detach() for name, tensor in state.items()}
@@ -183,8 +168,8 @@ def _teachers(
             if all(axis.copies == 1 and axis.then is None for axis in layout.slots[name].axes):
                 raise ModelError(f"a teacher must be made of leading channels of the student; in {name} it is not")
         copied.append((spec, apart))
-        teacher = borrowed.enter_context(lent(family, replace(task, spec=spec, scaler=1.0)))
-        teacher.bind(own, generators(tasks, device, f"teacher{i}", streams))
+        teacher = setting.lent(replace(task, spec=spec, scaler=1.0))
+        teacher.bind(own, setting.generators(f"teacher{i}"))
         if not task.distillation.training:
             evaluates(teacher)
         out.append(teacher)

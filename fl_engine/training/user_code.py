@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -21,17 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from fl_engine.core import seeds
-from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, FlexfleetError, ModelError, first_line, line_in
 from fl_engine.core.registry import resolve
 from fl_engine.core.seeds import drawing
 from fl_engine.core.slicing import blank, is_statistic
-from fl_engine.core.task import Task
 from fl_engine.core.types import LocalTask, OwnOptimizer, Params
-from fl_engine.training.lanes import Generators, Network
+from fl_engine.training.lanes import Network
 from fl_engine.training.losses import mask_absent
-from fl_engine.training.networks import divide_outputs, lent
-from fl_engine.training.numerics import Numerics
+from fl_engine.training.networks import divide_outputs
+from fl_engine.training.objective import Objective, Setting
 
 OBJECTIVE, OPTIMIZER = "training.objective", "training.optimizer"
 
@@ -112,34 +110,18 @@ def stepper(task: LocalTask, parameters: Mapping[str, nn.Parameter], weights: Pa
 
 
 # ----------------------------------------------------------------------------------------------- the objective
-def objective(
-    family: ModelFamily,
-    goal: Task,
-    task: LocalTask,
-    start: Params,
-    targets: Tensor,
-    state: Params,
-    parameters: Mapping[str, nn.Parameter],
-    numerics: Numerics,
-    generators: Generators,
-    borrowed: ExitStack,
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of a batch (B, ...) and its targets (B, 1, ...) that returns the objective's loss, float32 (1,).
-
-    Args:
-        start: The weights that the client received.
-        targets: The targets of all samples of the client.
-        state: The weights and statistics in training, (1, ...).
-    """
+def objective(setting: Setting, start: Params, parameters: Mapping[str, nn.Parameter]) -> Objective:
+    """The user's loss, float32 (1,), of a batch (B, ...) and its targets (B, 1, ...). `start`: the weights that the
+    client received."""
+    task, device = setting.tasks[0], setting.device
     check(task)
     name = task.objective
     assert name is not None
-    device = targets.device
-    network = borrowed.enter_context(lent(family, task))
-    network.bind(state, generators)
-    borrowed.callback(network.module.train)
-    present = goal.present(targets) if task.mask_labels else None
-    model = _client_network(family, task, network, parameters, state, numerics, present)
+    network = setting.lent(task)
+    network.bind(setting.state, setting.generators("dropout"))
+    setting.borrowed.callback(network.module.train)
+    present = setting.goal.present(setting.targets[0]) if task.mask_labels else None
+    model = _client_network(setting, network, parameters, present)
     began = MappingProxyType({key: t.detach().to(device, copy=True) for key, t in start.items()})
     taken = 0
 
@@ -161,18 +143,13 @@ def objective(
 
 
 def _client_network(
-    family: ModelFamily,
-    task: LocalTask,
-    network: Network,
-    parameters: Mapping[str, nn.Parameter],
-    state: Params,
-    numerics: Numerics,
-    present: Tensor | None,
+    setting: Setting, network: Network, parameters: Mapping[str, nn.Parameter], present: Tensor | None
 ) -> nn.Module:
     """The sub-model as its family builds it, in training mode, with these parameters. A layer that `network` replaces
     computes by the replacement, with views of the parameters. Outputs are float32; classes that are not `present` are
     masked."""
-    model = blank(family, task.spec).train()
+    task, state = setting.tasks[0], setting.state
+    model = blank(setting.family, task.spec).train()
     layers = dict(model.named_modules())
     for name, tensor in state.items():
         path, _, leaf = name.rpartition(".")
@@ -188,11 +165,11 @@ def _client_network(
         within = f"{path}." if path else ""
         held = [name.removeprefix(within) for name in state if name.startswith(within)]
         layer.forward = partial(_through, ours[path], layer, held)
-    divide_outputs(family, task, {path: layers[path] for path in network.weighted if path not in done})
+    divide_outputs(setting.family, task, {path: layers[path] for path in network.weighted if path not in done})
     plain = model.forward
 
     def forward(x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        with numerics.autocast(x.device):
+        with setting.numerics.autocast(x.device):
             out = plain(x)
         return tuple(shaped(each) for each in out) if isinstance(out, tuple) else shaped(out)
 
