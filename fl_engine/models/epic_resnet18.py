@@ -33,7 +33,7 @@ class EpicResNet18(ImageNetwork):
     published_input: ClassVar[tuple[int, ...]] = (1, 400, 128)
     published_outputs: ClassVar[int] = 44
     min_hw: ClassVar[int] = 33
-    """Up to 32x32 the last map is a single pixel, so a batch of one sample has no variance there."""
+    """In smaller samples the last map is a single pixel, so the variance of one sample is not defined."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -72,7 +72,7 @@ def _block_slots(name: str, inside: str, out: str, t: int, norm: Norm) -> dict[s
 
 class MobileNetV2(ImageNetwork):
     min_hw: ClassVar[int] = 17
-    """Up to 16x16 the last map is a single pixel, so a batch of one image has no variance there."""
+    """In smaller images the last map is a single pixel, so the variance of one image is not defined."""
 
     def groups(self) -> dict[str, int]:
         channels = {"stem": STEM} | {name: stage.channels for name, stage in STAGES.items()} | {"head": LAST}

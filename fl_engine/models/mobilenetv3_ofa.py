@@ -162,7 +162,7 @@ class MobileNetV3OFA(ImageNetwork):
     """batch: the statistics of the current batch; static: stored ones."""
 
     min_hw: ClassVar[int] = 17
-    """Up to 16x16 the last map is a single pixel, so a batch of one image has no variance there."""
+    """In smaller images the last map is a single pixel, so the variance of one image is not defined."""
 
     def groups(self) -> dict[str, int]:
         """All are multiples of 8."""

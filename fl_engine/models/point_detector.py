@@ -45,7 +45,7 @@ class PointDetector(Network):
     published_input: ClassVar[tuple[int, ...]] = (3, 224, 224)
     published_outputs: ClassVar[int] = 16
     min_hw: ClassVar[int] = 33
-    """Up to 32x32 the coarsest map is a single pixel, so a batch of one image has no variance there."""
+    """In smaller images the coarsest map is a single pixel, so the variance of one image is not defined."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

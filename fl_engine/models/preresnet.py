@@ -75,7 +75,7 @@ def _projects(stage: str, b: int) -> bool:
 
 class PreResNet18(ImageNetwork):
     min_hw: ClassVar[int] = 9
-    """Up to 8x8 the last map is a single pixel, so a batch of one image has no variance there."""
+    """In smaller images the last map is a single pixel, so the variance of one image is not defined."""
 
     def groups(self) -> dict[str, int]:
         return {name: scaled(n, self.width) for name, n in CHANNELS.items()}

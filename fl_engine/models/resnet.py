@@ -61,12 +61,12 @@ def block_slots(name: str, inside: Axis, out: Axis, norm: Norm, project: bool) -
 @dataclass(frozen=True)
 class _ResNet(ImageNetwork):
     channels: tuple[int, int, int, int] = (96, 128, 256, 512)
-    """Of each stage, before `width`: FlexFL's code; He et al. have 64, 128, 256, 512."""
+    """Channels of each stage, before `width`. The default is FlexFL's; He et al. have 64, 128, 256, 512."""
 
     depths: ClassVar[tuple[int, int, int, int]]
     """Blocks per stage."""
     min_hw: ClassVar[int] = 9
-    """Up to 8x8 the last map is a single pixel, so a batch of one image has no variance there."""
+    """In smaller images the last map is a single pixel, so the variance of one image is not defined."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -70,11 +70,11 @@ class Supernet(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     weights: Weights = Field(default={}, repr=False)
-    """Of the whole network; empty before the preparation."""
+    """The whole network's weights; empty before the preparation."""
     levels: tuple[SubNetwork, ...] = ()
     """The scored sub-networks, smallest first."""
     chosen: dict[str, Candidate] = {}
-    """By tier, the result of the search; empty without a search."""
+    """The result of the search by tier; empty without a search."""
     table: tuple[Candidate, ...] = ()
     """Everything that the search measured."""
     seconds_per_round: dict[str, dict[str, float]] = {}
@@ -203,7 +203,7 @@ class Scores:
         return Candidate(level=name, bits=bits, accuracy=mean, encoded_bits=size / count)
 
     def _weights(self, name: str) -> Params:
-        """With running statistics of its own, if the network has any."""
+        """The weights, with running statistics of its own if the network has any."""
         if name in self._kept:
             return self._kept[name]
         server, spec = self._server, self._levels[name]

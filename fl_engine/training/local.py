@@ -242,7 +242,7 @@ class Session:
 
 
 def _in_half(job: Job) -> Job:
-    """The job with weights and samples in float16 and without weight decay. Tokens and targets stay as they are."""
+    """The job with weights and samples in float16 and without weight decay. Tokens and targets keep their type."""
     if not isinstance(job.task.optimizer, SGD):
         raise ModelError(
             "run.precision=fp16 supports only SGD, because Adam's eps, for example, is 0 in float16. Set "

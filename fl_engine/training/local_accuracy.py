@@ -29,7 +29,7 @@ class Local:
 
     mean: float
     sd: float
-    """Of a sample (n - 1); 0 of one client."""
+    """Their standard deviation (n - 1); 0 for one client."""
     clients: int
     """The number of clients with test samples."""
     histogram: dict[int, int]
@@ -39,8 +39,8 @@ class Local:
 def deal(labels: Ints, held: Ints, seed: int) -> Ints:
     """(N,): the client of each test sample; NOBODY if no client holds the class.
 
-    Of a class's test samples a client gets its share of the training samples, rounded up or down. Each class has
-    another order of the clients, so that rounding up does not always favour the same ones.
+    A client gets the same share of a class's test samples as of its training samples, rounded up or down. Each class
+    has another order of the clients, so that rounding does not always favour the same clients.
 
     Args:
         labels: (N,): the classes of the test samples.

@@ -65,7 +65,7 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a client of a level does: it receives the weights of `sent` and trains `task`."""
+    """A client of a level receives the weights of `sent` and trains `task`."""
 
     name: str
     sent: SubmodelSpec

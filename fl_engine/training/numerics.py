@@ -75,7 +75,7 @@ STRICT = 0x10000
 
 @cache
 def _mkl() -> Any:
-    """The library that contains MKL; None if this torch has none."""
+    """The library that contains MKL, or None."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         return library if hasattr(library, "mkl_serv_cbwr_get") else None

@@ -1,4 +1,4 @@
-"""The loss of a client's training: that of the data's task, with the terms of the algorithm."""
+"""The loss of a client's training: the loss of the data's task plus the terms of the algorithm."""
 
 from __future__ import annotations
 

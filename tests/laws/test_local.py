@@ -406,4 +406,4 @@ def test_a_device_that_is_too_small_fails_in_pruning() -> None:
     found = execute(algorithm, order, weak)
     assert isinstance(found, ClientFailure)
     assert (found.client, found.stage) == (0, "prune")
-    assert "5.0 %" in found.reason
+    assert "5 %" in found.reason

@@ -26,7 +26,7 @@ class Channels:
     pinned: bool = False
     """Never cut."""
     loose: bool = False
-    """Of a parameter that no layer uses yet: pinned if nothing else decides."""
+    """Whether it belongs to a parameter that no layer uses yet. It is pinned if nothing else decides."""
 
     def __post_init__(self) -> None:
         self.order = next(_order)

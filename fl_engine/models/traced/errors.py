@@ -26,7 +26,7 @@ UNBOUND = (
 
 
 def path_of(node: Any) -> str:
-    """The module in whose forward the node runs, or which it is; "" for the network itself."""
+    """The path of the module whose forward contains the node; "" for the network itself."""
     stack = node.meta.get("nn_module_stack")
     return str(next(reversed(stack.values()))[0]) if stack else ""
 
