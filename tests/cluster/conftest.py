@@ -81,8 +81,8 @@ def client_python(request: pytest.FixtureRequest) -> str | None:
 
 @pytest.fixture(scope="session")
 def namespace(api: Api, client_python: str | None) -> Iterator[str]:
-    """One of its own, gone afterwards; `restricted`, but where a folder of the nodes has to be mounted. With the
-    coordinator's account and its Role."""
+    """A temporary namespace with the coordinator's account and Role; `restricted`, unless a folder of the nodes is
+    mounted."""
     level = "privileged" if client_python else "restricted"
     labels = {"pod-security.kubernetes.io/enforce": level}
     metadata = {"name": NAMESPACE, "labels": labels}
@@ -125,7 +125,7 @@ def template(client_python: str | None, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session", params=["run", "round"])
 def lifetime(request: pytest.FixtureRequest) -> str:
-    """Every test of runs is of both."""
+    """Every test of runs runs with both values."""
     return str(request.param)
 
 
@@ -133,7 +133,7 @@ def lifetime(request: pytest.FixtureRequest) -> str:
 def settings(
     request: pytest.FixtureRequest, quick: tuple[str, ...], namespace: str, template: str | None, lifetime: str
 ) -> tuple[str, ...]:
-    """What every run of the suite is configured with; its bucket is there."""
+    """Settings of every run of the suite, whose bucket exists."""
     assert "AWS_ENDPOINT_URL" in os.environ, "the suite needs an S3 server: AWS_ENDPOINT_URL and credentials"
     client = boto3.session.Session(region_name=os.environ.get("AWS_DEFAULT_REGION", "us-east-1")).client("s3")
     if "flexfleet-tests" not in [bucket["Name"] for bucket in client.list_buckets()["Buckets"]]:

@@ -39,7 +39,7 @@ def model(out: Path) -> bytes:
 
 
 def when(condition: Callable[[], Any], then: Callable[[Any], None], seconds: float = 300) -> threading.Thread:
-    """Does something as soon as a condition holds, beside the test."""
+    """Do something in a thread as soon as a condition holds."""
 
     def wait() -> None:
         end = time.monotonic() + seconds
@@ -63,7 +63,7 @@ def running(api: Api, namespace: str) -> list[str]:
 def test_run_has_the_bits_of_one_process_and_leaves_nothing(
     rounds: Rounds, settings: Settings, expected: Callable[..., bytes], cluster: Cluster
 ) -> None:
-    """Where all nodes are of one kind; the log says where they are not."""
+    """All nodes must be of one kind; otherwise the log reports the difference."""
     out = rounds("plain")
     assert [row.metrics["clients_trained"] for row in rows(settings, "plain")] == [3.0, 3.0, 3.0]
     assert model(out) == expected()
@@ -110,8 +110,8 @@ def test_killed_coordinator_continues_with_its_jobs(
 def test_pod_killed_for_memory_trains_a_smaller_sub_model(
     rounds: Rounds, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The coordinator is made to believe that training takes next to nothing, so that every pod tries the full model; a
-    limit below what importing torch takes kills it."""
+    """The measured peaks are far too low, so that every pod tries the full model. The limit is below what torch
+    takes."""
     from flexfleet.pipeline import federate as step
 
     def next_to_nothing(run: Run, initial: Any) -> Peaks:
@@ -139,7 +139,7 @@ def test_pool_without_nodes_is_named(rounds: Rounds, settings: Settings) -> None
 def test_tainted_arm64_pool_runs_its_tier(
     rounds: Rounds, settings: Settings, api: Api, request: pytest.FixtureRequest
 ) -> None:
-    """On nodes that are labelled and tainted as one: real ones, or (--fake-edge NODE) one that says it is."""
+    """On nodes with these labels and this taint, or with (--fake-edge NODE) on a node that pretends to have them."""
     node = request.config.getoption("--fake-edge")
     found = api("GET", "/api/v1/nodes?labelSelector=flexfleet.io/tier=weak")["items"]
     if not found and node is None:

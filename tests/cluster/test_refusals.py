@@ -35,7 +35,7 @@ def running(api: Api, namespace: str) -> list[Any]:
 
 
 def jobs_of(cluster: Cluster, run: str) -> list[Any]:
-    """What a run has left."""
+    """Return the Jobs that a run has left."""
     every = cluster.select("jobs", {"app.kubernetes.io/part-of": "flexfleet"})
     return [job for job in every if job["metadata"]["name"].startswith(f"{run}-")]
 
@@ -47,7 +47,7 @@ def ready(api: Api, node: str) -> bool:
 
 @contextmanager
 def beside(watch: Callable[[], bool], seconds: float = 300) -> Iterator[None]:
-    """Calls `watch` twice a second until it says that it is done; the test fails where it never does."""
+    """Call `watch` twice a second until it returns True. The test fails if it never does."""
     end, done, stop = time.monotonic() + seconds, threading.Event(), threading.Event()
 
     def look() -> None:

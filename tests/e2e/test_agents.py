@@ -79,7 +79,7 @@ class Scene:
         return Message.model_validate_json(self.mailboxes.get(f"{name}/message.json"))
 
     def at_work(self) -> str | None:
-        """A device that executes an assignment."""
+        """Return a device that executes an assignment."""
         for name in self.devices:
             with suppress(Exception):
                 heartbeat = Heartbeat.model_validate_json(self.mailboxes.get(f"{name}/heartbeat.json"))
@@ -129,7 +129,6 @@ def test_killed_and_hung_devices_give_the_bits_of_one_process(scene: Scene) -> N
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_devices_with_a_gpu_give_the_bits_of_one_process(scene: Scene) -> None:
-    """APoZ would be a processor's here, and a GPU's there."""
     scene.sets.append("algorithm.use_apoz=false")
     for invitation in scene.invite("--count", "3"):
         scene.agent(invitation, "--device", "cuda")
@@ -167,7 +166,7 @@ def test_revoked_device_ends_and_the_others_continue(scene: Scene) -> None:
 
 
 def test_restarted_device_continues_with_assignments(scene: Scene) -> None:
-    """The only one, so that the run has to wait for it. SIGTERM gives the order back at once."""
+    """It is the only device, so the run waits for it. SIGTERM ends its lease at once."""
     (invitation,) = scene.invite("--tier", "weak")
     sets = ["fleet.tiers=[{name: weak, share: 1.0, memory: 100.0, sigma: [0.0]}]"]
     scene.sets += sets
@@ -198,8 +197,8 @@ def bucket() -> Iterator[tuple[Any, tuple[str, int], dict[str, str]]]:
 def test_device_cut_off_during_an_assignment_changes_no_bit(
     nursery: Any, quick: Sequence[str], tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch, comes_back: bool
 ) -> None:
-    """By URLs alone; the device finishes what nobody hears of in time, another one answers, and the bits are the same.
-    Where it comes back it gets other orders, and what it still says of the lost one changes nothing."""
+    """The device has URLs only. Another device executes its assignment. If it returns, it gets other assignments,
+    and its late results change nothing."""
     from fl_engine.storage.s3 import S3Store
 
     s3, address, env = bucket

@@ -26,7 +26,7 @@ def sets_for(quick: Sequence[str], *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(nursery: Any, quick: Sequence[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nobody killed."""
+    """The folder of an undisturbed run."""
     cwd = tmp_path_factory.mktemp("undisturbed")
     done = nursery.start("flexfleet", "run", "--json", "--run-id", "a", cwd=cwd, sets=sets_for(quick)).wait()
     assert done.code == 0, done.err
@@ -45,7 +45,7 @@ def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) 
 
 
 def writes(run: Path) -> int:
-    """Grows with every write that a run makes in its rounds; the newest modification time in ns."""
+    """Return the newest modification time in ns of the files in the rounds."""
     times = []
     for path in (run / "rounds").rglob("*"):
         try:
@@ -56,7 +56,7 @@ def writes(run: Path) -> int:
 
 
 def test_typed_command_survives_a_kill(nursery: Any, quick: Sequence[str], undisturbed: Path, tmp_path: Path) -> None:
-    """In a fresh interpreter, as a user starts it; and what goes on need not be the same kind of process."""
+    """It runs in a new interpreter, and resumes in another kind of process."""
     run, sets = tmp_path / "runs" / "a", sets_for(quick)
     command = [sys.executable, "-m", "flexfleet.cli.main", "run", "--json", "--run-id", "a"]
     command += [part for pair in sets for part in ("--set", pair)]
@@ -69,8 +69,8 @@ def test_typed_command_survives_a_kill(nursery: Any, quick: Sequence[str], undis
 
 
 def test_kill_while_mlflow_creates_tables_is_survived(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
-    """MLflow takes seconds for that, in the first minute of the first run that anybody starts; then two start at once,
-    as the runs of a comparison do, and each finds no database or half of one."""
+    """MLflow creates its tables for seconds in the first run. Then two runs start at once, each with half of the
+    tables."""
     sets = [*quick, "rounds.stop=1", "tracking.mlflow=sqlite:///mlflow.db"]
 
     def start(run_id: str) -> Any:
@@ -88,7 +88,7 @@ def test_kill_while_mlflow_creates_tables_is_survived(nursery: Any, quick: Seque
 
 
 def test_second_process_of_a_run_is_refused(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
-    """Both would write one ledger. A killed process, on the other hand, must not lock anybody out."""
+    """A killed process leaves no lock."""
     run = tmp_path / "runs" / "a"
 
     def start(*sets: str) -> Any:
@@ -108,7 +108,7 @@ def test_second_process_of_a_run_is_refused(nursery: Any, quick: Sequence[str], 
 
 
 def interrupted(nursery: Any, quick: Sequence[str], tmp_path: Path, number: signal.Signals) -> Any:
-    """What a run ends with that gets a signal when it has committed its first round."""
+    """Return how a run ends that gets a signal after the commit of its first round."""
     run = tmp_path / "runs" / "a"
     sets = sets_for(quick, "rounds.stop=200", "rounds.keep_updates=true")
     child = nursery.start("flexfleet", "run", "--json", "--run-id", "a", cwd=tmp_path, sets=sets)
@@ -118,7 +118,7 @@ def interrupted(nursery: Any, quick: Sequence[str], tmp_path: Path, number: sign
 
 
 def goes_on(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
-    """What was interrupted can be resumed, and nothing that was finished is done again."""
+    """Resume the run; committed rounds are not repeated."""
     committed = len(list((tmp_path / "runs" / "a" / "rounds").glob("*/COMMITTED")))
     stop = committed + 1
     done = nursery.start(
@@ -147,7 +147,7 @@ def test_ctrl_c_stops_resumably_with_exit_code_130(nursery: Any, quick: Sequence
 
 
 def test_second_ctrl_c_ends_at_once(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
-    """The first one waits for the client in flight, which here takes an hour."""
+    """The first Ctrl-C waits for the running client, which takes an hour here."""
     sets = sets_for(quick, "training.epochs=100000")
     child = nursery.start("flexfleet", "run", "--json", "--run-id", "a", cwd=tmp_path, sets=sets)
     wait_for((tmp_path / "runs" / "a" / "run.json").exists, "the beginning of the rounds")
@@ -169,7 +169,7 @@ def test_second_ctrl_c_ends_at_once(nursery: Any, quick: Sequence[str], tmp_path
 def test_signal_before_the_rounds_ends_the_command(
     nursery: Any, quick: Sequence[str], tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    """Pre-training may take an hour: whoever stops a pod then must not have to wait for the rounds."""
+    """Pre-training may take an hour, and must not delay the end."""
     sets = sets_for(quick, "pretrain.epochs=100000")
     child = nursery.start("flexfleet", "run", "--json", "--run-id", "a", cwd=tmp_path, sets=sets)
     wait_for((tmp_path / "runs" / "a" / "partition" / "partition.json").exists, "the partition step")
@@ -195,7 +195,6 @@ def test_closed_terminal_stops_a_run_except_with_nohup(handler: Any, stops: bool
 def test_signal_handlers_are_restored_after_the_rounds(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None
 ) -> None:
-    """Else SIGTERM does nothing while the model is evaluated and the report written, and Ctrl-C once nothing."""
     monkeypatch.chdir(tmp_path)
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     assert flexfleet("run", "--json", "--run-id", "a", sets=[*quick, "rounds.stop=1"]).code == 0

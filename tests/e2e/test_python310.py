@@ -91,7 +91,7 @@ MISTAKES = (
 
 
 def test_every_command_for_devices_runs_on_python_3_10(python310: str, tmp_path: Path) -> None:
-    """All but `agent` and `profile`, which have tests of their own; and what a user of it mistypes is told."""
+    """All commands but `agent` and `profile`, which have tests of their own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
 
     def flexfleet(*argv: str) -> subprocess.CompletedProcess[str]:

@@ -55,7 +55,7 @@ def test_the_wheel_runs_outside_the_checkout(installed: Path, quick: Sequence[st
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder as Kubeflow's users have it: with packages `components` and `pipelines` of their own."""
+    """A folder with packages `components` and `pipelines` of its own."""
     for name in ("components", "pipelines"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('somebody else's package')\n")

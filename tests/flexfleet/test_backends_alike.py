@@ -94,8 +94,7 @@ def test_half_precision_gives_another_model(
 
 
 def test_overflow_of_float16_fails_the_client(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
-    """A rate with which every client's weights overflow, and one that is no number of float16 itself: the model stays
-    as it is, and the run says why."""
+    """With one learning rate all weights overflow; the other is not a number of float16. The model does not change."""
     said = {"6e4": "train: training diverged (learning rate 60000)", "7e4": "train: the learning rate 70000 is more"}
     for lr, reason in said.items():
         done = flexfleet(

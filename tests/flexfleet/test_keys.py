@@ -42,7 +42,7 @@ def record(key: bytes) -> RunFile:
 
 
 class Dying:
-    """A cluster, or anything else, whose calls that change something are not done any more after so many."""
+    """Wraps a cluster or store; calls that change something raise after so many."""
 
     def __init__(self, inner: Any, left: int, killed: type[BaseException]) -> None:
         self.inner, self.left, self.killed = inner, left, killed
@@ -73,7 +73,6 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
 def test_kill_at_any_write_loses_no_key(
     kind: str, cluster: Cluster, tmp_path: Path, killed: type[BaseException]
 ) -> None:
-    """Before its record is written, and after."""
     for writes in range(2):
         root, label = tmp_path / f"{writes}", f"a{writes}"
 
@@ -109,7 +108,6 @@ def test_secret_is_created_once_and_has_no_owner(cluster: Cluster, caplog: pytes
 
 @pytest.mark.parametrize("how", ["gone", "another", "half", "no base64", "no key"])
 def test_wrong_or_missing_key_is_refused_and_not_replaced(how: str, cluster: Cluster) -> None:
-    """And none is made in its place."""
     place = InSecret(cluster, "a")
     if how in ("another", "half"):
         place.create(bytes(SIZE) if how == "another" else KEY[:16])
@@ -173,7 +171,7 @@ def test_place_that_clients_may_reach_is_refused(
 def test_bucket_of_keys_has_its_own_credentials_and_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The address may be the run's; credentials never are, not even a session's token."""
+    """The address may be the run's, but the credentials and the session token may not."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.setenv(name, "runs")
         monkeypatch.setenv(f"FLEXFLEET_{name}", "runs")
@@ -201,7 +199,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, quick: Sequence[str]) -> 
 
 @pytest.fixture
 def rounds(step: Step, prepared: Path, quick: Sequence[str]) -> Step:
-    """Two rounds of a private run, in a folder and with settings of one's own."""
+    """Run two rounds of a private run."""
     pytest.importorskip("dp_accounting", reason="pip install 'flexfleet[privacy]'")
 
     def run(out: Path, *argv: str, sets: Sequence[str] = ()) -> Any:
@@ -237,7 +235,7 @@ def objects_of(client: Any, bucket: str) -> dict[str, bytes]:
 
 @pytest.mark.long
 def test_private_run_resumes_on_another_machine(rounds: Step, bucket: Any, tmp_path: Path) -> None:
-    """With the store and the credentials, with nothing of the first machine; the key is in the other bucket alone."""
+    """With the store and the credentials, and without files of the first machine."""
     sets = ["run.remote=s3://runs/keys-x", "run.secrets=s3://safe/keys"]
     done = rounds(tmp_path / "whole" / "a", sets=sets)
     assert done.code == 0, done.err
@@ -258,7 +256,7 @@ def test_private_run_resumes_on_another_machine(rounds: Step, bucket: Any, tmp_p
 def test_private_run_warns_of_a_copy_on_another_machine(
     rounds: Step, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once for each move, and not where it was: two copies would draw the same noise."""
+    """Once for each move, because two copies would draw the same noise."""
     first, copy = tmp_path / "first", tmp_path / "copy"
     assert rounds(first, sets=["rounds.stop=1"]).code == 0
     shutil.copytree(first, copy)
@@ -301,7 +299,7 @@ def test_place_of_the_key_is_checked_before_the_training(
 
 
 def test_private_run_records_the_numerics_of_its_noise(rounds: Step, tmp_path: Path) -> None:
-    """Another numpy, or another processor, may round its logarithms otherwise."""
+    """Another numpy or processor may round logarithms differently."""
     assert rounds(tmp_path / "a", sets=["rounds.stop=1"]).code == 0
     file = RunFile.read(tmp_path / "a" / "run.json")
     found = file.noise_numerics
@@ -313,7 +311,7 @@ def test_private_run_records_the_numerics_of_its_noise(rounds: Step, tmp_path: P
 
 
 def test_private_runs_of_one_name_share_a_key_and_no_noise(rounds: Step, tmp_path: Path) -> None:
-    """A key may outlive its run: were the noise the same, it would fall out of the difference of two models."""
+    """With equal noise, the difference of two models would not have any."""
     sets = [f"run.secrets={tmp_path}/keys", "rounds.stop=1"]
     assert rounds(tmp_path / "one" / "a", sets=sets).code == 0
     assert rounds(tmp_path / "two" / "a", sets=sets).code == 0

@@ -75,18 +75,18 @@ def simulated(*more: str) -> list[str]:
 
 
 def tiers_of(sets: Sequence[str]) -> list[str]:
-    """By client."""
+    """Return the tier of each client."""
     config = load_config(None, sets)
     return [device.tier for device in fleet(config.fleet.tiers, config.partition.clients, config.seed)]
 
 
 def folders_in(path: Path) -> list[Path]:
-    """By client."""
+    """Return the folder of each client."""
     return [path / "clients" / f"d-{client + 1}" for client in range(len(SIZES))]
 
 
 class Reading(FolderStore):
-    """Remembers what was read."""
+    """Records which keys were read."""
 
     read: list[str] = []  # noqa: RUF012 - of all devices
 
@@ -97,7 +97,7 @@ class Reading(FolderStore):
 
 @pytest.fixture
 def on_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[Played]]:
-    """Devices that are played, for a run in this process: each reads its own folder, as `flexfleet agent` does."""
+    """Simulated devices for a run in this process; each reads its own folder, as `flexfleet agent` does."""
     clock, devices = played_clock(monkeypatch), list[Played]()
 
     def turn() -> bool:
@@ -198,7 +198,7 @@ def test_simulation_resumes_with_the_same_data_only(flexfleet: Any, tmp_path: Pa
 
 
 def test_liar_among_devices_is_rejected_by_default(flexfleet: Any, tmp_path: Path, on_devices: Any) -> None:
-    """One of six sends 90 times its change. Where the clients are the user's own, its update is merged."""
+    """One of six devices sends 90 times its change. In a simulation its update is merged."""
     sets = [*SETS, "dataset.root=server", "algorithm.name=heterofl", "training.fraction=1.0", "evaluate.on=server"]
     sets += ["rounds.faults='scale=0.167x90,always'"]
     there = [*sets, "run.backend=agents", "agents.wait_s=60"]
@@ -267,7 +267,6 @@ def test_settings_that_need_the_clients_data_are_refused(flexfleet: Any, sets: l
 
 
 def test_invalid_data_of_a_device_is_named(flexfleet: Any, tmp_path: Path) -> None:
-    """Also where what a reader raises names no folder."""
     np.savez(tmp_path / "clients" / "d-2" / "data.npz", x=np.zeros((3, 1, 8, 8), np.uint8), y=np.arange(9, 12))
     done = flexfleet("check", sets=simulated())
     assert done.code == 2 and "clients/d-2: own: train_y: expected classes 0..9, found 10" in done.err, done.err

@@ -85,7 +85,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 def test_older_message_is_not_obeyed(place: Place) -> None:
-    """Not even after the device was started again."""
+    """Also after a restart of the device."""
     device = place.device()
     old = place.write(device, run="a")
     place.write(device, run="b")
@@ -157,7 +157,7 @@ def test_assignment_over_its_time_ends_without_a_heartbeat(place: Place) -> None
 @pytest.mark.parametrize("pod", [True, False])
 @pytest.mark.parametrize("owners", [None, "cuda:1"])
 def test_torch_device_and_memory_depend_on_the_worker(place: Place, pod: bool, owners: str | None) -> None:
-    """The owner may name the torch device. A pod needs a memory limit: all that its node has free says nothing."""
+    """The owner may set the torch device. A pod needs a memory limit, because its node's free memory is not its own."""
     device, seen, nothing = place.device(), list[Any](), server.Prepared(None, None, "")  # type: ignore[arg-type]
     place.patch.setattr(server, "prepare", lambda given, *_: seen.append(given.device) or nothing)
     place.patch.setattr(server, "execute", lambda lease, *more: seen.extend([lease.assignment.device, more[-1]]))
@@ -169,7 +169,7 @@ def test_torch_device_and_memory_depend_on_the_worker(place: Place, pod: bool, o
 
 @pytest.mark.parametrize("lives", [True, False])
 def test_device_ends_when_the_lock_of_the_coordinator_is_silent(place: Place, lives: bool) -> None:
-    """There is no new message for an hour, because the coordinator does something else."""
+    """The coordinator is busy and writes no message for an hour."""
     place.write(device := place.device())
     until = 3600 if lives else 0
     clock = place.served(device, 300, lambda passed: place.home.put(LOCK, str(min(passed, until) // 5).encode()))
@@ -177,7 +177,7 @@ def test_device_ends_when_the_lock_of_the_coordinator_is_silent(place: Place, li
 
 
 def test_long_assignment_is_not_silence(place: Place) -> None:
-    """There is no new message meanwhile; the next lease comes a little later."""
+    """No message arrives during the assignment; the next lease comes a little later."""
     ends = list[float]()
     place.write(device := place.device(), lease=LEASE)
 
@@ -223,7 +223,7 @@ def test_process_is_replaced_after_many_orders(place: Place, done: str) -> None:
 
 
 def test_invitation_is_needed_once(place: Place) -> None:
-    """Afterwards the folder is found, wherever systemd or the user has it."""
+    """After the first start the folder is found in the place of systemd or of the user."""
     device = place.device()
     place.file.unlink()
     assert device_of(str(place.file), place.folder) == (device.device, place.folder)

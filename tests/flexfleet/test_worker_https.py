@@ -54,7 +54,7 @@ class Server:
 def server(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flexfleet: Callable[..., Any]
 ) -> Iterator[Server]:
-    """The parameters: from which until which day its certificate is valid."""
+    """The parameters are the first and the last day of its certificate."""
     monkeypatch.setattr(worker, "SILENCE_S", 0.5)
     monkeypatch.setenv(worker.PROCESS, "00" * 8)
     _, own = certificates(tmp_path, days=request.param)
@@ -99,7 +99,7 @@ def test_untrusted_server_is_refused_at_once(server: Server) -> None:
 
 
 def test_messages_of_an_untrusted_server_are_not_read(server: Server, tmp_path: Path, caplog: Any) -> None:
-    """The invitation came as a file. The device continues to look, because the server may be mended."""
+    """The invitation is a file. The device continues to poll, because the server may be fixed."""
     (tmp_path / "weak-1.json").write_bytes(server.values.files["invitation"])
     done = server.agent(str(tmp_path / "weak-1.json"))
     assert done.code == 0 and server.asked == []

@@ -51,8 +51,7 @@ def tiny(quick: tuple[str, ...]) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    """An S3 server with the bucket `runs`; gives its address. Credentials come from the environment, which is as it was
-    for the tests of the next file."""
+    """The address of an S3 server with the bucket `runs`."""
     given = {
         "AWS_ACCESS_KEY_ID": "somebody",
         "AWS_SECRET_ACCESS_KEY": "something",
@@ -68,7 +67,7 @@ def s3() -> Iterator[str]:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Path) -> Iterator[Any]:
-    """A fake cluster that KUBECONFIG points to. Its pods are processes, forked from one that has imported all."""
+    """A fake cluster that KUBECONFIG points to. Its pods are forked from a process that has imported everything."""
     found = fake.Cluster(tmp_path / "cluster", python=str(python))
     with fake.serving(found) as kubeconfig:
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
@@ -113,7 +112,7 @@ def rounds(tiny: tuple[str, ...], prepared: Path, tmp_path: Path) -> Rounds:
 
 @pytest.fixture(scope="session")
 def expected(tiny: tuple[str, ...], prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], bytes]:
-    """The model that so many rounds give without a cluster."""
+    """Return the model after so many rounds without a cluster."""
 
     @cache
     def after(rounds: int) -> bytes:
@@ -138,7 +137,7 @@ def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def in_a_queue(tmp_path: Path) -> str:
-    """A setting: Jobs that name a queue of Kueue's."""
+    """A setting with a template of Jobs in a queue of Kueue."""
     template = yaml.safe_load(TEMPLATE.read_text())
     template["metadata"]["labels"][kueue.LABEL] = "team"
     path = tmp_path / "queued.yaml"
@@ -148,8 +147,7 @@ def in_a_queue(tmp_path: Path) -> str:
 
 @pytest.fixture
 def peaks(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Peaks:
-    """A coordinator that has found that a client takes 100 MiB, and training a level 40 MiB and 60 for its share of the
-    parameters on top: the smallest takes more than half of what the largest takes."""
+    """Peaks for a coordinator: 100 MiB for a client, and 40 to 100 MiB more for training a level."""
     from flexfleet.pipeline import federate as step
 
     levels = PoolFile.read(prepared / "pool" / "pool.json").levels

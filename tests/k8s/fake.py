@@ -149,7 +149,7 @@ class Cluster:
             return 200, one
 
     def _patch(self, kind: str, one: Resource, body: Resource) -> tuple[int, Resource]:
-        """What a Job may change: its size, both numbers together, if they are equal before and after."""
+        """Change the size of a Job: both numbers together, if they are equal before and after."""
         spec = body.get("spec", {})
         assert kind == "jobs" and body.keys() == {"spec"} and spec.keys() <= {"completions", "parallelism"}
         after = one["spec"] | spec
@@ -197,7 +197,7 @@ class Cluster:
                 self._delete(k, n)
 
     def _lingers(self, pod: str) -> bool:
-        """Whether it only begins to end: that is its node's to say."""
+        """Whether a deleted pod only begins to end, because its node decides."""
         found = self.objects["pods", pod]
         begun = "deletionTimestamp" in found["metadata"]
         on_a_node = "containerStatuses" in found["status"] and found["status"]["phase"] in ("Pending", "Running")
@@ -210,7 +210,7 @@ class Cluster:
 
     # ------------------------------------------------------------------------------------------- others' pods
     def place(self, pod: Resource, command: list[str]) -> subprocess.Popen[bytes]:
-        """A pod that runs, its container `main` a process here with the variables that the pod gives it."""
+        """Run a pod of another owner, whose container `main` is a process here."""
         validate("pods", pod)
         name = pod["metadata"]["name"]
         self.namespaces.add(pod["metadata"]["namespace"])
@@ -225,7 +225,7 @@ class Cluster:
         return {each["name"]: each["value"] for each in container.get("env", [])}
 
     def exec(self, name: str, query: dict[str, list[str]]) -> tuple[int, bytes]:
-        """Runs a command in such a pod: its exit code, and what it says."""
+        """Run a command in such a pod, and return its exit code and output."""
         assert query["container"] == ["main"]
         env = {"PATH": os.environ["PATH"], **self._variables(self.objects["pods", name])}
         done = subprocess.run(query["command"], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
@@ -270,7 +270,7 @@ class Cluster:
             job["over"] = True
 
     def _acquire(self, some: threading.Semaphore, job: Resource, pod: Resource | None = None) -> bool:
-        """False: the Job ended first, or the pod."""
+        """Return False if the Job or the pod ended first."""
         while self._goes_on(job, pod):
             if some.acquire(timeout=0.02):
                 return True
@@ -281,7 +281,7 @@ class Cluster:
         return self.alive(job) and "over" not in job and not ended
 
     def _allowed(self, job: Resource, index: int) -> bool:
-        """Waits until a pod may be made, and says in an event why not; False: the Job ended first."""
+        """Wait until a pod may be created, and report the reason in an event. Return False if the Job ended first."""
         while self._goes_on(job):
             why = self.refuse(job, index)
             if not why:
@@ -327,7 +327,7 @@ class Cluster:
         return "ignored" if pod["metadata"]["uid"] in self.preempted else end
 
     def _waits(self, job: Resource, pod: Resource, index: int, fate: str) -> str:
-        """Until it has a node, and what it does there."""
+        """Wait for a node, and run there."""
         status = pod["status"]
         if fate in ("image", "unschedulable"):
             if fate == "image":
@@ -390,7 +390,7 @@ class Cluster:
         return "ok" if code == 0 else "failed"
 
     def _comes_back(self, pod: Resource) -> None:
-        """Its node is heard of again: a pod that was deleted meanwhile is gone."""
+        """Its node is reachable again. A pod that was deleted is gone."""
         self.back.wait()
         with self.lock:
             name = pod["metadata"]["name"]
@@ -404,7 +404,7 @@ class Cluster:
         return [*mesh, {"name": "client", "state": client}]
 
     def _lose(self, pod: Resource, how: str) -> None:
-        """What others say of a pod whose node says nothing: that it is not ready, then that it is to be deleted."""
+        """Set the conditions of a pod whose node is lost."""
         if how != "not-ready":
             self.lost.add(pod["metadata"]["name"])
         ready = "True" if how == "terminating" else "False"
@@ -467,7 +467,7 @@ class Cluster:
 
 
 def in_container(pod: Resource, image: str, env: dict[str, str], mounts: dict[str, str]) -> list[str]:
-    """What a kubelet makes of the pod, as a command of docker's."""
+    """Return the docker command that runs a pod as a kubelet does."""
     (container,) = pod["containers"]
     user = pod["securityContext"]
     assert container["securityContext"]["readOnlyRootFilesystem"] and pod["securityContext"]["runAsNonRoot"]
@@ -505,12 +505,12 @@ def has(resource: Resource, labels: dict[str, str]) -> bool:
 
 
 def leftovers(cluster: Cluster) -> list[tuple[str, str]]:
-    """What finished runs have left but for their keys, which stay."""
+    """Return what finished runs have left, except for keys."""
     return [(kind, name) for kind, name in sorted(cluster.objects) if kind != "secrets" or not name.endswith("-keys")]
 
 
 def telling(resources: Iterable[Resource]) -> list[Resource]:
-    """Of these the Secrets that tell Jobs' pods what to do: all but runs' keys."""
+    """Return the Secrets with invitations, which are all but the keys of runs."""
     secrets = [each for each in resources if each.get("kind") == "Secret"]
     return [each for each in secrets if not each["metadata"]["name"].endswith("-keys")]
 

@@ -37,7 +37,7 @@ def _live(algorithm: Algorithm, site: Site, command: list[str], env: Mapping[str
 
 
 class Forked:
-    """What the kubelet needs of a process."""
+    """A container's process."""
 
     def __init__(self, algorithm: Algorithm, site: Site, command: list[str], env: dict[str, str], log: Path) -> None:
         log.touch()

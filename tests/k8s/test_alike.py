@@ -70,7 +70,7 @@ def test_faults_are_those_of_one_process(pods: type[Pod], rounds: Rounds, remote
 
 
 def lines(rows: list[Row]) -> list[list[dict[str, Any]]]:
-    """The lines of each round's clients, without what differs between equal runs."""
+    """Return the clients' lines of each round, without measured values."""
     return [[measured_alike(line) for line in row.clients] for row in rows]
 
 
@@ -91,7 +91,7 @@ BUFFERED = ("rounds.mode=buffered", "rounds.buffer=1")
 def test_killed_coordinator_changes_no_bit(
     pods: type[Pod], rounds: Rounds, remote: Remote, rows: Any, own: tuple[str, ...]
 ) -> None:
-    """It is killed when clients have been sent what they stored before, or while updates are pending."""
+    """It is killed while clients hold their stored state, or while updates are pending."""
     sets = (*own, "training.fraction=0.7")
     rounds("pods", *remote, *sets, "rounds.stop=2")
     with pytest.MonkeyPatch.context() as patch:

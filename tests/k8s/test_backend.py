@@ -68,7 +68,7 @@ def executed(pods: type[Pod]) -> list[tuple[int, int]]:
 
 
 def killed_at_work(patch: pytest.MonkeyPatch, pods: type[Pod], go: threading.Event) -> None:
-    """The coordinator is killed when a pod is at work. Pods wait for `go`."""
+    """Kill the coordinator when a pod is at work. Pods wait for `go`."""
     began = threading.Event()
 
     def at_work(pod: Pod, given: Any) -> None:
@@ -100,7 +100,7 @@ def test_pods_give_the_bits_of_one_process_and_leave_nothing(
 def test_node_of_each_client_gets_its_orders_and_its_secret_only(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected, lifetime: str
 ) -> None:
-    """Whoever is root on a node reads each Secret that its pods mount."""
+    """Root on a node can read each Secret that its pods mount."""
     out = rounds("bound", *remote, *BOUND, "rounds.stop=2", f"kubernetes.lifetime={lifetime}")
     assert model(out) == expected(2)
     hosts, secrets = {}, {each["metadata"]["name"]: each["stringData"] for each in telling(cluster.created)}
@@ -241,7 +241,7 @@ def test_run_without_a_store_or_cluster_is_refused(
 def test_round_ends_with_as_many_updates_as_wanted(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, rows: Rows
 ) -> None:
-    """The pod that would never return a result executes orders of the next round."""
+    """A pod that is too slow executes assignments of the next round."""
     slow, sets = list[Pod](), ("rounds.stop=2", "rounds.over_provision=2.0")
 
     def at_work(pod: Pod, given: Any) -> None:
@@ -299,7 +299,7 @@ class After:
 
 
 def pruned(row: Any, names: Sequence[str], needs: Sequence[int], room: int) -> int:
-    """How many clients trained less than they were sent: each the largest level that has room."""
+    """Return how many clients trained less than they were sent: each trains the largest level that fits."""
     fitting = max(i for i, need in enumerate(needs) if need <= room)
     for line in row.clients:
         assert names.index(line["trained"]) == min(names.index(line["sent"]), fitting)
@@ -310,7 +310,7 @@ def pruned(row: Any, names: Sequence[str], needs: Sequence[int], room: int) -> i
 def test_pod_prunes_each_order_to_its_free_memory(
     cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, prepared: Path, peaks: Peaks
 ) -> None:
-    """The pods are processes, which have little room in the second round only."""
+    """The pods are processes, with little memory in the second round only."""
     cluster.slots = threading.Semaphore(6)
     taken: Callable[[int], None] = lambda mib: cluster.say({"memory.current": str(mib * MIB)})  # noqa: E731
     taken(100)
@@ -327,7 +327,7 @@ def test_order_that_kills_its_pod_is_trained_one_level_lower(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, rows: Rows, prepared: Path, peaks: Peaks,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Two clients share a pod at first. What is lost together has not failed, and no other order gets smaller."""
+    """Two clients share a pod at first. The other client's sub-model does not get smaller."""
     for file, mib in (("memory.max", 1000), ("memory.current", 100)):
         (tmp_path / file).write_text(str(mib * MIB))
     for variable in ("FLEXFLEET_CGROUP", "FLEXFLEET_PROC"):

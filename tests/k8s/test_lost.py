@@ -121,7 +121,7 @@ def test_eviction_uses_up_no_attempt(
 def test_drained_pods_give_an_order_back_without_an_attempt(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
 ) -> None:
-    """The same order three times, to the pods of one index."""
+    """The pods of one index lose the same assignment three times."""
     given_back = list[tuple[str, int]]()
 
     def at_work(pod: Pod, given: Any) -> None:
@@ -140,7 +140,7 @@ def test_preempted_job_keeps_its_orders_without_an_attempt(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected, in_a_queue: str,
     short_lease: None,
 ) -> None:  # fmt: skip
-    """Its queue stops it for others for longer than a lease, and its pods take a while to end."""
+    """Its queue suspends it for longer than a lease, and its pods take a while to end."""
     cluster.grace_s, stopped, since = 1.0, list[str](), list[float]()
 
     def at_work(pod: Pod, given: Any) -> None:
@@ -180,7 +180,7 @@ def test_order_of_a_silent_pod_goes_to_another(
 def test_orders_are_executed_without_the_pod_of_a_lost_node(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
 ) -> None:
-    """Which comes back between the rounds, and then takes part or ends."""
+    """The pod returns between the rounds."""
     first = list[int]()
 
     def script(job: Any, index: int, before: int) -> str:
@@ -206,7 +206,7 @@ def test_pod_that_is_not_ready_continues_its_assignment(
 def test_container_of_a_service_mesh_delays_no_round(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
 ) -> None:
-    """It never ends, and so keeps its pod."""
+    """It never ends, so its pod remains."""
     cluster.mesh = True
     assert model(rounds("mesh", *remote, "rounds.stop=2")) == expected(2)
     assert not leftovers(cluster)
@@ -214,7 +214,7 @@ def test_container_of_a_service_mesh_delays_no_round(
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The API is asked again soon."""
+    """Retry requests to the API soon."""
     monkeypatch.setattr("fl_engine.remote.kubernetes.cluster.FIRST_WAIT_S", 0.01)
     monkeypatch.setattr("fl_engine.remote.kubernetes.cluster.LONGEST_WAIT_S", 0.05)
 
@@ -256,7 +256,7 @@ def test_run_without_pods_and_api_stops(
 def test_deleted_objects_are_made_anew(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
 ) -> None:
-    """Somebody deletes the run's ConfigMap, and with it all that it owns. Objects of its old UID would be deleted."""
+    """The run's ConfigMap is deleted with all that it owns. Objects with its old UID would be deleted too."""
     deleted = threading.Event()
 
     def at_work(pod: Pod, given: Any) -> None:
@@ -294,7 +294,7 @@ class Ends:
 def test_pods_that_end_before_a_heartbeat_are_given_up(
     cluster: Any, rounds: Rounds, remote: Remote, monkeypatch: pytest.MonkeyPatch, code: int, how: str, said: str,
 ) -> None:  # fmt: skip
-    """Again and again: they cannot read messages and end, something ends them, or their nodes evict them."""
+    """They end by themselves, fail, or are evicted, again and again."""
     monkeypatch.setattr("fl_engine.remote.kubernetes.controller.POLL_S", 0.1)
     monkeypatch.setattr(Ends, "code", code)
     cluster.start, cluster.slots = Ends, threading.Semaphore(100)

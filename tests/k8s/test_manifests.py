@@ -73,7 +73,7 @@ def test_edge_settings_use_the_labels_of_the_script() -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_pod_is_restricted(overlay: str) -> None:
-    """Pod Security's level `restricted`, and more: a numeric user, a root that is read-only, a limit of memory."""
+    """Pod Security's level `restricted`, a numeric user, a read-only root and a memory limit."""
     given = [*pods(rendered(overlay)), *pods([first_run(), jobs.template(None)])]
     assert len(given) > 2
     for name, template in given:
@@ -130,7 +130,7 @@ RESOLVERS = {ipaddress.ip_network("169.254.20.10/32"), ipaddress.ip_network("169
 
 
 def test_clients_reach_only_names_and_the_store() -> None:
-    """Of the files themselves: what is not rendered is seen too. The store's address is filled in by who applies it."""
+    """Reads all files, also those that no overlay uses. The user fills in the store's address."""
     blocks = []
     for path in sorted((ROOT / "k8s").rglob("*.yaml")):
         for policy in yaml.safe_load_all(path.read_text()):

@@ -41,7 +41,7 @@ UI, STUDY = f"https://me:{PASSWORD}@ui.example", f"postgresql://me:{PASSWORD}@ho
 
 
 def found_in(places: Mapping[str, bytes], secrets: Iterable[bytes] = PLANTED) -> list[str]:
-    """Where a secret is, as it is or in base64: the place, and what is around it."""
+    """Return where a secret is, in plain text or in base64, with what is around it."""
     wanted = [form for secret in secrets for form in (secret, base64.b64encode(secret).rstrip(b"=")[:-1])]
     hits = []
     for place, content in places.items():
@@ -51,7 +51,7 @@ def found_in(places: Mapping[str, bytes], secrets: Iterable[bytes] = PLANTED) ->
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Every file; an MLflow database and its artifacts too: SQLite keeps texts as they are."""
+    """Read every file. SQLite stores texts in plain text."""
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
@@ -61,7 +61,7 @@ def said(done: Any) -> dict[str, bytes]:
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, and nobody's home."""
+    """The current folder, and a temporary home."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -82,7 +82,7 @@ def _planted(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Callable[[], dict[str, bytes]]:
-    """Everything that anybody logged, MLflow's client and boto3 included."""
+    """Everything that was logged, also by MLflow's client and boto3."""
     caplog.set_level(logging.INFO)
     # moto's server runs in this process and is not the one that is listened to.
     return lambda: {"log": "\n".join(r.getMessage() for r in caplog.records if r.name != "werkzeug").encode()}
@@ -90,7 +90,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Callable[[], dict[str, bytes]]:
 
 @pytest.fixture(scope="module")
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> Iterator[tuple[str, Path]]:
-    """MLflow's own server, which asks nobody for a password: its address with one, and its folder."""
+    """Address (with a password) and folder of MLflow's own server, which requires no password."""
     folder = tmp_path_factory.mktemp("mlflow-server")
     with serving(folder, mlflow_template) as port:
         yield f"http://me:{QUOTED}@127.0.0.1:{port}", folder
@@ -131,7 +131,7 @@ def test_comparison_writes_no_password(
     mlflow_server: tuple[str, Path],
     scratch: Path,
 ) -> None:
-    """Its runs are processes of their own: they are told by no argument, no file and no log."""
+    """Its runs are processes, whose arguments, files and logs hold no password."""
     light = [pair for pair in quick if not pair.startswith(("tracking.", "algorithm.", "rounds."))]
     sets = [*light, *addresses, "rounds.stop=1"]
     done = flexfleet("compare", "--algorithms", "heterofl", "--id", "c", sets=sets)
@@ -147,7 +147,7 @@ def test_password_of_a_database_is_nowhere(
     no_drawings: None,
     told: Callable[[], dict[str, bytes]],
 ) -> None:
-    """Not of one that takes a run and a study, nor of one that refuses or is away."""
+    """The database accepts, refuses or does not answer."""
     pytest.importorskip("psycopg", reason="psycopg, PostgreSQL's driver, is not installed (the extra `dev` has it)")
     if postgres.programs() is None:
         pytest.skip("no PostgreSQL server is installed (Debian: apt-get install --no-install-recommends postgresql)")
@@ -261,7 +261,7 @@ def test_run_in_a_cluster_leaves_no_secret(
     told: Callable[[], dict[str, bytes]],
     no_drawings: None,
 ) -> None:
-    """The run's own key too, and what follows from it: clients' keys, noise, who takes part."""
+    """Includes the run's key and what follows from it: clients' keys, noise and the choice of clients."""
     pytest.importorskip("dp_accounting", reason="pip install 'flexfleet[privacy]'")
     cluster = fake.Cluster(tmp_path / "cluster")
     pods: dict[str, bytes] = {}

@@ -41,7 +41,7 @@ def test_pods_that_cannot_start_are_given_up_with_the_reason(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, rows: Rows, caplog: Any, how: str, said: str,
     quorum: float,
 ) -> None:  # fmt: skip
-    """Those of a class with two of the round's three orders. Below the quorum the run stops."""
+    """A class with two of three assignments cannot start. Below the quorum the run stops."""
     cluster.script = lambda job, index, before: how if class_of(job) == "strong" else "run"
     sets = (*remote, APART, "run.patience_s=2", f"kubernetes.quorum={quorum}")
     if quorum == 1.0:
@@ -65,7 +65,7 @@ def test_larger_pods_execute_what_waits_for_smaller_ones(
 def test_refused_pods_are_given_up_at_once_until_settings_change(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
 ) -> None:
-    """Their Job stays to be looked at until the run resumes with other settings."""
+    """Their Job remains until the run resumes with other settings."""
 
     def refuse(job: Any, index: int) -> str:
         volumes = job["spec"]["template"]["spec"]["volumes"]
@@ -83,7 +83,7 @@ def test_old_refusal_does_not_count_after_a_restart(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The event is still there. The cause is mended, though it takes the Job's controller a while to try again."""
+    """The event still exists, but its cause was fixed."""
     need, looks, go = Pods.need, itertools.count(), threading.Event()
     cluster.refuse = lambda job, index: SECURITY
     with pytest.raises(Stopped):
@@ -102,7 +102,7 @@ def test_old_refusal_does_not_count_after_a_restart(
 def test_full_quota_is_waited_for_and_named(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, caplog: Any
 ) -> None:
-    """One pod of a round at a time: the third of them waits for longer than the patience of a pod that is stuck."""
+    """The quota is one pod. The third pod waits for longer than `patience_s`."""
     turns, first = threading.Lock(), list[tuple[str, int]]()
 
     def done(who: tuple[str, int]) -> bool:
@@ -154,7 +154,7 @@ def test_round_ends_without_a_client_whose_node_takes_no_order(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, rows: Rows, monkeypatch: pytest.MonkeyPatch,
     how: str, short_lease: None,
 ) -> None:  # fmt: skip
-    """Its pod sends heartbeats and never takes its order, or its node is off."""
+    """Its pod sends heartbeats and never takes its assignment, or its node is off."""
     monkeypatch.setattr("fl_engine.remote.leases.UNTAKEN_S", 1.0)
     chosen, read = list[str](), Mortal.read
 

@@ -143,7 +143,7 @@ def test_package_of_the_configuration_is_imported_by_pods_only(
 
 
 def test_tampered_site_is_refused(given: Assignment, trap: None) -> None:
-    """Every file has the coordinator's sum, and no longer one is read: it would fill a small device's memory."""
+    """Each file has a sum of the coordinator, which limits its length too."""
 
     def changed(name: str, more: bytes, key: str, value: bytes) -> bytes:
         if key != f"site/{name}":
@@ -164,7 +164,7 @@ def test_tampered_site_is_refused(given: Assignment, trap: None) -> None:
 
 
 def test_tampered_order_is_refused(given: Assignment, trap: None) -> None:
-    """An order names a codec, and with it what is imported, and the weights that its client begins with."""
+    """An assignment names a codec, which is imported, and the weights."""
     store, hints = MemoryStore(), {"said": "a" * 200}
     work = WorkOrder(given.round, given.clients[0], SubmodelSpec.of({}), {"w": torch.zeros(2)}, 1, 0, hints=hints)
     mailbox = Mailbox(store)
@@ -208,7 +208,7 @@ def evil() -> Iterator[Listener]:
 
 
 def lied(given: Assignment, lies: dict[str, dict[str, Any]]) -> tuple[Assignment, Store]:
-    """What a coordinator sends that has written `lies` into the configuration of its run."""
+    """Return an assignment of a coordinator that has written `lies` into its run's configuration."""
     run = json.loads(given.open().get("site/run.json"))
     for section, values in lies.items():
         run["config"][section] |= values
@@ -246,7 +246,7 @@ def test_worker_calls_no_address_of_the_configuration(
 def test_orders_side_by_side_share_the_free_memory(
     numerics: Numerics, turns: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others look when it is their turn, so orders that wait hold nothing that is not counted."""
+    """Waiting assignments hold no memory that is not counted."""
     peaks, site = Peaks(10, (20, 30, 40, 50, 60)), replace(tiny_site(FlexFL()), numerics=numerics)
     given = Assignment(round=0, clients=(5, 1, 2, 8), observe="cgroup", memory=peaks)
     rooms, trained = [100, 60, 31, 7], list[tuple[tuple[int, ...], float | None]]()
@@ -273,7 +273,7 @@ def test_orders_side_by_side_share_the_free_memory(
 
 
 def test_worker_that_imports_torch_ends_at_sigterm(tmp_path: Path) -> None:
-    """The first process of a container has to handle SIGTERM itself. Importing torch takes for ever here."""
+    """The first process of a container must handle SIGTERM itself. Importing torch never ends here."""
     (tmp_path / "torch.py").write_text("import time\nprint('importing torch', flush=True)\ntime.sleep(600)\n")
     command = [sys.executable, "-m", "flexfleet.worker", f"--invite={tmp_path / 'none.json'}"]
     env = os.environ | {"PYTHONPATH": str(tmp_path)}

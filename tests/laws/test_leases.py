@@ -23,7 +23,7 @@ def comes(worker: Played, when: Callable[[], object]) -> Callable[[], object]:
 
 @pytest.mark.parametrize("fault", ["junk", "unable", "train", "drop", "prune"])
 def test_bad_worker_fails_no_client(scene_of: Scenes, fault: str) -> None:
-    """It answers at once while the others are busy, so without a rest it would get every order that waits."""
+    """It answers at once, so without a rest it would get every waiting assignment."""
     scene = scene_of(12)
     good = [scene.worker(scene.honest(30.0)) for _ in range(2)]
     bad = scene.worker(getattr(scene, fault, None) or scene.fails(fault))  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def says_that_it_was_ended(scene: Scene, worker: Played) -> None:
 
 
 def is_evicted(scene: Scene, worker: Played) -> None:
-    """Only the cluster can tell."""
+    """Only the cluster reports it."""
 
     def lost(name: str, process: str) -> Lost | None:
         if worker.leases and worker.leases[-1].id != worker.done and scene.clock.now > worker.since + 5:
@@ -140,7 +140,7 @@ def test_worker_taken_away_again_and_again_fails_the_client(
 @pytest.mark.parametrize("attempts", [1, 2])
 @pytest.mark.parametrize("befalls", [Scene.unable, Scene.killed, Scene.works, Scene.silent])
 def test_order_that_ends_its_worker_fails_alone(scene_of: Scenes, befalls: Act, attempts: int) -> None:
-    """Whatever else it was leased with is leased by itself, and has an update."""
+    """The other assignments of its lease are leased alone, and have updates."""
     scene = scene_of(8, 4, attempts=attempts, lease_s=30, deadline_s=300)
     honest = scene.honest()
     for _ in range(2 + attempts):

@@ -89,7 +89,7 @@ def test_run_stops_if_no_worker_takes_an_order(scene_of: Scenes) -> None:
 
 
 def test_client_is_given_up_if_the_quorum_allows_it(scene_of: Scenes) -> None:
-    """Its own pod takes nothing, and no other pod may have its order."""
+    """Its own pod takes nothing, and no other pod may have its assignment."""
     scene = scene_of(10, lease_s=20.0, wait_s=100.0)
     scene.provisioner.quorum = 0.9
     scene.fleet[9] = Device(9, "own", 100.0, 0.0)
@@ -117,7 +117,7 @@ def test_round_with_enough_updates_gives_up_the_others(scene_of: Scenes) -> None
 
 
 def test_prune_failure_counts_only_if_it_follows_from_the_order() -> None:
-    """With simulated memory the coordinator knows which clients an order does not fit; otherwise only they know."""
+    """With simulated memory the coordinator can compute whether an assignment fits."""
     fleet = tuple(Device(c, "strong", 120.0, 40.0) for c in range(6))
     algorithm = FedAvg(training=Training(fraction=1.0), eligible="capable")
     site = tiny_site(algorithm, fleet=fleet)
@@ -175,7 +175,7 @@ def test_other_lease_is_not_adopted(scene_of: Scenes, differs: str) -> None:
 
 
 def test_replaced_coordinator_writes_no_message(scene_of: Scenes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one took over while this one was stopped. It starts no workers either, and does not end the run."""
+    """Another one took over while this one was stopped. It starts no workers, and does not end the run."""
     scene, needed = scene_of(1, wait_s=60), list[float]()
     worker, numbers = scene.worker(scene.honest(20.0)), list[int]()
     monkeypatch.setattr(Enrolled, "need", lambda *_: needed.append(scene.clock.passed))
@@ -237,7 +237,7 @@ def test_idle_and_absent_workers_cost_few_requests(scene_of: Scenes, monkeypatch
 
 
 def test_message_with_a_lease_holds_no_key(scene_of: Scenes) -> None:
-    """So anybody may read it, even without TLS."""
+    """Anybody may read it, even without TLS."""
     scene, seen = scene_of(1), list[bytes]()
 
     def act(worker: Played, lease: Lease, worked: float) -> None:

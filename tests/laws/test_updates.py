@@ -53,7 +53,7 @@ LEASE = "ab" * 8
 
 
 def of_worker(files: dict[str, bytes], kind: type[MemoryStore] = MemoryStore, *more: Any) -> Mailbox:
-    """What the coordinator makes of these files of a worker."""
+    """Return the mailbox with these files of a worker."""
     there = {key.replace("/updates/", f"/leases/{LEASE}/"): value for key, value in files.items()}
     rules = replace(SITE.rules, algorithm=ALGORITHM)
     return Mailbox(kind(there, *more), rules=rules, key=key_of(SECRET), lease=LEASE)
@@ -70,7 +70,7 @@ MANIFEST = json.loads(FILES[f"{BASE}.json"])
 
 
 def lying(key: bytes | None = KEY, payload: bytes | None = None, **changes: Any) -> dict[str, bytes]:
-    """Files of a client that signs whatever it likes."""
+    """Return the files of a client that signs arbitrary content."""
     manifest = Manifest.model_validate_json(FILES[f"{BASE}.json"])
     value = FILES[f"{BASE}.safetensors"] if payload is None else payload
     manifest = manifest.model_copy(update={"sha256": sha256(value), "signature": None, **changes})
@@ -155,7 +155,7 @@ def test_result_has_the_only_length_of_an_upload() -> None:
 
 
 class Refusing(MemoryStore):
-    """Refuses to read some keys, from the `after`-th such read to the one before `until`."""
+    """Refuses some reads, from the `after`-th to the one before `until`."""
 
     def __init__(
         self,
@@ -203,13 +203,13 @@ def test_store_that_refuses_everything_fails_the_run() -> None:
 
 
 def header(*shape: int) -> bytes:
-    """A file of no numbers, whose sizes torch cannot multiply."""
+    """Return a file without numbers, whose sizes overflow in torch."""
     said = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
     return struct.pack("<Q", len(said)) + said
 
 
 def narrower() -> dict[str, bytes]:
-    """A part of what was sent, but not one that this client would train."""
+    """Return a part of what was sent that this client would not train."""
     group = next(g for g in SITE.layout.groups if SITE.layout.width(ORDER.spec, g) > 1)
     spec = SubmodelSpec.of({**ORDER.spec.kept, group: 1}, ORDER.spec.blocks)
     payload = take(ORDER.payload, SITE.layout, spec, have=ORDER.spec)
@@ -217,7 +217,7 @@ def narrower() -> dict[str, bytes]:
 
 
 def written(**said: Any) -> dict[str, bytes]:
-    """The honest manifest with other words, under the old signature: what no signature is computed over."""
+    """Return the honest manifest with other content and the old signature."""
     manifest = json.loads(FILES[f"{BASE}.json"])
     return FILES | {f"{BASE}.json": json.dumps({**manifest, **said}).encode()}
 
@@ -330,7 +330,7 @@ def test_reason_of_a_client_is_printable() -> None:
 
 
 def test_key_of_one_assignment_signs_no_other_result() -> None:
-    """A client keeps the keys of all the orders that it was ever given."""
+    """A client may store all its earlier keys."""
     for other in (replace(ORDER, round=1), replace(ORDER, seed=ORDER.seed + 1), replace(ORDER, level=1 - ORDER.level)):
         plan, files = RoundPlan(other.round, (other,)), dict[str, bytes]()
         given = RoundMailbox(MemoryStore(files), key=lambda _: KEY)  # what the client does with the key that it has
@@ -360,7 +360,7 @@ def test_result_replaced_after_the_close_does_not_count(later: str) -> None:
 @pytest.mark.parametrize("what", ["an update", "a failure"])
 @pytest.mark.parametrize(("before", "after"), [(False, True), (True, False)], ids=["then in pods", "then here"])
 def test_closed_outcome_counts_in_any_backend(before: bool, after: bool, what: str) -> None:
-    """Clients of this machine sign with no key, those in pods do: a run may go on with the others."""
+    """Clients of this machine sign without a key, pods with one; a run may continue with the others."""
     files: dict[str, bytes] = {}
     ours = {False: RoundMailbox(MemoryStore(files)), True: ledger_of(files)}
     plan = replace(PLAN, orders=(ORDER,))
@@ -404,7 +404,7 @@ def test_result_with_other_metrics_still_counts() -> None:
 
 
 def test_measured_memory_within_bounds_is_accepted() -> None:
-    """But the sub-model is the one that fits into it."""
+    """The sub-model must be the one that fits."""
     rules = replace(SITE.rules, algorithm=ALGORITHM, seed=None)
 
     def said(free: float) -> str:
