@@ -84,13 +84,13 @@ class AdaGQ(PooledAlgorithm):
     """Width ratios of small, medium and large, ascending to 1, of a network that has no nested sub-networks of its
     own."""
     bits: Bits = 8
-    """QSGD's, the mean of the clients in the first two rounds; later ones go up and down with the change's norm."""
+    """Mean bits of QSGD over the clients in the first two rounds; later rounds follow the norm of the change."""
     least: Bits = 4
     """The fewest bits of a client, and the lowest mean."""
     most: Bits = 12
     """The most bits of a client, and the highest mean."""
     bucket: Count | None = 512
-    """Elements that share a norm in QSGD; null: all of a tensor."""
+    """Elements that share a norm in QSGD; null: one norm per tensor."""
     fine_tuning: FineTuning | None = None
     """The server's training after each merge, on its own data; null: none. FedX's comparison: {gamma: 0}."""
     static_bn: StaticBN = "kept"

@@ -52,8 +52,8 @@ from fl_engine.algorithms.pooled import (
     PooledAlgorithm,
     PooledState,
     StaticBN,
+    counted,
 )
-from fl_engine.algorithms.weighting import counted
 from fl_engine.codecs.qsgd import MOST_LEVELS, Qsgd
 from fl_engine.core import costs
 from fl_engine.core.contracts import ModelFamily, ServerContext
@@ -101,7 +101,7 @@ class DAdaQuant(PooledAlgorithm):
     phi: Count | None = 4
     """q doubles when the average is no lower than this many rounds ago; null: q stays `q_min`."""
     bucket: Count | None = 512
-    """Elements that share a norm in QSGD; null: all of a tensor."""
+    """Elements that share a norm in QSGD; null: one norm per tensor."""
     fine_tuning: FineTuning | None = None
     """The server's training after each merge, on its own data; null: none. FedX's comparison: {gamma: 0}."""
     static_bn: StaticBN = "kept"

@@ -34,8 +34,8 @@ from fl_engine.algorithms.levels import exit_pool
 from fl_engine.algorithms.pooled import (
     PooledAlgorithm,
     PooledState,
+    Weighting,
 )
-from fl_engine.algorithms.weighting import Weighting
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Count, NotNegative, Positive
@@ -76,11 +76,13 @@ class DepthFL(PooledAlgorithm):
     exits: tuple[str, ...] | None = None
     """The block after which each level but the last ends; null: chosen by the targets."""
     kd_weight: NotNegative = 1.0
+    """Weight of the distillation between exits; 0: none."""
     temperature: Positive = 1.0
+    """Temperature of this distillation."""
     ramp: Count = 300
     """The weight in round t is kd_weight * exp(-5 (1 - t/ramp)^2), and kd_weight from round `ramp` on."""
     alpha: NotNegative = 0.1
-    """Of FedDyn; 0 is FedAvg."""
+    """alpha of FedDyn; 0 is FedAvg."""
     weighting: Weighting = "uniform"
     server: Server = Average()
     """The step towards the mean, before FedDyn's correction by h."""

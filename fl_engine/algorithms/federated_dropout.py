@@ -18,8 +18,8 @@ from fl_engine.algorithms.pooled import (
     PooledAlgorithm,
     PooledState,
     StaticBN,
+    Weighting,
 )
-from fl_engine.algorithms.weighting import Weighting
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import Fraction

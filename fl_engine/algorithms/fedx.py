@@ -36,8 +36,8 @@ from fl_engine.algorithms.pooled import (
     PooledAlgorithm,
     PooledState,
     StaticBN,
+    Weighting,
 )
-from fl_engine.algorithms.weighting import Weighting
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import Interval, ModelFamily, ServerContext, around
@@ -68,14 +68,14 @@ from fl_engine.selection.capacity import by_tier, holds
 
 @dataclass(frozen=True)
 class Assigned:
-    """What the devices of a tier are sent."""
+    """The sub-network and the bits of a tier."""
 
     __pydantic_config__ = STRICT
 
     level: str
     """The sub-network's name."""
     bits: Bits | None = None
-    """QSGD's, on the way down; null: as `codec` says, for this tier both ways."""
+    """Bits of QSGD on the way down; null: the run's `codec`, both ways."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,16 @@ class FedX(PooledAlgorithm):
     widths: tuple[Fraction, ...] = (0.5, 0.75, 1.0)
     """Width ratios of the sub-networks, ascending to 1, of a network that has none of its own."""
     names: tuple[str, ...] = SIZES
-    """What these are called."""
+    """Names of these sub-networks."""
     level: str | None = None
     """The sub-network of every device; null: each tier has its own."""
     assigned: Mapping[str, Assigned] = field(default_factory=dict, hash=False)
     """By tier, the sub-network and the bits, e.g. {weak: {level: small, bits: 11}, medium: {level: medium, bits: 9}};
     empty: they are searched."""
     bits: tuple[Bits, ...] = tuple(range(1, 17))
-    """What the search tries."""
+    """Bits that the search tries."""
     q_max: Mapping[str, Bits] = field(default_factory=dict, hash=False)
-    """By tier, the most bits that its devices compute with; where a tier is missing, 16."""
+    """Map each tier to the most bits that its devices support; 16 for a tier that is missing."""
     seconds: Positive | None = None
     """mu: a local round takes at most so long on the simulated clock, without the transfer; null: no limit. How long it
     takes follows from the clients' sample counts, so that a private aggregation refuses it where it is searched."""
@@ -111,11 +111,11 @@ class FedX(PooledAlgorithm):
     random_levels: Index = 1
     """Sub-networks that each step of the server's first training draws, besides the smallest and the largest."""
     kd_weight: NotNegative = 1.0
-    """Of the distillation from the largest sub-network in this training; 0: none."""
+    """Weight of the distillation from the largest sub-network in this training; 0: none."""
     kd_temperature: Positive = 1.0
-    """Of this distillation."""
+    """Temperature of this distillation."""
     bucket: Count | None = 512
-    """Elements that share a norm in QSGD; null: all of a tensor."""
+    """Elements that share a norm in QSGD; null: one norm per tensor."""
     up: Literal["identity", "quantised"] = "identity"
     """identity: a device returns its weights as trained; quantised: their change, in its tier's bits."""
     fine_tuning: FineTuning | None = FineTuning()
@@ -123,7 +123,7 @@ class FedX(PooledAlgorithm):
     static_bn: StaticBN = "kept"
     weighting: Weighting = "uniform"
     selection: Selection = ByCapacity()
-    """Which clients are asked; tiers say what they get."""
+    """Selects the clients; their tiers decide what they are sent."""
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         """Small, medium and large, and the sub-networks that tiers are sent. Before the preparation no tier has one:

@@ -43,9 +43,9 @@ class FineTuning:
     __pydantic_config__ = STRICT
 
     epochs: Count = 1
-    """Over the server's data, after every round."""
+    """Epochs over the server's data, after every round."""
     batch_size: Count = 32
-    """Samples."""
+    """Samples per batch."""
     lr: Positive = 0.01
     """Learning rate of the server's SGD."""
     gamma: NotNegative = 1e-4

@@ -76,9 +76,9 @@ class FlexFL(PooledAlgorithm):
     use_adjustment: bool = True
     """false: every AdjW_i = 1 (ablation)."""
     kd_weight: NotNegative = 10.0
-    """lambda; 0 runs no teachers (ablation)."""
+    """lambda, the weight of the distillation; 0 runs no teachers (ablation)."""
     temperature: Positive = 3.0
-    """tau."""
+    """tau, the temperature of the distillation."""
     teachers: Literal["authors", "eval", "train"] = "eval"
     """Whether teachers drop units, in networks with dropout: eval: never; train: always, each by its own mask;
     authors: in the first round only, as in the published code. Without dropout in the network it makes no

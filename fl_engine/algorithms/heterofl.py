@@ -41,7 +41,7 @@ class HeteroFL(PooledAlgorithm):
     widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
     """Width ratio of each level, ascending to 1; these make about 25, 50 and 100 % of the parameters."""
     rounding: Rounding = "ceil"
-    """Of ratio * channels: up, as in HeteroFL's code, or down (FedRolex Eq. 3.6), at least one."""
+    """How ratio * channels is rounded: up, as in HeteroFL's code, or down (FedRolex Eq. 3.6), to at least one."""
     static_bn: StaticBN = True
     scaler: bool = True
     mask_labels: bool = True

@@ -99,7 +99,7 @@ class MultiBranch(PooledAlgorithm):
     """How much a client's speed counts beside its bandwidth when tiers are made: 0 is the bandwidth alone, 1e6 in
     effect the speed alone."""
     proximal: NotNegative = 0.0
-    """Weight of FedProx's proximal term (the field `mu` of `fedprox`); 0 is none."""
+    """Weight of FedProx's proximal term (the option `mu` of `fedprox`); 0: none."""
 
     def network(self, family: ModelFamily) -> ModelFamily:
         return branching(family, exits_at(exit_points(family), self.exits), self.head_convs)

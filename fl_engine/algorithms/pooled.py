@@ -23,7 +23,6 @@ from fl_engine.aggregation.privacy import Public, check_model, check_selection, 
 from fl_engine.aggregation.rules import Aggregate, Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms.training import Training
-from fl_engine.algorithms.weighting import Weighting, counted
 from fl_engine.core import costs, seeds
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily, Selector, ServerContext, ServerOptimizer
@@ -33,6 +32,7 @@ from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.state import constant
 from fl_engine.core.types import (
     FULL,
+    HEAD,
     ClientUpdate,
     Device,
     LocalTask,
@@ -54,6 +54,7 @@ from fl_engine.core.types import (
 from fl_engine.selection import ByCapacity, Selection
 from fl_engine.selection.capacity import check_eligible, dispatched, eligible, round_size
 
+Weighting = Literal["examples", "uniform", "model_size", "updates", "hybrid"]
 TooSmall = Literal["train", "fail"]
 StaticBN = bool | Literal["kept"]
 
@@ -261,6 +262,38 @@ class PooledAlgorithm:
             tables = selection.learn(tables, plan.order_of[answer.client], answer, answer.elapsed)
         moments, params = stepped(self.server, state.moments, state.params, aggregate)
         return replace(state, params=params, moments=moments, tables=tables)
+
+
+# ---------------------------------------------------------------------------------------- weights of updates
+def counted(weighting: Weighting, layout: ParamLayout, payload: Params, examples: int, steps: float) -> float:
+    """Return the weight of a client that trained `payload` on so many samples in so many steps."""
+    match weighting:
+        case "examples":
+            return examples
+        case "uniform":
+            return 1.0
+        case "model_size":
+            return kernels(layout, payload)
+        case "updates":
+            return steps
+        case "hybrid":
+            return kernels(layout, payload) * steps
+
+
+def kernels(layout: ParamLayout, params: Params) -> int:
+    """Return the output channels of all layers but the output layer; at least 1."""
+    return max(1, sum(_outputs(layout, params, name) for name, tensor in params.items() if tensor.dim() > 1))
+
+
+def _outputs(layout: ParamLayout, params: Params, name: str) -> int:
+    """Return the output channels of a layer: the length of its bias. The outputs of an embedding are its last axis,
+    because no sub-model cuts its words."""
+    axes = layout.slots[name].axes
+    if HEAD in (axes[0].group, axes[-1].group):
+        return 0
+    if (bias := params.get(f"{name.removesuffix('weight')}bias")) is not None:
+        return bias.numel()
+    return params[name].shape[0 if axes[0].group is not None else -1]
 
 
 # ------------------------------------------------------------------------------------------------ functions

@@ -46,11 +46,11 @@ class QuantizedFedAvg(PooledAlgorithm):
     """Width ratios of small, medium and large, ascending to 1, of a network that has no nested sub-networks of its
     own."""
     bits: Bits = 8
-    """QSGD's, of the weights that the server sends."""
+    """Bits of QSGD for the weights that the server sends."""
     bits_up: Bits | None = None
-    """QSGD's, of the change that a device sends back; null: it sends its weights as they are."""
+    """Bits of QSGD for the change that a device sends back; null: it sends its weights unchanged."""
     bucket: Count | None = 512
-    """Elements that share a norm in QSGD; null: all of a tensor."""
+    """Elements that share a norm in QSGD; null: one norm per tensor."""
     eligible: Literal["all", "capable"] = "all"
     """Which devices take part. `all`: every device, whatever it can hold; `capable`: those that can hold the
     sub-network."""

@@ -49,7 +49,9 @@ class ScaleFL(PooledAlgorithm):
     exits: tuple[str, ...] | None = None
     """The block after which each level but the last ends; null: chosen by the targets."""
     kd_weight: NotNegative = 0.05
+    """Weight of the distillation from the last exit; 0: none."""
     temperature: Positive = 3.0
+    """Temperature of this distillation."""
     kd_from: Index = 0
     """The first round that distils, counted from 0; the authors' code takes a quarter of all rounds."""
 

@@ -89,9 +89,6 @@ law = settings(
 ROUNDS = st.integers(0, 2000)
 SEEDS = st.integers(0, 2**40)
 QUICK = ("next_token", "regression")
-OF_EACH_KIND = pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.long) for kind in sorted(KINDS)]
-)
 AGGREGATIONS = pytest.mark.parametrize(
     "aggregation",
     [TrimmedMean(clip=0.5), Private(noise_multiplier=0.01)],

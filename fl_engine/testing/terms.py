@@ -15,8 +15,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from fl_engine.algorithms.pooled import Weighting
 from fl_engine.algorithms.training import Training
-from fl_engine.algorithms.weighting import Weighting
 from fl_engine.backends import InProcess
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError

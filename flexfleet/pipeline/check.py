@@ -138,7 +138,7 @@ def _try_own(config: Config, algorithm: Algorithm, site: Site, plan: RoundPlan) 
             if asked != found:
                 raise ConfigError(
                     f"{config.algorithm['name']} makes its clients' tasks without {what}: let its `task` call "
-                    "pooled.local_task, or leave the parameter out"
+                    "self.local_task, or leave the parameter out"
                 )
         user_code.check(task)
     for order, task in list(zip(plan.orders, tasks, strict=True))[:1]:

@@ -19,7 +19,7 @@ from fl_engine.algorithms import (
     MultiBranch,
     ScaleFL,
 )
-from fl_engine.algorithms.weighting import kernels
+from fl_engine.algorithms.pooled import kernels
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.slicing import initial_params, take
