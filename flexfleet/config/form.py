@@ -20,9 +20,8 @@ PARAMETERS = SHORT
 NOT_EVERYWHERE = {"algorithm", "seed", *STUDY}
 """Fields that some pipelines do not have."""
 MOST_RUNS = 80
-"""Runs that one pipeline makes, and workers of a study. The last task's argument holds name, address and a few facts of
-each one's artifact, about 1 KiB, and Linux takes no argument above 128 KiB: then all were paid for, and the task could
-not start."""
+"""Largest number of runs of a pipeline, and of workers of a study. The last task's argument has about 1 KiB for each,
+and Linux accepts no argument above 128 KiB."""
 
 
 def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> Config:
@@ -154,9 +153,8 @@ def check_count(runs: int, what: str) -> None:
     """Raise ConfigError for more runs than a pipeline can gather. `what` they come from."""
     if runs > MOST_RUNS:
         raise ConfigError(
-            f"{what} are {runs} runs, and a pipeline makes at most {MOST_RUNS}: Kubeflow starts the task that gathers "
-            "them with one argument that names them all. Make several comparisons, or make this one with `flexfleet "
-            "compare`, which has no limit"
+            f"{what} are {runs} runs, and a pipeline makes at most {MOST_RUNS}. Make several comparisons, or use "
+            "`flexfleet compare`, which has no limit"
         )
 
 
@@ -164,8 +162,8 @@ def check_workers(workers: int) -> None:
     """Raise ConfigError for more workers of a study than a pipeline can gather."""
     if workers > MOST_RUNS:
         raise ConfigError(
-            f"tune.workers is {workers}, and a pipeline has at most {MOST_RUNS}: Kubeflow starts the last task with "
-            "one argument that names the output of each. A worker runs one trial after another: fewer make as many"
+            f"tune.workers is {workers}, and a pipeline has at most {MOST_RUNS}. Each worker runs one trial after "
+            "another, so fewer workers run as many trials"
         )
 
 

@@ -363,13 +363,13 @@ class Config(Section):
             return self
         if self.run.backend == "kubernetes":
             raise ValueError(
-                "partition.rule=local is for devices that hold their own data, and pods do not: set "
-                "run.backend=agents, or in_process with partition.folders"
+                "partition.rule=local needs devices with their own data, which pods are not: set run.backend=agents or "
+                "in_process with partition.folders"
             )
         if self.run.backend != "agents" and p.folders is None:
             raise ValueError(
-                f"partition.rule=local with run.backend={self.run.backend}: partition.folders says where the clients' "
-                "data are that this machine simulates; or set run.backend=agents"
+                f"partition.rule=local with run.backend={self.run.backend} needs partition.folders, the data of the "
+                "simulated clients; or set run.backend=agents"
             )
         knows = {
             "noise.labels=0": self.noise.labels == 0,
@@ -390,9 +390,8 @@ class Config(Section):
     def _held_out_from_the_server_too(self) -> Config:
         if self.evaluate.on == "clients" and self.partition.proxy_shared:
             raise ValueError(
-                "evaluate.on=clients is to show how the model does on samples that nobody trained on, and with "
-                "partition.proxy_shared=true the server has them: set partition.proxy_shared=false, or "
-                "evaluate.on=server"
+                "evaluate.on=clients needs samples that nobody trains on, but partition.proxy_shared=true gives them "
+                "to the server: set partition.proxy_shared=false, or evaluate.on=server"
             )
         return self
 

@@ -13,7 +13,6 @@ import yaml
 from fl_engine.aggregation.server_opt import Yogi
 from fl_engine.algorithms import FedAvg
 from fl_engine.core.errors import ConfigError, ModelError, masked
-from fl_engine.core.fields import Moves
 from fl_engine.fleet.devices import FLEETS
 from fl_engine.selection import Curiosity
 from flexfleet import config as configs
@@ -103,38 +102,23 @@ def test_all_mistakes_are_told_at_once() -> None:
         ("partition.clients=0", "partition.clients"),
         ("partition.rule=direchlet", "partition.rule"),
         ("seed=1.0", "seed"),
-        ("seed=true", "seed"),
         ("rounds.stop=0", "rounds.stop"),
-        ("rounds.stop=-1", "rounds.stop"),
         ("rounds.keep_updates=1", "rounds.keep_updates"),
-        ("rounds.keep_updates='yes'", "rounds.keep_updates"),
         ("rounds.commit_every=never", "rounds.commit_every"),
-        ("rounds.commit_every=0", "rounds.commit_every"),
         ("training.lr=0", "training.lr"),
-        ("training.lr=fast", "training.lr"),
-        ("training.lr=false", "training.lr"),
         ("training.lr=.inf", "training.lr"),
-        ("training.lr=.nan", "training.lr"),
         ("training.fraction=1.5", "training.fraction"),
-        ("training.momentum=-0.1", "training.momentum"),
         ("run.devices=cpu", "run.devices"),
         ("run.devices=[]", "run.devices"),
-        ("run.store=3", "run.store"),
         ("tracking.mlflow=true", "tracking.mlflow"),
         ("fleet.tiers=[{name: a, share: half, memory: 50.0}]", "fleet.tiers.0.share"),
-        ("fleet.tiers=[{share: 1.0, memory: 50.0}]", "fleet.tiers.0.name"),
         ("rounds=3", "rounds"),
         ("model=vgg16", "model"),
-        ("model.name=3", "model.name"),
         ("algorithm.name=null", "algorithm.name"),
         ('algorithm.kd_weight="10"', "algorithm.kd_weight"),
-        ("algorithm.kd_weight=true", "algorithm.kd_weight"),
         ("algorithm.kd_weight=-1", "algorithm.kd_weight"),
         ("algorithm.targets=50", "algorithm.targets"),
-        ("algorithm.targets=[a, b]", "algorithm.targets"),
         ("algorithm.rule=closets", "algorithm.rule"),
-        ("algorithm.use_apoz=1", "algorithm.use_apoz"),
-        ("algorithm.apoz=[0.5, 1.5]", "algorithm.apoz"),
         ("schema_version=2", "schema_version"),
     ],
 )
@@ -148,8 +132,6 @@ def test_a_value_of_the_wrong_type_is_an_error_that_says_where_and_what(given: s
     ("given", "path"),
     [
         ('model.width="0.5"', "model.width"),
-        ("model.width=true", "model.width"),
-        ("model.width=wide", "model.width"),
         ("model.width=0", "width"),
         ("model.norm=batsh", "model.norm"),
     ],
@@ -291,22 +273,5 @@ def test_the_address_of_data_holds_no_password(address: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------- what a value moves
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("seed", Moves.RESULT), ("algorithm.kd_weight", Moves.RESULT), ("training.lr", Moves.RESULT),
-        ("fleet.tiers", Moves.RESULT), ("rounds.quorum", Moves.RESULT), ("kubernetes.observe", Moves.RESULT),
-        ("agents.observe", Moves.RESULT), ("agents.attempts", Moves.EXECUTION),
-        ("rounds.stop", Moves.LENGTH), ("kubernetes.quorum", Moves.ANSWERS), ("run.precision", Moves.NUMERICS),
-        ("rounds.keep_every", Moves.EXECUTION), ("run.backend", Moves.EXECUTION),
-        ("kubernetes.pools.weak.cpu", Moves.EXECUTION), ("kubernetes.no_more", Moves.EXECUTION),
-        ("dataset.root", Moves.PLACE), ("run.store", Moves.PLACE), ("tracking.mlflow", Moves.PLACE),
-        ("no_more.at_all", Moves.RESULT),
-    ],
-)  # fmt: skip
-def test_what_a_parameter_moves_is_said_at_its_field(path: str, expected: Moves) -> None:
-    assert configs.moves(path) is expected
-
-
 def test_sections_with_addresses_are_not_told_to_clients() -> None:
     assert set(configs.PRIVATE) == {"tracking", "tune", "publish"}

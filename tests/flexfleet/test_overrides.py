@@ -145,14 +145,6 @@ def test_advanced_replaces_a_name_of_the_forms_lists(field: str, listed: str, pa
     assert flatten(config_from({field: listed}, {path: own}))[path] == own
 
 
-def test_a_comparison_takes_a_data_set_for_all_labels_or_for_one() -> None:
-    advanced = {"model.name": "vgg16", "b:model.name": "resnet18"}
-    runs = comparison_from({"model": "small_cnn"}, advanced, "a=flexfl,b=flexfl", "0", "x")
-    assert [run.config.model["name"] for run in runs] == ["vgg16", "resnet18"]
-    with pytest.raises(ConfigError, match="the algorithms are given as a list of their own"):
-        comparison_from({}, {"algorithm.name": "fedavg"}, "flexfl", "0", "x")
-
-
 def test_the_resolved_configuration_survives_the_file(tmp_path: Path) -> None:
     config = config_from({"learning_rate": 1e-5, "mlflow_uri": ""}, {"algorithm.targets": [10.0, 100.0]})
     assert load_config(write_config(config, tmp_path / "new" / "config")) == config
