@@ -1,4 +1,4 @@
-"""Checks whether averaging is as fast as memory allows: compares bytes per second of `averaging.Mean` with a copy's.
+"""Checks whether averaging is as fast as memory allows: compares bytes per second with a copy's.
 
 python -m benchmarks.averaging
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fl_engine.aggregation.averaging import Mean
+from fl_engine.aggregation.averaging import StreamingMean
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core.costs import count_params
 from fl_engine.core.slicing import initial_params, take
@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"copy: {copy:.1f} GB/s, {args.threads} thread(s); VGG16, {size / 1e6:.1f} million parameters")
     for name, spec in (("whole models", FULL), ("half of the channels", prefix(layout, 0.5))):
         update = {key: t.clone() for key, t in take(full, layout, spec).items()}
-        mean = Mean(full, layout)
+        mean = StreamingMean(full, layout)
 
-        def add(mean: Mean = mean, update: dict[str, torch.Tensor] = update, spec: object = spec) -> None:
+        def add(mean: StreamingMean = mean, update: dict[str, torch.Tensor] = update, spec: object = spec) -> None:
             mean.add(update, spec, 1.0)  # type: ignore[arg-type]
 
         rate = 20 * sum(t.numel() for t in update.values()) / seconds(add) / 1e9

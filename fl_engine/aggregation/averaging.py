@@ -144,7 +144,7 @@ def _is_weight(name: str) -> bool:
     return not is_statistic(name)
 
 
-class Mean:
+class StreamingMean:
     """The streaming mean: one running sum per element, plus HELD_BACK_BYTES of updates. `result` turns the sums into
     means tensor by tensor, so that the model is not in memory twice."""
 

@@ -20,7 +20,7 @@ from fl_engine.core.types import ParamLayout, Params
 
 @dataclass(frozen=True)
 class Mean:
-    """FedAvg: the weighted mean of each element over the updates that hold it (`averaging.Mean`)."""
+    """FedAvg: the weighted mean of each element over the updates that hold it (`averaging.StreamingMean`)."""
 
     __pydantic_config__ = STRICT
     name: Literal["mean"] = "mean"
@@ -29,7 +29,7 @@ class Mean:
     scaled. With a coarse codec on the way down, most of this change may be the codec's rounding."""
 
     def start(self, old: Params, layout: ParamLayout, public: Public) -> Aggregate:
-        return clipped(averaging.Mean(old, layout), old, layout, self.clip)
+        return clipped(averaging.StreamingMean(old, layout), old, layout, self.clip)
 
 
 AGGREGATIONS: dict[str, type[AggregationRule]] = {

@@ -3,7 +3,7 @@
     FlexfleetError
     ├── BadInput             2   wrong parameters, data, partition, pool or model
     │   ├── ConfigError          an unknown, misspelt or impossible parameter
-    │   │   └── Faults   2/6     several errors of one form or configuration
+    │   │   └── SeveralErrors    2/6 the errors of one form or configuration
     │   ├── DataError            a data file that is missing, truncated or has another checksum
     │   ├── PartitionError       a partition that cannot be cut from this data
     │   ├── PoolError            a target size that no gamma reaches, or a Gamma too large for the pool
@@ -46,10 +46,10 @@ class ConfigError(BadInput):
     code = "config"
 
 
-class Faults(ConfigError):
+class SeveralErrors(ConfigError):
     """Several errors, reported together. The exit code is 2 if one of the errors has it, since no retry helps then."""
 
-    code = "faults"
+    code = "several"
 
     def __init__(self, said: str, errors: Iterable[FlexfleetError] = ()) -> None:
         super().__init__(said)
@@ -158,9 +158,9 @@ class ClientError(FlexfleetError):
 
 
 def together(errors: Iterable[FlexfleetError]) -> FlexfleetError:
-    """Return the only error, or Faults with all of them."""
-    flat = [each for error in errors for each in (error.errors if isinstance(error, Faults) else (error,))]
-    return flat[0] if len(flat) == 1 else Faults("; ".join(map(str, flat)), flat)
+    """Return the only error, or SeveralErrors with all of them."""
+    flat = [each for error in errors for each in (error.errors if isinstance(error, SeveralErrors) else (error,))]
+    return flat[0] if len(flat) == 1 else SeveralErrors("; ".join(map(str, flat)), flat)
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -27,7 +27,7 @@ and Linux accepts no argument above 128 KiB."""
 def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> Config:
     """Return the checked configuration of a form. A `store_uri` with a scheme becomes `run.remote`; an empty one leaves
     the default, because only the pipeline's first task knows the platform's bucket. `advanced` cannot set a field of
-    the form, except those in LISTED. Raises ConfigError, and Faults for several errors."""
+    the form, except those in LISTED. Raises ConfigError, and SeveralErrors for more than one."""
     advanced = object_of(advanced)
     try:
         check_plain([parameters, advanced])

@@ -21,10 +21,10 @@ from fl_engine.core.errors import (
     BadInput,
     Diverged,
     EnvironmentFailure,
-    Faults,
     GateFailed,
     IntegrityError,
     InUse,
+    SeveralErrors,
     Stopped,
     Unreachable,
     masked,
@@ -82,7 +82,9 @@ def ending(again: str, form: Mapping[str, Any] = MappingProxyType({})) -> Iterat
             print(masked(traceback.format_exc()), end="", file=sys.stderr)
             line = f"{type(error).__name__}: {masked(str(error))}"
         kind = next((word for kind, word in KINDS.items() if code == kind.exit_code), BUG)
-        causes = [(told_of(each) or (line,))[0] for each in error.errors] if isinstance(error, Faults) else [line]
+        causes = (
+            [(told_of(each) or (line,))[0] for each in error.errors] if isinstance(error, SeveralErrors) else [line]
+        )
         fields = FORMS[again]
         first, *more = (" ".join(re.sub("--(run-)?id", again, cause).split()) for cause in causes)
         head = f"error, exit code {code} ({kind}): {first}"

@@ -15,7 +15,7 @@ from typing import Any
 import boto3
 import pytest
 
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, Faults, Refused, Unreachable
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, Refused, SeveralErrors, Unreachable
 from fl_engine.storage.s3 import S3Store
 from flexfleet.pipeline import reachable
 from flexfleet.pipeline.reachable import check_form, unusable
@@ -143,7 +143,7 @@ def test_faults_of_form_and_places_are_one_error(bucket: str, tmp_path: Path) ->
         raise ConfigError("algorithm.name is wrong")
 
     given = form(store_uri=str(tmp_path), advanced={"publish.dvc": "s3://no-such-remote/dvc"})
-    with pytest.raises(Faults) as found:
+    with pytest.raises(SeveralErrors) as found:
         check_form(given, refuse)
     assert found.value.exit_code == ConfigError.exit_code
     assert [str(error).split()[0] for error in found.value.errors] == ["algorithm.name", "publish.dvc"]

@@ -190,7 +190,7 @@ def test_identical_updates_make_themselves(spec: SubmodelSpec, others: list[Subm
 @law
 @given(given=st.lists(updates(), min_size=1, max_size=8))
 def test_trained_is_what_somebody_holds(given: list[Update]) -> None:
-    for aggregate in (Middle(model(0), LAYOUT, 0.2), averaging.Mean(model(0), LAYOUT)):
+    for aggregate in (Middle(model(0), LAYOUT, 0.2), averaging.StreamingMean(model(0), LAYOUT)):
         assert aggregate.empty
         add_all(aggregate, given)
         assert aggregate.empty == (not any(u.payload for u in given))

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_engine.aggregation import averaging
-from fl_engine.aggregation.averaging import Mean
+from fl_engine.aggregation.averaging import StreamingMean
 from fl_engine.aggregation.spool import Spool
 from fl_engine.core.errors import ModelError
 from fl_engine.core.types import FULL, Axis, ParamLayout, Params, Slot, SubmodelSpec
@@ -116,7 +116,7 @@ def updates(draw: st.DrawFn, weights: st.SearchStrategy[float]) -> Update:
 
 
 def mean_of(old: Params, given: list[Update]) -> Params:
-    mean = Mean(old, LAYOUT)
+    mean = StreamingMean(old, LAYOUT)
     for u in given:
         mean.add(u.payload, u.spec, u.weight)
     return mean.result()
@@ -178,7 +178,7 @@ def test_only_the_proportions_of_weights_count(given: list[Update], factor: floa
 def test_by_hand() -> None:
     """Three clients, one tensor of four values: (1 * 10 + 3 * 30) / 4, 30, the old one, 7."""
     layout = ParamLayout({"g": 4}, {"w": Slot("b", (Axis("g"),))})
-    mean = Mean({"w": torch.tensor([1.0, 2.0, 3.0, 4.0])}, layout)
+    mean = StreamingMean({"w": torch.tensor([1.0, 2.0, 3.0, 4.0])}, layout)
     mean.add({"w": torch.tensor([10.0])}, SubmodelSpec.of({"g": 1}), 1)
     mean.add({"w": torch.tensor([30.0, 30.0])}, SubmodelSpec.of({"g": 2}), 3)
     mean.add({"w": torch.tensor([7.0])}, SubmodelSpec.of({"g": [3]}), 2)
@@ -190,7 +190,7 @@ def test_by_hand() -> None:
 
 def test_neither_the_old_model_nor_the_updates_are_written_to() -> None:
     old, update = old_model(), Update(old_model(1), FULL, 3.0)
-    mean = Mean(old, LAYOUT)
+    mean = StreamingMean(old, LAYOUT)
     mean.add(update.payload, update.spec, update.weight)
     mean.add(update.payload, update.spec, update.weight)
     mean.result()
@@ -199,7 +199,7 @@ def test_neither_the_old_model_nor_the_updates_are_written_to() -> None:
 
 
 def test_the_result_can_be_read_again_and_ends_the_mean() -> None:
-    mean = Mean(old_model(), LAYOUT)
+    mean = StreamingMean(old_model(), LAYOUT)
     mean.add(old_model(1), FULL, 3.0)
     assert_same_bits(mean.result(), old_model(1))
     assert_same_bits(mean.result(), old_model(1))
@@ -216,19 +216,19 @@ def test_neither_a_spool_nor_parts_of_tensors_change_a_bit(
     updates = [Update(old_model(1), FULL, 3.0), Update(GOOD, HALF, 5.0), Update(old_model(2), FULL, 0.5)]
     expected = mean_of(old_model(), updates)
     monkeypatch.setattr(averaging, "ROWS_BYTES", rows_bytes)
-    spool, mean = Spool(held_bytes), Mean(old_model(), LAYOUT)
+    spool, mean = Spool(held_bytes), StreamingMean(old_model(), LAYOUT)
     for update in updates:
         mean.add(spool.get(spool.put(update.payload)), update.spec, update.weight)
     assert_same_bits(mean.result(), expected)
     wrong = spool.get(spool.put(GOOD | {"free": torch.ones(4)}))
     with pytest.raises(ModelError, match="free"):
-        Mean(old_model(), LAYOUT).add(wrong, HALF, 1.0)
+        StreamingMean(old_model(), LAYOUT).add(wrong, HALF, 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 def test_the_type_of_the_old_model_stays(dtype: torch.dtype) -> None:
     old = {name: t.to(dtype) for name, t in old_model().items()}
-    mean = Mean(old, LAYOUT)
+    mean = StreamingMean(old, LAYOUT)
     mean.add(old_model(1), FULL, 1)
     assert {t.dtype for t in mean.result().values()} == {dtype}
 
@@ -236,7 +236,7 @@ def test_the_type_of_the_old_model_stays(dtype: torch.dtype) -> None:
 def test_many_updates_do_not_lose_the_small_ones() -> None:
     """In single precision the running sum would stop growing."""
     layout = ParamLayout({"g": 1}, {"w": Slot("b", (Axis("g"),))})
-    mean = Mean({"w": torch.zeros(1)}, layout)
+    mean = StreamingMean({"w": torch.zeros(1)}, layout)
     mean.add({"w": torch.tensor([1.0])}, FULL, 2.0**25)
     for _ in range(64):
         mean.add({"w": torch.tensor([0.0])}, FULL, 2.0**19)
@@ -264,7 +264,7 @@ WRONG: dict[str, tuple[Params, SubmodelSpec, float, str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_does_not_fit_is_refused_and_nothing_has_been_added(case: str) -> None:
     payload, spec, weight, message = WRONG[case]
-    clean, mean = Mean(old_model(), LAYOUT), Mean(old_model(), LAYOUT)
+    clean, mean = StreamingMean(old_model(), LAYOUT), StreamingMean(old_model(), LAYOUT)
     for m in (clean, mean):
         m.add(old_model(1), FULL, 2)
     with pytest.raises(ModelError, match=message):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fl_engine.aggregation.averaging import Mean
+from fl_engine.aggregation.averaging import StreamingMean
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.types import FULL, Axis, ParamLayout, Slot
@@ -57,7 +57,7 @@ def test_forward_backward_and_optimiser_obey(flush: bool) -> None:
 
 def test_server_averages_obey(flush: bool) -> None:
     """In double precision these are normal numbers, so they become zero where they go back to float32."""
-    average = Mean({"w": torch.ones(3)}, ParamLayout({"g": 3}, {"w": Slot("b", (Axis("g"),))}))
+    average = StreamingMean({"w": torch.ones(3)}, ParamLayout({"g": 3}, {"w": Slot("b", (Axis("g"),))}))
     for weight in (1.0, 3.0):
         average.add({"w": denormal(3)}, FULL, weight)
     assert bool(average.result()["w"].view(torch.int32).any()) is not flush
