@@ -142,7 +142,7 @@ def test_femnist_is_read_once(leaf: tuple[Path, tuple[str, ...]], monkeypatch: p
     assert fingerprint(femnist.load(*leaf)) == fingerprint(first)
 
 
-def test_a_writers_test_samples_are_the_same_whoever_else_is_there(tmp_path: Path) -> None:
+def test_femnist_test_samples_do_not_depend_on_other_writers(tmp_path: Path) -> None:
     alone = femnist.load(tmp_path, made.femnist_files(tmp_path, made.femnist_file({"b": 20})))
     both = made.femnist_file({"a": 30})
     own = made.femnist_file({"b": 20})
@@ -271,7 +271,7 @@ def test_one_class_alone_is_refused(own: Path) -> None:
         tiny_imagenet.load(own.parent)
 
 
-def test_tiny_imagenet_is_unpacked_without_what_does_not_belong_to_it(tiny: Path, tmp_path: Path) -> None:
+def test_tiny_imagenet_unpacks_only_its_own_members(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "tiny-imagenet-200.zip"
     with zipfile.ZipFile(path, "w") as archive:
         for name in ("../evil", "tiny-imagenet-200/../evil", "tiny-imagenet-200/test/images/test_0.JPEG"):

@@ -9,7 +9,7 @@ import torch
 
 from fl_engine.core import boxes
 from fl_engine.core.errors import DataError
-from fl_engine.datasets import DATASETS, visdrone
+from fl_engine.datasets import visdrone
 from fl_engine.tasks import Detection
 from tests.data import made
 
@@ -78,12 +78,6 @@ def test_what_is_left_out_or_cut_off_is_told(val: Path, caplog: pytest.LogCaptur
     assert "left out 1 boxes without width or height, cut off 1 " in caplog.text
 
 
-def test_a_picture_without_objects_is_one(val: Path) -> None:
-    (val / "annotations" / f"{list(IMAGES)[1]}.txt").write_bytes(b"")
-    data = visdrone.load(val.parents[1])
-    assert data.task.labels(data.train_y).tolist() == [12, 0, 0, 0, 0]
-
-
 OFFICIAL = (
     "1,2,3,4,1,4,0", "1,2,3,4,1,12,0,0", "1,2,3,4,2,4,0,0", "1,2,3,4,1,4,0,3", "1.5,2,3,4,1,4,0,0", "1,2,-3,4,1,4,0,0",
     "96,2,3,4,1,4,0,0", "-9,2,3,4,1,4,0,0", "", "1,2,3,4,1,4,0,0,,", "4 0.5 0.5 0.1 0.1",
@@ -128,9 +122,3 @@ def test_pictures_of_other_names_are_refused(val: Path) -> None:
     made.write(val / "images" / "holiday.jpg", made.jpeg(1))
     with pytest.raises(DataError):
         visdrone.load(val.parents[1])
-
-
-def test_what_is_missing_is_said_with_where_it_comes_from(tmp_path: Path) -> None:
-    assert DATASETS["visdrone"].missing(tmp_path)
-    with pytest.raises(DataError):
-        visdrone.load(tmp_path)

@@ -15,7 +15,6 @@ from fl_engine.core.slicing import initial_params
 from fl_engine.data.clusters import clusters_of, features_of
 from fl_engine.models import MODELS
 from fl_engine.models.build import build_model
-from fl_engine.testing.kinds import TinyMLP, tiny_table
 from fl_engine.testing.tiny import TinyNet, tiny_data
 from fl_engine.training.evaluation import LAST, last_layer_inputs
 
@@ -31,11 +30,6 @@ def test_groups_that_lie_apart_are_clusters() -> None:
     pairs = set(zip(found.tolist(), GROUPS.tolist(), strict=True))
     assert len(pairs) == 3 and {cluster for cluster, _ in pairs} == {0, 1, 2}
     assert np.array_equal(found, clusters_of(BLOBS, 3, seed=0, what="blobs"))
-
-
-def test_another_seed_may_find_others() -> None:
-    noise = RNG.normal(0, 1, (200, 4)).astype(np.float32)
-    assert not np.array_equal(clusters_of(noise, 8, 0, "noise"), clusters_of(noise, 8, 1, "noise"))
 
 
 def test_fewer_different_samples_than_clusters_are_an_error() -> None:
@@ -99,12 +93,6 @@ def test_features_of_a_network_are_what_its_last_layer_is_given() -> None:
         again = head(torch.from_numpy(found))
     assert torch.allclose(outputs, again, atol=1e-5)
     assert np.array_equal(found, last_layer_inputs(family, params, data, batch_size=32))
-
-
-def test_vectors_have_features_too() -> None:
-    data = tiny_table()
-    family = TinyMLP(data.input_shape, 1)
-    assert last_layer_inputs(family, initial_params(family, 0), data).shape[0] == len(data.train_y)
 
 
 def test_every_network_ends_in_a_layer_that_can_be_looked_at() -> None:

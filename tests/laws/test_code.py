@@ -91,7 +91,7 @@ def test_it_is_a_wheel(package: Path, tmp_path: Path) -> None:
     assert f"{NAME}/table.csv,sha256=" in "\n".join(record)
 
 
-def test_it_is_imported_from_the_wheel_and_another_one_replaces_it(
+def test_package_is_imported_from_the_newest_wheel(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -128,7 +128,7 @@ def test_a_wheel_with_another_byte_is_not_imported(place: int, flipped: int) -> 
     assert not code.enabled(wheel.sha256)
 
 
-def test_what_is_no_wheel_is_named_though_the_checksum_is_its_own() -> None:
+def test_bytes_that_are_no_wheel_are_refused() -> None:
     with pytest.raises(IntegrityError, match="the store is not a wheel"):
         code.enable(b"nothing", sha256(b"nothing"), "the store")
 
@@ -196,7 +196,7 @@ def test_the_name_of_an_installed_package_is_taken(package: Path, tmp_path: Path
         enable(wheel)
 
 
-def test_a_wheel_that_is_handed_to_another_process_is_verified_there(package: Path, tmp_path: Path) -> None:
+def test_handed_wheel_is_verified_in_the_other_process(package: Path, tmp_path: Path) -> None:
     """Before what follows it is unpickled, which is of its classes."""
     wheel, path = code.pack(package), tmp_path / "a.whl"
     path.write_bytes(wheel.value)
@@ -242,7 +242,7 @@ def test_an_owner_allows_hashes_or_none(monkeypatch: pytest.MonkeyPatch, said: s
 @pytest.mark.parametrize(
     ("said", "runs"), [(None, True), ("none", False), (f"{'b' * 64},here9", True), ("here", False)]
 )
-def test_a_configuration_names_nothing_that_the_owner_does_not_allow(
+def test_configuration_names_only_what_the_owner_allows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str | None, runs: bool
 ) -> None:
     """Neither what is installed nor what lies in the working directory."""

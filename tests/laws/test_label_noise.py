@@ -38,7 +38,7 @@ def test_what_a_label_becomes_by_hand() -> None:
     assert noise.likely_mistakes(CONFUSION, 1.0, unknown=(2,)).tolist() == [[0, 1, 0], [0, 0, 0], [1, 0, 0]]
 
 
-def test_so_many_labels_of_each_client_become_what_the_matrix_says() -> None:
+def test_noise_by_hand() -> None:
     """Client 0 holds class 0, client 1 class 1, which is left; of client 2's 4 samples int(.3 * 4) = 1 is wrong."""
     targets = np.array([0] * 4000 + [1] * 50 + [2] * 4)
     clients = (np.arange(4000), np.arange(4000, 4050), np.arange(4050, 4054))
@@ -107,7 +107,7 @@ def test_labels_that_a_client_does_not_train_on_stay_right(tmp_path: Path) -> No
     assert files.read_manifest(tmp_path / files.MANIFEST).reached == found.reached
 
 
-def test_a_noisy_partition_is_stored_and_clients_are_told_its_labels(tmp_path: Path) -> None:
+def test_noisy_partition_is_stored_with_the_clients_labels(tmp_path: Path) -> None:
     data, parts = noisy_partition()
     files.save(parts, tmp_path)
     found = files.load(tmp_path, data)
@@ -123,7 +123,7 @@ def test_a_noisy_partition_is_stored_and_clients_are_told_its_labels(tmp_path: P
 
 
 # ------------------------------------------------------------------------------------------------- the matrix
-def test_the_matrix_is_of_held_out_training_samples_and_the_same_every_time() -> None:
+def test_confusion_is_deterministic_on_held_out_samples() -> None:
     data, family = tiny_data(), TinyNet()
     found = measure_confusion(family, data, seed=3, epochs=2, lr=1e-2, batch_size=16)
     assert found == measure_confusion(family, data, seed=3, epochs=2, lr=1e-2, batch_size=16)
@@ -134,7 +134,7 @@ def test_the_matrix_is_of_held_out_training_samples_and_the_same_every_time() ->
     assert measure_confusion(family, other, seed=3, epochs=2, lr=1e-2, batch_size=16) == found, "no test sample counts"
 
 
-def test_a_row_of_the_matrix_is_a_class_and_a_column_what_it_was_taken_for() -> None:
+def test_confusion_has_a_row_for_each_true_class() -> None:
     """Q[i, j]: class i taken for class j. Weights that do not move take most samples for one class or two."""
     data, family = tiny_data(), TinyNet()
     matrix = measure_confusion(family, data, seed=3, epochs=1, lr=1e-30, batch_size=16).matrix

@@ -83,7 +83,7 @@ def test_a_certificate_that_is_refused_will_be_the_next_time_too(tmp_path: Path)
 
 
 @pytest.mark.parametrize("act", SIGN)
-def test_a_role_whose_credentials_nobody_renews_may_get_them_the_next_time(
+def test_role_without_fresh_credentials_is_unreachable(
     closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str
 ) -> None:
     """As with a service account's role on EKS (IRSA): a signature asks STS for them."""

@@ -109,7 +109,7 @@ def test_results_come_in_order_until_the_first_error(items: list[int], broken: i
     assert len(taken) <= broken + store.at_once
 
 
-def test_who_stops_asking_waits_for_what_has_begun_and_begins_nothing_more() -> None:
+def test_stopped_caller_waits_for_what_has_begun() -> None:
     done: list[int] = []
     results = overlapped(Waiting(), 1, done.append, range(100))
     next(results)

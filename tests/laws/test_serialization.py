@@ -58,7 +58,7 @@ def test_every_type_has_the_packages_name() -> None:
         assert encode(one) == of_package(one)
 
 
-def test_a_slice_is_written_as_its_copy_and_one_memory_under_two_names_twice() -> None:
+def test_slices_and_shared_memory_are_written_as_copies() -> None:
     whole = torch.arange(24.0).view(4, 6)
     cut = {"rows": whole[1:3], "columns": whole[:, 1:3], "turned": whole.T, "whole": whole, "again": whole}
     assert encode(cut) == of_package({name: tensor.clone().contiguous() for name, tensor in cut.items()})

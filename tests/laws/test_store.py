@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError, TooLarge
-from fl_engine.storage.store import FolderStore, decode, encode, sha256, tensor_bytes
+from fl_engine.storage.store import FolderStore, decode, encode
 
 SIZE = 1 << 20
 
@@ -28,11 +28,6 @@ def test_put_then_get(tmp_path: Path) -> None:
     assert store.get("empty") == b""
     store.put("empty", b"no more")
     assert store.get("empty") == b"no more"
-
-
-def test_a_missing_key_is_an_integrity_error_that_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(IntegrityError, match=str(tmp_path / "rounds" / "00007" / "COMMITTED")):
-        FolderStore(tmp_path).get("rounds/00007/COMMITTED")
 
 
 def test_get_reads_no_more_than_the_limit(tmp_path: Path) -> None:
@@ -68,18 +63,7 @@ def test_delete_removes_a_file_and_the_folder_that_it_empties(tmp_path: Path) ->
     assert tmp_path.is_dir()
 
 
-def test_deleting_what_is_not_there_is_no_error(tmp_path: Path) -> None:
-    store = FolderStore(tmp_path)
-    store.delete("nothing")
-    store.delete("rounds/00000/nothing")
-    store.put("rounds/00000/a", b"x")
-    store.delete("rounds/00000/b")
-    assert store.list("") == ["rounds/00000/a"]
-
-
-def test_a_folder_that_is_removed_before_its_file_is_there_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_removed_during_a_write_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by who deletes the last file in it at the same time."""
     opened, removed = os.open, list[str]()
 
@@ -94,7 +78,7 @@ def test_a_folder_that_is_removed_before_its_file_is_there_is_made_again(
     assert len(removed) == 2 and FolderStore(tmp_path).get("states/a") == b"x"
 
 
-def test_many_that_make_one_folder_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+def test_concurrent_writers_may_make_one_folder(tmp_path: Path) -> None:
     def put(round: int, client: int) -> None:
         FolderStore(tmp_path).put(f"rounds/{round}/updates/{client}", b"x")
 
@@ -265,18 +249,8 @@ def test_tensors_come_back_bit_for_bit() -> None:
         assert back[name].numpy().tobytes() == tensor.contiguous().numpy().tobytes()
 
 
-def test_equal_tensors_are_equal_bytes_in_any_order() -> None:
-    a, b = torch.arange(3.0), torch.arange(4.0).view(2, 2)
-    assert encode({"a": a, "b": b}) == encode({"b": b.clone(), "a": a.clone()})
-    assert len(sha256(encode({"a": a}))) == 64
-
-
 @pytest.mark.parametrize("keep", [0, 4, 8, 40, -1])
-def test_truncated_tensors_are_an_integrity_error_that_names_the_file(keep: int) -> None:
+def test_truncated_tensors_name_their_file(keep: int) -> None:
     value = encode({"a": torch.arange(30.0)})
     with pytest.raises(IntegrityError, match=r"rounds/00003/state\.safetensors"):
         decode(value[:keep], "rounds/00003/state.safetensors")
-
-
-def test_bytes_are_counted_from_shapes() -> None:
-    assert tensor_bytes({"a": torch.zeros(3, 5), "b": torch.zeros(2, dtype=torch.float16)}) == 64

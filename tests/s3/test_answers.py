@@ -56,7 +56,7 @@ LEASE = "11" * 8
 
 @pytest.mark.parametrize("kind", ["json", "safetensors"])
 @pytest.mark.parametrize("trick", [given_away, encrypted, archived])
-def test_an_object_that_its_client_made_unreadable_is_that_clients_failure(
+def test_unreadable_object_is_its_clients_failure(
     server: str, trick: Trick, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if server == "moto" and trick is not archived:
@@ -99,7 +99,7 @@ def test_a_pods_answer_arrives_either_way(server: str, verb: Verb, tmp_path: Pat
     assert sizes == keys if verb == "PUT" else all(sizes[name] < keys[name] for name in keys)
 
 
-def test_a_server_that_refuses_everything_is_the_environments_failure(
+def test_server_that_refuses_all_is_an_environment_failure(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if server == "moto":

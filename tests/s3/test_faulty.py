@@ -101,7 +101,7 @@ def quick_retries(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ExponentialBackoff, "delay_amount", lambda self, context: 0.01)
 
 
-def test_errors_timeouts_cut_and_half_answers_are_met_by_asking_again(
+def test_run_survives_errors_timeouts_and_broken_answers(
     job: Any, proxy: Proxy, new_store: Callable[[], Store], timeless: Callable[[Store], list[Any]],
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

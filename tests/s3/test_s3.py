@@ -15,9 +15,7 @@ from typing import Any
 import boto3.session
 import pytest
 import torch
-import urllib3
 from botocore.exceptions import ClientError
-from botocore.loaders import JSONFileLoader
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, InUse, Unreachable
 from fl_engine.storage import lease, s3
@@ -72,9 +70,7 @@ def test_what_is_missing_or_too_large_is_said(store: S3Store) -> None:
         S3Store("s3://")
 
 
-def test_a_large_value_goes_up_in_parts_and_appears_whole_or_never(
-    store: S3Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_value_is_uploaded_in_parts_whole_or_never(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3, "PART", 5 * 2**20)
     value = os.urandom(11 * 2**20)
     store.put("large", value)
@@ -150,7 +146,7 @@ def test_an_upload_that_is_sent_again_begins_anew(verb: Verb) -> None:
     assert seen[0] == bytes(whole) if verb == "PUT" else bytes(whole) in seen[0]
 
 
-def test_a_client_without_keys_reads_and_writes_what_it_was_given(store: S3Store) -> None:
+def test_url_store_reads_and_writes_only_its_keys(store: S3Store) -> None:
     store.put("order", b"do it")
     value = b"done\r\n--" + bytes(range(256))
     urls = UrlStore({"order": store.presign("order", 60)}, {"update": store.upload("update", len(value), 60, "POST")})
@@ -247,21 +243,12 @@ def test_a_head_that_breaks_off_puts_no_url_into_the_log(broken: str, caplog: py
     assert not _Broken.plan and "secret" not in caplog.text
 
 
-def test_of_a_body_without_a_length_no_more_is_read_than_its_limit(broken: str) -> None:
+def test_body_without_a_length_is_read_up_to_the_limit(broken: str) -> None:
     for get in (S3Store("s3://runs/x", broken).get, UrlStore({"key": f"{broken}/key"}, {}).get):
         _Broken.plan, _Broken.sent = ["endless"], 0
         with pytest.raises(IntegrityError, match="more than the 100000 bytes"):
             get("key", 100_000)
         assert _Broken.sent < 2**25, "what the sockets hold, and no more"
-
-
-def test_botocores_files_are_read_for_the_first_connection_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def connected(port: int) -> Any:
-        return S3Store(f"s3://{BUCKET}/x", endpoint=f"http://127.0.0.1:{port}")._client.meta.endpoint_url
-
-    assert connected(1) == "http://127.0.0.1:1"
-    monkeypatch.setattr(JSONFileLoader, "load_file", lambda loader, path: pytest.fail(f"reads {path}"))
-    assert connected(2) == "http://127.0.0.1:2"
 
 
 def test_a_server_that_is_not_there_is_said_without_its_secrets(
@@ -276,14 +263,7 @@ def test_a_server_that_is_not_there_is_said_without_its_secrets(
     assert "secret" not in str(error.value) and "secret" not in caplog.text
 
 
-def test_a_server_of_another_kind_that_is_not_there_is_told_of_at_each_try(caplog: pytest.LogCaptureFixture) -> None:
-    """MLflow's is waited for for minutes."""
-    with pytest.raises(urllib3.exceptions.MaxRetryError), urllib3.PoolManager(retries=urllib3.Retry(1)) as pool:
-        pool.request("GET", "http://127.0.0.1:9/api?name=x")
-    assert "Retrying" in caplog.text
-
-
-def test_a_run_whose_ledger_is_on_s3_has_the_bits_of_one_in_a_folder(
+def test_ledger_on_s3_has_the_bits_of_one_in_a_folder(
     server: str, tmp_path: Path, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what it has come to is there too: the machine that it ran on may go."""
@@ -306,7 +286,7 @@ def test_a_run_whose_ledger_is_on_s3_has_the_bits_of_one_in_a_folder(
     assert run(Resolved.load(None, (*quick, *remote)), "bucket", resume=True).model_sha256 == bucket.model_sha256
 
 
-def test_a_run_that_another_coordinator_is_at_is_refused_and_says_who_it_is(
+def test_run_of_another_coordinator_is_refused_by_its_name(
     server: str, tmp_path: Path, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -344,9 +324,7 @@ def refusal(status: int, code: str) -> ClientError:
     return ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject")
 
 
-def test_a_server_that_is_busy_for_longer_than_the_tries_last_refuses_nothing(
-    store: S3Store, scripted: list[Any]
-) -> None:
+def test_server_that_stays_busy_is_no_refusal(store: S3Store, scripted: list[Any]) -> None:
     scripted += [refusal(503, "SlowDown")]
     told = r"/key: after all tries the server answers PutObject with 503 SlowDown: .*; try again later$"
     with pytest.raises(Unreachable, match=told):
@@ -367,9 +345,7 @@ def test_a_creation_that_meets_another_request_is_tried_again(store: S3Store, sc
         store.create("another", b"mine")
 
 
-def test_of_several_keys_those_that_a_busy_server_did_not_delete_are_deleted_again(
-    store: S3Store, scripted: list[Any]
-) -> None:
+def test_deletion_repeats_only_keys_of_a_busy_server(store: S3Store, scripted: list[Any]) -> None:
     for key in ("a", "b"):
         store.put(key, b"value")
     failed = {"Key": store._prefix + "a", "Code": "InternalError"}
