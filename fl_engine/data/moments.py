@@ -8,18 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 COUNTED = 4096
-"""How many images' bytes are counted at a time."""
+"""The number of images whose bytes are counted at a time."""
 SMALL = 1e-3
-"""Standard deviations below it have fewer than four digits in six decimals."""
+"""Smaller standard deviations have fewer than four digits in six decimals."""
 EQUAL = 1e-6
-"""A deviation of less than this share of the mean is some steps of float32."""
+"""Smaller deviations, as a share of the mean, are rounding errors of float32."""
 
 
 def byte_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel of images (N, C, H, W), in units of 255, to four decimals.
+    """Return mean and standard deviation of each channel of images (N, C, H, W), in units of 255, to four decimals.
 
-    For data sets whose authors publish none. They are computed from sums of integers, so all machines agree; a constant
-    channel gets the deviation 1.
+    They are computed from sums of integers, so that all machines agree. A constant channel has the deviation 1.
     """
     mean, std = [], []
     for channel in range(images.shape[1]):
@@ -37,9 +36,8 @@ def byte_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple
 
 
 def moments(x: NDArray[np.float32], axis: int = -1) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation per entry of `axis`, rounded so that all machines agree: to six decimals, and where
-    the deviation is below SMALL, both to its sixth digit. A deviation below 5e-7 that is no more than what rounding
-    to float32 makes of equal values is 0."""
+    """Return mean and standard deviation per entry of `axis`, rounded so that all machines agree: to six decimals, or
+    for a deviation below SMALL to its sixth digit. A deviation that rounding to float32 explains is 0."""
     others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
     mean, std = x.mean(others, dtype=np.float64), x.std(others, dtype=np.float64)
     pairs = [_rounded(float(m), float(s)) for m, s in zip(mean, std, strict=True)]

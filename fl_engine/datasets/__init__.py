@@ -58,7 +58,7 @@ class Source:
     """The files that `load` reads. A name with a `*` stands for one file or more."""
 
     address: str = ""
-    """Where the data come from: a URL, or empty if they are not published."""
+    """The URL of the data; empty if they are not published."""
 
     def missing(self, root: Path) -> tuple[Path, ...]:
         """Return the files that do not exist; empty if `load` can start."""

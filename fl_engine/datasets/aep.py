@@ -44,7 +44,7 @@ CLEAR = 40.0
 """Visibility in kilometres above which the feature is 1, else 0."""
 COMPONENTS = 3
 ALIKE = 0.85
-"""The absolute correlation with an earlier feature above which a feature is left out."""
+"""A feature is left out if its absolute correlation with an earlier feature is larger."""
 DECIMALS = 5
 DATE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", re.ASCII)
 
@@ -76,7 +76,8 @@ def load(root: Path, rows: int = ROWS) -> Data:
 
 
 def prepared(train: Table, test: Table) -> tuple[Table, Table]:
-    """The features of both parts. Percentiles, components and the choice of features come from the training part."""
+    """Return the features of both parts. Percentiles, components and the choice of features come from the training
+    part."""
     train, test = transformed(train), transformed(test)
     bounds = {name: np.percentile(value, (10, 90)) for name, value in train.items()}
     train, test = (with_day(with_means(clipped(part, bounds))) for part in (train, test))
@@ -88,25 +89,25 @@ def prepared(train: Table, test: Table) -> tuple[Table, Table]:
 
 # ------------------------------------------------------------------------------------------------------- steps
 def transformed(table: Table) -> Table:
-    """log(1 + x) of four columns, visibility as 0 or 1."""
+    """Take log(1 + x) of four columns, and turn visibility into 0 or 1."""
     logarithms = {name: np.log1p(table[name]) for name in ("t9", "rv1", "rv2", "windspeed")}
     return table | logarithms | {"visibility": (table["visibility"] > CLEAR).astype(np.float64)}
 
 
 def clipped(table: Table, bounds: dict[str, NDArray[np.float64]]) -> Table:
-    """Every column, the date included, clipped to its lower and upper bound."""
+    """Clip every column, the date included, to its lower and upper bound."""
     return {name: np.clip(value, *bounds[name]) for name, value in table.items()}
 
 
 def with_means(table: Table) -> Table:
-    """Adds the means of the rooms' temperatures (for t9 its logarithm) and humidities."""
+    """Add the means of the rooms' temperatures (for t9 its logarithm) and humidities."""
     temperature = np.stack([table[f"t{room}"] for room in ROOMS]).mean(0)
     humidity = np.stack([table[f"rh_{room}"] for room in ROOMS]).mean(0)
     return table | {"avg_house_temp": temperature, "avg_humidity_percentage": humidity}
 
 
 def with_day(table: Table) -> Table:
-    """Replaces the date, in seconds since 1970, by the day of the month and the month."""
+    """Replace the date, in seconds since 1970, by the day of the month and the month."""
     date = table["date"].astype(np.int64).astype("datetime64[s]")
     months, days = date.astype("datetime64[M]"), date.astype("datetime64[D]")
     day = (days - months.astype("datetime64[D]")).astype(np.float64) + 1
@@ -116,7 +117,7 @@ def with_day(table: Table) -> Table:
 
 
 def principal(table: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The columns' means (F,) and the first principal components (F, 3) of the unscaled columns.
+    """Return the columns' means (F,) and the first principal components (F, 3) of the unscaled columns.
 
     The largest weight of a component is made positive, as in scikit-learn, since the sign is arbitrary.
     """
@@ -129,13 +130,13 @@ def principal(table: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def with_components(table: Table, centre: NDArray[np.float64], axes: NDArray[np.float64]) -> Table:
-    """Adds the readings' coordinates along each principal component."""
+    """Add the readings' coordinates along each principal component."""
     along = (np.stack(list(table.values()), axis=1) - centre) @ axes
     return table | {f"pca_{i + 1}": along[:, i] for i in range(axes.shape[1])}
 
 
 def unlike(table: Table) -> list[str]:
-    """The columns that are not strongly correlated with any earlier column, whether that one is kept or not."""
+    """Return the columns that are not strongly correlated with any earlier column, kept or not."""
     with np.errstate(invalid="ignore", divide="ignore"):  # a constant column is correlated with none
         alike = np.abs(np.corrcoef(np.stack(list(table.values())))) > ALIKE
     return [name for i, name in enumerate(table) if not alike[i, :i].any()]

@@ -53,15 +53,15 @@ TEST_SHARE = 0.2
 PUBLISHED = (12_190, 3_048)
 """Training and test samples."""
 MOST_SAMPLES = 50_000
-"""The set has 15,238. Each takes 16 kB, and in a damaged file every line might begin one."""
+"""The set has 15,238 samples of 16 kB each. In a damaged file every line might begin a sample."""
 MOST_UNREADABLE = 0.01
-"""The share of a file's lines that may be garbled: faulty sensors and radio cause a few, a damaged file has more."""
+"""The largest share of garbled lines in a file. Faulty sensors cause a few, and a damaged file has more."""
 
 CLASSES = (
     "other", "work", "take medicine", "sleep", "leave home", "eat", "bed to toilet", "bathing", "enter home",
     "personal hygiene", "relax", "cook",
 )  # fmt: skip
-# Names in the files, in lower case and with underscores. They are looked up with the resident (R1, R2), then without.
+# Names in the files, in lower case and with underscores: first with the resident (R1, R2), then without the resident.
 ACTIVITIES = {
     "other": "wake wakeup night_wandering wandering_in_room study wash_bathtub grooming bed_toilet_transition "
     "master_bedroom_activity meditate",
@@ -80,10 +80,10 @@ ACTIVITIES = {
 LABELS = {name: CLASSES.index(label) for label, names in ACTIVITIES.items() for name in names.split()}
 LABELS[""] = CLASSES.index("other")
 STATES = {b"ON": "on", b"OF": "off", b"OP": "open", b"CL": "closed"}
-"""By the first two letters, since the rest of some values is garbled."""
+"""Maps the first two letters of a value to a state. The rest of some values is garbled."""
 
 HOTTEST = 200
-"""Degrees that no sensor reports; such a value is garbled."""
+"""Values above this temperature in degrees are garbled."""
 DATE = re.compile(rb"\d{4}-\d\d-\d\d")
 RESIDENT = re.compile(r"^r\d_")
 
@@ -94,7 +94,7 @@ class Event(NamedTuple):
     word: str
     """A sensor and its value, `M001=on`."""
     activity: str
-    """The activity's name in the file; empty if there is none."""
+    """The activity's name in the file, or an empty string."""
 
 
 def load(root: Path) -> Data:
@@ -140,8 +140,8 @@ def load(root: Path) -> Data:
 
 
 def samples(stream: Iterable[Event]) -> Iterator[tuple[str, list[str]]]:
-    """For each run of consecutive events with the same activity, also the empty one: its name and its last 2,000
-    words."""
+    """Yield the name and the last 2,000 words of each run of consecutive events with the same activity, also of runs
+    without an activity."""
     for name, stretch in groupby(stream, key=lambda event: event.activity):
         yield name, list(deque((event.word for event in stretch), maxlen=EVENTS))
 
@@ -185,7 +185,7 @@ def events(path: Path, content: bytes) -> Iterator[Event]:
 
 
 def word_of(sensor: bytes, value: bytes) -> str | None:
-    """`M001=on`, `T002=21.5`: temperatures are rounded to half a degree; None for a garbled value."""
+    """Return the word, such as `M001=on` or `T002=21.5`, in half degrees; None for a garbled value."""
     said: str | None
     if sensor[:1] == b"T":
         try:
@@ -200,10 +200,10 @@ def word_of(sensor: bytes, value: bytes) -> str | None:
 
 
 def bare(name: str) -> str:
-    """The activity's name as in the list: unchanged, or without the resident."""
+    """Return the activity's name as in LABELS: unchanged, or without the resident."""
     return name if name in LABELS else RESIDENT.sub("", name)
 
 
 def label_of(name: str) -> int:
-    """The class of an activity by its name in a file."""
+    """Return the class of an activity by its name in a file."""
     return LABELS.get(bare(name), LABELS[""])

@@ -44,7 +44,7 @@ FILES = tuple(f"{FOLDER}/{BATCHES}/{name}" for name in TRAIN + TEST)
 RECORDS = 10_000
 CLASSES = 10
 MEAN, STD = (0.491, 0.482, 0.447), (0.247, 0.243, 0.262)
-"""Of the training images, as FlexFL and AdaptiveFL normalise."""
+"""Mean and deviation of the training images, as in FlexFL and AdaptiveFL."""
 
 
 def load(root: Path, checksums: Mapping[str, str] = CHECKSUMS, records: int = RECORDS) -> Data:

@@ -35,7 +35,7 @@ RECORDS = (50_000, 10_000)
 CHW = (3, 32, 32)
 CLASSES = 100
 MEAN, STD = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
-"""Of the training images, in units of 255."""
+"""Mean and deviation of the training images, in units of 255."""
 
 
 def load(root: Path, records: tuple[int, int] = RECORDS) -> Data:

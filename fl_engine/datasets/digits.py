@@ -29,7 +29,7 @@ TEST_SAMPLES = 359
 CHECKSUM = "e10b10289c0d9d8a1b3e6b7dfe998949029a89056e0e06dfb989924a36d75a3c"
 """sha256 of the table's values (1797, 65) as little-endian int64."""
 MEAN, STD = (0.3054,), (0.3762,)
-"""Of the 1,438 training images, in units of 255."""
+"""Mean and deviation of the 1,438 training images, in units of 255."""
 
 
 def _table() -> NDArray[np.int64]:

@@ -60,10 +60,10 @@ HOW = (
     "(17 GB)"
 )
 VERSION = 1
-"""The version of the stored arrays: it changes if the same files are read in another way."""
+"""The version of the stored arrays, which changes if the same files are read in another way."""
 CLASSES = 44
 MOST_BYTES = 2**25
-"""The largest annotation file; the training one has about 6 MB."""
+"""The largest annotation file. The training file has about 6 MB."""
 PUBLISHED = (60_055, 8_035)
 """Training and test segments."""
 MOST_SEGMENTS = 100_000
@@ -73,7 +73,7 @@ RATE = 24_000
 CLIP = 47_976
 """Samples of the longest segment, 1.999 s."""
 WINDOW, STEP, POINTS = 240, 120, 2048
-"""In samples: the length of a window, the step from one to the next, and the length of the Fourier transform."""
+"""The length of a window, the step to the next window, and the length of the Fourier transform, in samples."""
 FRAMES, MELS = 400, 128
 FLOOR = 1e-6
 GRID = 1024.0
@@ -90,7 +90,7 @@ class Segment:
     participant: str
     video: str
     start: int
-    """Where the segment starts, in samples of the video's sound."""
+    """The start of the segment, in samples of the video's sound."""
     stop: int
     label: int
 

@@ -45,14 +45,14 @@ HOW = (
     "its data/all_data there"
 )
 VERSION = 1
-"""The version of the stored arrays: it changes if the same files are read in another way."""
+"""The version of the stored arrays, which changes if the same files are read in another way."""
 KEYS = ("users", "num_samples", "user_data")
 CLASSES = 62
 SIDE = 28
 TEST_SHARE = 10
-"""One in this many samples of a writer is a test sample."""
+"""The number of a writer's samples for one test sample."""
 MOST_BYTES = 2**30
-"""The largest file; one of 100 writers has about 150 MB."""
+"""The largest file. A file of 100 writers has about 150 MB."""
 
 
 def load(root: Path, files: Sequence[str] = FILES) -> Data:

@@ -43,7 +43,7 @@ ARCHIVE = Remote(
 )
 FILES = (f"{FOLDER}/fed_emnist_train.h5", f"{FOLDER}/fed_emnist_test.h5")
 MOST_SAMPLES = 10_000
-"""The most samples of a writer in a file; the largest number in the set is some hundreds."""
+"""The most samples of a writer in a file. The largest number in the set is some hundreds."""
 
 
 def load(root: Path) -> Data:

@@ -31,7 +31,7 @@ CLASSES = 10
 SIDE = 28
 MOST_SAMPLES = 60_000
 MEAN, STD = (0.1307,), (0.3081,)
-"""Of the training images, in units of 255."""
+"""Mean and deviation of the training images, in units of 255."""
 
 
 def load(root: Path, checksums: Mapping[str, str] = CHECKSUMS) -> Data:

@@ -42,13 +42,13 @@ FILES = (f"{FOLDER}/{REMOTE.filename}",)
 WINDOW = 80
 """The number of characters in a sample."""
 TEST_SHARE = 5
-"""One in this many lines of a role is a test line."""
+"""The number of a role's lines for one test line."""
 PADDING = 0
-"""Of `load_text`: the token behind the last character of a piece."""
+"""The token behind the last character of a piece in `load_text`."""
 MOST_BYTES = 2**23
-"""The largest text; each character takes a window of 80 numbers in memory."""
+"""The largest text. Each character takes a window of 80 numbers in memory."""
 MOST_CHARACTERS = 256
-"""The most different characters; the text has 65."""
+"""The most different characters. The text has 65."""
 ROLE = re.compile(r"\S.{0,80}:")
 
 

@@ -60,7 +60,8 @@ def load(root: Path, antennas: bool = False, samples: tuple[int, int] = SAMPLES)
 
 
 def by_antenna(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """(N, 1, 250, 90) to (N, 3, 30, 250): the last axis of the input has each antenna's 30 subcarriers side by side."""
+    """Turn (N, 1, 250, 90) into (N, 3, 30, 250). The last axis of the input has each antenna's 30 subcarriers side by
+    side."""
     return np.ascontiguousarray(x.reshape(len(x), PACKETS, ANTENNAS, SUBCARRIERS).transpose(0, 2, 3, 1))
 
 

@@ -45,15 +45,15 @@ ACTIVITIES = (
     "clapping", "folding",
 )  # fmt: skip
 CODE_KEY = {letter: label for label, letter in enumerate("ABCDEFGLKQRS")}
-"""The class of each activity's letter; the others are left out. L is the sandwich."""
+"""Maps each activity's letter to its class. Other letters are left out. L is the sandwich."""
 TEXT_KEY = CODE_KEY | dict.fromkeys("HIJ", CODE_KEY["L"])
-"""Soup, chips and pasta count as eating, too."""
+"""As CODE_KEY, but soup, chips and pasta are eating too."""
 LETTERS = b"ABCDEFGHIJKLMOPQRS"
 WINDOW = 200
 STEP = 100
 TRAIN_SHARE = 0.8
 TRAIN, TEST, ACROSS = 0, 1, 2
-"""On which side of the cut in time a window is."""
+"""The side of the cut in time of a window."""
 MOST_REPEATS = 2
 """The most joined readings per reading. Readings with a repeated time are joined with each other."""
 
@@ -80,7 +80,7 @@ def about(device: str, code_key: bool = False) -> str:
 
 
 def files(device: str) -> tuple[str, ...]:
-    """The files that `load` reads, for at least one person."""
+    """Return the files that `load` reads, for at least one person."""
     return tuple(f"{RAW}/{device}/{sensor}/data_*_{sensor}_{device}.txt" for sensor in SENSORS)
 
 

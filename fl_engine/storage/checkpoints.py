@@ -46,7 +46,7 @@ PACKED = 100
 LOOK_EVERY = 10
 """After this many commits, the number of unpacked commits is compared with PACKED."""
 LINES = 2000
-"""The most lines about single clients in a packed file. Of more lines, those of every n-th round are kept."""
+"""The most lines about single clients in a packed file. If there are more, the lines of every n-th round are kept."""
 
 
 class Row(Record):

@@ -50,8 +50,8 @@ def sum_of(value: Value) -> str:
 
 
 def read_verified(store: Store, key: str, expected: str | None) -> bytes:
-    """Return the value of a key. Whoever else can write to the store cannot replace it: raises IntegrityError unless it
-    has this sum, and reads no more bytes than the sum says."""
+    """Return the value of a key, and read no more bytes than `expected`. Raises IntegrityError if the value has another
+    sum, because other processes may be able to write to the store."""
     if expected is None:
         raise IntegrityError(f"{store.uri(key)} is not used, because the coordinator has not sent its sha256")
     try:

@@ -37,7 +37,7 @@ class Store(Protocol):
     def put(self, key: str, value: Value) -> None: ...
 
     def create(self, key: str, value: bytes) -> bool:
-        """Write the value unless the key exists; return whether it was written. Of several writers one succeeds."""
+        """Write the value unless the key exists; return whether it did. Only one of several writers succeeds."""
 
     def get(self, key: str, limit: int | None = None) -> bytes:
         """Raises IntegrityError if the key does not exist, or its value has more than `limit` bytes."""

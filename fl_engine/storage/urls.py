@@ -44,7 +44,7 @@ FIXED = {
     # object if other credentials have signed.
     "acl": "bucket-owner-full-control",
     "Content-Type": "application/octet-stream",
-    # With this status every server's answer has the ETag.
+    # Every server's answer with this status has the ETag.
     "success_action_status": "201",
 }
 """The fields of an upload's form, besides its key, that a client cannot change."""
