@@ -232,14 +232,14 @@ def test_every_parameter_that_names_a_place_refuses_what_was_meant_as_an_address
 
 def test_a_comparison_has_no_more_runs_than_a_pipeline_can_gather() -> None:
     seeds = ",".join(map(str, range(MOST_RUNS // 2 + 1)))
-    with pytest.raises(ConfigError, match=r"2 algorithms with 41 seeds are 82 runs, and a pipeline makes at most 80: "):
+    with pytest.raises(ConfigError, match=r"2 algorithms with 41 seeds are 82 runs, and a pipeline makes at most 80"):
         comparison_from({}, {}, "flexfl,all_large", seeds, "a")
     assert len(comparison_from({}, {}, "flexfl,all_large", seeds.rpartition(",")[0], "a")) == MOST_RUNS
 
 
 def test_a_study_has_no_more_workers_than_a_pipeline_can_gather(tmp_path: Path) -> None:
     most = config_from({}, {"tune.workers": MOST_RUNS + 1})
-    with pytest.raises(ConfigError, match=r"tune.workers is 81, and a pipeline has at most 80: "):
+    with pytest.raises(ConfigError, match=r"tune.workers is 81, and a pipeline has at most 80"):
         tune.prepare(most, "a", tmp_path, "job")
     assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match=r"set tune\.storage"):  # the next thing that is checked
