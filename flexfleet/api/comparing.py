@@ -17,7 +17,7 @@ from flexfleet.api.comparison_arguments import entries_of
 from flexfleet.api.paired import Paired, paired
 from flexfleet.api.results import Result, in_store
 from flexfleet.api.tables import table, to_html
-from flexfleet.config.comparison_runs import accuracies_of, run_name, seeds_of
+from flexfleet.config.comparison_runs import checked_accuracies, checked_seeds, run_name
 from flexfleet.config.run_names import dated
 from flexfleet.experiments import comparison_report, comparison_tables
 from flexfleet.experiments.compare import run_comparison as compare_all
@@ -66,43 +66,32 @@ def compare(
         >>> flexfleet.compare(["flexfl", "heterofl"], seeds=(0, 1, 2), rounds=20).table
     """
     __tracebackhide__ = True
-    return told(lambda: _compare(algorithms, seeds, over, to, jobs, id, resume, progress, common))
 
+    def go() -> Comparison:
+        if resume and id is None:
+            raise ConfigError("resume=True needs id, the name of the comparison to go on with")
+        if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
+            raise ConfigError(f"jobs is the number of runs side by side, at least 1, got {jobs!r}")
+        if isinstance(to, str) or not hasattr(to, "__iter__"):
+            raise ConfigError(f"to: a list of accuracies is expected, e.g. (0.8, 0.9), got {to!r}")
+        reach = checked_accuracies(to)
+        name = dated("compare") if id is None else id
+        runs = entries_of(algorithms, _listed(seeds), over or {}, name, common)
+        for entry in runs:
+            check_reach(entry.config, jobs)
+        folder = Path(runs[0].config.run.store)
+        with isolated(), shown(progress):
+            compare_all(runs, name, to=reach, at_once=jobs, resume=resume, carry_out=one_by_one if jobs == 1 else None)
+        return Comparison(folder)
 
-def _compare(
-    algorithms: Any,
-    seeds: Sequence[int],
-    over: Mapping[str, Sequence[Any]] | None,
-    to: Sequence[float],
-    jobs: int,
-    id: str | None,
-    resume: bool,
-    progress: bool | None,
-    common: Mapping[str, Any],
-) -> Comparison:
-    if resume and id is None:
-        raise ConfigError("resume=True needs id, the name of the comparison to go on with")
-    if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
-        raise ConfigError(f"jobs is the number of runs side by side, at least 1, got {jobs!r}")
-    if isinstance(to, str) or not hasattr(to, "__iter__"):
-        raise ConfigError(f"to: a list of accuracies is expected, e.g. (0.8, 0.9), got {to!r}")
-    to = tuple(to)
-    name = dated("compare") if id is None else id
-    runs = entries_of(algorithms, _listed(seeds), over or {}, name, common)
-    for entry in runs:
-        check_reach(entry.config, jobs)
-    folder = Path(runs[0].config.run.store)
-    with isolated(), shown(progress):
-        reach = accuracies_of(",".join(map(str, to))) if to else ()
-        compare_all(runs, name, to=reach, at_once=jobs, resume=resume, carry_out=one_by_one if jobs == 1 else None)
-    return Comparison(folder)
+    return told(go)
 
 
 def _listed(seeds: Any) -> tuple[int, ...]:
     """The seeds as plain whole numbers."""
     if isinstance(seeds, str) or not hasattr(seeds, "__iter__"):
         raise ConfigError(f"seeds: a list of whole numbers is expected, e.g. (0, 1, 2), got {seeds!r}")
-    return seeds_of(",".join(str(plain(seed, "seeds")) for seed in seeds))
+    return checked_seeds(plain(seed, "seeds") for seed in seeds)
 
 
 # ------------------------------------------------------------------------------------------------- what it gives

@@ -76,28 +76,21 @@ def tune(
     given = {"trials": trials, "metric": metric, "seeds": seeds, "held_out": held_out, "workers": jobs}
     keywords = {**common, "algorithm": algorithm}
     __tracebackhide__ = True
-    return told(lambda: _tune(space, given, id, resume, progress, keywords))
 
+    def go() -> Study:
+        if resume and id is None:
+            raise ConfigError("resume=True needs id, the name of the study to go on with")
+        if find_spec("optuna") is None:
+            raise EnvironmentFailure(missing("optuna"))
+        config = study_of(space, given, keywords)
+        check_reach(config, config.tune.workers)
+        name = dated("tune") if id is None else plain_name(id, "a study's id")
+        folder = Path(config.run.store) / name
+        with isolated(), shown(progress):
+            tune_all(config, name, resume=resume)
+        return Study(folder)
 
-def _tune(
-    space: Mapping[str, Any] | None,
-    given: Mapping[str, Any],
-    id: str | None,
-    resume: bool,
-    progress: bool | None,
-    keywords: dict[str, Any],
-) -> Study:
-    if resume and id is None:
-        raise ConfigError("resume=True needs id, the name of the study to go on with")
-    if find_spec("optuna") is None:
-        raise EnvironmentFailure(missing("optuna"))
-    config = study_of(space, given, keywords)
-    check_reach(config, config.tune.workers)
-    name = dated("tune") if id is None else plain_name(id, "a study's id")
-    folder = Path(config.run.store) / name
-    with isolated(), shown(progress):
-        tune_all(config, name, resume=resume)
-    return Study(folder)
+    return told(go)
 
 
 def study_of(space: Mapping[str, Any] | None, given: Mapping[str, Any], keywords: Mapping[str, Any]) -> Config:

@@ -80,13 +80,19 @@ def seeds_of(text: str) -> tuple[int, ...]:
     parts = _listed(text, "seeds", "0,1,2")
     try:
         need_plain(parts)
-        seeds = tuple(int(part) for part in parts)
+        return checked_seeds([int(part) for part in parts])
     except ValueError:
         raise ConfigError(f"seeds: expected whole numbers, e.g. 0,1,2, got {text!r}") from None
-    twice = [str(seed) for seed, n in Counter(seeds).items() if n > 1]
-    if twice:
+
+
+def checked_seeds(seeds: Iterable[Any]) -> tuple[int, ...]:
+    """Return the seeds. Raises ConfigError for what is not a whole number, and for a seed that is given twice."""
+    found = tuple(seeds)
+    if not found or not all(type(seed) is int for seed in found):
+        raise ConfigError(f"seeds: expected whole numbers, e.g. 0,1,2, got {found!r}")
+    if twice := [str(seed) for seed, n in Counter(found).items() if n > 1]:
         raise ConfigError(f"seeds: given more than once: {', '.join(twice)}")
-    return seeds
+    return found
 
 
 def accuracies_of(text: str) -> tuple[float, ...]:
@@ -94,12 +100,19 @@ def accuracies_of(text: str) -> tuple[float, ...]:
     parts = _listed(text, "accuracies to reach", "0.4,0.45")
     try:
         need_plain(parts)
-        values = tuple(sorted({float(part) for part in parts}))
+        return checked_accuracies([float(part) for part in parts])
     except ValueError:
-        values = ()
-    if not values or not all(0 < value <= 1 for value in values):
-        raise ConfigError(f"accuracies to reach: expected shares above 0 and at most 1, e.g. 0.4,0.45, got {text!r}")
-    return values
+        raise ConfigError(f"accuracies to reach: expected numbers, e.g. 0.4,0.45, got {text!r}") from None
+
+
+def checked_accuracies(values: Iterable[Any]) -> tuple[float, ...]:
+    """Return the accuracies, ascending. Raises ConfigError for what is not a share."""
+    found = set(values)
+    if not all(isinstance(value, int | float) and 0 < value <= 1 for value in found):
+        raise ConfigError(
+            f"accuracies to reach: expected shares above 0 and at most 1, got {', '.join(map(str, found))}"
+        )
+    return tuple(sorted(found))
 
 
 def _listed(text: str, what: str, example: str) -> list[str]:

@@ -40,9 +40,9 @@ from fl_engine.core.text import read_yaml
 from flexfleet.config import Config
 from flexfleet.config.comparison_runs import (
     Entry,
-    accuracies_of,
     by_label,
     check_factors,
+    checked_accuracies,
     entries_from,
     label_overrides,
     seeds_of,
@@ -94,7 +94,7 @@ class PaperSuite(BaseModel):
     @field_validator("to")
     @classmethod
     def _shares(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        return accuracies_of(",".join(map(str, value))) if value else value
+        return checked_accuracies(value)
 
     def made(self) -> dict[str, tuple[str, str | None]]:
         """The row and the case of each label. Raises ConfigError for two labels, rows and cases of the same name."""

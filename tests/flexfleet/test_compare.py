@@ -58,7 +58,7 @@ BAD = {
     "an unknown algorithm": (["--algorithms", "flexfl,al_large"], ("al_large", "did you mean 'all_large'")),
     "a seed twice": (["--seeds", "0,1,0"], ("seeds", "more than once", "0")),
     "a seed that is none": (["--seeds", "0,one"], ("seeds", "whole numbers", "one")),
-    "an accuracy in percent": (["--to", "40"], ("shares", "0.4", "'40'")),
+    "an accuracy in percent": (["--to", "40"], ("accuracies to reach", "40")),
     "no jobs": (["--jobs", "0"], ("--jobs", "0")),
     "an id that is a path": (["--id", "a/b"], ("'a/b'",)),
     "a resume of what": (["--resume"], ("--resume needs --id",)),
