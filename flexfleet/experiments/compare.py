@@ -1,9 +1,8 @@
-"""Compares several algorithms on the same data and network with several seeds: makes all runs, then tables and a page.
+"""Compare several algorithms on the same data and network with several seeds: all runs, then tables and a page.
 
-A comparison is a folder `<run.store>/<id>/`. For each label and seed it has a run folder (as `flexfleet run` makes it),
-and beside that the run's configuration and log. `shared-s<seed>/` has the partition and pre-training from which the
-runs of the seed start; if labels have other settings of these, each other setting has a folder
-`shared-s<seed>-<digest>/`. In the end there are comparison.json, .md, .svg and .html.
+A comparison is a folder `<run.store>/<id>/`. For each label and seed it has a run folder, and beside it the run's
+configuration and log. The runs of a seed start from the partition and pre-training in `shared-s<seed>/`; labels with
+other settings of these have a folder `shared-s<seed>-<digest>/`. The results are comparison.json, .md, .svg and .html.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ log = logging.getLogger("flexfleet")
 
 
 CarryOut = Callable[[Sequence[Command], int], dict[str, int]]
-"""Carries out commands, so many at a time, and gives their exit codes by name."""
+"""Executes commands, at most so many at a time, and maps their names to exit codes."""
 
 
 class RunsFailed(FlexfleetError):
@@ -108,7 +107,7 @@ def run_comparison(
 
 
 def _data(runs: Sequence[Entry]) -> dict[int, set[str]]:
-    """By seed, the fingerprints of the runs' data. All have the same settings of the data (`reference.read`)."""
+    """Map seeds to the fingerprints of the runs' data."""
     found: dict[int, set[str]] = {}
     for (seed, _), entry in {(entry.seed, entry.config.partition.seed): entry for entry in runs}.items():
         found.setdefault(seed, set()).add(fingerprint(Resolved.of(entry.config).data))
@@ -122,8 +121,8 @@ def check_jobs(at_once: int) -> None:
 
 
 def in_one_experiment(runs: Sequence[Entry]) -> list[Entry]:
-    """The runs, all tracked in the MLflow experiment of the first run. Labels may have other data sets, networks and
-    partitions, and these name the experiments; but MLflow shows no run below a run of another experiment."""
+    """Return the runs, all tracked in the MLflow experiment of the first run. Data set, network and partition name the
+    experiments, but MLflow shows no run below a run of another experiment."""
     first = runs[0].config.tracking
     if first.mlflow is None:
         return list(runs)
@@ -137,8 +136,8 @@ def in_one_experiment(runs: Sequence[Entry]) -> list[Entry]:
 
 
 def begin(runs: Sequence[Entry], id: str, given: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
-    """The comparison's own small MLflow run: it begins before its children, and a resumed comparison finds it again.
-    None without tracking. `given`: more tags; `run_id`: of an MLflow run that was begun for it."""
+    """Begin or continue the comparison's own MLflow run; None without tracking. `given`: more tags; `run_id`: an MLflow
+    run that was begun for the comparison."""
     config = runs[0].config
     if config.tracking.mlflow is None:
         return None
@@ -151,14 +150,13 @@ def begin(runs: Sequence[Entry], id: str, given: Mapping[str, str], run_id: str 
 
 
 def stores_of(runs: Sequence[Entry]) -> list[Store]:
-    """The stores that hold the runs' ledgers."""
+    """Return the stores of the runs' ledgers."""
     return [store_of(entry.config, entry.name, folder_of(runs) / entry.name) for entry in runs]
 
 
 def check_all(runs: Sequence[Entry]) -> None:
-    """Checks all runs. Raises what `check` raises for the first run that cannot be made. A run that has begun must have
-    the same settings and the same code of one's own, and no more rounds than it is to have; all runs must have the same
-    metric."""
+    """Check all runs, and raise as `check` for the first invalid run. A run that has begun must have the same settings,
+    the same own code, and at most `rounds.stop` rounds; all runs must have the same metric."""
     _check_metric(runs)
     for entry in runs:
         out = folder_of(runs) / entry.name
@@ -167,7 +165,7 @@ def check_all(runs: Sequence[Entry]) -> None:
             known = known_run(entry.config, out, resume=True)
             if known is None:
                 check(resolved)
-            else:  # what `federate` looks at, but too late, and not for a finished run
+            else:  # `federate` checks this too, but late, and not for a finished run
                 check_sources(known.sources, sources(entry.config), out)
                 _check_length(entry, out)
             need_packages(resolved)
@@ -176,24 +174,23 @@ def check_all(runs: Sequence[Entry]) -> None:
 
 
 def _check_length(entry: Entry, out: Path) -> None:
-    """Raises ConfigError if more rounds are committed than the run is to have."""
+    """Raise ConfigError if more rounds are committed than `rounds.stop`."""
     stop = entry.config.rounds.stop
     done = max((round + 1 for round in Checkpoints(store_of(entry.config, entry.name, out)).commits()), default=0)
     if done > stop:
         raise ConfigError(
-            f"rounds.stop = {stop}, but {done} rounds of {out} are committed, and a run cannot go back: set "
-            f"rounds.stop={done} or more, or choose another --run-id"
+            f"rounds.stop must be at least {done}, the committed rounds of {out}, got {stop}. Or choose another id"
         )
 
 
 def _check_metric(runs: Sequence[Entry]) -> None:
-    """Raises ConfigError if labels have data sets with different metrics."""
+    """Raise ConfigError if labels have data sets with different metrics."""
     if "dataset.name" not in varied(runs):
         return
     seen = {e.label: Resolved.of(e.config).data.task.metric.name for e in runs if e.seed == runs[0].seed}
     if len(set(seen.values())) > 1:
         said = ", ".join(f"{label}: {metric}" for label, metric in seen.items())
-        raise ConfigError(f"one table cannot hold figures of different metrics ({said}): compare each kind by itself")
+        raise ConfigError(f"all labels must have the same metric, got {said}")
 
 
 def _run(
@@ -224,7 +221,7 @@ def _run(
         _command(entry, folder / shared[entry.name], tags(entry, id, parent), folder, options, *given[entry.name])
         for entry in ready
     ] + central
-    for name in FILES if ready else ():  # before a run changes that they are of, whatever is killed then
+    for name in FILES if ready else ():  # results of earlier runs, which a kill would leave
         (folder / name).unlink(missing_ok=True)
     codes |= carry_out(commands, at_once)
     failed = [code for code in codes.values() if code]
@@ -232,14 +229,14 @@ def _run(
         names = told_failures(codes, {each.name: each.log for each in (*shares, *commands)})
         done = sum(finished(entry.config, folder / entry.name) for entry in runs)
         raise RunsFailed(
-            f"{done} of {len(runs)} runs are finished, failed: {names}. Nothing is tabulated while runs are missing: "
-            f"fix the cause, and {goes_on}; or leave the algorithm or the seed out there",
+            f"{done} of {len(runs)} runs are finished, failed: {names}. Fix the cause, and {goes_on}; or leave out the "
+            "algorithm or the seed",
             failed[0],
         )
 
 
 def sharing(runs: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """The runs that share a folder, by its name: the runs of one seed with the same settings of partition and
+    """Map the names of shared folders to their runs: those of one seed with the same settings of partition and
     pre-training. The folder of a seed's first setting is `shared-s<seed>`."""
     out: dict[str, list[Entry]] = {}
     for seed in dict.fromkeys(entry.seed for entry in runs):
@@ -253,7 +250,7 @@ def sharing(runs: Sequence[Entry]) -> dict[str, list[Entry]]:
 
 
 def _shares(groups: Mapping[str, Sequence[Entry]], folder: Path, given: Mapping[str, tuple[str, str]]) -> list[Command]:
-    """The commands that compute the partition and pre-training of groups, where runs that have not begun need them."""
+    """Return the commands that compute partition and pre-training for runs that have not begun."""
     commands = []
     for name, group in groups.items():
         fresh = [e for e in group if not (folder / e.name / "run.json").exists()]
@@ -272,8 +269,7 @@ def _shares(groups: Mapping[str, Sequence[Entry]], folder: Path, given: Mapping[
 
 
 def to_share(runs: Sequence[Entry]) -> Entry:
-    """The run for which the shared folder is computed: the first that asks for preparations, so that their results are
-    there for every run that needs them."""
+    """Return the run for which the shared folder is computed: the first that needs preparations."""
     return next((e for e in runs if algorithm(e.config).preparations), runs[0])
 
 
@@ -305,13 +301,13 @@ def _command(
 
 
 def tags(entry: Entry, id: str, parent: str | None) -> dict[str, str]:
-    """The tags of a run's MLflow run, by which the UI groups the runs of a comparison. `parent`: its parent run."""
+    """Return the tags of a run's MLflow run, by which MLflow's UI groups the runs. `parent`: the parent's id."""
     return {"flexfleet.comparison": id, "algorithm": entry.label, **({PARENT: parent} if parent else {})}
 
 
 def finished(config: Config, out: Path) -> bool:
-    """Whether the run has a model that is of use, and ended where the configuration says. Raises IntegrityError if a
-    file of a finished run has changed."""
+    """Return whether the run has a usable model and all its rounds. Raises IntegrityError if a file of a finished run
+    has changed."""
     if not manifest.check(out):
         return False
     try:

@@ -1,5 +1,5 @@
-"""Carries out several commands, each with one thread and a log file: as processes side by side, or one by one in this
-process. None that fails stops the others."""
+"""Execute commands, each with one thread and a log file: as processes side by side, or one by one in this process. A
+command that fails does not stop the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POLL_S = 0.05
 TAIL_BYTES = 4096
 ROUND = re.compile(r"(round \d+(?:/\d+)?|epoch \d+(?:/\d+)?)(?:  ((?:avg|full) -?[\d.]+(?: %)?))?")
 BEGINS = "$ "
-"""The beginning of a log's line that holds the command whose output follows."""
+"""Begins the line in a log with the command whose output follows."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class Command:
     log: Path
     """Its stdout and stderr are appended here."""
     stdin: str = ""
-    """The command's stdin, which no process list and no log shows."""
+    """The command's stdin, for secrets: no process list and no log shows it."""
     call: Callable[[], object] | None = None
-    """Does the same in this process."""
+    """Function that does the same in this process."""
 
 
 def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
-    """Every command's exit code by its name (128 + n if signal n ended it).
+    """Run the commands as processes, and map their names to exit codes (128 + n if signal n ended one).
 
-    On SIGTERM, Ctrl-C or the end of the terminal it tells the running processes to stop, starts no others, waits for
-    their end, and raises Stopped or KeyboardInterrupt. After any other error it leaves no process behind.
+    SIGTERM, Ctrl-C and the end of the terminal are passed on to the running processes; no other process starts. Then
+    raises Stopped or KeyboardInterrupt. After any other error all processes are killed.
     """
     codes: dict[str, int] = {}
     live = Live()
@@ -87,11 +87,10 @@ def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
 
 
 def one_by_one(commands: Sequence[Command], at_once: int = 1) -> dict[str, int]:
-    """What `side_by_side` gives, in this process, by each command's `call`.
+    """Call the commands' `call` in this process, and map their names to exit codes.
 
     An expected error (FlexfleetError) is written into the command's log and becomes its exit code. Stopped, Ctrl-C and
-    unexpected errors, as those of the user's own code, leave this function at once; the note of an unexpected one names
-    the command.
+    unexpected errors leave this function at once; a note of an unexpected error names the command.
     """
     codes: dict[str, int] = {}
     for command in commands:
@@ -108,9 +107,7 @@ def one_by_one(commands: Sequence[Command], at_once: int = 1) -> dict[str, int]:
                 codes[command.name] = error.exit_code
                 file.write(f"error: {' '.join(str(error).split())}\n")
             except Exception as error:
-                error.add_note(
-                    f"in {command.name} ({len(codes) + 1} of {len(commands)}); what was made before it is kept"
-                )
+                error.add_note(f"in {command.name} ({len(codes) + 1} of {len(commands)}); finished runs are kept")
                 raise
         _tell(command, codes, len(commands), time.monotonic() - started)
     return codes
@@ -118,7 +115,7 @@ def one_by_one(commands: Sequence[Command], at_once: int = 1) -> dict[str, int]:
 
 @contextmanager
 def _logging_to(command: Command) -> Iterator[TextIO]:
-    """The command's log, into which flexfleet's log goes too."""
+    """Open the command's log, and write flexfleet's log into it too."""
     command.log.parent.mkdir(parents=True, exist_ok=True)
     with open(command.log, "a", encoding="utf-8") as file:
         file.write(_head(command))
@@ -140,8 +137,8 @@ def _start(command: Command) -> subprocess.Popen[bytes]:
     with open(command.log, "ab") as file:
         file.write(_head(command).encode())
         file.flush()
-        # -P: Python must not import a folder `flexfleet` of the current folder instead of this package. Its own process
-        # group: a Ctrl-C in the terminal reaches it only once, through this process.
+        # -P: do not import a folder `flexfleet` of the working directory instead of this package. Own process group: a
+        # Ctrl-C in the terminal reaches the process only once, through this process.
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", command.module, *command.argv],
             stdin=subprocess.PIPE,
@@ -163,7 +160,7 @@ def _tell(command: Command, codes: dict[str, int], total: int, seconds: float) -
 
 
 def _progress(command: Command) -> str:
-    """`flexfl-s0 round 12/40 avg 81.3 %`, from the end of the command's log."""
+    """Return the progress from the end of the command's log, like `flexfl-s0 round 12/40 avg 81.3 %`."""
     with open(command.log, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         *_, text = file.read().decode(errors="replace").rpartition(f"\n{BEGINS}")
@@ -173,8 +170,8 @@ def _progress(command: Command) -> str:
 
 @contextmanager
 def _passing_signals_on(running: dict[Command, tuple[subprocess.Popen[bytes], float]]) -> Iterator[list[int]]:
-    """The signals passed on so far: SIGINT, else SIGTERM. A process ends gently on the first signal, and at once on a
-    second Ctrl-C."""
+    """Yield the list of the signals passed on so far: SIGINT, else SIGTERM. A process stops cleanly at the first
+    signal, and at once at a second Ctrl-C."""
     received: list[int] = []
 
     def pass_on(signum: int, _: object) -> None:
@@ -195,7 +192,7 @@ def _passing_signals_on(running: dict[Command, tuple[subprocess.Popen[bytes], fl
 
 
 def told_failures(codes: Mapping[str, int], logs: Mapping[str, Path]) -> str:
-    """Logs why each command failed that has an exit code other than 0; gives their names and logs, for an error."""
+    """Log why commands failed, and return their names and logs for an error message."""
     failed = {name: code for name, code in codes.items() if code}
     for name, code in failed.items():
         log.error("%s: exit code %d, %s: %s", name, code, logs[name], last_words(logs[name]))
@@ -203,10 +200,10 @@ def told_failures(codes: Mapping[str, int], logs: Mapping[str, Path]) -> str:
 
 
 def last_words(path: Path) -> str:
-    """The last line of a log's last command: its error line, if there is one."""
+    """Return the error line of a log's last command, else its last line."""
     if not path.exists():
-        return "said nothing"
+        return "no output"
     *_, text = path.read_text(encoding="utf-8", errors="replace").rpartition(f"\n{BEGINS}")
     lines = [line for line in text.splitlines()[1:] if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
-    return (errors or lines or ["said nothing"])[-1].removeprefix("error: ").strip()
+    return (errors or lines or ["no output"])[-1].removeprefix("error: ").strip()

@@ -1,11 +1,9 @@
-"""Nightly regression run: trains a suite, measures it, judges it against earlier figures, reports it, and publishes
-its models if it passes.
+"""Nightly regression run: train a suite, judge its figures, and publish the models if it passes.
 
 A nightly regression run is a folder `<run.store>/<id>/` with figures.json, regression.json (what `--json` prints) and
-regression.html. The comparison of each case is stored beside it, in `<id>-<case>/`. In MLflow a nightly regression run
-is a run in the experiment regression-<suite>, the parent of the comparisons and of all their runs. If the gate passes
-it, the first seed's runs become versions of the registered models `<suite>-<case>-<label>` (publish.py) with the
-aliases `candidate` and `champion`. If the gate fails it, nothing is registered.
+regression.html. The comparison of each case is stored in `<id>-<case>/`. In MLflow it is a run in the experiment
+regression-<suite>, the parent of the comparisons and of all their runs. If it passes, the first seed's runs become
+versions of the registered models `<suite>-<case>-<label>` with the aliases `candidate` and `champion`.
 """
 
 from __future__ import annotations
@@ -96,9 +94,8 @@ def prepare(name: str, id: str, overrides: Mapping[str, Any] | None = None, upda
 
 
 def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
-    """Make the runs that are not finished, and judge them. A worse figure is a result, not an error. Raises what
-    `compare` raises, GateFailed if a run diverged or merged no update, and ConfigError if another process has the
-    night."""
+    """Make the runs that are not finished, and judge them. A worse figure is a result, not an error. Raises as
+    `run_comparison`; GateFailed if a run diverged or merged no update."""
     take_folder(night, resume)
     with folder_lock(night.folder), stopping_at_once(go_on(night.id)):
         with failures_tell(night.id):
@@ -115,7 +112,7 @@ def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
 
 
 def update(night: Night, *, jobs: int = 1, resume: bool = False) -> NightFigures:
-    """Runs at least 20 seeds and writes the suite's reference."""
+    """Run at least 20 seeds and write the suite's reference."""
     take_folder(night, resume)
     with folder_lock(night.folder), stopping_at_once(go_on(night.id)):
         figures = measure(night, make(night, jobs, resume), REFERENCE_TURNS)
@@ -124,8 +121,7 @@ def update(night: Night, *, jobs: int = 1, resume: bool = False) -> NightFigures
 
 
 def take_folder(night: Night, resume: bool) -> None:
-    """Raises ConfigError if a night of that name exists and cannot be resumed, also by this code, and if the folder is
-    not a night's (`keep_commit`)."""
+    """Raise ConfigError if the nightly regression run exists and cannot be resumed by this code."""
     check_free(night.folder, resume, "--id")
     keep_commit(night)
     night.folder.mkdir(parents=True, exist_ok=True)
@@ -206,25 +202,24 @@ def _notes(figures: NightFigures, checks: Sequence[Check], passed: int) -> tuple
 
 # ------------------------------------------------------------------------------------------ as tasks of a graph
 def hand_over(night: Night, shared: Path, out: Path, job_id: str) -> list[str]:
-    """Checks all runs, begins the night's MLflow run, writes what the runs of a case and seed share into `shared`, and
-    gives what `graph.hand_over` gives. Raises ConfigError for a night that was begun with another code (`keep_commit`),
-    and for one with more runs than a pipeline can gather."""
+    """Check all runs, begin the MLflow run, write the data that runs of a case and seed share into `shared`, and return
+    the runs' numbers. Raises ConfigError if it was begun with other code, or has too many runs for a pipeline."""
     check_commit(night)
     check_count(sum(map(len, night.runs.values())), f"those of the suite {night.name}")
     pairs = [
         p for case, runs in night.runs.items() for p in comparison_tasks.pairs_of(runs, f"{night.id}-{case}", shared)
     ]
-    commit = keep_commit(night)  # after the checks: a night that they refuse can be begun with the mended code
+    commit = keep_commit(night)  # after the checks, so that a refused one can be begun with corrected code
     return comparison_tasks.hand_over(pairs, begin(night, track.of_job(night.config, job_id)), out, commit)
 
 
 def check_pairs(night: Night, file: comparison_tasks.PairsFile) -> None:
-    """Raises ConfigError unless these runs were made with this code: what judges them says of which commit they are."""
+    """Raise ConfigError unless these runs were made with this code, whose commit the verdict names."""
     track.check_code(file.commit, night.id)
 
 
 def folders_of(night: Night, finished: Sequence[Path]) -> Folders:
-    """Finished runs' folders, given in any order. Raises IntegrityError where one is missing."""
+    """Map case and run to the finished run folders. Raises IntegrityError if one is missing."""
     of_case = {f"{night.id}-{case}": case for case in night.runs}
     folders = {}
     for folder in finished:
@@ -288,8 +283,8 @@ def _figures_of(client: Patient, run_id: str) -> NightFigures:
 
 # ------------------------------------------------------------------------------------------------- MLflow
 def begin(night: Night, given: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
-    """The night's own MLflow run: it begins before its children, and a resumed night has the same one. None without
-    tracking. `given`: more tags; `run_id`: of an MLflow run that was begun for the night."""
+    """Begin or continue the MLflow run of the nightly regression run; None without tracking. `given`: more tags;
+    `run_id`: an MLflow run that was begun for it."""
     config = night.config
     if config.tracking.mlflow is None:
         return None

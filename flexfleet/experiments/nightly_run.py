@@ -1,7 +1,7 @@
-"""A night: its suite, its runs, the places where they are kept, and the commit of the code that makes it.
+"""A nightly regression run: its suite, its runs, their stores, and the commit of the code.
 
-One commit makes a whole night, however often it is resumed: else models of one commit would be judged, and could become
-champion, as those of another.
+One commit makes a whole nightly regression run, also if it is resumed, because its models are published as those of
+that commit.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ log = logging.getLogger("flexfleet")
 COMMIT = "commit"
 """Key in a night's store of the commit of the code that makes it."""
 KIND = "regression"
-"""Of a night's MLflow run. Earlier versions kept its token (`record.lasting_token`) in the night's store, and no
-commit."""
+"""Kind of the MLflow run."""
 
 
 @dataclass(frozen=True)
 class Night:
-    """A night to run: its suite, its runs and its reference."""
+    """A nightly regression run: its suite, and its runs."""
 
     path: Path
     suite: NightlySuite
@@ -49,13 +48,13 @@ class Night:
 
     @property
     def tasks(self) -> dict[str, str]:
-        """By `<case>/<label>`: the digest of what its figures are of."""
+        """Map `<case>/<label>` to the digest of the settings that its figures depend on."""
         pairs = [(case, entry.label) for case, entries in self.runs.items() for entry in entries]
         return {f"{case}/{label}": task_of(self.suite, case, label) for case, label in dict.fromkeys(pairs)}
 
     @property
     def config(self) -> Config:
-        """The configuration of any run, for the places where files are kept and runs are tracked."""
+        """The configuration of any run, for the stores and the tracking."""
         return next(iter(self.runs.values()))[0].config
 
     @property
@@ -64,7 +63,7 @@ class Night:
 
     @property
     def store(self) -> Store:
-        """The night's folder, or its place in `run.remote`, beside those of its comparisons."""
+        """The folder, or its place in `run.remote`, beside the comparisons' stores."""
         remote = self.config.run.remote
         return FolderStore(self.folder) if remote is None else open_store(f"{remote.rpartition('/')[0]}/{self.id}")
 
@@ -75,30 +74,25 @@ class Night:
 
 
 def keep_commit(night: Night) -> str:
-    """Keeps the commit of the code in the night's store, before any of its runs begins, and gives it. Raises what
-    `check_commit` raises."""
+    """Store the commit of the code before any run begins, and return it. Raises as `check_commit`."""
     check_commit(night)
     if track.commit() is None:
         log.warning(
-            "the commit of this code is unknown: the night is bound to its files instead, and reports cannot name "
-            "commits. Build the image with COMMIT=$(git rev-parse HEAD) in the environment, or set FLEXFLEET_COMMIT"
+            "the commit of this code is unknown, so a digest of its files is used, and reports cannot name commits. "
+            "Build the image with COMMIT=$(git rev-parse HEAD), or set FLEXFLEET_COMMIT"
         )
     night.store.create(COMMIT, track.code().encode())
     return check_commit(night)
 
 
 def check_commit(night: Night) -> str:
-    """The commit of the code. Raises ConfigError for a night that was begun with another code. That includes a night
-    with runs and without a commit: the version that began it kept none, so it was not this code. Raises it too if the
-    place is another thing's: of a comparison, for example, whose id looks like a night's."""
+    """Return the commit of the code. Raises ConfigError if the run was begun with other code, or if its folder belongs
+    to something else, such as a comparison."""
     store = night.store
     if COMMIT in store.list(COMMIT):
         return track.check_code(store.get(COMMIT).decode(), store.uri())
-    if any(run.list(key) for run in night.stores for key in ("run.json", track.RUN_KEY)):
-        track.check_code(None, store.uri())
     if others := [key for key in store.list("") if key != track.token_key(KIND)]:
         raise ConfigError(
-            f"{store.uri()} belongs to something else, not to a night: it holds {others[0]}. To go on with a night, "
-            "give the id that it was begun with; for a new one, choose another --id"
+            f"{store.uri()} is not the folder of a nightly regression run: it has {others[0]}. Choose another --id"
         )
     return track.code()
