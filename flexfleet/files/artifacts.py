@@ -38,13 +38,18 @@ A = TypeVar("A", bound="Artifact")
 Status = Literal["finished", "diverged", "nothing_merged"]
 """How a run ended (`files.run_status`)."""
 WEIGHTS = "weights.safetensors"
-"""Beside pool.json: the weights of the whole network that the rounds start from, where a preparation gives them."""
+"""File beside pool.json with the weights of the whole network that the rounds start from, if they are given."""
 
 
-class Artifact(BaseModel):
-    """A JSON file of a step. Its numbers are finite, because JSON has no others."""
+class Strict(BaseModel):
+    """An object without unknown keys. Its numbers are finite, because JSON has no others."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Artifact(Strict):
+    """A JSON file of a step."""
+
     schema_version: Literal[1] = 1
 
     def write(self, path: Path) -> Path:
@@ -77,11 +82,10 @@ class Apoz(ApozScores, Artifact):
     """pretrain/apoz.json. `layers` is empty if the algorithm needs no APoZ."""
 
 
-class Level(LeavesOut):
-    """One pool model. `flops` are multiply-adds per sample, `share` is of the full model's parameters, `bytes` those of
-    its tensors as they are sent (the most, where a codec's depend on the numbers)."""
+class Level(Strict, LeavesOut):
+    """One pool model. `flops` are multiply-adds per sample, `share` is that of the full model's parameters, and `bytes`
+    are those of its tensors as they are sent (an upper bound if a codec's size depends on the values)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     left_out = ("tiers",)
     name: str
     params: int
@@ -94,19 +98,19 @@ class Level(LeavesOut):
     gamma: float | None
     ratios: tuple[float, ...]
     similarity: float | None = None
-    """How similar the pruning ratios are to those of a reference pre-trained on all data (FlexFL Sec. IV-C1)."""
+    """Similarity of the pruning ratios to those of a reference pre-trained on all data (FlexFL Sec. IV-C1)."""
     spec: dict[str, Any]
     ensemble: bool = False
     """Its prediction is the mean over its exits."""
     static_bn: bool = False
     """Batch norm uses statistics of the training data."""
     codecs: dict[str, dict[str, Any]] | None = None
-    """The codecs of this level alone, as in a configuration; null: the run's."""
+    """The codecs of this level, as in a configuration; null for the run's."""
     bytes_up: int | None = None
-    """Bytes of its tensors on the way back; null: nothing is coded, and they are `bytes` too."""
+    """Bytes of its tensors on the way back; null if no codec is used, so that they equal `bytes`."""
     tiers: dict[str, dict[str, dict[str, Any]] | None] = Field(default={})
-    """The tiers of the fleet whose devices are sent this level, each with its codecs (null: the run's); left out where
-    no tier is named."""
+    """The tiers whose devices are sent this level, each with its codecs (null for the run's); left out without
+    tiers."""
 
 
 class PoolFile(Artifact, LeavesOut):
@@ -116,18 +120,18 @@ class PoolFile(Artifact, LeavesOut):
     algorithm: str
     model: str
     input_chw: tuple[int, ...]
-    """The shape of a sample, (C, H, W) for images; the key's name is from the time when all samples were images."""
+    """The shape of a sample, (C, H, W) for images."""
     classes: int
     """Outputs of the network."""
     groups: dict[str, int]
     """Widths of the full model's prunable layers, in network order."""
     weights_sha256: str | None = None
-    """The sha256 of WEIGHTS; left out where the rounds start from fresh weights."""
+    """The sha256 of WEIGHTS; left out for fresh weights."""
     levels: tuple[Level, ...] = Field(min_length=1)
 
     def weights(self, folder: Path) -> Params | None:
-        """Those in `folder`, where pool.json lies; None: fresh ones. Raises IntegrityError naming the file that is
-        missing or damaged."""
+        """The weights in the `folder` of pool.json; None for fresh ones. Raises IntegrityError if the file is missing
+        or damaged."""
         if self.weights_sha256 is None:
             return None
         path = folder / WEIGHTS
@@ -135,17 +139,14 @@ class PoolFile(Artifact, LeavesOut):
             value = path.read_bytes()
         except OSError as error:
             raise IntegrityError(
-                f"{path} cannot be read, though pool.json names it ({error.strerror}): make the pool again"
+                f"{path} cannot be read ({error.strerror}), but pool.json names it. Make the pool again"
             ) from error
         if (found := sha256(value)) != self.weights_sha256:
-            raise IntegrityError(
-                f"{path} is damaged: its sha256 is {found[:12]}, pool.json says {self.weights_sha256[:12]}; make the "
-                "pool again"
-            )
+            raise IntegrityError(f"{path} is damaged: its sha256 is {found[:12]}, expected {self.weights_sha256[:12]}")
         return decode(value, str(path))
 
     def pool(self) -> Pool:
-        """Raises IntegrityError, which names the level, if a `spec` is no sub-model, or its codecs do not exist."""
+        """Raises IntegrityError, which names the level, if a `spec` is not a sub-model, or a codec does not exist."""
         return tuple(
             PoolModel(
                 name=v.name,
@@ -282,20 +283,19 @@ def rows_of(history: History) -> tuple[Row, ...]:
     )
 
 
-class LevelScore(BaseModel):
-    """In the file the metrics stand beside loss and params: `{"accuracy": 0.93, "loss": 0.2, "params": 97}`."""
+class LevelScore(Strict):
+    """A level in evaluation.json, written as `{"accuracy": 0.93, "loss": 0.2, "params": 97}`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     metrics: dict[str, float] = Field(min_length=1)
-    """All metrics of the task, by name, the first of which decides; and the accuracy on the devices' and on the
-    server's classes, where the server owns some (`evaluation.OWNERS`)."""
+    """All metrics of the task, the deciding one first, and the accuracies of `evaluation.OWNERS` if the server owns
+    classes."""
     loss: float | None
     """Null if the model has diverged."""
     params: int
 
     @property
     def value(self) -> float:
-        """The value of the metric that decides."""
+        """The value of the deciding metric."""
         return next(iter(self.metrics.values()))
 
     @model_validator(mode="before")
@@ -311,24 +311,21 @@ class LevelScore(BaseModel):
         return {**self.metrics, "loss": self.loss, "params": self.params}
 
 
-class LocalScore(BaseModel):
-    """A level's local accuracy: mean and standard deviation over so many clients
-    (`fl_engine.training.local_accuracy`)."""
+class LocalScore(Strict):
+    """A level's local accuracy: mean and standard deviation over the clients (`fl_engine.training.local_accuracy`)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     mean: float = Field(ge=0, le=1)
     sd: float = Field(ge=0, le=1)
     clients: int = Field(ge=1)
 
 
 Histogram = dict[Annotated[int, Field(ge=0, le=100)], Annotated[int, Field(ge=1)]]
-"""By accuracy, in whole % and rounded down, how many clients have it (`fl_engine.training.local_accuracy`)."""
+"""Map accuracies in whole %, rounded down, to numbers of clients."""
 
 
-class ClientFigures(BaseModel):
-    """Figures of the metric that decides, over so many clients, each counted once (`fl_engine.rounds.at_clients`)."""
+class ClientFigures(Strict):
+    """The deciding metric over the clients, each counted once (`fl_engine.rounds.at_clients`)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     mean: float
     p10: float
     worst: float
@@ -337,10 +334,9 @@ class ClientFigures(BaseModel):
     clients: int = Field(ge=1)
 
 
-class OnClients(BaseModel):
-    """What the clients measured on samples that they hold out, in the last round: of all, of each level and tier."""
+class OnClients(Strict):
+    """What the clients measured in the last round on held-out samples: in all, by level and by tier."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     asked: int
     failed: int
     all: ClientFigures
@@ -349,10 +345,9 @@ class OnClients(BaseModel):
 
 
 class EvaluationFile(Artifact, LeavesOut):
-    """evaluation.json: the final model on the whole test set. `avg` is the mean over the levels of the metric that
-    decides, `full` the largest model's; `local` is each level's local accuracy, where the task has classes, and
-    `local_histogram` how it is distributed over the clients (empty in files of older versions); `on_clients` is the
-    evaluation at the clients, where evaluate.on asks for it."""
+    """evaluation.json: the final model on the whole test set. `avg` is the mean of the deciding metric over the levels,
+    `full` the largest model's value. `local` is each level's local accuracy and `local_histogram` its distribution, if
+    the task has classes. `on_clients` is the evaluation at the clients, if `evaluate.on` is `clients`."""
 
     left_out = ("local", "local_histogram", "on_clients")
     rounds: int
@@ -366,18 +361,18 @@ class EvaluationFile(Artifact, LeavesOut):
 
     @property
     def metric(self) -> str:
-        """The name of the metric that decides."""
+        """The name of the deciding metric."""
         return next(iter(next(iter(self.levels.values())).metrics))
 
     @property
     def by_owner(self) -> dict[str, dict[str, float]]:
-        """By metric of `evaluation.OWNERS`, and by level; empty where the server owns no classes."""
+        """Map the metrics of `evaluation.OWNERS` to values by level; empty if the server owns no classes."""
         held = [name for name in OWNERS if name in next(iter(self.levels.values())).metrics]
         return {name: self._of_levels(name) for name in held}
 
     @property
     def further(self) -> dict[str, dict[str, Any]]:
-        """The task's metrics beside the one that decides: {metric: {full, levels{name: value}}}; empty without any."""
+        """The task's other metrics: {metric: {full, levels{name: value}}}."""
         names = [each for each in next(iter(self.levels.values())).metrics if each not in (self.metric, *OWNERS)]
         found = {name: self._of_levels(name) for name in names}
         return {name: {"full": list(levels.values())[-1], "levels": levels} for name, levels in found.items()}
@@ -385,26 +380,9 @@ class EvaluationFile(Artifact, LeavesOut):
     def _of_levels(self, metric: str) -> dict[str, float]:
         return {level: score.metrics[metric] for level, score in self.levels.items()}
 
-    @field_validator("levels")
-    @classmethod
-    def _of_one_task(cls, value: dict[str, LevelScore]) -> dict[str, LevelScore]:
-        names = {tuple(level.metrics) for level in value.values()}
-        if len(names) > 1:
-            raise ValueError(f"the levels have different metrics: {sorted(names)}")
-        return value
-
-    @model_validator(mode="after")
-    def _local_of_all_levels(self) -> EvaluationFile:
-        if self.local and list(self.local) != list(self.levels):
-            raise ValueError(f"local is of the levels {list(self.local)}, expected {list(self.levels)}")
-        counted = {name: sum(each.values()) for name, each in self.local_histogram.items()}
-        if counted and counted != (told := {name: each.clients for name, each in self.local.items()}):
-            raise ValueError(f"local_histogram counts so many clients of each level: {counted}, expected {told}")
-        return self
-
 
 class ConfusionFile(Artifact):
-    """confusion.json: by level, how many test samples of one class (row) the final model took for which class (column).
+    """confusion.json: by level, the number of test samples of a class (row) that were classified as a class (column).
     Without levels if the task has no classes."""
 
     levels: dict[str, tuple[tuple[int, ...], ...]]
@@ -415,20 +393,17 @@ class Result(Artifact):
 
     run_id: str
     status: Status
-    """`diverged` or `nothing_merged`: the model is of no use, and is not published."""
+    """A `diverged` or `nothing_merged` model is not published."""
     metrics: dict[str, Any]
-    """avg, full, levels{name: value}; further{metric: {full, levels{name: value}}}: the task's metrics beside the one
-    that decides, where it has some; best{round, avg, full}: the round with the best avg, highest{50, 80, 100: {avg,
-    full}}: the highest values within so many % of the rounds; local{level: {mean, sd, clients}}: the accuracy on each
-    client's own distribution, where the task has classes; on_clients{asked, failed, all, levels{level}, tiers{tier}},
-    each {mean, p10, worst, spread, loss, clients}: what clients measured on samples that they hold out, where
-    evaluate.on=clients; by_owner{metric: {level: value}}: the accuracy on the
-    devices' and on the server's classes, where partition.server_classes names some; uniformity and what belongs to it
-    (`fl_engine.fleet.uniformity`) on the simulated clock, its phases and the bits down and up
-    (`fl_engine.rounds.phases`): means over the rounds; label_noise: the share of clients' labels that are wrong, where
-    noise.labels asks for some; precision{level: {precision: figures of its ONNX file, or {refused: why}}}, where
-    publish.precision asks for more than fp32; updates{merged, failed, reasons{reason: count}}: how many updates of all
-    rounds were merged and how many failed, with the reasons (`files.run_status`), the most frequent first."""
+    """Metrics of the run, those in brackets if the configuration or the task has them:
+
+    - avg, full, levels{level: value}; [further{metric: {full, levels}}]: the task's other metrics - best{round, avg,
+    full}: the round with the best avg; highest{50, 80, 100: {avg, full}}: within these % of the rounds - [local{level:
+    {mean, sd, clients}}]: accuracy on each client's own distribution - [on_clients{asked, failed, all, levels, tiers}]:
+    measured by clients on held-out samples - [by_owner{metric: {level: value}}]: accuracy on the devices' and on the
+    server's classes - means over the rounds of `fl_engine.fleet.uniformity` and `fl_engine.rounds.phases` -
+    [label_noise]: share of wrong labels; [precision{level: {precision: figures, or {refused: why}}}] - updates{merged,
+    failed, reasons{reason: count}}: the most frequent reason first """
     bytes: dict[str, int]
     """down, up."""
     waste: float

@@ -10,21 +10,20 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fl_engine.core.errors import IntegrityError
 from fl_engine.core.system import hashed
 from fl_engine.storage.store import sha256
 from flexfleet.files import prepared
-from flexfleet.files.artifacts import Artifact, RunFile
+from flexfleet.files.artifacts import Artifact, RunFile, Strict
 
 MANIFEST = "manifest.json"
 FILES = ("*.json", "model.safetensors", "partition/**/*", "pretrain/**/*", "pool/**/*", "code/*")
 """Patterns of the files that a manifest covers."""
 
 
-class FileSum(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class FileSum(Strict):
     size: int
     """Bytes."""
     sha256: str

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 
 from fl_engine.core.contracts import Preparation
@@ -18,14 +18,13 @@ from fl_engine.core.types import Prepared
 from fl_engine.preparation import preparation
 from fl_engine.preparation.weights import FIELD, attached, gives_weights
 from fl_engine.storage.store import decode, sha256
-from flexfleet.files.artifacts import Artifact
+from flexfleet.files.artifacts import Artifact, Strict
 
 INDEX = "prepared.json"
 SCHEMA = {"schema_version": 1}
 
 
-class Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Entry(Strict):
     inputs: str
     """Digest of everything that the result was computed from."""
     sha256: str

@@ -144,7 +144,7 @@ def federate(
         )
         if known:
             record = _going_on(known, record, out, accept_numerics)
-        loop.check_end(ledger, config.rounds, discard_damaged)  # before anything is written that says the new end
+        loop.check_end(ledger, config.rounds, discard_damaged)  # before the new end is written
         FolderStore(out).delete(MANIFEST)  # the results may be of fewer rounds than the ledger from now on
         store.delete(MANIFEST)
         if wheel is not None:  # before the record that names it
@@ -156,7 +156,7 @@ def federate(
         with loop.told_how_to_go_on():  # run.json is there
             mlflow = track.start(config, record, out, tags or {}, ledger.checkpoints.check_lease)
         tracker = Several([console, *(each for each in (mlflow, observer) if each is not None)])
-        with ending(tracker, Replaced):  # once replaced, MLflow shows the other coordinator's run
+        with ending(tracker, Replaced):  # the other coordinator continues the MLflow run
             with loop.told_how_to_go_on():
                 if mlflow is not None:
                     track.inputs(mlflow, config, site.partition.data, record.partition_sha256, record.trace_sha256)
@@ -194,7 +194,7 @@ def federate(
                 with BACKENDS[config.run.backend](surroundings) as backend:
                     final = loop.federate(
                         run,
-                        first.pop(),  # nobody else holds the first model, so that it goes with the first round
+                        first.pop(),  # so that the first model is freed after the first round
                         backend,
                         ledger,
                         tracker,
@@ -275,9 +275,9 @@ def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLf
     ledger.checkpoints.check_lease()
     value, folder = laid_out(published(final)), FolderStore(out)
     for store in (folder, ledger.store) if ledger.checkpoints.lease is not None else (folder,):
-        store.sweep("")  # what killed writers left: nobody writes any more
+        store.sweep("")  # deletes what killed writers left
         store.put("model.safetensors", value)
-    each_row = ledger.checkpoints.each_row  # one round at a time, whose lines can be ten thousand
+    each_row = ledger.checkpoints.each_row  # one round at a time, because a round can have ten thousand lines
     tally = tally_of(row.metrics for row in ledger.checkpoints.each_row(lines=False))
     if mlflow is not None:
         mlflow.tags({"flexfleet.status": tally.status, "flexfleet.failures": str(tally)})

@@ -40,7 +40,7 @@ log = logging.getLogger("flexfleet")
 
 PROXY_TEST_SHARE = 0.2
 SILENT_S = LOG_S
-"""Seconds after which a preparation, which may train for long, is told of."""
+"""Seconds after which a preparation is logged."""
 
 
 def pretrain(resolved: Resolved, partition: Path, out: Path, known: Path | None = None) -> Path:

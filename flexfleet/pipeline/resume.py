@@ -145,12 +145,12 @@ def same_start(resolved: Resolved, pool: Path, out: Path) -> None:
 
 
 def tell_of_copies(known: RunFile, ledger_at: str) -> None:
-    """Warns where a private run goes on elsewhere than it was: nobody sees from here whether it goes on there too."""
+    """Warn if a private run continues in another place, because it may continue in the first place too."""
     if known.ledger_at not in (None, ledger_at):
         log.warning(
-            "this private run's rounds were in %s, and go on in %s. If that was a copy, and both go on, both draw the "
-            "same noise: where their clients differ, the difference of their models has none. Go on with one of them "
-            "alone, and publish models of that one alone (docs/guides/privacy.md)",
+            "this private run's rounds were in %s, and continue in %s. If that was a copy, and both continue, both "
+            "draw the same noise, which the difference of their models does not have. Continue only one of them, and "
+            "publish only its models (docs/guides/privacy.md)",
             known.ledger_at,
             ledger_at,
         )

@@ -282,5 +282,5 @@ def card(config: Config, run_id: str, store_uri: str) -> str:
         "code": commit() or fl_engine.__version__,
     }
     table = [f"| {key} | {value} |" for key, value in rows.items()]
-    told = f"The same `run_id` goes on with it after a failure. [All parameters]({fl_engine.PARAMETER_TABLE})."
+    told = f"After a failure, the same `run_id` resumes it. [All parameters]({fl_engine.PARAMETER_TABLE})."
     return "\n".join([f"## {run_id}", "", "| | |", "|---|---|", *table, "", told, ""])

@@ -219,7 +219,7 @@ def test_damaged_weights_of_a_preparation_are_named(of: Any, tmp_path: Path, how
         steps(tmp_path, of("Warm"))
         assert path.read_bytes() == before
     else:
-        with pytest.raises(IntegrityError, match=f"{FILE} is damaged.*delete it, and it is computed again"):
+        with pytest.raises(IntegrityError, match=f"{FILE} is damaged"):
             pretrain(resolved, tmp_path / "partition", tmp_path / "pretrain")
 
 
@@ -227,7 +227,7 @@ def test_damaged_weights_of_a_preparation_are_named(of: Any, tmp_path: Path, how
 def test_damaged_weights_of_a_pool_are_named(of: Any, tmp_path: Path, how: str) -> None:
     resolved = steps(tmp_path, of("Warm"))
     damage(tmp_path / "pool/weights.safetensors", how)
-    with pytest.raises(IntegrityError, match=r"pool/weights\.safetensors .*make the pool again"):
+    with pytest.raises(IntegrityError, match=r"pool/weights\.safetensors"):
         federate(resolved, tmp_path / "partition", tmp_path / "pool", tmp_path / "run")
 
 

@@ -145,7 +145,7 @@ def test_a_shared_proxy_may_be_all_training_data(tmp_path: Path, quick: Sequence
     assert sorted(seen["train"] + seen["test"]) == sorted(everything.tolist())
     assert len(seen["test"]) == round(0.2 * len(everything))
     wrong = Resolved.load(None, [*sets, "noise.labels=0.1"])
-    with pytest.raises(PartitionError, match=r"noise\.labels = 0\.1 these would have two labels"):
+    with pytest.raises(PartitionError, match=r"partition\.proxy_shared"):
         cut(wrong)
 
 
@@ -181,7 +181,7 @@ WRONG = {
     "apos": "did you mean 'apoz'?",
     f"{HERE}:NoPrepare": "does not fit: it has no 'needs_data', and it has no 'artifact', and it has no prepare(",
     f"{HERE}:Options": "has the fields width, which nothing sets",
-    f"{HERE}:Asks": "depends on 'algorithm.epsilom', which is no parameter of",
+    f"{HERE}:Asks": "'algorithm.epsilom'",
 }
 
 
@@ -199,7 +199,7 @@ def test_what_is_no_preparation_is_refused_before_anything_runs(
 def test_a_server_without_data_is_refused_where_data_are_needed(sets: list[str], tmp_path: Path) -> None:
     resolved = Resolved.load(None, [*sets, "partition.proxy=0"])
     for step in (lambda: check(resolved), lambda: prepared_in(tmp_path / "a", [*sets, "partition.proxy=0"])):
-        with pytest.raises(Exception, match=r"searched:Search needs data on the server, .* raise partition\.proxy"):
+        with pytest.raises(Exception, match=r"partition\.proxy"):
             step()
 
 

@@ -58,7 +58,7 @@ def test_one_line_where_cuda_is_there_and_unused(
         tell_unused(load_config(None, ["run.devices=[cuda]"]))
         assert caplog.messages == []
         tell_unused(Config())
-    assert caplog.messages == ["CUDA is there and not used: run.devices=auto, or [cuda], trains on it"]
+    assert caplog.messages == ["a CUDA device is not used; set run.devices=auto to train on it"]
 
 
 # ------------------------------------------------------------------------------------------- half precision
