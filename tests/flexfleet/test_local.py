@@ -253,7 +253,7 @@ def test_device_without_own_data_does_not_read_the_servers(
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (["partition.folders=null"], "partition.folders says where"),
+        (["partition.folders=null"], "needs partition.folders"),
         (["run.backend=kubernetes"], "run.backend=agents"),
         (["partition.clients=5"], "partition.clients must be 6"),
         (["partition.most=59"], "has 60 training samples"),
