@@ -140,13 +140,10 @@ def test_an_image_of_another_commit_neither_makes_runs_of_a_night_nor_judges_the
         return " ".join(capsys.readouterr().err.split())
 
     code("bbbb")
-    with pytest.raises(ConfigError, match=f"{OTHER}"):
+    with pytest.raises(ConfigError, match=OTHER):
         comparison_tasks.run_pair(pairs, first, tmp_path / "shared", tmp_path / "out", "job")
     assert not list((tmp_path / "runs").rglob("run.json")) and not (tmp_path / "out").exists()
-    assert f"n {OTHER}" in judge(pairs)
-    assert f"n {EARLIER}" in judge(pairs.model_copy(update={"commit": None})), (
-        "its first task was of an earlier version"
-    )
+    assert OTHER in judge(pairs)
 
 
 def figures_of(night: Night) -> NightFigures:
