@@ -24,7 +24,6 @@ from flexfleet.files.run_folder import folder_lock
 Code = Callable[[str], None]
 Nights = Callable[[], Night]
 OTHER = "aaaa, this is bbbb"
-EARLIER = "was begun with an earlier version, which kept no commit of its code, this is bbbb"
 
 
 @pytest.fixture
