@@ -207,9 +207,9 @@ def test_bad_input_is_one_line(flexfleet: Any) -> None:
         (["central.augment=[{name: turn}]"], "central.augment"),
         (
             ["partition.rule=local", "partition.folders=.", "dataset.train_samples=null"],
-            "nobody has all training samples with partition.rule=local",
+            "nobody has all training samples",
         ),
-        (["central.lr=1e30"], "epoch 1 (learning rate 1e+30): set a smaller rate (central.lr; noise.lr where"),
+        (["central.lr=1e30"], "epoch 1 (learning rate 1e+30)"),
     ):
         done = flexfleet("central", "--run-id", "bad", "--resume", sets=[*SETS, *sets])
         code = 7 if sets == ["central.lr=1e30"] else 2  # training that diverges has an exit code of its own

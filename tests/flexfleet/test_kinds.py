@@ -88,7 +88,7 @@ def test_evaluate_refuses_other_data_than_were_trained_on(
     """Also where no client's classes are looked at."""
     assert flexfleet("run", "--run-id", "a", sets=sets).code == 0
     run, resolved = tmp_path / "runs" / "a", Resolved.load(None, [*sets, "dataset.test_samples=20"])
-    with pytest.raises(PartitionError, match="this partition was cut from other data"):
+    with pytest.raises(PartitionError, match="other data"):
         evaluate(resolved, run, run / "partition", run / "pool", tmp_path / "out")
     with pytest.raises(PartitionError, match="no partition in nowhere"):
         evaluate(Resolved.load(None, sets), run, Path("nowhere"), run / "pool", tmp_path / "out")
