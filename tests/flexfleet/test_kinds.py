@@ -90,7 +90,7 @@ def test_evaluate_refuses_other_data_than_were_trained_on(
     run, resolved = tmp_path / "runs" / "a", Resolved.load(None, [*sets, "dataset.test_samples=20"])
     with pytest.raises(PartitionError, match="other data"):
         evaluate(resolved, run, run / "partition", run / "pool", tmp_path / "out")
-    with pytest.raises(PartitionError, match="no partition in nowhere"):
+    with pytest.raises(PartitionError, match="nowhere has no partition"):
         evaluate(Resolved.load(None, sets), run, Path("nowhere"), run / "pool", tmp_path / "out")
 
 
