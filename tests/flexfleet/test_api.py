@@ -82,13 +82,6 @@ def test_a_result_has_what_its_folder_has(result: ff.Result) -> None:
     assert "report.html" in again._repr_html_()
 
 
-def test_what_is_changed_in_a_result_changes_no_result(result: ff.Result) -> None:
-    before = result.config["training"]["lr"], dict(result.metrics["levels"])
-    result.config["training"]["lr"] = 99.0
-    result.metrics["levels"]["M3"] = 9.0
-    assert (result.config["training"]["lr"], result.metrics["levels"]) == before
-
-
 def test_the_model_takes_raw_samples_and_scores_as_published(result: ff.Result) -> None:
     from fl_engine.datasets import DATASETS, data_root
 

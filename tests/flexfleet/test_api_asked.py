@@ -142,16 +142,3 @@ def test_a_thing_without_a_name_is_refused() -> None:
     assert name_of(Ours, "algorithm") == f"{__name__}:Ours"
     with pytest.raises(ff.ConfigError, match="no name by which it is found again"):
         name_of(inner, "model")
-
-
-def test_an_error_comes_without_the_packages_frames() -> None:
-    try:
-        ff.run(algorithm="flexf")
-    except ff.ConfigError as error:
-        trace, frames = error.__traceback__, []
-        while trace is not None:
-            frames.append(Path(trace.tb_frame.f_code.co_filename).name)
-            trace = trace.tb_next
-        assert frames == ["test_api_asked.py", "running.py", "calls.py"] and "did you mean 'flexfl'" in str(error)
-    else:
-        pytest.fail("an unknown algorithm is an error")

@@ -191,13 +191,6 @@ def test_a_label_takes_the_place_of_what_all_runs_have_in_every_spelling(common:
     assert ("options" in COMMON[common]) == (found["b"]["training.momentum"] == 0.25)
 
 
-def test_a_label_takes_the_place_of_a_section_that_is_null() -> None:
-    labels = {"a": "heterofl", "b": {"algorithm": "heterofl", "fleet.trace": {"name": "lognormal", "repeat_s": 100}}}
-    for options in ({"fleet": {"trace": None}}, {"fleet.trace": None}):
-        found = asked(labels, options=options)
-        assert found["a"]["fleet.trace"] is None and found["b"]["fleet.trace.repeat_s"] == 100
-
-
 YOGI, QSGD = {"name": "yogi", "lr": 0.03}, {"name": "qsgd", "bits": 4}
 
 

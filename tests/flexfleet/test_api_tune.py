@@ -17,7 +17,6 @@ from torch import nn
 import flexfleet as ff
 from fl_engine.algorithms import HeteroFL
 from fl_engine.data import heat_map
-from flexfleet.api import tuning
 from flexfleet.api.tuning import study_of
 from flexfleet.config.schema import TuneConfig
 from flexfleet.experiments import tune_report
@@ -210,9 +209,3 @@ def test_bad_input_is_refused_before_anything_is_written(what: str, store: Path)
     with pytest.raises(ff.ConfigError, match=said):
         call()
     assert not (store / "bad").exists()
-
-
-def test_without_optuna_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "find_spec", lambda name: None)
-    with pytest.raises(ff.EnvironmentFailure, match=r"optuna is not installed: pip install 'flexfleet\[tune\]'"):
-        ff.tune(**SMALL)

@@ -64,11 +64,6 @@ def test_faults_are_equal_in_all_backends(flexfleet: Any, quick: Sequence[str], 
     assert all(metrics[i]["avg"] == metrics[i - 1]["avg"] for i in carried if i), "the model is the one before"
 
 
-def test_misspelt_fault_is_refused(flexfleet: Any, quick: Sequence[str]) -> None:
-    done = flexfleet("run", "--faults", "dorp=0.2", sets=quick)
-    assert done.code == 2 and "rounds.faults" in done.err and "did you mean 'drop'" in done.err
-
-
 def test_run_resumes_in_another_backend_but_not_strategy(flexfleet: Any, quick: Sequence[str]) -> None:
     whole = flexfleet("run", "--json", "--run-id", "whole", sets=quick)
     assert flexfleet("run", "--run-id", "a", sets=[*quick, "rounds.stop=1"]).code == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 import fl_engine
-from flexfleet.cli import host, runs
+from flexfleet.cli import host
 from tests.harness.processes import refused
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
@@ -22,20 +21,6 @@ COMMANDS = ("run", "central", "pool", "report", "fetch", "status", "check", "doc
 
 
 # ------------------------------------------------------------------------------------------- help and version
-@pytest.mark.parametrize("argv", [["--help"], *([command, "--help"] for command in COMMANDS)])
-def test_help(flexfleet: Any, argv: list[str]) -> None:
-    done = flexfleet(*argv)
-    assert done.code == 0
-    assert "usage: flexfleet" in done.out
-    if argv == ["--help"]:
-        assert all(command in done.out for command in COMMANDS)
-    else:
-        assert "--json" in done.out
-
-
-def test_version(flexfleet: Any) -> None:
-    done = flexfleet("--version")
-    assert (done.code, done.out.split()) == (0, ["flexfleet", fl_engine.__version__])
 
 
 @pytest.mark.parametrize("argv", [[], ["runn"], ["run", "--sett", "a=b"], ["pool", "--classes", "ten"], ["report"]])
@@ -292,28 +277,6 @@ def test_a_reader_that_stops_reading_is_no_failure(argv: Sequence[str]) -> None:
         assert (done.stderr.read(), done.wait()) == (b"", 0)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("argv", "shell", "code"),
-    [
-        ("list algorithms", ">&- 2>&-", 0),
-        ("status nope", "2>&-", 2),
-        ("status nope", "2>/dev/full", 2),
-        ("params seed", ">&-", 0),
-    ],
-)
-def test_a_stream_that_is_closed_or_full_changes_no_exit_code(argv: str, shell: str, code: int, tmp_path: Path) -> None:
-    command = f"{sys.executable} -m flexfleet.cli.main {argv} {shell}"
-    assert subprocess.run(["sh", "-c", command], cwd=tmp_path).returncode == code
-
-
-def test_what_an_encoding_lacks_is_a_question_mark(tmp_path: Path) -> None:
-    code = "from flexfleet.files.terminal import run_main, show; run_main(lambda _: show('a \u2013 b') or 0)"
-    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=tmp_path, env=environment)
-    assert (done.returncode, done.stdout) == (0, b"a ? b\n"), done.stderr
-
-
 def test_an_interruption_is_exit_code_130(flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
@@ -322,11 +285,6 @@ def test_an_interruption_is_exit_code_130(flexfleet: Any, monkeypatch: pytest.Mo
     done = flexfleet("doctor", "--json")
     assert done.code == 130
     assert "Traceback" not in done.err
-
-
-def test_a_tracking_server_is_named_by_its_address_a_data_base_by_the_command_that_shows_it() -> None:
-    assert runs.where_tracked("http://me:secret@mlflow:5000") == "MLflow: http://mlflow:5000"
-    assert runs.where_tracked("sqlite:///a.db") == "MLflow: mlflow ui --backend-store-uri sqlite:///a.db"
 
 
 def test_the_module_is_the_command() -> None:

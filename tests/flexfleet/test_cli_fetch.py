@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +30,6 @@ def test_fetch_lists_what_there_is(flexfleet: Any, tmp_path: Path) -> None:
     by_hand = refused(flexfleet("fetch", "casas", "--root", str(tmp_path)))
     assert f"{tmp_path}/casas/cairo/data" in by_hand
     assert "Download the data sets cairo, milan, " in by_hand
-
-
-@pytest.mark.parametrize("name", sorted(DATASETS))
-def test_the_list_says_what_a_data_set_is_how_large_and_under_what_licence(name: str) -> None:
-    about = DATASETS[name].about
-    assert re.search(r"classes|categories|activities|gestures|target|the next (character|of [\d,]+ words)", about)
-    counted = r"\d,\d{3} \+ [\d,]+\d|\d (people|homes|roles|users)"
-    assert re.search(counted, about), "training and test samples, or whose they are"
-    assert re.search(r"licen[cs]e|CC BY|terms|public domain", about)
-    assert re.search(r"(\d|several) (kB|MB|GB)\b|comes with", about)
-    assert re.fullmatch(r"https?://\S+", DATASETS[name].address)
-
-
-def test_what_epic_sounds_is_made_of_is_said_when_it_is_fetched(flexfleet: Any, tmp_path: Path) -> None:
-    said = refused(flexfleet("fetch", "epic_sounds", "--root", str(tmp_path)))
-    assert "extract_audio.py" in said and str(tmp_path / "epic-sounds" / "audio") in said
-    assert "videos with https://github.com/epic-kitchens/download-scripts-100" in said
 
 
 @pytest.mark.parametrize("argv", [(), ("digits",)])

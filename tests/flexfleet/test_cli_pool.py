@@ -45,13 +45,6 @@ def test_pool_of_the_control_has_one_model(flexfleet: Any) -> None:
     assert level["params"] == 33_646_666
 
 
-def test_pool_as_text(flexfleet: Any) -> None:
-    done = flexfleet("pool", *POOL[2])
-    assert done.code == 0
-    assert "33,646,666" in done.out
-    assert "M2'" in done.out
-
-
 def test_pool_measures_on_the_configured_data(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
     found = flexfleet("pool", "--json", sets=quick).json
     assert found["classes"] == 10

@@ -176,26 +176,6 @@ def test_partition_and_pretraining_are_computed_once_per_seed(compared: Compared
     assert sha_of(compared.folder / "flexfl-s0") != sha_of(compared.folder / "flexfl-s1")
 
 
-def test_the_tables_say_the_same_everywhere(compared: Compared) -> None:
-    found = ComparisonFile.read(compared.folder / "comparison.json")
-    text, markdown = comparison_report.text(found), (compared.folder / "comparison.md").read_text()
-    page = (compared.folder / "comparison.html").read_text()
-    flexfl = found.results["flexfl"]
-    assert flexfl.last.avg is not None and flexfl.last.avg.std is not None
-    avg = f"{100 * flexfl.last.avg.mean:.2f} ± {100 * flexfl.last.avg.std:.2f}"
-    for shown in (text, markdown.replace("\\", ""), page):
-        assert avg in shown
-        for table in comparison_report.tables(found):
-            assert table.title in shown
-            assert all(value in shown for row in table.rows for value in row)
-    (line,) = [line for line in text.splitlines() if line.startswith("  all_large") and "±" in line][:1]
-    assert line.split()[1:3] == ["100", report.NONE], "one level has no avg"
-    assert " / ".join(f"{size:.0f}" for size in flexfl.levels) in text
-    assert flexfl.levels[-1] == 100
-    assert "both: small_cnn on digits, 6 clients (dirichlet), 3 rounds" in text
-    assert "seeds 0, 1" in text
-
-
 def test_local_accuracies_and_both_rounds_are_those_of_the_runs(compared: Compared) -> None:
     found = ComparisonFile.read(compared.folder / "comparison.json")
     for label, summary in found.results.items():

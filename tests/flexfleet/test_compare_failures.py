@@ -229,17 +229,6 @@ def test_other_data_are_not_tabulated(compared: Compared) -> None:
         summarise.read(LABELS, SEEDS, folders, ["partition.alpha"])
 
 
-@pytest.mark.usefixtures("_no_manifests")
-def test_other_numerics_are_noted(compared: Compared) -> None:
-    folders = {f"{label}-s0": compared.folder / f"{label}-s0" for label in LABELS}
-    file = RunFile.read(compared.folder / "flexfl-s0" / "run.json")
-    file.model_copy(update={"numerics": file.numerics | {"torch": "0.1"}}).write(
-        compared.folder / "flexfl-s0" / "run.json"
-    )
-    found = summarise.summarise("a", (0,), summarise.read(LABELS, (0,), folders))
-    assert "numerics" in comparison_report.text(found)
-
-
 # ----------------------------------------------------------------------------------------------- real processes
 @pytest.mark.long
 def test_a_stopped_comparison_goes_on(sets: list[str], flexfleet: Any, caplog: pytest.LogCaptureFixture) -> None:

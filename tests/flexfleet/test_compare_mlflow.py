@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,19 +98,3 @@ def test_on_a_platform_a_comparison_and_its_runs_are_side_by_side_below_the_pipe
     assert {run.data.tags[PARENT] for run in at.ours()} == {at.pipeline}
     assert {run.data.tags["flexfleet.comparison"] for run in at.ours()} == {"c"}, "by which they belong together"
     assert at.untouched()
-
-
-def test_one_that_is_stopped_while_its_tables_are_made_says_so_here_and_in_mlflow(
-    compared: Compared, flexfleet: Any, sets: list[str], monkeypatch: pytest.MonkeyPatch, unstopped: None
-) -> None:
-    given, argv = [*sets, f"tracking.mlflow={compared.uri}"], ("compare", *TWO, "--id", "both", "--resume")
-    with monkeypatch.context() as patch:
-        patch.setattr(compare_module, "tabulate", lambda *_: signal.raise_signal(signal.SIGTERM))
-        stopped = flexfleet(*argv, sets=given)
-    assert (stopped.code, stopped.err.splitlines()[-1]) == (
-        3, "error: stopped on request: the same command with --id both --resume goes on"
-    )  # fmt: skip
-    client = mlflow.MlflowClient(compared.uri)
-    assert client.get_run(compared.json["mlflow_run_id"]).info.status == "KILLED"
-    assert flexfleet(*argv, sets=given).code == 0
-    assert client.get_run(compared.json["mlflow_run_id"]).info.status == "FINISHED"

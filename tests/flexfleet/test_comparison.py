@@ -10,11 +10,9 @@ import pytest
 from fl_engine.storage.checkpoints import Row
 from flexfleet.experiments import comparison_curves, comparison_report
 from flexfleet.experiments.comparison_file import (
-    Central,
     ComparisonFile,
     LabelScore,
     LocalSpread,
-    OneRun,
     Spread,
     Summary,
     spread,
@@ -206,35 +204,6 @@ def test_local_accuracies_have_columns_and_a_table_where_a_run_has_them() -> Non
     assert found["local_sd/M1/b"] == pytest.approx(0.1) and "local_avg/b" not in found
     kept = both.model_dump(mode="json", exclude={"results": {"a": {"local", "local_avg", "local_full"}}})
     assert ComparisonFile.model_validate(kept) == both, "an older version's file"
-
-
-def test_further_metrics_have_a_column_where_a_run_has_them() -> None:
-    """Two seeds: that of the full model, the last level, is 2 and 4."""
-    alone, beside = summary((SLOW,), ()), summary((SLOW, FAST), ())
-    assert "full mae" not in comparison_report.tables(compared(a=alone))[0].head
-    assert "mae" not in comparison_report.text(compared(a=alone))
-    runs = [
-        OneRun.model_construct(levels={"M1": {"accuracy": 0.1, "mae": 9.0}, "M2": {"accuracy": 0.2, **more}})
-        for more in ({"mae": 2.0, "top5": 0.5}, {"mae": 4.0, "top5": 0.75})
-    ]
-    nothing = Spread(mean=0.0, std=None)
-    central = Central(
-        seeds=(0,), settings={"central.epochs": 3}, full=nothing, best=nothing, best_epoch=nothing, highest=(),
-        seconds=nothing, further={"mae": Spread(mean=0.5, std=None)},
-    )  # fmt: skip
-    both = compared(a=alone, b=beside.model_copy(update={"runs": tuple(runs)})).model_copy(update={"central": central})
-    table = comparison_report.tables(both)[0]
-    assert table.head[-2:] == ("full mae", "full top5 %")
-    assert {row[0]: row[-2:] for row in table.rows} == {
-        "a": (report.NONE, report.NONE), "b": ("3.0000 ± 1.4142", "62.50 ± 17.68"),
-        "central training": ("0.5000", report.NONE),
-    }  # fmt: skip
-    assert (
-        "full mae (better when lower), full top5: of the largest model, after the last round."
-        in comparison_report.notes(both)
-    )
-    assert comparison_report.metrics(both)["full_mae/b"] == 3 and "full_mae/a" not in comparison_report.metrics(both)
-    assert "further" not in central.model_copy(update={"further": {}}).model_dump()
 
 
 def test_the_clock_of_a_curve_is_the_mean_over_the_seeds() -> None:

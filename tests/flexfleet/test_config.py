@@ -24,9 +24,6 @@ ROOT = Path(__file__).parents[2]
 
 
 # --------------------------------------------------------------------------------------------------- defaults
-def test_the_file_in_the_repository_says_the_defaults() -> None:
-    assert load_config(ROOT / "params.yaml") == Config()
-    assert load_config(None) == Config()
 
 
 def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
@@ -160,11 +157,6 @@ def test_a_configuration_survives_json_and_yaml() -> None:
     assert parse(values) == config
     assert parse(yaml.safe_load(yaml.safe_dump(values))) == config
     assert not any(isinstance(v, float) and math.isnan(v) for v in flatten(config).values())
-
-
-def test_a_configuration_is_frozen() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        Config().seed = 3  # type: ignore[misc]
 
 
 # -------------------------------------------------------------------- selections, server optimisers, named fleets

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import flexfleet as ff
-from fl_engine.algorithms import HeteroFL
 from fl_engine.data import heat_map
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.selection import Uniform
 from fl_engine.testing.tiny import tiny_pool
 from flexfleet.config import Config, algorithm, load_config
 from flexfleet.experiments import comparison_report
@@ -78,23 +75,6 @@ def test_every_option_of_a_row_is_looked_at() -> None:
         assert key in options
     assert not {"algorithm.name", "seed", "run.store", "run.backend", "tracking.mlflow"} & options.keys()
     json.dumps(options)
-
-
-@dataclass(frozen=True)
-class Mine(Uniform):
-    """A selection of one's own: has the name of ours as an option."""
-
-
-@dataclass(frozen=True)
-class Other(Mine):
-    power: float = 1.0
-
-
-def test_what_is_ones_own_is_told_by_its_name() -> None:
-    config = load_config(None, ["algorithm.name=heterofl"])
-    rows = (HeteroFL(), HeteroFL(selection=Mine()), HeteroFL(selection=Other()), HeteroFL(selection=Other(power=2.0)))
-    told = [options_of(config, method, _pool(config))["algorithm.selection"] for method in rows]
-    assert told == ["by_capacity", f"{__name__}:Mine", f"{__name__}:Other", {"name": f"{__name__}:Other", "power": 2.0}]
 
 
 # ---------------------------------------------------------------------------------------------- where it is told

@@ -16,10 +16,9 @@ import pytest
 import yaml
 from dvc.repo import Repo
 
-import fl_engine
 from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.training import Training
-from fl_engine.core.errors import ConfigError, Stopped
+from fl_engine.core.errors import Stopped
 from fl_engine.core.fields import Moves
 from fl_engine.models import SmallCNN
 from fl_engine.preparation import PREPARATIONS
@@ -265,25 +264,6 @@ def test_an_interrupted_run_goes_on_and_another_configuration_does_not_meet_it(
     assert sorted(p.name for p in out.iterdir()) == sorted(retry.OUTCOME)
 
 
-@pytest.mark.parametrize("changes", ["parameters", "code"])
-def test_rounds_are_kept_if_what_they_depend_on_changed_while_they_ran(
-    tmp_path: Path, job: tuple[Config, Path, Path], monkeypatch: pytest.MonkeyPatch, changes: str
-) -> None:
-    """Who undoes the change has them."""
-    config, parts, pool = job
-
-    def changed() -> None:
-        if changes == "parameters":
-            raise ConfigError("the configuration has changed while this ran")
-        patch.setattr(fl_engine, "__file__", str(tmp_path / "engine" / "__init__.py"))
-
-    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="changed while"):
-        retry.federate_for_dvc(Resolved.of(config), parts, pool, tmp_path / "federate", changed)
-    shutil.rmtree(tmp_path / "federate")  # as DVC does before it runs a stage
-    interrupt_after(monkeypatch, 0)
-    retry.federate_for_dvc(Resolved.of(config), parts, pool, tmp_path / "federate")
-
-
 @pytest.mark.parametrize("files", [0, 3])
 def test_a_kill_while_the_rounds_are_deleted_leaves_nothing_that_is_in_the_way(
     tmp_path: Path, job: tuple[Config, Path, Path], monkeypatch: pytest.MonkeyPatch, files: int
@@ -321,24 +301,6 @@ def test_the_identity_depends_on_what_decides_the_model(job: tuple[Config, Path,
     before = name()
     (pool / "pool.json").write_text((pool / "pool.json").read_text().replace('"M1"', '"N1"'))
     assert name() != before
-
-
-def test_the_identity_depends_on_what_draws_the_noise_and_on_who_decides_what_is_trained(
-    job: tuple[Config, Path, Path], quick: Sequence[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run that was begun with others is refused."""
-    _, parts, pool = job
-    private = "algorithm.aggregation={name: private, noise_multiplier: 0.1}", "rounds.norm_bound=null"
-
-    def name(*sets: str) -> str:
-        return retry.identity(Resolved.load(ROOT / "params.yaml", [*quick, *sets]), parts, pool)
-
-    with monkeypatch.context() as patch:
-        before = name(), name(*private)
-        patch.setattr(retry, "describe_noise", lambda: {"numpy": "another"})
-        assert name() == before[0] and name(*private) != before[1]
-    assert name("run.backend=agents", "rounds.norm_bound=null") == name()
-    assert name("run.backend=agents", "agents.observe=cgroup") != name("agents.observe=cgroup")
 
 
 def test_the_identity_depends_on_the_content_of_files_and_code_that_are_named(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,15 +61,6 @@ def test_run_without_merged_update_says_so(
     assert not client.search_registered_models()
 
 
-def test_last_line_of_a_run_counts_failed_updates(flexfleet: Any, quick: Sequence[str]) -> None:
-    done = flexfleet("run", "--run-id", "a", sets=[*quick, *WILD[:1], "rounds.stop=3", "rounds.faults=drop=0.5"])
-    assert done.code == 0
-    updates = ff.load("a").metrics["updates"]
-    assert updates["merged"] and updates["failed"]
-    said = f"{updates['failed']} of {updates['merged'] + updates['failed']} updates failed (most: did not answer)"
-    assert said in done.out.splitlines()[-1] and said in repr(ff.load("a"))
-
-
 # --------------------------------------------------------------------------------------------- from Python
 def test_result_of_a_diverged_run_says_so(caplog: pytest.LogCaptureFixture) -> None:
     ended: list[str] = []
@@ -84,13 +74,6 @@ def test_result_of_a_diverged_run_says_so(caplog: pytest.LogCaptureFixture) -> N
     assert result.status == "diverged" and ended == ["diverged"] and "(most: diverged)" in repr(result)
     assert ff.load("wild").status == "diverged"
     assert any("no update was merged" in record.getMessage() for record in caplog.records)
-
-
-def test_warnings_are_logged_without_progress(caplog: pytest.LogCaptureFixture) -> None:
-    faults = {**SMALL["options"], "rounds.faults": "drop=0.5"}
-    ff.run(algorithm="all_large", run_id="quiet", **{**SMALL, "rounds": 2, "options": faults, "progress": False})
-    levels = {record.levelno for record in caplog.records if record.name == "flexfleet"}
-    assert logging.WARNING in levels
 
 
 def test_comparison_with_a_diverged_run_has_no_table(runs: Path) -> None:

@@ -174,12 +174,6 @@ def test_a_run_that_is_resumed_makes_the_same(flexfleet: Any, of: Any, tmp_path:
     assert sha256((tmp_path / "a" / "run" / "model.safetensors").read_bytes()) == whole
 
 
-@pytest.mark.parametrize("backend", ["in_process", "processes"])
-def test_every_backend_starts_from_them(flexfleet: Any, of: Any, backend: str) -> None:
-    sets = of("FromFresh", f"run.backend={backend}", "rounds.stop=1")
-    assert run(flexfleet, backend, sets) == run(flexfleet, "plain", of("all_large", "rounds.stop=1"))
-
-
 # ------------------------------------------------------------------------------------------------ it is kept
 def test_an_algorithm_without_them_leaves_none(of: Any, tmp_path: Path) -> None:
     steps(tmp_path, of("Warm"))

@@ -65,14 +65,6 @@ def precisions() -> dict[str, str]:
     return {name: attrgetter(name)(at).fp32_precision for name in NEW}
 
 
-def by_older_names() -> Any:
-    """As torch says it by the older names, or that it refuses."""
-    try:
-        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    except RuntimeError:
-        return None
-
-
 NEW = {
     "mkldnn.matmul": "none", "mkldnn.conv": "none", "mkldnn.rnn": "none", "cuda.matmul": "none", "cudnn.conv": "tf32",
     "cudnn.rnn": "tf32",

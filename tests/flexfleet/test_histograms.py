@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexfleet.experiments import comparison_curves
-from flexfleet.experiments.ranking import RankedCase
 from flexfleet.files.artifacts import LocalScore
-from flexfleet.reports import plots
 from flexfleet.reports.local_accuracy import (
     Shown,
     bars,
@@ -87,21 +85,3 @@ def test_a_label_is_the_mean_over_its_seeds() -> None:
     assert comparison_curves.of_full(two, "red") == Shown("red", 0.625, 0.2, {50: 0.5, 60: 1.5, 99: 1.0})
     assert comparison_curves.of_full([two[0], run(0.75, 0.3, None)], "red") == Shown("red", 0.625, 0.2, {})
     assert comparison_curves.of_full([two[0], run(-1, 0.3, None)], "red") is None
-
-
-def test_cases_get_panels_and_older_runs_no_bars() -> None:
-    new, old, none = [run(0.5, 0.1, {50: 9})], [run(0.5, 0.1, None)], [run(-1, 0, None)]
-    colours = dict(zip("abcd", plots.PALETTE, strict=False))
-    assert comparison_curves.draw_histograms({"a": old, "b": none}, [], colours) is None, (
-        "nothing that the table does not say"
-    )
-    drawing = comparison_curves.draw_histograms({"a": new, "b": old, "c": none}, [], colours)
-    assert drawing is not None and drawing.count("opacity: 0.35") == 1
-    assert ">a</text>" in drawing and ">b</text>" in drawing and ">c</text>" not in drawing
-    groups = (("a", "b"), ("c", "d"), ("e",))
-    cases = [RankedCase(settings={"partition.alpha": i}, labels=each, first={}) for i, each in enumerate(groups)]
-    drawing = comparison_curves.draw_histograms(
-        dict.fromkeys("abcd", new) | {"e": none}, cases, colours | {"e": "black"}
-    )
-    assert drawing is not None and drawing.count("opacity: 0.35") == 4
-    assert all(f">partition.alpha {i}</text>" in drawing for i in (0, 1)) and "alpha 2" not in drawing

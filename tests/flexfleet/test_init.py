@@ -65,13 +65,6 @@ def test_a_name_that_cannot_be_a_module_is_refused(name: str, tmp_path: Path) ->
         algorithm_files(name, tmp_path)
 
 
-def test_a_folder_that_no_terminal_can_show(flexfleet: Any, tmp_path: Path) -> None:
-    done = flexfleet("init", "a\udcff b")
-    assert done.code == 0 and "wrote a\N{REPLACEMENT CHARACTER} b/params.yaml" in done.out
-    assert "cd 'a\N{REPLACEMENT CHARACTER} b' && flexfleet run" in done.out
-    assert (tmp_path / "a\udcff b" / "params.yaml").is_file()
-
-
 def test_the_algorithm_runs_and_its_test_passes(
     flexfleet: Any, tmp_path: Path, quick: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

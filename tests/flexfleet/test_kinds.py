@@ -12,7 +12,6 @@ import onnxruntime
 import pytest
 import torch
 
-from fl_engine.core.errors import PartitionError
 from fl_engine.core.pool import member
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import SubmodelSpec
@@ -26,8 +25,6 @@ from fl_engine.testing.kinds import (
     tiny_text,
 )
 from flexfleet.files.artifacts import EvaluationFile, RunFile
-from flexfleet.pipeline.evaluate import evaluate
-from flexfleet.pipeline.prepare import Resolved
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -79,19 +76,6 @@ def test_every_backend_and_a_resumed_run_give_the_same_model(
     assert len({each.json["model_sha256"] for each in done.values()}) == 1
     strategy = RunFile.read(tmp_path / "runs" / "one" / "run.json").numerics["strategy"]
     assert strategy == ("single" if kind in ("tokens", "next_token") else "batched")
-
-
-@pytest.mark.parametrize("sets", ["regression"], indirect=True)
-def test_evaluate_refuses_other_data_than_were_trained_on(
-    flexfleet: Any, sets: list[str], tmp_path: Path, no_drawings: None
-) -> None:
-    """Also where no client's classes are looked at."""
-    assert flexfleet("run", "--run-id", "a", sets=sets).code == 0
-    run, resolved = tmp_path / "runs" / "a", Resolved.load(None, [*sets, "dataset.test_samples=20"])
-    with pytest.raises(PartitionError, match="other data"):
-        evaluate(resolved, run, run / "partition", run / "pool", tmp_path / "out")
-    with pytest.raises(PartitionError, match="nowhere has no partition"):
-        evaluate(Resolved.load(None, sets), run, Path("nowhere"), run / "pool", tmp_path / "out")
 
 
 @pytest.mark.parametrize(("sets", "kind"), [(kind, kind) for kind in KINDS], indirect=["sets"])

@@ -8,7 +8,6 @@ import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -194,21 +193,6 @@ def test_a_run_deals_by_clusters_of_a_networks_features(
     monkeypatch.setattr(labels.clusters, "clusters_of", None)  # it is not called again
     again = flexfleet("run", "--json", "--run-id", "b", sets=sets)
     assert again.json["model_sha256"] == done.json["model_sha256"]
-
-
-def test_checks_of_runs_with_the_same_features_compute_their_clusters_once(
-    quick: Sequence[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of one comparison, say; the features of another seed are others."""
-    compute = Mock(side_effect=labels.clusters.clusters_of)
-    monkeypatch.setattr(labels.clusters, "clusters_of", compute)
-    sets = [*quick, "partition.features=small_cnn", "partition.clusters=4"]
-    counts = [
-        cut(Resolved.load(None, [*sets, f"partition.alpha={alpha}", f"seed={seed}"])).counts
-        for alpha, seed in ((0.1, 0), (5.0, 0), (5.0, 1))
-    ]
-    assert compute.call_count == 2 and not np.array_equal(counts[0], counts[1])
-    assert np.array_equal(counts[0].sum(1), counts[1].sum(1)) and not Path("runs").exists()
 
 
 def test_clusters_of_a_files_features_belong_to_its_content(

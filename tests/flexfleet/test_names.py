@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fl_engine.core.errors import ConfigError, FlexfleetError
+from fl_engine.core.errors import ConfigError
 from fl_engine.data.partition_files import read_manifest
 from flexfleet.config import Config
 from flexfleet.config.run_names import LONGEST, new_name, plain
@@ -80,25 +80,3 @@ def test_two_runs_of_one_folder_do_not_mix(
     assert run(mine, "a").status == "finished"
     assert RunFile.read(Path("runs/a/run.json")).config["partition"]["rule"] == "iid"
     assert read_manifest(Path("runs/a/partition/partition.json")).rule == "iid"
-
-
-ON_CLUSTER = ("run.backend=kubernetes", "kubernetes.image=flexfleet:latest")
-
-
-@pytest.mark.parametrize(
-    ("sets", "said"),
-    [
-        (["partition.minimum=1000"], "at least 1000 samples need 6000"),
-        (ON_CLUSTER, r"run\.remote"),
-    ],
-    ids=["partition", "store of pods"],
-)
-def test_what_is_refused_before_the_first_round_leaves_no_folder(
-    quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: Sequence[str], said: str
-) -> None:
-    """Else the next attempt would be told to resume it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    with pytest.raises(FlexfleetError, match=said):
-        run(Resolved.load(None, [*quick, *sets]), "a")
-    assert not list(tmp_path.iterdir())

@@ -159,18 +159,6 @@ def test_a_label_of_a_comparison_may_have_its_own_value_of_what_the_form_asks_fo
         comparison_from({}, {"partition.alpha": 0.1}, "a=flexfl", "0", "x")
 
 
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
-        ("run.store", "'run.store' is the parameter 'store_uri', set it there"),
-        ("tracking.mlflow", "'tracking.mlflow' is the parameter 'mlflow_uri', set it there"),
-    ],
-)
-def test_the_form_of_a_night_has_one_place_for_a_value_too(path: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        overrides_of("", "runs", {path: "y"})
-
-
 def test_run_names_and_folders() -> None:
     config = config_from({"store_uri": "/mnt/runs", "seed": 3}, {})
     assert run_name("", "8d1f", config) == "flexfl-s3-8d1f"

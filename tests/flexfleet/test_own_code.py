@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,18 +68,6 @@ def test_every_process_imports_from_the_wheel_of_the_run(
     plain = flexfleet("run", "--json", "--run-id", "p", sets=[*quick, "algorithm.name=all_large", SETS[1]])
     assert plain.json["model_sha256"] == run("again"), "a factor of 1 is the method that it comes from"
     assert record("p").code_sha256 is None
-
-
-def test_nothing_is_left_of_what_workers_imported_from(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are ended without what is done at a process' exit: their files lie in a folder of the coordinator's."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    run("a", "run.backend=processes", "run.devices=[cpu, cpu]", "rounds.stop=1")
-    (folder,) = {path.parent.parent for path in tmp_path.glob("flexfleet-code-*/*/*.whl")}
-    assert len(list(folder.glob("*/*.whl"))) == 2
-    code.clear()
-    assert not list(tmp_path.glob("flexfleet-code-*"))
 
 
 def test_steps_that_write_folders_of_their_own_hand_on_the_wheel(

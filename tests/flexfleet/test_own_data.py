@@ -24,25 +24,6 @@ LABELS = np.arange(60) % 3
 NUMBERS = DRAWN.normal(size=(60, 5)).astype(np.float32)
 
 
-def test_data_are_named_and_print_in_one_line(tmp_path: Path) -> None:
-    """However they come, by the same word, and without their arrays."""
-    for i, each in enumerate(BYTES):
-        (tmp_path / str(LABELS[i])).mkdir(exist_ok=True)
-        Image.fromarray(each).save(tmp_path / str(LABELS[i]) / f"{i}.png")
-    table = Table(image=list(BYTES), label=LABELS.tolist())
-    for data in (
-        ff.from_arrays(BYTES, LABELS, name="mine"),
-        ff.from_clients([(BYTES, LABELS)], name="mine"),
-        ff.from_folder(tmp_path, name="mine"),
-        ff.from_torch(list(zip(BYTES, LABELS, strict=True)), name="mine"),
-        ff.from_huggingface(table, name="mine"),
-    ):
-        wanted = "<Data mine: 48 training and 12 test samples, uint8 (1, 8, 8), Classification(classes=3, top5=False)>"
-        assert repr(data) == wanted
-    with pytest.raises(ff.DataError, match="name must be a word"):
-        ff.from_huggingface(table, name="")
-
-
 def test_images_become_bytes_with_the_channel_in_front() -> None:
     grey = ff.from_arrays(BYTES, LABELS)
     assert grey.train_x.dtype == torch.uint8 and grey.train_x.shape == (48, 1, 8, 8) and grey.task == Classification(3)
@@ -356,28 +337,9 @@ def test_images_of_more_than_8_bits_are_refused(pixels: Any, tmp_path: Path) -> 
         ff.from_torch([(image, 0) for image in images])
 
 
-def test_a_loader_is_told_to_give_its_data_set() -> None:
-    pairs: Any = list(zip(NUMBERS, LABELS, strict=True))
-    with pytest.raises(ff.DataError, match=r"train: .* got DataLoader: give its data set, loader\.dataset"):
-        ff.from_torch(torch.utils.data.DataLoader(pairs))
-
-
-def test_a_refused_torch_data_set_leaves_the_random_state() -> None:
-    before = torch.get_rng_state()
-    with pytest.raises(ff.DataError, match="draws random numbers"):
-        ff.from_torch(Items(draws=True))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_targets_of_different_shapes_are_refused() -> None:
     with pytest.raises(ff.DataError, match=r"train: targets have the shapes \[\(1,\), \(2,\)\]"):
         ff.from_torch([(row, np.zeros(1 + i % 2)) for i, row in enumerate(NUMBERS)])
-
-
-def test_clients_whose_samples_are_all_held_out_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    ff.from_arrays(NUMBERS, LABELS, clients=np.arange(len(LABELS)))
-    (line,) = caplog.messages
-    assert "12 of 60 clients do not train" in line
 
 
 # ------------------------------------------------------------------------------------------------------------ kept

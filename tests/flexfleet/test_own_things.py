@@ -192,15 +192,3 @@ def test_a_reader_that_fails_is_told_of_with_its_folder_and_line(flexfleet: Any,
     assert done.code == 2
     assert f"'{plugin}:BROKEN' failed to read nowhere (dataset.root): RuntimeError: stack expects" in done.err
     assert done.err.rstrip().endswith(f"(line {line} of {tmp_path / 'ownpackage' / 'things.py'})")
-
-
-def test_a_failing_disk_that_names_no_file_is_told_of_with_the_folder(flexfleet: Any, plugin: str) -> None:
-    done = flexfleet("check", sets=[f"dataset.name={plugin}:WORN", "dataset.root=nowhere"])
-    assert done.code == 6
-    assert f"'{plugin}:WORN' failed to read nowhere (dataset.root): OSError: [Errno 5] Input/output error" in done.err
-
-
-def test_a_reader_that_gives_no_data_is_named(flexfleet: Any, plugin: str) -> None:
-    done = flexfleet("check", sets=[f"dataset.name={plugin}:FORGETFUL"])
-    assert done.code == 2
-    assert f"'{plugin}:FORGETFUL': its load gave NoneType; a Data is expected" in done.err

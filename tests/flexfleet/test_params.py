@@ -99,23 +99,6 @@ def test_what_a_configuration_uses() -> None:
     assert all(row.name != "codec.down.bits" for row in used)
 
 
-def test_the_command(flexfleet: Any) -> None:
-    done = flexfleet("params", "on_too_small", "--json")
-    rows = json.loads(done.out)["parameters"]
-    assert {row["of"] for row in rows} >= {"flexfl", "heterofl"} and {row["section"] for row in rows} == {"algorithm"}
-    text = flexfleet("params", "--algorithm", "fedprox").out
-    assert "algorithm.mu: 0.01  (of fedprox)  [number >= 0]" in text and "algorithm.kd_weight:" not in text
-    assert "training.lr: 0.05  [number > 0]" in text
-    wrong = flexfleet("params", "momentun")
-    assert wrong.code == 2 and "did you mean 'momentum'?" in wrong.err
-
-
-def test_options_of_an_algorithm_of_ones_own(flexfleet: Any) -> None:
-    assert flexfleet("init", "--algorithm", "shown_here").code == 0
-    done = flexfleet("params", "--algorithm", "shown_here:ShownHere")
-    assert "algorithm.widths: [0.5, 0.71, 1.0]  (of shown_here:ShownHere)" in done.out, done.err
-
-
 # ------------------------------------------------------------------------------------------- list
 @pytest.mark.parametrize(
     ("what", "names"),
@@ -148,6 +131,3 @@ def test_completion(flexfleet: Any, shell: str) -> None:
         answer = subprocess.run(["bash", "-c", asked], capture_output=True, text=True)
         assert answer.stdout.split() == ["list"], answer.stderr
     assert cli.parser().parse_args(["run", "--algorithm", "my:Own"]), "the real parser takes other names"
-
-
-# ------------------------------------------------------------------------------------------- the site's table

@@ -15,44 +15,6 @@ from tests.harness.run_folders import FLEXFL, rows
 pytestmark = pytest.mark.pictures
 
 
-def test_drawings_of_one_round_of_long_runs_and_of_many_runs() -> None:
-    one = rows(FLEXFL[:1])
-    assert all("<svg" in draw([("run", one)]) for draw in (plots.learning_curves, plots.bytes_to_accuracy))
-    assert "means of" not in plots.clients_per_round(one)
-    long = rows(FLEXFL * 200)
-    assert "means of 5 rounds" in plots.clients_per_round(long)
-    assert len(plots.clients_per_round(long)) < 60_000
-    many = plots.learning_curves([(f"run {i}", rows(FLEXFL)) for i in range(9)])
-    assert "run 8" in many and "range of levels" not in many
-
-
-def test_a_legend_names_only_kinds_of_lines_that_are_drawn(drawn: list[Any]) -> None:
-    alone = rows([({"M3": 0.3}, 2.0, 2.0, 3, 0, 0)])
-    for runs in ([("several", rows(FLEXFL))], [("alone", alone)], [("several", rows(FLEXFL)), ("alone", alone)]):
-        plots.learning_curves(runs)
-        plots.bytes_to_accuracy(runs)
-    shown = [[text.get_text() for text in figure.legends[0].get_texts()] for figure in drawn]
-    assert shown == [
-        ["several", "avg", "full", "range of levels"],
-        ["several", "avg"],
-        ["alone", "full"],
-        ["alone", "full"],
-        ["several", "alone", "avg", "full", "range of levels"],
-        ["several", "alone", "avg", "full"],
-    ]
-
-
-def test_bands_of_many_algorithms_are_left_out_as_they_hide_each_other(drawn: list[Any]) -> None:
-    seeds = [(i + 1, float(i), [i / 100, i / 50]) for i in range(3)]
-    for count in (plots.MOST_BANDS, plots.MOST_BANDS + 1):
-        plots.comparison([(f"algorithm {i}", [], seeds) for i in range(count)])
-    few, many = drawn
-    assert [len(axes.collections) for axes in few.axes] == [plots.MOST_BANDS] * 2
-    assert [len(axes.collections) for axes in many.axes] == [0, 0]
-    last = [figure.legends[0].get_texts()[-1].get_text() for figure in drawn]
-    assert last == ["range of seeds", "full"]
-
-
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every figure that is drawn."""

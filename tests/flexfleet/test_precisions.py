@@ -95,19 +95,6 @@ def path_of(ran: Ran) -> str:
     return f"published/{ran.printed['model_sha256'][:12]}/levels/M2"
 
 
-def test_the_report_and_the_terminal_have_a_table(ran: Ran, tmp_path: Path) -> None:
-    page = (ran.out / "report.html").read_text()
-    found = precisions.of_run(ran.out, LEVELS, ran.printed["model_sha256"])
-    text = precisions.table(found)
-    assert "Precision of the exported levels" in page
-    for row in precisions.rows(found, "-"):
-        cells = [row.level, row.precision, row.value, row.agreement, row.kilobytes, row.size, row.latency, row.time]
-        assert re.search(" +".join(map(re.escape, cells)), text), row
-        assert re.search(r"</t[hd]>\s*<td>".join(map(re.escape, cells)), page), row
-    shutil.copytree(ran.out, tmp_path / "a")
-    assert report([tmp_path / "a"], tmp_path / "again.html").read_text() == page, "the same run, the same page"
-
-
 def test_another_precision_takes_no_other_run(ran: Ran, flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder of the first is used by other tests, so a copy goes on."""
     monkeypatch.chdir(ran.runs.parent)

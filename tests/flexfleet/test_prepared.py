@@ -147,29 +147,6 @@ def test_another_source_of_a_network_computes_again(
     assert len(mistakes["a"]) == 2 and mistakes["b"] < mistakes["a"]
 
 
-CHOOSES = """
-from fl_engine.algorithms import FlexFL
-
-class Chooses(FlexFL):
-    def network(self, family):
-        return family
-"""
-
-
-def test_another_source_of_an_algorithm_that_chooses_the_network_computes_again(
-    tmp_path: Path, quick: Sequence[str]
-) -> None:
-    inputs = {}
-    for name, text in (("network", CHOOSES), ("plain", CHOOSES.replace("def network", "def other"))):
-        for i in range(2):
-            (tmp_path / "chooses.py").write_text(f"{text}\n# {i}\n")
-            sys.modules.pop("chooses", None)
-            folder = prepared_in(tmp_path / name, [*quick, "algorithm.name=chooses:Chooses"])
-            inputs[name, i] = prepared.index(folder)["apoz"].inputs
-    sys.modules.pop("chooses")
-    assert inputs["plain", 0] == inputs["plain", 1] != inputs["network", 0] != inputs["network", 1]
-
-
 @pytest.mark.parametrize("what", ["training.lr=0.01", "rounds.stop=9", "algorithm.selection.name=uniform"])
 def test_what_is_no_input_computes_nothing(tmp_path: Path, sets: list[str], what: str, unused: Any) -> None:
     prepared_in(tmp_path / "a", sets)

@@ -13,12 +13,11 @@ import torch
 import yaml
 
 from fl_engine.core.costs import count_params
-from fl_engine.core.errors import EnvironmentFailure, IntegrityError
+from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.text import read_yaml
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier, simulated_seconds
-from fl_engine.remote.messages import Invitation, Probe
-from fl_engine.storage.urls import Upload
+from fl_engine.remote.messages import Invitation
 from fl_engine.training import memory, pace
 from fl_engine.training.memory import Trial
 from fl_engine.training.pace import Pace
@@ -175,16 +174,3 @@ def test_what_was_not_measured_is_left_out_and_said(resolved: Resolved) -> None:
     in_a_folder = Invitation(name="weak-1", key="ab" * 32, tier="weak", folder="/x")
     found = device.profile(resolved, in_a_folder, room=10**9)
     assert found.tier["name"] == "weak" and "names a folder" in found.left_out["bandwidth"]
-
-
-def test_a_store_that_refuses_leaves_the_bandwidth_out(resolved: Resolved, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any) -> float:
-        raise IntegrityError("HTTP 403\nAccessDenied")
-
-    monkeypatch.setattr(device, "bits_per_second", refused)
-    probe = Probe(read="https://s/x", write=Upload(verb="PUT", url="https://s/x", fields={}, size=8))
-    found = device.profile(resolved, Invitation(name="a-1", key="ab" * 32, tier=None, probe=probe), room=10**9)
-    assert "# No bandwidth: HTTP 403 AccessDenied." in device.text(found)
-
-
-# ------------------------------------------------------------------------------------------------- the bandwidth

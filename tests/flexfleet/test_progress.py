@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from flexfleet.experiments import executor
-from flexfleet.files.progress import CLEAR, Live, counted_warnings, span
-from flexfleet.tracking.console import Console, brief, told
+from flexfleet.files.progress import CLEAR, Live, counted_warnings
+from flexfleet.tracking.console import Console
 
 log = logging.getLogger("flexfleet")
 
@@ -69,25 +68,6 @@ def test_a_line_tells_each_level_loss_clients_seconds_and_what_is_left(caplog: p
     ]
 
 
-def test_the_last_round_has_no_time_left(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "flexfleet"):
-        Console(1).metrics([(1, ROW)])
-    assert "ETA" not in caplog.text
-
-
-def test_failures_are_named_only_when_there_are_some() -> None:
-    assert "failed" not in brief(ROW) and "pruned" not in told(ROW)
-    assert "5 trained, 3 failed" in told(ROW | {"clients_failed": 3.0})
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "0 s"), (99, "99 s"), (100, "2 min"), (3540, "59 min"), (3599, "1 h 00 min"), (11100, "3 h 05 min")],
-)
-def test_spans(seconds: float, text: str) -> None:
-    assert span(seconds) == text
-
-
 # ------------------------------------------------------------------------------------------- on a terminal
 def test_on_a_terminal_quick_rounds_share_a_line(terminal: Terminal) -> None:
     """Ten rounds a second: the first, then every fifth, and the last."""
@@ -95,17 +75,6 @@ def test_on_a_terminal_quick_rounds_share_a_line(terminal: Terminal) -> None:
     console.metrics([(i, ROW | {"seconds_round": 0.1}) for i in range(1, 24)])
     rounds = [int(match) for match in re.findall(r"round (\d+)/23", terminal.getvalue())]
     assert rounds == [1, 6, 11, 16, 21, 23]
-
-
-def test_on_a_terminal_slow_rounds_have_a_line_each(terminal: Terminal) -> None:
-    Console(6).metrics([(i, ROW) for i in range(1, 7)])
-    assert len(re.findall(r"round \d/6", terminal.getvalue())) == 6
-
-
-def test_a_log_has_every_round(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "flexfleet"):
-        Console(23).metrics([(i, ROW | {"seconds_round": 0.001}) for i in range(1, 24)])
-    assert len(caplog.messages) == 23
 
 
 def test_the_round_at_work_is_below_the_lines(terminal: Terminal) -> None:
@@ -162,14 +131,6 @@ def test_a_log_hears_of_a_long_round_once_a_minute(caplog: pytest.LogCaptureFixt
     ]  # fmt: skip
 
 
-def test_quiet_shows_no_line(terminal: Terminal) -> None:
-    log.setLevel(logging.WARNING)
-    console = Console(2)
-    console.heard(0, 1, 2)
-    console.metrics([(1, ROW)])
-    assert terminal.getvalue() == ""
-
-
 def test_the_loop_tells_how_many_have_answered(job: Any, memory_store: Any) -> None:
     from fl_engine.rounds import loop
     from fl_engine.rounds.ledger import ledger_in
@@ -213,17 +174,3 @@ def test_a_run_counts_its_warnings(flexfleet: Any, quick: list[str], tmp_path: P
     assert done.code == 0, done.err
     warned = [message for message in caplog.messages if "failed (" in message]
     assert len(warned) == 2 and re.match(r"\d+ more like this", warned[1]), warned
-
-
-# ------------------------------------------------------------------------------------------- side by side
-def test_runs_side_by_side_show_how_far_they_are(tmp_path: Path, terminal: Terminal) -> None:
-    jobs = [executor.Command(name, "m", (), tmp_path / f"{name}.log") for name in ("a-s0", "b-s0", "c-s0")]
-    jobs[0].log.write_text(
-        "$ python -m m\n12:00:00 round 9/9  avg 99.0 %\n$ python -m m\n"
-        "12:00:01 round 1/40  avg 11.5 % (M1 1.0, M2 2.0)  loss 1.0\n12:00:01 round 12/40  avg 81.3 % (M1 70.0)  loss\n"
-    )
-    jobs[1].log.write_text("$ python -m m\n12:00:00 round 3/40  full 0.512  loss 0.3\n")
-    jobs[2].log.write_text("$ python -m m --rounds 5\n12:00:00 pretrain: 57 samples\n")
-    assert [executor._progress(job) for job in jobs] == [
-        "a-s0 round 12/40 avg 81.3 %", "b-s0 round 3/40 full 0.512", "c-s0 begins"
-    ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,8 @@ import pytest
 import yaml
 
 from fl_engine.core.errors import IntegrityError
-from fl_engine.rounds.run import Run
-from flexfleet.config import load_config
 from flexfleet.experiments import nightly, nightly_suite
 from flexfleet.experiments.nightly import Verdict
-from flexfleet.experiments.nightly_figures import pace
 from flexfleet.experiments.nightly_gate import PASSED, REFERENCE
 from flexfleet.experiments.nightly_suite import NightFigures
 from flexfleet.tracking.trackers import MLflow
@@ -232,23 +229,6 @@ def test_nobody_moves_a_figure_by_a_setting(place: Place, setting: str) -> None:
     assert done.code == 2 and "a suite says what is measured" in done.err
 
 
-def test_regress_ends_with_6_if_mlflow_lists_no_passed_runs(
-    place: Place, first: Verdict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from mlflow.exceptions import MlflowException
-
-    search = mlflow.MlflowClient.search_runs
-
-    def refuse(self: Any, experiments: Any, filter_string: str = "", *given: Any, **more: Any) -> Any:
-        if nightly.REFERENCE in filter_string:
-            raise MlflowException("no answer", error_code=13)  # TEMPORARILY_UNAVAILABLE and the like
-        return search(self, experiments, filter_string, *given, **more)
-
-    monkeypatch.setattr(mlflow.MlflowClient, "search_runs", refuse)
-    done = place.night(place.folder / "tiny.yaml", "untold")
-    assert done.code == 6
-
-
 @pytest.fixture
 def night(mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nightly.Night:
     """A nightly regression run of the suite digits, which trains nothing."""
@@ -352,28 +332,6 @@ def test_what_could_not_be_exported_is_said_before_anything_trains(place: Place,
     done = place.night(path, "bare")
     assert done.code == 2 and "set partition.proxy above 0" in done.err
     assert not (place.folder / "runs" / "bare").exists()
-
-
-PRIVATE = "algorithm.aggregation={name: private, clip: 0.5, noise_multiplier: 1.0}"
-TRACED = "fleet.trace={name: lognormal, online_s: 3, offline_s: 3, bandwidth_s: 1, repeat_s: 100}"
-
-
-@pytest.mark.parametrize("sets", [(PRIVATE, "rounds.norm_bound=null", "algorithm.static_bn=false"), (TRACED,)])
-def test_pace_is_measured_on_the_plan_that_a_run_has(
-    finished: tuple[Path, Any], quick: Sequence[str], monkeypatch: pytest.MonkeyPatch, sets: Sequence[str]
-) -> None:
-    """A private one, whose noise needs a key, and one whose clients come and go; round and loop have the same."""
-    config, runs = load_config(None, (*quick, "fleet.wait_s=1000", *sets)), list[Run]()
-
-    def seen(*given: Any, **more: Any) -> Run:
-        runs.append(Run(*given, **more))
-        return runs[-1]
-
-    monkeypatch.setattr("flexfleet.experiments.nightly_figures.Run", seen)
-    assert len(pace(config, finished[0], 1)) == 1
-    (run,) = runs
-    wanted = (config.fleet.trace is not None, PRIVATE in sets, 1000)
-    assert (run.trace is not None, run.noise_key is not None, run.wait_s) == wanted
 
 
 def test_figures_have_what_was_measured(place: Place, first: Verdict) -> None:

@@ -12,19 +12,14 @@ from typing import Any
 import pytest
 
 from fl_engine.core.errors import ConfigError, IntegrityError
-from fl_engine.storage.store import sha256
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import (
-    ConfusionFile,
     EvaluationFile,
-    History,
     LocalScore,
-    PoolFile,
-    RunFile,
 )
 from flexfleet.reports import plots
 from flexfleet.reports import report as r
-from tests.harness.run_folders import FLEXFL, POOL, rows, write_run
+from tests.harness.run_folders import POOL, write_run
 
 pytestmark = pytest.mark.pictures
 
@@ -88,31 +83,6 @@ def test_the_table_has_the_numbers_of_the_run_folders(two: list[Path]) -> None:
     assert cells[2] == "b|all_large|3|-|72.00|-/72.00 (3)|18.00|50.00|6.0".replace("-", r.NONE)
     assert note.startswith(f"{r.NONE}:")
     assert len({len(head), len(flexfl), len(all_large)}) == 1
-
-
-def with_uniformity(folder: Path) -> Path:
-    """The run's rounds 1 and 2 say 1 s and 4 s; of its third round nobody knows."""
-    history = History.read(folder / "history.json")
-    found = [dict(row) for row in history.rounds]
-    for row, even in zip(found, (1.0, 4.0), strict=False):
-        row["metrics"] = row["metrics"] | {"uniformity": even, "uniformity_compute": even / 2}
-    history.model_copy(update={"rounds": tuple(found)}).write(folder / "history.json")
-    return folder
-
-
-def test_how_evenly_clients_finish_is_told_where_a_run_says_it(two: list[Path], tmp_path: Path) -> None:
-    before = page_of(two, tmp_path)
-    assert "niformity" not in before and "niformity" not in r.table(two), "runs of an older version"
-    with_uniformity(two[0])
-    head, flexfl, all_large, _ = r.table(two).splitlines()
-    assert re.split(r"  +", head)[-2:] == ["uniformity s", "seconds"]
-    assert (flexfl.split()[-2:], all_large.split()[-2:]) == (["2.500", "6.0"], [r.NONE, "6.0"])
-    html = page_of(two, tmp_path)
-    assert [line["uniformity s"] for line in summary_of(html)] == ["2.500", r.NONE]
-    assert {a["id"] for tag, a in Page(html).tags if tag == "svg"} >= {"uniformity-0", "clients-1"}
-    assert 'id="uniformity-1"' not in html
-    long = [row.model_copy(update={"metrics": row.metrics | {"uniformity": 1.0}}) for row in rows(FLEXFL * 200)]
-    assert len(plots.evenness(long)) < 60_000 and "communication" not in plots.evenness(long)
 
 
 def with_local(folder: Path, histogram: dict[int, int] | None = None) -> Path:
@@ -203,19 +173,6 @@ def test_what_moves_figures_is_called_out_and_nothing_else(tmp_path: Path) -> No
         "codec.up.name: null (flexfl); qsgd (all_large)",
         "rounds.mode: null (flexfl); buffered (all_large)",
     ]
-
-
-@pytest.mark.parametrize("share", [1.0, 0.4])
-def test_the_largest_level_is_the_full_model_where_it_has_all_of_it(two: list[Path], share: float) -> None:
-    """Of a pool of one level that has every channel, and blocks or not."""
-    file, pool = (kind.read(two[1] / name) for kind, name in ((RunFile, "run.json"), (PoolFile, "pool/pool.json")))
-    levels = tuple(level.model_copy(update={"share": share}) for level in pool.levels)
-    path = pool.model_copy(update={"levels": levels}).write(two[1] / "pool" / "pool.json")
-    file.model_copy(update={"pool_sha256": sha256(path.read_bytes())}).write(two[1] / "run.json")
-    ConfusionFile(levels={"full": ((3, 1), (0, 4))}).write(two[1] / "confusion.json")
-    html = page_of(two[1:], two[1])
-    assert ("<summary>full, the full model</summary>" in html) == (share == 1)
-    assert ("The pool is the full model alone." in html) == (share == 1)
 
 
 # ------------------------------------------------------------------------------------------- a page on its own

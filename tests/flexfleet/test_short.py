@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ from fl_engine.core.errors import ConfigError
 from flexfleet.cli import main as cli
 from flexfleet.config import Config, load_config, parse
 from flexfleet.config.comparison_runs import entries_from, label_overrides
-from flexfleet.config.form_fields import SHORT, place
+from flexfleet.config.form_fields import SHORT
 from flexfleet.config.overrides import parse_sets
 from flexfleet.pipeline.prepare import config_of
 
@@ -48,9 +47,6 @@ def option(name: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------- short options
-def test_there_is_one_table() -> None:
-    assert VALUES.keys() == SHORT.keys()
-    assert place("store_uri", "s3://b/p") == "run.remote"
 
 
 @pytest.mark.parametrize("command", ["run", "check"])
@@ -59,22 +55,6 @@ def test_all_short_options_together_set_what_their_dotted_names_set(command: str
     sets = [word for name, value in VALUES.items() for word in ("--set", f"{SHORT[name]}={value}")]
     config = config_of(parsed(command, *given))
     assert config == config_of(parsed(command, *sets)) != Config()
-
-
-@pytest.mark.parametrize(
-    ("command", "without"),
-    [
-        ("run", ()),
-        ("check", ()),
-        ("tune", ()),
-        ("compare", ("algorithm", "seed")),
-        ("central", ("algorithm", "clients", "partition_rule", "dirichlet_alpha", "rounds", "client_fraction",
-                     "local_epochs", "learning_rate")),
-    ],
-)  # fmt: skip
-def test_which_commands_have_them(flexfleet: Any, command: str, without: tuple[str, ...]) -> None:
-    words = flexfleet(command, "--help").out.replace(",", " ").split()
-    assert {name: option(name) in words for name in SHORT} == {name: name not in without for name in SHORT}
 
 
 def test_an_address_with_a_scheme_is_the_remote_place() -> None:
@@ -122,13 +102,6 @@ def test_another_name_drops_the_options_of_the_old_one(tmp_path: Path) -> None:
     assert load_config(file, ["training.schedule.name=constant"]).training == Config().training
 
 
-@pytest.mark.parametrize("turn", [1, -1])
-def test_the_order_of_names_and_options_does_not_matter(turn: int) -> None:
-    sets = ["algorithm.selection.name=oort", "algorithm={name: heterofl}", "algorithm.on_too_small=fail"][::turn]
-    config = load_config(None, sets)
-    assert config.algorithm == {"name": "heterofl", "on_too_small": "fail", "selection": {"name": "oort"}}
-
-
 def test_mappings_with_keys_of_the_user_are_replaced(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("tune: {space: {training.lr: {low: 0.1, high: 1}}}\n")
@@ -149,18 +122,3 @@ def test_a_label_of_a_comparison_takes_sections_too() -> None:
 
 def test_a_mapping_in_python_is_merged_over_the_defaults() -> None:
     assert parse({"algorithm": {"kd_weight": 5.0}}).algorithm == {"name": "flexfl", "kd_weight": 5.0}
-
-
-# ------------------------------------------------------------------------------------------- several files
-def test_without_a_file_named_the_one_of_the_folder_counts(tmp_path: Path) -> None:
-    (tmp_path / "params.yaml").write_text("seed: 5\n")
-    (tmp_path / "other.yaml").write_text("rounds: {stop: 7}\n")
-    assert config_of(parsed("check")).seed == 5
-    assert config_of(parsed("check", "--config", "other.yaml")).seed == 0
-
-
-# ------------------------------------------------------------------------------------------- how much is told
-def test_every_command_has_both(flexfleet: Any) -> None:
-    (chosen,) = (a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
-    assert all({"-q", "-v"} <= {s for a in each._actions for s in a.option_strings} for each in chosen.choices.values())
-    assert flexfleet("status", "-q", "-v").code == 2

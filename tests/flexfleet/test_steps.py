@@ -61,43 +61,6 @@ def chained(step: Step, quick: Sequence[str], folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "written"),
-    [
-        ("partition", "partition/partition.json"),
-        ("pretrain", "pretrain/prepared.json"),
-        ("model_pool", "pool/pool.json"),
-        ("federate", "run/history.json"),
-        ("evaluate", "evaluate/evaluation.json"),
-    ],
-)
-def test_a_step_prints_the_file_that_the_next_one_needs(
-    chained: dict[str, Any], folder: Path, name: str, written: str
-) -> None:
-    assert chained[name].out == f"{folder / written}\n"
-    assert (folder / written).is_file()
-    assert json.loads((folder / written).read_bytes())["schema_version"] == 1
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        partition_module,
-        pretrain_module,
-        model_pool_module,
-        federate_module,
-        evaluate_module,
-        gathering,
-    ],
-    ids=lambda module: module.__name__,
-)
-def test_a_step_explains_itself(step: Step, module: Any) -> None:
-    done = step(module.main, "--help")
-    assert done.code == 0 and "--out" in done.out
-    assert (module.__doc__ or "").split(".")[0].split("\n")[0][:30] in done.out
-    assert step(module.main).code == 2, "what has to be given is said"
-
-
 def test_partition_writes_positions_counts_and_a_drawing(chained: dict[str, Any], folder: Path) -> None:
     parts = partition_files.load(folder / "partition")
     everything = np.concatenate([parts.proxy_train, parts.proxy_test, *parts.clients])
@@ -106,16 +69,6 @@ def test_partition_writes_positions_counts_and_a_drawing(chained: dict[str, Any]
     assert len(parts.proxy_train) + len(parts.proxy_test) == 24
     assert min(len(part) for part in parts.clients) >= 5
     assert (folder / "partition" / "partition.svg").read_text().rstrip().endswith("</svg>")
-
-
-def test_pretrain_writes_a_score_per_layer(chained: dict[str, Any], folder: Path) -> None:
-    apoz = Apoz.read(folder / "pretrain" / "apoz.json")
-    assert [layer.group for layer in apoz.layers] == ["conv1", "conv2", "conv3", "fc1"]
-    assert all(0 <= layer.apoz <= 1 and 0 < layer.adjustment <= 1 for layer in apoz.layers)
-    assert max(layer.adjustment for layer in apoz.layers) == 1
-    assert apoz.proxy_samples == 24
-    assert apoz.proxy_accuracy is not None
-    assert apoz.reference is None
 
 
 def test_the_pool_file_says_all_about_its_models(chained: dict[str, Any], folder: Path) -> None:
@@ -174,15 +127,6 @@ def test_evaluate_judges_every_level_on_each_clients_distribution(
     assert list(found.local_histogram) == list(found.levels)
     told = {name: each.model_dump() for name, each in found.local.items()}
     assert finished_template[1].json["metrics"]["local"] == told
-
-
-def test_evaluate_without_a_partition_says_so(
-    step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "pool").symlink_to(folder / "pool")
-    done = step(evaluate_module.main, *scored(tmp_path, folder / "run", tmp_path / "out"), sets=quick)
-    assert done.code in (2, 4) and "partition.json" in done.err
-    assert not (tmp_path / "out").exists()
 
 
 def test_chained_steps_are_what_run_does(
@@ -267,18 +211,6 @@ def test_evaluate_refuses_a_damaged_model(
 
 
 # -------------------------------------------------------------------------------------------- the control, APoZ
-def test_the_control_needs_no_pretraining(
-    step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path, tmp_path: Path
-) -> None:
-    sets = [*quick, "algorithm.name=all_large", "pretrain.epochs=1000000"]
-    t = str(tmp_path)
-    done = step(pretrain_module.main, "--partition", str(folder / "partition"), "--out", t, sets=sets)
-    assert done.code == 0
-    assert [file.name for file in tmp_path.iterdir()] == ["prepared.json"]
-    done = step(model_pool_module.main, "--pretrain", t, "--out", t, sets=sets)
-    assert done.code == 0
-    (level,) = PoolFile.read(tmp_path / "pool.json").levels
-    assert (level.name, level.share, level.gamma) == ("full", 1.0, None)
 
 
 def test_a_reference_gives_the_pools_similarity(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from collections.abc import Sequence
 from itertools import accumulate
@@ -16,35 +15,13 @@ from flexfleet import load
 from flexfleet.config import load_config
 from flexfleet.experiments.compare import finished
 from flexfleet.files.artifacts import History
-from flexfleet.tracking.console import Console
 
-ROW = {"seconds_round": 2.0, "seconds_simulated": 10.0, "clients_trained": 5.0, "clients_pruned": 0.0,
-       "clients_failed": 0.0, "train_loss": 0.5, "avg": 0.5, "full": 0.5}  # fmt: skip
 LABELS, SEEDS = ("flexfl", "all_large"), (0, 1)
 
 
 def clocks(folder: Path) -> list[float]:
     rounds = History.read(folder / "history.json").rounds
     return list(accumulate(each["metrics"]["seconds_simulated"] for each in rounds))
-
-
-# ------------------------------------------------------------------------------------------------ the console
-def lines(caplog: pytest.LogCaptureFixture, console: Console, rows: Sequence[tuple[int, Any]]) -> list[str]:
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "flexfleet"):
-        console.metrics(rows)
-    return caplog.messages
-
-
-def test_the_time_left_goes_by_whichever_end_comes_first(caplog: pytest.LogCaptureFixture) -> None:
-    """10 simulated seconds a round: 45 of them end it with round 5; 1,000 of them do not, rounds.stop = 8 does."""
-    rows = [(i, ROW) for i in range(1, 6)]
-    told = lines(caplog, Console(8, stop_simulated_s=45.0), rows)
-    assert told[0].startswith("round 1/8  ") and told[0].endswith("  10 of 45 simulated s  ETA 8 s")
-    assert told[3].endswith("  40 of 45 simulated s  ETA 2 s")
-    assert told[4].endswith("  50 of 45 simulated s"), "nothing is left"
-    far = lines(caplog, Console(8, stop_simulated_s=1000.0), rows)
-    assert far[4].endswith("  50 of 1,000 simulated s  ETA 6 s")
 
 
 # -------------------------------------------------------------------------------------------- runs, comparisons

@@ -78,13 +78,6 @@ def test_every_head_says_what_the_suite_is(name: str) -> None:
         assert suite.lacks and name.removesuffix(published_suites.SMALL) in published_suites.names()
 
 
-@pytest.mark.parametrize("name", FEDAIOT)
-def test_rows_of_fedaiot(name: str) -> None:
-    suite = published_suites.load(name)
-    assert suite.seeds == (0, 1, 2) and suite.central
-    assert {"fedavg-low", "fedopt-low", "fedavg-high", "fedopt-high", "fedavg-30", "fp16"} <= set(suite.made())
-
-
 def test_what_the_text_says_of_aep() -> None:
     """Alam 2023, section 2.3.1: client learning rate .01, batch size 32, server learning rate .1; Table 2.4: 3,000
     rounds; Table 2.1: 80 clients."""
@@ -189,35 +182,6 @@ def test_a_suite_is_like_another_but_for_what_it_says(write: Write) -> None:
     assert list(runs(write("less", f"like: {base}\nrows: {{flex: null}}\n"))) == ["large-s0", "large-s1"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "path", "option", "names"),
-    [
-        ("{algorithm.server: {name: yogi, lr: 0.03}}", "algorithm.server", "lr", {"yogi": 0.03, "adam": None}),
-        ("{codec.up: {name: qsgd, bits: 4}}", "codec.up", "bits", {"identity": None, "qsgd": 4}),
-        ("{codec: {up: {name: qsgd, bits: 4}}}", "codec.up", "bits", {"identity": None, "qsgd": 4}),
-        ("{fleet.trace: {name: lognormal, repeat_s: 100}}", "fleet.trace", "repeat_s", {"lognormal": 100}),
-    ],
-)
-def test_a_factors_name_drops_the_options_of_another(
-    write: Write, settings: str, path: str, option: str, names: dict[str, Any]
-) -> None:
-    row = "rows: {a: {algorithm: heterofl}}"
-    for text in (f"seeds: [0]\nsettings: {settings}\n{row}", f"seeds: [0]\n{row[:-2]}, {settings[1:-1]}}}}}"):
-        suite, over = published_suites.load(write("named", text)), {f"{path}.name": list(names)}
-        found = published_suites.entries_of(suite, None, None, {}, partial(load_config, None), "id", over)
-        assert [setting(each, f"{path}.name") for each in found] == list(names)
-        assert [flatten(each.config).get(f"{path}.{option}") for each in found] == list(names.values())
-        with pytest.raises(ConfigError, match=f"over: {path}.name"):
-            given = {path: {"name": next(iter(names))}}
-            published_suites.entries_of(suite, None, None, given, partial(load_config, None), "id", over)
-
-
-def test_the_command_line_picks_rows_and_changes_them(write: Write) -> None:
-    found = runs(write("base", BASE), "flex", "7", "rounds.stop=4", "flex:training.lr=0.3")
-    assert list(found) == ["flex-s7"]
-    assert (setting(found["flex-s7"], "rounds.stop"), setting(found["flex-s7"], "training.lr")) == (4, 0.3)
-
-
 def test_like_several_of_which_later_ones_win(write: Write) -> None:
     base = write("base", f"paper: One\nshows: it\ncost: an hour\nto: [0.5]\n{BASE}")
     small = write("small", "seeds: [0]\nsettings: {rounds.stop: 2}\nrows: {large: {training.epochs: 1}}\n")
@@ -247,13 +211,6 @@ def test_every_row_is_made_in_every_case(write: Write) -> None:
     )
     found = runs(less, "large", "0")
     assert {run: setting(found[run], "training.lr") for run in found} == {"large-few-s0": 0.1, "large-a0.3-s0": 0.5}
-
-
-def test_what_is_set_for_all_replaces_what_rows_and_cases_say(write: Write) -> None:
-    name = write("cases", BASE + CASES)
-    found = runs(name, None, "0", "training.lr=0.9", "partition={rule: natural}")
-    assert {setting(entry, "training.lr") for entry in found.values()} == {0.9}
-    assert {setting(entry, "partition.rule") for entry in found.values()} == {"natural"}
 
 
 def test_rows_and_cases_are_picked_and_changed_by_name(write: Write) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -25,7 +24,7 @@ from fl_engine.core.errors import (
     Stopped,
     Unreachable,
 )
-from fl_engine.storage import lease, s3
+from fl_engine.storage import lease
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.store import FolderStore, MemoryStore
 from flexfleet.config import form, load_config
@@ -94,17 +93,6 @@ def test_ending_names_the_fields_of_the_form(
 ) -> None:
     lines = told_by(ConfigError(error), again, {}, capsys)
     assert [line for line in lines if "in the form" in line] == ([f"  in the form: {said}"] if said else [])
-
-
-def test_error_lines_have_at_most_100_characters(capsys: pytest.CaptureFixture[str]) -> None:
-    cause = f"run.remote: s3://bucket/{'x' * 150} {'the server refuses PutObject ' * 40}"
-    first, *more = told_by(Unreachable(cause), "run_id", {}, capsys)
-    assert first.startswith("error, exit code 6 (environment): run.remote: ")
-    assert len(more) > 10 and all(len(line) <= 100 for line in (first, *more))
-    assert all(line.startswith("  ") for line in more), "they continue the first line"
-    assert more[-2] == "  in the form: run.remote is store_uri"
-    words = "".join("".join([first, *more[:-2]]).split())
-    assert words.endswith("".join(cause.split()))
 
 
 def test_no_line_says_a_password(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,14 +168,6 @@ def failing(clock: Clock, *outcomes: tuple[float, Exception | None]) -> Callable
     return call
 
 
-def test_what_does_not_answer_is_tried_again_later_each_time(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    gone = Unreachable("MLflow does not answer")
-    with caplog.at_level(logging.WARNING, "flexfleet"):
-        assert patiently(failing(clock, (1, gone), (1, gone), (1, None))) == "done"
-    assert clock.slept == list(task_end.WAITS_S[:2]) == sorted(clock.slept)
-    assert len(caplog.messages) == 2 and "MLflow does not answer; trying again in 10 s (1 of 4)" in caplog.messages[0]
-
-
 def test_it_is_not_tried_for_ever_but_a_try_that_went_well_for_long_counts_anew(clock: Clock) -> None:
     gone, tries = (1.0, Unreachable("gone")), len(task_end.WAITS_S)
     with pytest.raises(Unreachable):
@@ -202,15 +182,6 @@ def test_what_another_try_does_not_mend_is_not_tried_again(clock: Clock, error: 
     with pytest.raises(type(error)):
         patiently(failing(clock, (1, error)))
     assert clock.slept == []
-
-
-def test_a_server_that_refuses_connections_is_tried_again(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3, "ATTEMPTS", 1)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "k")
-    with pytest.raises(Unreachable):
-        patiently(lambda: s3.S3Store("s3://runs/x", "http://127.0.0.1:9").list("lease/"))
-    assert clock.slept == list(task_end.WAITS_S)
 
 
 def test_a_task_goes_on_when_the_coordinator_that_has_the_run_lets_go(

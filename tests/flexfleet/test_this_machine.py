@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import subprocess
 import sys
@@ -18,12 +17,10 @@ import torch
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.system import of_posix
 from fl_engine.training import numerics
-from flexfleet.config import Config, load_config, parse
+from flexfleet.config import load_config, parse
 from flexfleet.config.read import _tell_untracked
-from flexfleet.files import half_precision
 from flexfleet.files.artifacts import RunFile
 from flexfleet.files.doctor import EXTRAS
-from flexfleet.pipeline.site import tell_unused
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -46,19 +43,6 @@ def test_the_record_of_a_run_says_what_was_used(flexfleet: Any, quick: Sequence[
     assert done.code == 0, done.err
     used = "cuda" if torch.cuda.is_available() else "cpu"
     assert RunFile.read(tmp_path / "runs" / "a" / "run.json").config["run"]["devices"] == [used]
-
-
-def test_one_line_where_cuda_is_there_and_unused(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "flexfleet"):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        tell_unused(Config())
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        tell_unused(load_config(None, ["run.devices=[cuda]"]))
-        assert caplog.messages == []
-        tell_unused(Config())
-    assert caplog.messages == ["a CUDA device is not used; set run.devices=auto to train on it"]
 
 
 # ------------------------------------------------------------------------------------------- half precision
@@ -88,17 +72,6 @@ def test_a_run_keeps_the_precision_that_auto_was(
     assert RunFile.read(record).numerics["precision"] == "bf16"
     fresh = flexfleet("run", "--json", "--run-id", "b", sets=[*sets, "rounds.stop=1"])
     assert fresh.code == 0 and RunFile.read(record.parents[1] / "b" / "run.json").numerics["precision"] == "fp32"
-
-
-def test_doctor_measures_half_precision(flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_precision.seconds_a_step, "__defaults__", (("fp32", "bf16"), 2))
-    done = flexfleet("doctor", "--measure")
-    assert done.code == 0, done.err
-    assert re.search(r"^  bf16: \d+\.\d x fp32 here \(cpu: ", done.out, re.MULTILINE)
-    seconds = flexfleet("doctor", "--measure", "--json").json["seconds_a_step"]["cpu"]
-    assert 0 < seconds["fp32"] < 60 and 0 < seconds["bf16"] < 60
-    assert half_precision.said({"fp32": 1.9, "bf16": 1.0}) == ["bf16: 1.9 x fp32 here"]
-    assert "seconds_a_step" not in flexfleet("doctor", "--json").json
 
 
 # ------------------------------------------------------------------------------------------- what is installed

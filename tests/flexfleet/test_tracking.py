@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
-import signal
 import sqlite3
 import tempfile
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import mlflow
 import mlflow.store.db.utils
 import pytest
 
-from fl_engine.core.errors import ConfigError, Stopped
+from fl_engine.core.errors import ConfigError
 from fl_engine.storage.checkpoints import Checkpoints
 from flexfleet.config import Config, flatten
 from flexfleet.files.artifacts import RunFile
@@ -41,20 +40,6 @@ ROW = {
 
 
 # ----------------------------------------------------------------------------------------- memory and console
-def test_console_logs_a_line_per_round(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "flexfleet"):
-        console = Console(7)
-        console.params({"seed": 1})
-        console.metrics([(1, ROW), (2, {k: v for k, v in ROW.items() if k not in ("avg", "full", "train_loss")})])
-        console.metrics([(3, ROW | {"clients_pruned": 0.0, "clients_failed": 2.0})])
-        console.finish("FINISHED")
-    first, second, third = caplog.messages
-    for part in ("round 1/7", "avg 25.0 %", "full 50.0 %", "loss 2.000", "3 trained, 1 pruned", "1.5 s"):
-        assert part in first
-    assert not {"failed", "error"} & set(first.split()), "viewers of logs paint such lines red"
-    assert "3 trained, 2 failed" in third and "round 2/7" in second
-    assert "avg" not in second, "not every round is evaluated"
-    assert "no client trained" in second
 
 
 def test_console_skips_the_rounds_of_an_earlier_start(
@@ -174,11 +159,6 @@ def test_a_resumed_run_is_running_until_it_ends(mlflow_uri: str) -> None:
         assert client.get_run(tracker.run_id).info.status == status
         tracker = start(mlflow_uri, tracker.run_id)
         assert client.get_run(tracker.run_id).info.status == "RUNNING"
-
-
-def test_missing_mlflow_run_is_a_config_error(mlflow_uri: str) -> None:
-    with pytest.raises(ConfigError, match=r"tracking\.mlflow"):
-        start(mlflow_uri, "0123456789abcdef0123456789abcdef")
 
 
 def test_deleted_run_or_experiment_is_a_config_error(mlflow_uri: str) -> None:
@@ -329,31 +309,6 @@ def test_eight_processes_log_the_same_at_once(kind: str, tmp_path: Path, mlflow_
             runs = client.search_runs([at])
             assert len(runs) == processes and all(len(run.inputs.dataset_inputs) == 1 for run in runs)
             assert len(client.search_model_versions(f"name = 'test {number}'")) == processes
-
-
-def test_a_stopped_run_is_marked_killed(job: Any, memory_store: Any, mlflow_uri: str) -> None:
-    """What flexfleet.pipeline.federate does with a tracker, on the engine alone."""
-    tracker, calls = start(mlflow_uri), iter(range(100))
-    with pytest.raises(Stopped):
-        job.federate(memory_store, lambda: next(calls) >= 2, tracker=tracker)
-    tracker.finish("KILLED")
-    resumed = start(mlflow_uri, tracker.run_id)
-    job.federate(memory_store, tracker=resumed)
-    resumed.finish("FINISHED")
-    assert {(step, n) for _, step, n in logged(mlflow_uri)} == {(1, 1), (2, 1), (3, 1), (4, 1)}
-
-
-def test_signal_after_the_rounds_stops_the_run(
-    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*_: Any) -> None:
-        signal.raise_signal(signal.SIGTERM)
-        pytest.fail("it went on")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("flexfleet.pipeline.run.conclude", killed)
-    stopped = flexfleet("run", "--run-id", "a", sets=[*quick, "rounds.stop=1"])
-    assert stopped.code == 3 and "--resume" in stopped.err
 
 
 @pytest.mark.parametrize("call", ["get_metric_history", "log_batch"])

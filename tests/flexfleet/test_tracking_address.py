@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -99,15 +97,3 @@ def test_transport_errors_are_outages_unless_another_try_cannot_help(cause: Exce
     assert (type(first.value) is UnreachableAddress) == is_away
     with pytest.raises(Unreachable if is_away else Refused), server.answering("http://nowhere"):
         raise error
-
-
-def test_start_that_waits_for_a_server_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING, "flexfleet")
-    monkeypatch.setattr(server, "SILENT_S", 0.05)
-    end = time.monotonic() + 10
-    with server.usable("http://me:word@mlflow:5000"):
-        while not caplog.messages and time.monotonic() < end:
-            time.sleep(0.01)
-    assert "http://mlflow:5000" in caplog.text and "word" not in caplog.text

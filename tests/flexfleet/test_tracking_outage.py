@@ -210,29 +210,6 @@ def sets_of(quick: Sequence[str], uri: str, *more: str) -> list[str]:
     return [*quick, f"tracking.mlflow={uri}", "rounds.commit_every=1", *more]
 
 
-def test_run_survives_an_outage_of_mlflow(
-    flexfleet: Any, quick: Sequence[str], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    goes: Callable[[bool], None], no_drawings: None,
-) -> None:  # fmt: skip
-    log, finish = tracking.MLflow.metrics, tracking.MLflow.finish
-
-    def metrics(self: MLflow, rows: Sequence[Any]) -> None:
-        goes(any(step >= 2 for step, _ in rows))
-        log(self, rows)
-
-    def back(self: MLflow, status: str) -> None:
-        threading.Timer(0.3, goes, [False]).start()
-        finish(self, status)
-
-    monkeypatch.setattr(tracking.MLflow, "metrics", metrics)
-    monkeypatch.setattr(tracking.MLflow, "finish", back)
-    monkeypatch.setattr(tracking.MLflow, "tags", lambda *_: None)
-    monkeypatch.setattr(tracking.MLflow, "table", lambda *_: None)
-    done = flexfleet("run", "--run-id", "a", sets=sets_of(quick, mlflow_uri))
-    assert done.code == 0, done.err
-    assert [step for step in steps(tmp_path) if step] == [1, 2, 3] and statuses(tmp_path) == ["FINISHED"]
-
-
 def test_run_whose_mlflow_never_comes_back_is_resumed_and_logs_all(
     flexfleet: Any, quick: Sequence[str], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     goes: Callable[[bool], None], no_drawings: None,
@@ -296,8 +273,3 @@ def test_failed_run_waits_for_mlflow_for_seconds_only(monkeypatch: pytest.Monkey
         raise OSError("no space left")
     ended.set()
     assert found == ["FAILED"] and time.monotonic() - began < 10
-
-
-def test_ending_of_all_levels_fits_into_the_grace_period() -> None:
-    levels = 3  # a nightly regression run, its comparison and their runs, one after another
-    assert levels * tracking.ENDING_S < 30

@@ -9,7 +9,7 @@ import pytest
 
 from flexfleet.config import Range
 from flexfleet.experiments.tune_conclusion import beats
-from flexfleet.experiments.tune_report import Tuned, gained, markdown, page, told
+from flexfleet.experiments.tune_report import Tuned, gained, markdown, told
 
 FOUND = Tuned(
     id="a", metric="avg", trials={"complete": 3, "pruned": 1, "infeasible": 0, "diverged": 2},
@@ -56,23 +56,3 @@ def test_a_setting_that_is_not_better_is_no_gain_and_not_shown(gain: float | Non
 )
 def test_the_best_setting_has_to_beat_the_noise(best: Any, default: Any, better: bool) -> None:
     assert beats(best, default) is better
-
-
-def test_a_held_out_run_that_diverged_is_shown_as_such() -> None:
-    seeds = {"seeds": [7, 8], "default": [0.80, 0.82], "best": [None, 0.84]}
-    found = FOUND.model_copy(update={"held_out": seeds, "gain": None, "better": False})
-    assert "held-out seeds 7, 8: the best setting diverged" in told(found, Path("runs/a"))
-    assert "<td>80.00</td><td>diverged</td>" in page(found, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
-
-
-def test_parameters_are_a_table_on_the_page_and_in_markdown() -> None:
-    trials = [(i, 0.8 + i / 50, {"algorithm.kd_weight": 10.0 + i, "training.nesterov": "a|b"}) for i in range(3)]
-    html = page(FOUND, trials)
-    rows = [row.split("</tr>")[0] for row in html.split("<tr>")]
-    assert '<th scope="row">λ (kd_weight)</th><td>10</td><td>31.42</td><td>0.1 to 100, log</td><td>25%</td>' in rows[3]
-    assert '<th scope="row">training.nesterov</th><td>\N{EN DASH}</td><td>a|b</td><td>True, a|b</td>' in rows[2]
-    assert '<th scope="row">mean</th><td>81.00</td><td>83.50</td><td>+2.50</td>' in rows[-1]
-    assert "held-out seeds 7, 8: 83.50 % against 81.00 %, +2.50 points (95 % interval -3.85 to +8.85)" in html
-    assert "<h1>+2.50 points over the default</h1>" in html
-    text = markdown(FOUND, "a: 1\n")
-    assert "| λ (kd\\_weight) | 10 | 31.42 | 0.1 to 100, log | 25% |" in text and "| a\\|b |" in text

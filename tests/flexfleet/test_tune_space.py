@@ -103,19 +103,6 @@ def test_an_algorithm_of_ones_own_declares_its_search_space() -> None:
     assert tune_space.defaults(given, found, POOL) == weighting | {"algorithm.rate": 0.7}, "0.2 is not in the space"
 
 
-@dataclass(frozen=True)
-class Halved(HeteroFL):
-    def search_space(self, pool: Pool) -> dict[str, Interval]:
-        return {"widths.0": Interval(0.5, 2.0, whole=True)}
-
-
-def test_a_declared_range_that_is_none_is_said() -> None:
-    config = load_config(None, (f"algorithm.name={__name__}:Halved",))
-    said = r"tune\.space, algorithm\.widths\.0: low and high are whole numbers where whole is true, got \[0\.5"
-    with pytest.raises(ConfigError, match=said):
-        tune_space.space_of(config, POOL)
-
-
 def test_any_dotted_name_can_be_searched_and_defaults_outside_the_space_are_drawn() -> None:
     given = '{"training.lr": {low: 0.1, high: 1.0}, "algorithm.kd_weight": {choices: [0.0, 10.0]}}'
     config = load_config(None, (f"tune.space={given}",))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import errno
-import re
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import optuna
 import pytest
-from mlflow.exceptions import MlflowException
 
 from fl_engine.core.errors import (
     ConfigError,
@@ -21,7 +18,6 @@ from fl_engine.core.errors import (
     EnvironmentFailure,
     IntegrityError,
     Refused,
-    Stopped,
     Unreachable,
 )
 from flexfleet.config import Config, load_config
@@ -30,7 +26,6 @@ from flexfleet.experiments import tune_report, tune_space, tune_storage, tune_tr
 from flexfleet.experiments.compare import RunsFailed
 from flexfleet.experiments.executor import Command
 from flexfleet.experiments.tune_worker import work
-from flexfleet.tracking.server import answering
 
 
 @pytest.fixture(scope="module")
@@ -180,26 +175,6 @@ def test_a_trial_that_ends_its_worker_is_tried_again(
         work(untrained, tmp_path, "a", 0, prepared[0])
     assert work(untrained, tmp_path, "a", 0, prepared[0]) == [1, 2, 3, 4]
     assert drawn(untrained, tmp_path)[0] == pytest.approx(default(prepared))
-
-
-def test_values_are_not_left_for_a_server_that_is_gone_or_refuses_a_full_disk_or_a_stop(
-    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tune_trials, "MOST_TRIED", 1)
-    told = EnvironmentFailure("the store: no space left")
-    told.__cause__ = full = OSError(errno.ENOSPC, "no space left")
-    for error in (Unreachable("S3 is gone"), full, told, MlflowException("the run is deleted"), Stopped("asked to")):
-
-        def broken(*_: Any, error: Exception = error) -> float:
-            with answering("http://mlflow") if isinstance(error, MlflowException) else nullcontext():
-                raise error
-
-        with monkeypatch.context() as patch, pytest.raises(Exception, match=re.escape(str(error))):
-            patch.setattr(tune_worker, "_trial", broken)
-            work(untrained, tmp_path, "a", 0, prepared[0])
-    one = untrained.model_copy(update={"tune": untrained.tune.model_copy(update={"trials": 1})})
-    work(one, tmp_path, "a", 0, prepared[0])
-    assert drawn(one, tmp_path)[0] == pytest.approx(default(prepared))
 
 
 @pytest.mark.parametrize(

@@ -305,18 +305,3 @@ def test_unsent_failure_is_sent_again(place: Place) -> None:
     place.patch.setattr("flexfleet.worker.mailbox.time", clock)
     device.failed("no data here")
     assert place.heartbeat().state == "failed" and clock.passed < device.lease_s
-
-
-def test_thread_that_ends_leases_survives_a_bug(place: Place) -> None:
-    device, tries, ended = place.device(), itertools.count(), threading.Event()
-    message = device.read().model_copy(update={"lease_s": 0.06})
-
-    def broken() -> Message:
-        if next(tries) < 2:
-            raise RuntimeError("a bug")
-        return message
-
-    place.patch.setattr(device, "read", broken)
-    with server.Working(device, message, LEASE, lambda why: ended.set()):  # type: ignore[arg-type,return-value]
-        assert ended.wait(5), "it has read that the lease has ended"
-    assert os.environ[server.DONE] == LEASE.id
