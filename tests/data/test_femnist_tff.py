@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tarfile
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.core.errors import DataError, EnvironmentFailure
+from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.downloads import Remote
 from fl_engine.data.files import digest
@@ -51,10 +50,9 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("column", [False, True])
-def test_it_reads_what_was_written(tmp_path: Path, column: bool) -> None:
+def test_it_reads_what_was_written(tmp_path: Path) -> None:
     for part in (0, 1):
-        write(tmp_path, part, column=column)
+        write(tmp_path, part, column=part == 1)
     data = femnist_tff.load(tmp_path)
     for part, (x, y) in enumerate(((data.train_x, data.train_y), (data.test_x, data.test_y))):
         assert y.tolist() == [*range(20, 62), *range(0, 31)], "f0000_14 comes first"
@@ -68,15 +66,11 @@ BROKEN: dict[str, Callable[[Any], object]] = {
     "no examples": lambda f: f.move("examples", "others"),
     "no writers": lambda f: (f.pop("examples"), f.create_group("examples")),
     "no label": lambda f: f["examples/f0000_14"].pop("label"),
-    "an array for a writer": lambda f: f.create_dataset("examples/a", data=[1]),
     "a small image": lambda f: put(f, "pixels", np.zeros((42, 28, 27), "f4")),
-    "no images": lambda f: put(f, "pixels", np.zeros((0, 28, 28), "f4")),
     "more than fits": lambda f: huge(f),
-    "bytes": lambda f: put(f, "pixels", np.zeros((42, 28, 28), "u1")),
     "255": lambda f: put(f, "pixels", np.full((42, 28, 28), 255, "f4")),
     "not a number": lambda f: put(f, "pixels", np.full((42, 28, 28), np.nan, "f4")),
     "a label too few": lambda f: put(f, "label", np.zeros(41, "i4")),
-    "half labels": lambda f: put(f, "label", np.zeros(42, "f4")),
     "a label too high": lambda f: put(f, "label", np.full(42, 62, "i4")),
     "another writer": lambda f: f.move("examples/f0000_14", "examples/x"),
 }
@@ -125,12 +119,6 @@ def test_fetch_checks_and_unpacks_the_archive(root: Path, tmp_path: Path) -> Non
     assert torch.equal(femnist_tff.load(tmp_path / "copy").train_x, femnist_tff.load(root).train_x)
     with pytest.raises(DataError):
         femnist_tff.fetch(tmp_path / "other", Remote(remote.url, remote.filename, f"sha256:{'0' * 64}"))
-
-
-def test_without_h5py_it_says_what_to_install(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "h5py", None)
-    with pytest.raises(EnvironmentFailure):
-        femnist_tff.load(root)
 
 
 class TestFemnistByTff(DatasetSuite):

@@ -22,7 +22,7 @@ from fl_engine.data import moments
 from fl_engine.data.downloads import Remote
 from fl_engine.data.moments import byte_statistics
 from fl_engine.data.transforms import fingerprint
-from fl_engine.datasets import cifar100, data_root, emnist, femnist, mnist, tiny_imagenet
+from fl_engine.datasets import cifar100, data_root, emnist, femnist, tiny_imagenet
 from fl_engine.testing.datasets import DatasetSuite
 from tests.data import made
 
@@ -46,15 +46,6 @@ def test_statistics_are_those_of_numpy_per_channel(monkeypatch: pytest.MonkeyPat
     assert byte_statistics(np.full((2, 1, 3, 3), 255, dtype=np.uint8)) == ((1.0,), (1.0,))
 
 
-# -------------------------------------------------------------------------------------------------------- MNIST
-def test_mnist_says_what_is_missing_and_is_fetched(tmp_path: Path) -> None:
-    with pytest.raises(DataError):
-        mnist.load(tmp_path)
-    made.idx_files(tmp_path, mnist.FILES, (30, 10), 10)
-    mnist.fetch(tmp_path / "copy", [remote(tmp_path / file) for file in mnist.FILES])
-    assert fingerprint(mnist.load(tmp_path / "copy", {})) == fingerprint(mnist.load(tmp_path, {}))
-
-
 # ------------------------------------------------------------------------------------------------------- EMNIST
 def test_emnist_stands_upright(tmp_path: Path) -> None:
     made.idx_files(tmp_path, SPLIT.files, (30, 10), 5)
@@ -65,14 +56,6 @@ def test_emnist_stands_upright(tmp_path: Path) -> None:
     # The file goes down the columns: its bytes 1, 2, ... are below the first one.
     assert [int(image[down, 0]) for down in range(3)] == list(content[7 * 784 : 7 * 784 + 3])
     assert int(image[2, 5]) == content[7 * 784 + 5 * 28 + 2]
-
-
-@pytest.mark.parametrize("split", [emnist.BALANCED, emnist.BYCLASS], ids=lambda split: str(split.name))
-def test_emnist_wants_as_many_images_as_the_split_has(tmp_path: Path, split: emnist.Split) -> None:
-    made.idx_files(tmp_path, split.files, (30, 10), 47)
-    with pytest.raises(DataError):
-        emnist.load(tmp_path, split)
-    assert f"{split.train:,} + {split.test:,}" in split.about
 
 
 def test_emnist_is_unpacked_from_the_archive_of_all_splits(tmp_path: Path) -> None:
@@ -136,12 +119,6 @@ def test_femnist_reads_what_leaf_wrote(leaf: tuple[Path, tuple[str, ...]]) -> No
     assert not (set(map(bytes, data.train_x.numpy())) & set(map(bytes, data.test_x.numpy())))
 
 
-def test_femnist_is_read_once(leaf: tuple[Path, tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    first = femnist.load(*leaf)
-    monkeypatch.setattr(femnist, "_writers", None)
-    assert fingerprint(femnist.load(*leaf)) == fingerprint(first)
-
-
 def test_femnist_test_samples_do_not_depend_on_other_writers(tmp_path: Path) -> None:
     alone = femnist.load(tmp_path, made.femnist_files(tmp_path, made.femnist_file({"b": 20})))
     both = made.femnist_file({"a": 30})
@@ -166,19 +143,14 @@ def put(content: dict[str, Any], key: str, at: int, value: object) -> None:
 BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
     "no users": lambda c: c.pop("users"),
     "a writer too many": lambda c: c["users"].append("v"),
-    "a writer twice": lambda c: (c["users"].append("w"), c["num_samples"].append(20)),
     "no data of a writer": lambda c: c["user_data"].clear(),
-    "a writer that nobody lists": lambda c: c["user_data"].update(v=c["user_data"]["w"]),
     "another number": lambda c: c.update(num_samples=[21]),
     "a label too few": lambda c: c["user_data"]["w"]["y"].pop(),
     "a label too high": lambda c: put(c, "y", 3, 62),
     "half a label": lambda c: put(c, "y", 3, 1.5),
-    "a short image": lambda c: put(c, "x", 2, [0.5] * 783),
-    "a word": lambda c: put(c, "x", 2, ["x"] * 784),
     "bytes": lambda c: put(c, "x", 2, [255.0] * 784),
     "no number": lambda c: put(c, "x", 2, [float("nan")] * 784),
     "few samples": lambda c: c.update(made.femnist_file({"w": 9})),
-    "nobody": lambda c: c.update(made.femnist_file({})),
 }
 
 
@@ -240,16 +212,12 @@ def test_a_lost_picture_is_noticed(own: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("wnids.txt", b"n00000001\n"),
         ("wnids.txt", b"../../etc\n" * 200),
-        ("wnids.txt", b"\xff" * 9),
         ("wnids.txt", bytes(2**22 + 1)),
         ("val/val_annotations.txt", b"../x.JPEG\tn00000001\n"),
         ("val/val_annotations.txt", b"val_0.JPEG\tn10000000\n" * 2),
-        ("val/val_annotations.txt", b"val_0.JPEG\tn10000000\n"),
         ("val/images/val_0.JPEG", made.jpeg(0, (64, 56))),
         ("val/images/val_0.JPEG", made.jpeg(0)[:700]),
-        ("val/images/val_0.JPEG", b"GIF89a" + bytes(60)),
         ("val/images/val_0.JPEG", bytes(2**18 + 1)),
     ],
 )
@@ -258,17 +226,6 @@ def test_tiny_imagenet_names_the_damaged_file(own: Path, name: str, content: byt
     with pytest.raises(DataError) as error:
         tiny_imagenet.load(own.parent)
     assert str(own / name) in str(error.value)
-
-
-def test_one_class_alone_is_refused(own: Path) -> None:
-    for wnid in made.WNIDS[1:3]:
-        shutil.rmtree(own / "train" / wnid)
-    with pytest.raises(DataError):
-        tiny_imagenet.load(own.parent)
-    shutil.rmtree(own / "train")
-    (own / "train").touch()
-    with pytest.raises(DataError):
-        tiny_imagenet.load(own.parent)
 
 
 def test_tiny_imagenet_unpacks_only_its_own_members(tiny: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ from torch import Tensor
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.downloads import Remote
-from fl_engine.data.transforms import fingerprint
 from fl_engine.datasets import DATASETS, data_root, shakespeare
 from fl_engine.tasks import NextToken
 from tests.data import made
@@ -118,13 +115,6 @@ def test_a_text_that_is_missing_or_another_one_is_named(tmp_path: Path) -> None:
     made.shakespeare_file(tmp_path)
     with pytest.raises(DataError):
         shakespeare.load(tmp_path)
-
-
-def test_the_text_is_fetched(tmp_path: Path) -> None:
-    path = made.shakespeare_file(tmp_path)
-    checksum = f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
-    shakespeare.fetch(tmp_path / "copy", Remote(path.as_uri(), path.name, checksum))
-    assert fingerprint(shakespeare.load(tmp_path / "copy", checksum)) == fingerprint(shakespeare.load(tmp_path, None))
 
 
 def test_the_real_text_has_the_lines_and_the_roles_that_it_has() -> None:

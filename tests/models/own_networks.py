@@ -1,5 +1,4 @@
-"""Networks as users write them, without a word of flexfleet: for the tests of `from_module`, and for the table in
-docs/guides/own-networks.md."""
+"""Networks as users write them, for the tests of `from_module`."""
 
 from __future__ import annotations
 
@@ -51,82 +50,6 @@ class ResNet18(nn.Module):
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(torch.flatten(self.avgpool(x), 1))
-
-
-# --------------------------------------------------------------------------- torchvision's MobileNetV3-Small
-def divisible(channels: float) -> int:
-    rounded = max(8, int(channels + 4) // 8 * 8)
-    return rounded + 8 if rounded < 0.9 * channels else rounded
-
-
-class ConvNormActivation(nn.Sequential):
-    def __init__(self, c_in: int, c_out: int, kernel: int, stride: int, groups: int, act: type[nn.Module] | None):
-        layers = [
-            nn.Conv2d(c_in, c_out, kernel, stride, kernel // 2, groups=groups, bias=False),
-            nn.BatchNorm2d(c_out, eps=0.001, momentum=0.01),
-        ]
-        super().__init__(*layers, *([] if act is None else [act(inplace=True)]))
-
-
-class SqueezeExcitation(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc1 = nn.Conv2d(channels, divisible(channels // 4), 1)
-        self.fc2 = nn.Conv2d(divisible(channels // 4), channels, 1)
-        self.activation = nn.ReLU()
-        self.scale_activation = nn.Hardsigmoid()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale_activation(self.fc2(self.activation(self.fc1(self.avgpool(x))))) * x
-
-
-class InvertedResidual(nn.Module):
-    def __init__(self, c_in: int, kernel: int, wide: int, c_out: int, squeeze: bool, act: type[nn.Module], stride: int):
-        super().__init__()
-        self.use_res_connect = stride == 1 and c_in == c_out
-        layers: list[nn.Module] = []
-        if wide != c_in:
-            layers.append(ConvNormActivation(c_in, wide, 1, 1, 1, act))
-        layers.append(ConvNormActivation(wide, wide, kernel, stride, wide, act))
-        if squeeze:
-            layers.append(SqueezeExcitation(wide))
-        layers.append(ConvNormActivation(wide, c_out, 1, 1, 1, None))
-        self.block = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result = self.block(x)
-        if self.use_res_connect:
-            result += x
-        return result
-
-
-SMALL = [
-    (3, 16, 16, True, nn.ReLU, 2), (3, 72, 24, False, nn.ReLU, 2), (3, 88, 24, False, nn.ReLU, 1),
-    (5, 96, 40, True, nn.Hardswish, 2), (5, 240, 40, True, nn.Hardswish, 1), (5, 240, 40, True, nn.Hardswish, 1),
-    (5, 120, 48, True, nn.Hardswish, 1), (5, 144, 48, True, nn.Hardswish, 1), (5, 288, 96, True, nn.Hardswish, 2),
-    (5, 576, 96, True, nn.Hardswish, 1), (5, 576, 96, True, nn.Hardswish, 1),
-]  # fmt: skip
-
-
-class MobileNetV3(nn.Module):
-    def __init__(self, num_classes: int = 1000, width: float = 1.0) -> None:
-        super().__init__()
-        c_in = divisible(16 * width)
-        layers: list[nn.Module] = [ConvNormActivation(3, c_in, 3, 2, 1, nn.Hardswish)]
-        for kernel, wide, c_out, squeeze, act, stride in SMALL:
-            wide, c_out = divisible(wide * width), divisible(c_out * width)
-            layers.append(InvertedResidual(c_in, kernel, wide, c_out, squeeze, act, stride))
-            c_in = c_out
-        layers.append(ConvNormActivation(c_in, 6 * c_in, 1, 1, 1, nn.Hardswish))
-        self.features = nn.Sequential(*layers)
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
-        last = divisible(1024 * width)
-        head = [nn.Linear(6 * c_in, last), nn.Hardswish(inplace=True), nn.Dropout(0.2, inplace=True)]
-        self.classifier = nn.Sequential(*head, nn.Linear(last, num_classes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(torch.flatten(self.avgpool(self.features(x)), 1))
 
 
 # ------------------------------------------------------------------------------------------------- the others

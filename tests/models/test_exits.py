@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -115,13 +114,6 @@ def test_every_network_is_tested_here() -> None:
 
 
 # -------------------------------------------------------------------------------------------- where exits sit
-def test_a_head_follows_its_block_in_the_layout(family: Any) -> None:
-    everywhere = dataclasses.replace(family, exits=family.exit_points())
-    behind = dict(pairwise(everywhere.layout().blocks))
-    assert all(behind[block] == exit_name(block) for block in family.exit_points())
-    plain = dataclasses.replace(family, exits=())
-    heads = [exit_name(block) for block in family.exit_points()]
-    assert [b for b in everywhere.layout().blocks if b not in heads] == list(plain.layout().blocks)
 
 
 def test_the_blocks_up_to_an_exit() -> None:
@@ -131,11 +123,6 @@ def test_the_blocks_up_to_an_exit() -> None:
     assert up_to(family, "stage2.0") == (*start, "stage1.1", "stage2.0", "exit_stage2_0")
     assert up_to(family, None) == family.layout().blocks
     assert up_to(dataclasses.replace(family, exits=()), None)[-1] == "classifier"
-
-
-def test_the_rest_of_the_network_starts_as_without_exits(family: Any) -> None:
-    plain, params = initial_params(dataclasses.replace(family, exits=()), 5), initial_params(family, 5)
-    assert_same({name: t for name, t in params.items() if not name.startswith("exit_")}, plain)
 
 
 # ------------------------------------------------------------------------------------------------ sub-networks
@@ -164,10 +151,10 @@ def test_a_truncated_network_computes_the_full_ones_logits(family: Any) -> None:
 
 def test_without_its_heads_it_is_the_network_without_exits(family: Any) -> None:
     plain, params, x = dataclasses.replace(family, exits=()), initial_params(family, 1), samples(family, 4)
+    bare = {name: t for name, t in params.items() if not name.startswith("exit_")}
+    assert_same(bare, initial_params(plain, 1))
     with torch.no_grad():
-        bare = {name: t for name, t in params.items() if not name.startswith("exit_")}
         expected = runnable(plain, FULL, bare).eval()(x)
-    assert isinstance(expected, Tensor)
     assert torch.equal(run(family, FULL, params, x)[-1], expected)
 
 
@@ -186,16 +173,13 @@ def test_a_slice_runs_like_the_full_network_with_the_rest_zeroed(family: Any) ->
 
 
 def test_a_shorter_network_costs_less(family: Any) -> None:
-    plain = dataclasses.replace(family, exits=())
     ends = [SubmodelSpec.of({}, up_to(family, block)) for block in (*family.exits, None)]
     assert 0 < count_params(family, ends[0]) < count_params(family, ends[1]) < count_params(family, ends[2])
     assert 0 < count_macs(family, ends[0]) < count_macs(family, ends[1]) < count_macs(family, ends[2])
-    own = {name: shape.numel() for name, shape in full_shapes(family).items() if name.startswith("exit_")}
-    assert count_params(family) == count_params(plain) + sum(own.values())
     if not getattr(family, "exit_convs", ()):
-        heads = [size for name, size in own.items() if name.endswith("weight")]
-        assert count_macs(family) == count_macs(plain) + sum(heads)
-        assert sum(own.values()) == sum(heads) + 2 * family.outputs
+        found = full_shapes(family).items()
+        heads = [shape.numel() for name, shape in found if name.startswith("exit_") and name.endswith("weight")]
+        assert count_macs(family) == count_macs(dataclasses.replace(family, exits=())) + sum(heads)
 
 
 def test_a_head_with_convolutions_by_hand() -> None:
@@ -239,18 +223,9 @@ def test_heads_with_convolutions_train_side_by_side() -> None:
     assert [name for name, tensor in alone.params.items() if torch.equal(tensor, start[name])] == []
 
 
-def test_a_head_averages_the_map_behind_its_block() -> None:
-    family = TinyNet(exits=("conv", "fc"))
-    params, x = initial_params(family, 4), samples(family, 3)
-    map_bchw = F.conv2d(x, params["conv.conv.weight"], params["conv.conv.bias"], padding=1).relu()
-    expected = map_bchw.mean((2, 3)) @ params["exit_conv.weight"].T + params["exit_conv.bias"]
-    torch.testing.assert_close(run(family, FULL, params, x)[0], expected)
-
-
 @pytest.mark.parametrize(
     ("name", "dropped"),
     [
-        ("resnet18", ["stage1.1", "stage2.1"]),
         ("resnet18", ["stage3.1"]),
         ("preresnet18", ["stage1.0", "stage1.1", "stage2.1"]),
         ("mobilenetv2", ["stage3.2", "stage5.1"]),
@@ -267,20 +242,14 @@ def test_a_block_before_an_exit_can_be_skipped_still(name: str, dropped: list[st
 
 
 # ------------------------------------------------------------------------------------------------------ errors
-
-
-# ------------------------------------------------------------------------------------------------------ errors
 @pytest.mark.parametrize(
     "options",
     [
         {"exits": ("conv9",)},
         {"exits": ("classifier",)},
         {"exits": ("conv3", "conv1")},
-        {"exits": ("conv1", "conv1")},
-        {"exits": ["conv1"]},
         {"exit_convs": (("nowhere", 1),)},
         {"exit_convs": (("conv1", 1), ("conv1", 2))},
-        {"exit_convs": (("conv1", -1),)},
         {"exit_convs": (("conv1", 9),)},
     ],
     ids=str,
@@ -299,10 +268,8 @@ def test_head_behind_a_vector_cannot_have_convolutions() -> None:
 @pytest.mark.parametrize(
     ("blocks", "odd"),
     [
-        ("conv1 conv2", "classifier"),
         ("conv1 conv2 exit_conv2 conv3 fc1", "conv3"),
         ("conv1 exit_conv2", "conv2"),
-        ("conv1 conv2 exit_conv2 classifier", "conv3"),
         ("conv1 conv2 conv3 exit_fc1", "fc1"),
         ("conv1 conv2 exit_conv1", "exit_conv1"),
     ],

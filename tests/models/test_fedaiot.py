@@ -53,32 +53,6 @@ def test_multiply_adds_by_hand() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- slices
-def test_an_lstm_is_cut_by_unit_over_all_four_gates() -> None:
-    family = WisdmLSTM((2, 1), 2, width=0.5)  # three units
-    units, hidden = 3, 64
-    params = {
-        "lstm.cells.weight_ih_l0": torch.arange(4 * units).view(-1, 1),
-        "lstm.cells.weight_hh_l0": torch.arange(4 * units * units).view(-1, units),
-        "lstm.cells.bias_ih_l0": torch.arange(4 * units),
-        "fc1.linear.weight": torch.arange(hidden * 2 * units).view(hidden, -1),
-    }
-    cut = take(params, family.layout(), SubmodelSpec.of({"lstm": [0, 2], "fc1": 1}))
-    rows = [0, 2, 3, 5, 6, 8, 9, 11]
-    assert cut["lstm.cells.weight_ih_l0"].flatten().tolist() == rows
-    assert cut["lstm.cells.bias_ih_l0"].tolist() == rows
-    assert cut["lstm.cells.weight_hh_l0"].tolist() == [[3 * row, 3 * row + 2] for row in rows]
-    assert cut["fc1.linear.weight"].tolist() == [[0, 2, 3, 5]], "unit 0 and 2 of the first step, then of the second"
-
-
-def test_a_bilstm_loses_the_same_units_of_both_directions() -> None:
-    family = CasasBiLSTM((4,), 2, vocabulary=5, width=0.05)  # three units each way
-    params = {
-        "lstm.cells.weight_hh_l0_reverse": torch.arange(36).view(-1, 3),
-        "classifier.weight": torch.arange(12).view(2, 6),
-    }
-    cut = take(params, family.layout(), SubmodelSpec.of({"lstm": [1]}))
-    assert cut["lstm.cells.weight_hh_l0_reverse"].flatten().tolist() == [4, 13, 22, 31]
-    assert cut["classifier.weight"].tolist() == [[1, 4], [7, 10]]
 
 
 def test_both_directions_read_the_whole_sequence() -> None:
@@ -124,13 +98,6 @@ def test_group_normed_slice_equals_network_built_at_that_width(family: Any) -> N
         whole = runnable(family, FULL, zeroed).eval()(x)
     assert torch.equal(sliced, built)
     assert not torch.allclose(sliced, whole, rtol=1e-2)
-
-
-def test_a_single_pair_on_a_single_pixel_runs() -> None:
-    """A batch of one sample then has a single number in each group, as where multiply-adds are counted."""
-    family = WidarResNet18((2, 4, 4), 3, width=0.001)
-    assert set(family.layout().groups.values()) == {1, 3}
-    assert count_macs(family) > 0
 
 
 def test_a_stem_as_wide_as_the_first_stage_is_tied_to_it() -> None:

@@ -1,11 +1,10 @@
-"""The networks that were published with sub-networks of their own: their counts, what is a part of what, and the
-once-for-all network by hand."""
+"""Networks that were published with nested sub-networks: counts, nesting, and forward passes by hand."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -68,11 +67,8 @@ def test_nested_networks_are_ascending_parts_of_the_largest(name: str) -> None:
     assert params == sorted(params)
     assert (next(iter(nested)), next(reversed(nested))) == ("small", "large")
     assert nested["large"] == FULL
-    assert all(contains(layout, nested["large"], spec) for spec in nested.values())
     for inner, outer in pairwise(SIZES):
         assert contains(layout, nested[outer], nested[inner])
-        assert not contains(layout, nested[inner], nested[outer])
-        assert count_params(family, nested[inner]) < count_params(family, nested[outer])
 
 
 # ---------------------------------------------------------------------------------------- the once-for-all network
@@ -140,10 +136,6 @@ def test_sub_network_is_part_of_those_with_larger_stages(inner: Choices, outer: 
     nested = TINY_IMAGENET.nested()
     larger = all(a <= b for a, b in zip(inner, outer, strict=True))
     assert contains(TINY_IMAGENET.layout(), nested[name_of(outer)], nested[name_of(inner)]) == larger
-
-
-def test_the_names_are_all_choices_in_all_stages() -> None:
-    assert set(TINY_IMAGENET.nested()) == {name_of(choices) for choices in product(UNIFORM.values(), repeat=5)}
 
 
 def by_hand(params: Mapping[str, Tensor], x: Tensor, choices: Choices) -> Tensor:

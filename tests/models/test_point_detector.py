@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import pytest
 import torch
 
@@ -77,11 +74,3 @@ def test_pyramid_slice_has_the_same_channels_of_every_stage() -> None:
     assert cut["lateral.stage1.conv.weight"][:, 0].flatten().tolist() == [1, 4]
     assert cut["lateral.stage4.conv.weight"].shape == (2, 3, 1, 1)
     assert cut["merged.conv.weight"][0, :, 0, 0].tolist() == [1, 4]
-
-
-def test_the_pool_shows_it_without_a_data_set(flexfleet: Any) -> None:
-    done = flexfleet("pool", "--json", "--algorithm", "all_large", "--model", "point_detector")
-    assert done.code == 0, done.err
-    found = json.loads(done.out)
-    assert (found["input_chw"], found["classes"]) == ([3, 224, 224], 16)
-    assert (found["levels"][0]["params"], found["levels"][0]["flops"]) == (2_817_872, count_macs(WHOLE))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from benchmarks.step_memory import step_memory
 from fl_engine.core import pool
 from fl_engine.core.costs import count_macs, count_params
 from fl_engine.core.slicing import initial_params, made_up, runnable, take
 from fl_engine.core.types import FULL, HEAD, SubmodelSpec
 from fl_engine.models.text_transformer import EPSILON, Attention, TextTransformer
-from fl_engine.tasks import NextToken
 
 SMALL = TextTransformer((6,), 11, layers=2, heads=3, head_size=4, embedding=8, hidden=20)
 STACK_OVERFLOW = TextTransformer(TextTransformer.published_input, TextTransformer.published_outputs)
@@ -41,17 +39,6 @@ def test_multiply_adds_by_hand() -> None:
     assert count_macs(STACK_OVERFLOW) == 3 * layer + 20 * (2 * 96 * 128 + 128 * 10_004) == 52_183_040
     two = SubmodelSpec.of({"layer1.heads": [1, 7]})
     assert count_macs(STACK_OVERFLOW) - count_macs(STACK_OVERFLOW, two) == 20 * 6 * 12 * 96 * 4 + products * 6 // 8
-
-
-def test_a_steps_memory_is_the_same_for_each_further_sample() -> None:
-    """At the peak are weights and gradients, and of each sample at least the scores of all heads and layers, before
-    and after the softmax."""
-    family = TextTransformer((40,), 11, layers=2, heads=3, head_size=4, embedding=8, hidden=20)
-    goal = NextToken(11, 40)
-    two, four, six = (step_memory(family, goal, batch) for batch in (2, 4, 6))
-    assert six - four == four - two > 2 * (2 * 2 * 3 * 40 * 40 * 4)
-    assert two > 2 * 4 * count_params(family)
-    assert step_memory(family, goal, 2) == two
 
 
 # ------------------------------------------------------------------------------------------------ the network
@@ -115,27 +102,6 @@ def test_a_head_is_kept_whole() -> None:
     assert isinstance(kept, Attention) and (kept.heads, kept.size) == (1, 4)
 
 
-def test_heads_add_up() -> None:
-    """What attention gives is the sum over heads, so the slices of single heads have the whole between them."""
-    attention = Attention(12, 3, 4).double()
-    x, state = torch.randn(2, 6, 12, dtype=torch.float64), attention.state_dict()
-    total = -2 * state["out.bias"]
-    for head in range(3):
-        one = Attention(12, 1, 4).double()
-        rows = [12 * part + 4 * head + number for part in range(3) for number in range(4)]
-        columns = list(range(4 * head, 4 * head + 4))
-        one.load_state_dict(
-            {
-                "qkv.weight": state["qkv.weight"][rows],
-                "qkv.bias": state["qkv.bias"][rows],
-                "out.weight": state["out.weight"][:, columns],
-                "out.bias": state["out.bias"],
-            }
-        )
-        total = total + one(x)
-    torch.testing.assert_close(attention(x), total)
-
-
 def test_transformer_measures_apoz_of_hidden_units_only() -> None:
     scores = pool.measure_apoz(SMALL, initial_params(SMALL, 0), tokens(20))
     by_group = dict(zip([layer.group for layer in SMALL.prunable()], scores, strict=True))
@@ -143,6 +109,3 @@ def test_transformer_measures_apoz_of_hidden_units_only() -> None:
     assert len(measured) == 2 and all(0.1 < score < 0.9 and score != pool.UNMEASURED for score in measured)
     assert {s for g, s in by_group.items() if not g.endswith("hidden")} == {pool.UNMEASURED}
     assert [g for g in SMALL.layout().groups if g != HEAD] == list(by_group)
-
-
-# ---------------------------------------------------------------------------------------------------- options

@@ -145,34 +145,14 @@ def test_the_global_pool_and_the_map_before_it(
 
 
 @pytest.mark.parametrize(
-    ("options", "macs", "sides"),
-    [
-        ({}, 333_217_792, (32, 32, 16, 16, 8, 8, 8, 4, 4, 4, 2, 2, 2)),
-        ({"pool_after": (3, 5, 8, 11, 13)}, 532_111_360, (32, 32, 32, 16, 16, 8, 8, 8, 4, 4, 4, 2, 2)),
-    ],
+    ("options", "macs"),
+    [({}, 333_217_792), ({"pool_after": (3, 5, 8, 11, 13)}, 532_111_360)],
     ids=["AdaptiveFL, Table 1: 333.2 M", "FlexFL's code: 532.1 M"],
 )
-def test_vgg16_pools_after_the_given_convolutions(options: dict[str, Any], macs: int, sides: tuple[int, ...]) -> None:
-    """The same parameters; the side of the map that each convolution is given."""
-    family, seen = VGG16(CIFAR, 10, **options), []
+def test_vgg16_pools_after_the_given_convolutions(options: dict[str, Any], macs: int) -> None:
+    family = VGG16(CIFAR, 10, **options)
     assert (count_params(family), count_macs(family)) == (33_646_666, macs)
     assert family.layout() == VGG16(CIFAR, 10).layout()
-    with torch.device("meta"):
-        module = family.module()
-        for i in range(1, 14):
-            module.get_submodule(f"conv{i}").register_forward_hook(lambda _, given, __: seen.append(given[0].shape[-1]))
-        module(torch.empty(2, *CIFAR))
-    assert tuple(seen) == sides
-
-
-def test_the_flatten_keeps_its_pixels_together() -> None:
-    def repeats(family: ModelFamily) -> int:
-        return family.layout().slots["fc1.linear.weight"].axes[1].repeat
-
-    assert repeats(VGG16(CIFAR, 10)) == 1
-    assert repeats(VGG16((3, 64, 96), 10)) == 2 * 3
-    assert repeats(SmallCNN(DIGITS, 10)) == 2 * 2
-    assert repeats(SmallCNN((1, 28, 28), 10)) == 7 * 7
 
 
 def test_width_multiplies_every_channel_and_keeps_at_least_one() -> None:

@@ -1,11 +1,10 @@
-"""What `from_module` refuses: by module, line, reason and ways out; and the table of the guide."""
+"""What `from_module` refuses, with the module, the line, the reason and ways out."""
 
 from __future__ import annotations
 
 import random
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,10 @@ from torch import Tensor, nn
 
 from fl_engine.core.errors import ModelError, PoolError
 from fl_engine.core.pool import layer_sizes
-from fl_engine.core.slicing import initial_params, runnable, take
 from fl_engine.core.types import HEAD
 from fl_engine.core.widths import from_layer, prefix
 from fl_engine.models.traced import from_module
 from fl_engine.training.lanes import can_run
-from tests.models import own_networks as nets
-
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "own-networks.md"
 
 
 class Between(nn.Module):
@@ -121,34 +116,6 @@ def test_channels_that_a_frozen_layer_keeps_whole_may_be_mixed() -> None:
     frozen = nn.Linear(8, 8).requires_grad_(False)
     family = from_module(lambda: Between(lambda m, x: F.softmax(x, 1).cumsum(1) + m.frozen(x), frozen=frozen))((6,), 3)
     assert family.layout().groups == {HEAD: 3}
-
-
-class MixedBeforeItIsPinned(nn.Module):
-    """The sum with the input, which pins the first convolution's channels, comes after what mixes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.mixed = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)
-        self.added, self.head = nn.Conv2d(4, 8, 3, padding=1), nn.Linear(8 * 9, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        one = F.max_pool2d(torch.relu(self.mixed(torch.roll(y, 1, 3))), 2)
-        return self.head((one + F.max_pool2d(self.added(y + x), 2)).flatten(1))
-
-
-def test_of_what_is_mixed_the_channels_alone_are_in_doubt() -> None:
-    """Not the pixels and samples: what pools or flattens these goes on being cut."""
-    layout = from_module(MixedBeforeItIsPinned)((4, 6, 6), 3).layout()
-    assert layout.groups == {"mixed": 8, HEAD: 3}
-
-
-def test_a_batch_of_one_sample_keeps_its_axis() -> None:
-    middle, _ = ALLOWED["squeeze"]
-    family = from_module(lambda: Between(middle))((6,), 3)
-    half = prefix(family.layout(), 1 / 8)
-    network = runnable(family, half, take(initial_params(family, 0), family.layout(), half)).eval()
-    assert network(torch.zeros(1, 6)).shape == (1, 3)
 
 
 class Odd(nn.Module):
@@ -292,39 +259,3 @@ def test_algorithms_that_cut_refuse_a_whole_network() -> None:
         with pytest.raises(PoolError):
             cut()
     assert not can_run(family.module()), "clients train one at a time"
-
-
-# ------------------------------------------------------------------------------------------ the guide's table
-ROWS: list[tuple[str, Any, tuple[int, ...], dict[str, Any]]] = [
-    ("ResNet18, torchvision's form", lambda: nets.ResNet18(10, 4), (3, 33, 33), {}),
-    ("MobileNetV3-Small, torchvision's form", lambda: nets.MobileNetV3(10, 0.25), (3, 33, 33), {}),
-    ("U-Net with a classifier", nets.UNetClassifier, (1, 8, 8), {}),
-    ("1-D CNN with a depthwise layer", lambda: nets.Conv1dNet(10), (12, 3), {}),
-    ("LSTM, two layers, both directions", lambda: nets.LSTMClassifier(10), (7,), {}),
-    ("GPT-like block", lambda: nets.GPT(10), (5,), {}),
-    ("GPT-like block", lambda: nets.GPT(10), (5,), {"pin": ("block.ln1",)}),
-    ("GPT-like block", lambda: nets.GPT(10), (5,), {"pin": ("block.ln1", "block.attn")}),
-    ("GPT-like block", lambda: nets.GPT(10), (5,), {"whole": True}),
-]
-
-
-def row(name: str, build: Any, shape: tuple[int, ...], options: dict[str, Any]) -> str:
-    given = ", ".join(f"`{key}: {str(list(v) if isinstance(v, tuple) else v).lower()}`" for key, v in options.items())
-    try:
-        family = from_module(build)(shape, 10, **options)
-    except ModelError as error:
-        found = re.sub(r" \([^()]*\.py:.*?\) (?=[a-z])", " ", str(error).partition("sub-models: ")[2].partition(";")[0])
-        return f"| {name} | {given or '-'} | refused | `{found.partition(' ')[0]}` {found.partition(' ')[2]} |"
-    groups, pruned = len(family.layout().groups) - 1, len(family.prunable())
-    what_of = "channel group" if groups == 1 else "channel groups"
-    what = "trained as a whole" if family.whole else "cut"  # type: ignore[attr-defined]
-    relus = sum(bool(layer.activations) for layer in family.prunable())
-    said = f"{groups} {what_of}; a pool prunes {pruned}, {relus} of them by their ReLUs" if groups else "no sub-models"
-    return f"| {name} | {given or '-'} | {what} | {said} |"
-
-
-def test_the_guides_table_is_what_happens() -> None:
-    """To renew it: write what this test expects."""
-    head = ["| network | options | | what is cut, or why not |", "|---|---|---|---|"]
-    wanted = "\n".join([*head, *(row(*each) for each in ROWS)])
-    assert wanted in GUIDE.read_text(), wanted
