@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from benchmarks import __main__ as harness
-from benchmarks import codecs, naive, ours
+from benchmarks import naive, ours
 from benchmarks.workloads import WORKLOADS
 from fl_engine.backends import InProcess
-from fl_engine.codecs import Qsgd
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.slicing import initial_params, take
@@ -155,17 +154,3 @@ def test_the_harness_lets_them_take_turns(capsys: pytest.CaptureFixture[str], mo
     assert set(found["cpu_s"]) == {"ours", "naive"} and min(found["cpu_s"].values()) > 0
     assert "flower does not run W3" in captured.err
     assert "GFLOP/s" in captured.err
-
-
-@pytest.mark.parametrize("coding", ["fixed", "elias"])
-@pytest.mark.parametrize("options", [{}, {"bits": 3, "bucket": None}, {"levels": 5, "bucket": 7}], ids=str)
-def test_the_naive_codec_makes_what_ours_does(coding: str, options: dict[str, int | None]) -> None:
-    """Levels, but for those that float32 and float64 round to either side, and bits."""
-    codec = Qsgd(coding=coding, **options)  # type: ignore[arg-type]
-    x, naive = codecs.normal(1000), codecs.Naive(codec)
-    made, slow = codec.encode({"x": x}, 5), naive.encode(x, 5)
-    ours, theirs = codec.decode(made, {"x": (torch.float32, (1000,))})["x"], naive.decode(slow, 1000)
-    torch.testing.assert_close(made["x/norm"], torch.tensor(slow[0]))
-    assert int((~torch.isclose(ours, theirs, rtol=1e-5)).sum()) <= 1
-    # Ours: a byte for the coding, the number of levels, and the rest of the last byte, but no run at the end.
-    assert -8 <= 8 * len(made["x"]) - len(slow[1]) <= 8 + 17 + 7

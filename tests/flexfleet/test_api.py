@@ -288,43 +288,17 @@ print(sources(parse({{"model": {{"name": "__main__:Net"}}}}))["__main__:Net"])
 """
 
 
-EACH = """\
-import os, sys, types
-import flexfleet.config.sources, torch
-for path in sys.argv[1:]:
-    for name in path, "<string>":
-        sys.stdout.flush()
-        if child := os.fork():
-            os.waitpid(child, 0)
-            continue
-        main = sys.modules["__main__"] = types.ModuleType("__main__")
-        main.__file__ = name
-        exec(compile(open(path).read(), name, "exec"), vars(main))
-        sys.exit()
-"""
-"""Runs each script that it is given, from its file and as one without source, in processes of their own that need not
-import torch again."""
-
-
 @pytest.mark.long
 def test_code_of_a_script_counts_with_all_that_it_uses(tmp_path: Path) -> None:
-    changes: list[dict[str, Any]] = [{}, {"unused": "a = 2"}, {"shift": 1.5}, {"scale": 3.0}]
-    texts = [SCRIPT.format(**({"shift": 1.0, "scale": 2.0, "unused": "a = 1"} | change)) for change in changes]
-    paths = [tmp_path / f"own{i}.py" for i in range(len(texts))]
-    for path, text in zip(paths, texts, strict=True):
-        path.write_text(text)
+    def digest(**change: Any) -> str:
+        (tmp_path / "own.py").write_text(SCRIPT.format(**({"shift": 1.0, "scale": 2.0, "unused": "a = 1"} | change)))
+        command = [sys.executable, "own.py"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300)
+        return done.stdout
 
-    def digests(*argv: str) -> list[str]:
-        command = [sys.executable, *argv]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
-
-    found = digests("-c", EACH, *(path.name for path in paths))
-    for command, (first, unused, shift, scale) in ((["own0.py"], found[::2]), (["-c", texts[0]], found[1::2])):
-        assert digests(*command) == [first], "in another process too"
-        assert unused == first
-        assert len({first, shift, scale}) == 3
+    first = digest()
+    assert digest(unused="a = 2") == first
+    assert len({first, digest(shift=1.5), digest(scale=3.0)}) == 3
 
 
 # ---------------------------------------------------------------------------------------------------------- tables

@@ -128,24 +128,6 @@ def test_mlflow_has_it_beside_the_federated_runs(flexfleet: Any, quick: Any, mlf
     assert one.data.params["central.lr"] == "0.05" and "algorithm.name" not in one.data.params
 
 
-def test_one_that_is_stopped_beside_its_epochs_says_so_here_and_in_mlflow(
-    flexfleet: Any, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, unstopped: None
-) -> None:
-    sets = [*SETS[:-1], "central.epochs=1", f"tracking.mlflow={mlflow_uri}"]
-    with monkeypatch.context() as patch:
-        patch.setattr("flexfleet.pipeline.central._finish", lambda *_: signal.raise_signal(signal.SIGTERM))
-        stopped = flexfleet("central", "--run-id", "c", sets=sets)
-    assert (stopped.code, stopped.err.splitlines()[-1]) == (
-        3, "error: stopped on request: the same command with --resume goes on"
-    )  # fmt: skip
-    client = mlflow.MlflowClient(mlflow_uri)
-    (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
-    assert run.info.status == "KILLED"
-    done = flexfleet("central", "--json", "--run-id", "c", "--resume", sets=sets)
-    assert (done.code, done.json["mlflow_run_id"]) == (0, run.info.run_id)
-    assert client.get_run(run.info.run_id).info.status == "FINISHED"
-
-
 def test_denormal_numbers_count_as_zero_and_one_that_kept_them_is_refused(
     flexfleet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

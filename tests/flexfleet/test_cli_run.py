@@ -201,13 +201,10 @@ def remove(path: Path) -> None:
     ("name", "damage"),
     [
         ("run.json", truncate),
-        ("run.json", empty),
-        ("pool/pool.json", truncate),
         ("pool/pool.json", one_byte_more),
         ("pool/pool.json", remove),
         ("partition/partition.json", other_json),
         ("partition/partition.safetensors", flip),
-        ("partition/partition.safetensors", remove),
     ],
 )
 def test_other_damaged_files_of_a_run_are_named(

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-from fl_engine.codecs import Half
-from fl_engine.core.errors import IntegrityError
-from fl_engine.core.types import Codecs
 from flexfleet.files.artifacts import History, PoolFile
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
@@ -101,38 +98,3 @@ def test_digits_are_learnt_about_as_well(flexfleet: Any, quick: Sequence[str]) -
     assert scores["plain"] > 0.5, "a guess is right in one of ten"
     assert abs(scores["half"] - scores["plain"]) < 0.05
     assert abs(scores["qsgd"] - scores["plain"]) < 0.1
-
-
-def test_a_level_with_codecs_of_its_own(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
-    """In the pool's file, in orders to worker processes and in what is counted."""
-    (tmp_path / "thrifty.py").write_text(
-        "from dataclasses import dataclass, replace\n"
-        "from fl_engine.algorithms import FlexFL\n"
-        "from fl_engine.codecs import Half\n"
-        "from fl_engine.core.types import Codecs\n"
-        "@dataclass(frozen=True)\n"
-        "class Thrifty(FlexFL):\n"
-        "    def pool(self, family, prepared, server):\n"
-        "        first, *others = super().pool(family, prepared, server)\n"
-        "        return (replace(first, codecs=Codecs(Half(), Half())), *others)\n"
-    )
-    kept = [each for each in quick if not each.startswith("algorithm.name")]
-    sets = [*kept, "algorithm.name=thrifty:Thrifty"]
-    found = {
-        backend: run_of(flexfleet, backend, [*sets, f"run.backend={backend}"])
-        for backend in ("in_process", "processes")
-    }
-    assert len({each["model_sha256"] for each in found.values()}) == 1
-    pool = PoolFile.read(tmp_path / "runs/processes/pool/pool.json")
-    first, *others = pool.levels
-    assert first.codecs == {"down": {"name": "half"}, "up": {"name": "half"}} and first.bytes == 2 * first.params
-    assert pool.pool()[0].codecs == Codecs(Half(), Half())
-    assert all(level.codecs is None and level.bytes == 4 * level.params for level in others)
-    sizes, seen = {level.name: level.bytes for level in pool.levels}, set()
-    for row in History.read(tmp_path / "runs/processes/history.json").rounds:
-        assert row["metrics"]["bytes_down"] == sum(sizes[line["sent"]] for line in row["clients"])
-        seen |= {line["sent"] for line in row["clients"]}
-    assert first.name in seen
-    wrong = pool.model_copy(update={"levels": (first.model_copy(update={"codecs": {"down": {}}}), *others)})
-    with pytest.raises(IntegrityError, match=f"'{first.name}'"):
-        wrong.pool()

@@ -12,12 +12,11 @@ from flexfleet.experiments import comparison_curves, comparison_report
 from flexfleet.experiments.comparison_file import (
     ComparisonFile,
     LabelScore,
-    LocalSpread,
     Spread,
     Summary,
     spread,
 )
-from flexfleet.experiments.comparison_tables import cell, fine, seconds
+from flexfleet.experiments.comparison_tables import cell
 from flexfleet.files.measure import highest
 from flexfleet.reports import report
 
@@ -112,15 +111,6 @@ def test_means_and_sample_standard_deviations() -> None:
     assert cell(None) == report.NONE
 
 
-def test_what_a_small_network_takes_is_not_told_as_nothing() -> None:
-    """MB and seconds have two figures at least; what has no more than the usual decimals anyway stays as it is."""
-    assert fine(Spread(mean=0.000254, std=0.00008)) == "0.00025 ± 0.00008"
-    assert [fine(Spread(mean=each, std=None)) for each in (0.0, 0.1, 12.345)] == ["0.00", "0.10", "12.35"]
-    shown = [seconds(Spread(mean=each, std=None)) for each in (0.000417, 0.034, 2.5, 12.34, 1234.5)]
-    assert shown == ["0.00042", "0.034", "2.500", "12.3", "1,234"]
-    assert fine(None) == seconds(None) == report.NONE
-
-
 # ------------------------------------------------------------------------------------- tables of what it took
 def summary(runs: tuple[tuple[Row, ...], ...], to: tuple[float, ...], even: float | None = None) -> Summary:
     """Of runs with the seeds 0, 1, ..."""
@@ -180,30 +170,6 @@ def test_avg_is_a_target_too() -> None:
     assert both.rows == (("a", "3.00 ± 0.00 / 1.00 ± 0.00", "4.50 / 1.50 (1/2)"),)
     found = comparison_report.metrics(c)
     assert (found["mb_down_to_0.4/a"], found["mb_up_to_0.4/a"]) == (1.5, 0.5), "with the full model"
-
-
-def test_local_accuracies_have_columns_and_a_table_where_a_run_has_them() -> None:
-    """Two seeds: a level's mean is that of the seeds' means, and so is its deviation over the clients."""
-    old = compared(a=summary((SLOW,), ()))
-    assert not any("ocal" in table.title or "local" in table.head for table in comparison_report.tables(old))
-    assert not any(
-        "local" in name for name in comparison_report.metrics(old)
-    ) and "local:" not in comparison_report.text(old)
-    mean, sd, clients = (spread(each) for each in ([0.8, 0.9], [0.05, 0.15], [10, 12]))
-    assert mean is not None and sd is not None and clients is not None
-    told = {"local": {"M1": LocalSpread(mean=mean, sd=sd, clients=clients)}, "local_full": mean}
-    both = compared(a=summary((SLOW,), ()), b=summary((SLOW,), ()).model_copy(update=told))
-    (table,) = [table for table in comparison_report.tables(both) if "Local" in table.title]
-    assert table.rows == (("b", "M1", "85.00 ± 10.00", "11 ± 1"),)
-    first = comparison_report.tables(both)[0]
-    cells = {row[0]: dict(zip(first.head, row, strict=True)) for row in first.rows}
-    assert (cells["b"]["local avg"], cells["b"]["local full"]) == (report.NONE, "85.00 ± 7.07")
-    assert cells["a"]["local full"] == report.NONE
-    found = comparison_report.metrics(both)
-    assert found["local_full/b"] == found["local/M1/b"] == pytest.approx(0.85)
-    assert found["local_sd/M1/b"] == pytest.approx(0.1) and "local_avg/b" not in found
-    kept = both.model_dump(mode="json", exclude={"results": {"a": {"local", "local_avg", "local_full"}}})
-    assert ComparisonFile.model_validate(kept) == both, "an older version's file"
 
 
 def test_the_clock_of_a_curve_is_the_mean_over_the_seeds() -> None:

@@ -18,7 +18,7 @@ from optuna.exceptions import StorageInternalError
 from fl_engine.core.errors import ConfigError, Refused, Unreachable, UnreachableAddress
 from flexfleet.config import Config
 from flexfleet.experiments import tune_storage
-from flexfleet.tracking import databases, server
+from flexfleet.tracking import server
 from flexfleet.tracking.trackers import MLflow
 from tests.harness import postgres
 from tests.harness.outages import FIRST, interrupted_and_resumed, opened
@@ -77,18 +77,6 @@ def test_unquoted_password_is_refused_and_not_shown(who: str, url: str) -> None:
     with pytest.raises(ConfigError) as error:
         {**FIRST, "a check": server.check_address}[who](url)
     assert not re.search("pl4n|xyzzy|host", str(error.value))
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "mssql+pyodbc:///?odbc_connect=DRIVER={ODBC Driver 17};UID=me@host;PWD=word",
-        "mysql+pymysql://host/db?ssl_ca=/home/a b/c@d.pem",
-        "postgresql://me:word@host/db?application_name=a b@c",
-    ],
-)
-def test_options_may_hold_spaces_and_ats(url: str) -> None:
-    databases.check_spelling("tracking.mlflow", url)
 
 
 # ------------------------------------------------------------------------------------------------------ studies

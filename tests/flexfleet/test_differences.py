@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-import flexfleet as ff
-from fl_engine.data import heat_map
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.testing.tiny import tiny_pool
 from flexfleet.config import Config, algorithm, load_config
-from flexfleet.experiments import comparison_report
-from flexfleet.experiments.comparison_file import ComparisonFile
-from flexfleet.experiments.row_differences import TITLE, differences, options_of
-from flexfleet.pipeline import run as run_module
+from flexfleet.experiments.row_differences import differences, options_of
 
 FAMILY = SmallCNN((1, 8, 8), 10)
 TERMS = {"algorithm.weighting", "algorithm.static_bn", "algorithm.scaler", "algorithm.mask_labels"}
@@ -75,32 +66,3 @@ def test_every_option_of_a_row_is_looked_at() -> None:
         assert key in options
     assert not {"algorithm.name", "seed", "run.store", "run.backend", "tracking.mlflow"} & options.keys()
     json.dumps(options)
-
-
-# ---------------------------------------------------------------------------------------------- where it is told
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    here = tmp_path_factory.mktemp("differences")
-    options = {"tracking.mlflow": None, "dataset.train_samples": 200, "dataset.test_samples": 50}
-    labels = {"heterofl": "heterofl", "masked": {"algorithm": "all_large", "algorithm.mask_labels": True}}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(here)
-        patch.setattr(run_module, "report", lambda runs, out: out.write_text("") or out)
-        patch.setattr(heat_map, "draw", lambda *_: None)
-        ff.compare(labels, seeds=(0,), id="a", clients=4, rounds=1, local_epochs=1, options=options, progress=False)
-        yield here / "runs" / "a"
-
-
-def test_json_tables_and_page_tell_it(made: Path) -> None:
-    comparison = ComparisonFile.read(made / "comparison.json")
-    assert json.loads((made / "comparison.json").read_text())["differences"] == comparison.differences
-    assert comparison.differences["algorithm.static_bn"] == {"heterofl": True, "masked": False}
-    assert "algorithm.mask_labels" not in comparison.differences, "both rows have masks"
-    (table,) = comparison_report.differing(comparison)
-    markdown = (made / "comparison.md").read_text().replace("\\", "")
-    page = (made / "comparison.html").read_text()
-    for told in (comparison_report.text(comparison), markdown, page):
-        assert TITLE in told
-        assert all(cell in told for row in table.rows for cell in row)
-    assert "| algorithm.static_bn | true | false |" in markdown
-    assert '<th scope="row">algorithm.static_bn</th><td>true</td><td>false</td>' in page

@@ -174,17 +174,6 @@ def test_a_run_that_is_resumed_makes_the_same(flexfleet: Any, of: Any, tmp_path:
     assert sha256((tmp_path / "a" / "run" / "model.safetensors").read_bytes()) == whole
 
 
-# ------------------------------------------------------------------------------------------------ it is kept
-def test_an_algorithm_without_them_leaves_none(of: Any, tmp_path: Path) -> None:
-    steps(tmp_path, of("Warm"))
-    with_weights = json.loads((tmp_path / "pool/pool.json").read_bytes())
-    assert with_weights["weights_sha256"] == sha256((tmp_path / "pool/weights.safetensors").read_bytes())
-    steps(tmp_path, of("all_large"))
-    assert sorted(p.name for p in (tmp_path / "pretrain").iterdir()) == ["prepared.json"]
-    assert [p.name for p in (tmp_path / "pool").iterdir()] == ["pool.json"]
-    assert "weights_sha256" not in json.loads((tmp_path / "pool/pool.json").read_bytes())
-
-
 # --------------------------------------------------------------------------------------------- it is damaged
 DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
     "a bit": lambda value: value[:-1] + bytes([value[-1] ^ 1]),

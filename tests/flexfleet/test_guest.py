@@ -62,58 +62,27 @@ def _float64() -> None:
 def precisions() -> dict[str, str]:
     """In what each operation computes with float32."""
     at: Any = torch.backends
-    return {name: attrgetter(name)(at).fp32_precision for name in NEW}
+    return {name: attrgetter(name)(at).fp32_precision for name in OPERATIONS}
 
 
-NEW = {
-    "mkldnn.matmul": "none", "mkldnn.conv": "none", "mkldnn.rnn": "none", "cuda.matmul": "none", "cudnn.conv": "tf32",
-    "cudnn.rnn": "tf32",
-}  # fmt: skip
-"""`precisions` in a new process."""
+OPERATIONS = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn", "cuda.matmul", "cudnn.conv", "cudnn.rnn")
 
-HOSTED: dict[str, tuple[str, str]] = {
-    **{f"all in {kind}": (f"at.fp32_precision = '{kind}'", "at.fp32_precision = 'none'") for kind in ("ieee", "bf16")},
-    "mkldnn": ("at.mkldnn.set_flags(_fp32_precision='bf16')", "at.mkldnn.set_flags(_fp32_precision='none')"),
-    "cudnn": ("at.cudnn.fp32_precision = 'ieee'", "at.cudnn.fp32_precision = 'none'"),
-    **{
-        name: (f"at.{name}.fp32_precision = '{other}'", f"at.{name}.fp32_precision = '{NEW[name]}'")
-        for name, other in zip(NEW, ("bf16", "bf16", "bf16", "tf32", "ieee", "ieee"), strict=True)
-    },
-    "two": (
-        "at.fp32_precision = 'tf32'; at.mkldnn.conv.fp32_precision = 'bf16'",
-        "at.fp32_precision = at.mkldnn.conv.fp32_precision = 'none'",
-    ),
-    "older, matmul": (
-        "torch.set_float32_matmul_precision('medium')",
+
+def set_by(text: str) -> Any:
+    return partial(exec, text, {"torch": torch, "at": torch.backends})
+
+
+OLDER_NAMES = (
+    set_by("torch.set_float32_matmul_precision('medium')"),
+    set_by(
         "torch.set_float32_matmul_precision('highest'); "
-        "at.cuda.matmul.fp32_precision = at.mkldnn.matmul.fp32_precision = 'none'",
+        "at.cuda.matmul.fp32_precision = at.mkldnn.matmul.fp32_precision = 'none'"
     ),
-    "older, cuda": (
-        "at.cuda.matmul.allow_tf32 = True",
-        "at.cuda.matmul.allow_tf32 = False; at.cuda.matmul.fp32_precision = 'none'",
-    ),
-    "older, cudnn": ("at.cudnn.allow_tf32 = False", "at.cudnn.allow_tf32 = True"),
-}
-HOSTS = {
-    name: tuple(partial(exec, text, {"torch": torch, "at": torch.backends}) for text in texts)
-    for name, texts in HOSTED.items()
-}
-"""What a host may have set, and how it takes it back."""
-
-
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_guest_has_the_precisions_of_a_new_process(host: str) -> None:
-    setting, undo = HOSTS[host]
-    setting()
-    try:
-        before = precisions()
-        assert before != NEW
-        with isolated():
-            assert precisions() == NEW
-        assert precisions() == before
-    finally:
-        undo()
-    assert precisions() == NEW, "nothing that the host has not set is set now"
+)
+CONVOLUTIONS = (
+    set_by("at.mkldnn.conv.fp32_precision = 'bf16'"),
+    set_by("at.mkldnn.conv.fp32_precision = 'none'"),
+)
 
 
 @pytest.mark.parametrize("warns", [False, True])
@@ -137,14 +106,14 @@ def test_isolated_run_has_default_algorithms_and_restores_them(warns: bool) -> N
     ("setting", "undo"),
     [
         (_float64, lambda: torch.set_default_dtype(torch.float32)),
-        HOSTS["older, matmul"],
+        OLDER_NAMES,
         (
             lambda: setattr(torch.backends.mkldnn, "enabled", False),
             lambda: setattr(torch.backends.mkldnn, "enabled", True),
         ),
         (lambda: torch.set_default_device("meta"), lambda: torch.set_default_device(None)),
         (lambda: torch.set_grad_enabled(False), lambda: torch.set_grad_enabled(True)),
-        HOSTS["mkldnn.conv"],
+        CONVOLUTIONS,
     ],
     ids=["float64", "matmul precision", "no mkldnn", "device", "no gradients", "convolutions in bf16"],
 )

@@ -16,7 +16,6 @@ from flexfleet.reports.local_accuracy import (
     Shown,
     bars,
     heights,
-    local_accuracy,
 )
 
 pytestmark = pytest.mark.pictures
@@ -54,18 +53,6 @@ def test_every_client_is_in_a_bar(given: list[dict[int, int]]) -> None:
 
 def shown(colour: str = "#0072b2", histogram: dict[int, float] | None = None) -> Shown:
     return Shown(colour, 0.75, 0.1, {70: 1, 80: 1} if histogram is None else histogram)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_every_panel_has_its_labels_and_the_lowest_ones_have_the_axis(count: int) -> None:
-    """Names may hold dollars and begin with "_"; a title stands above."""
-    panels = [(f"case {i}", {f"_a$x${i}": shown(), f"b{i}": shown("#d55e00", {})}) for i in range(count)]
-    drawing = local_accuracy(panels, "mine", columns=2)
-    for i in range(count):
-        assert all(f">{text}</text>" in drawing for text in (f"case {i}", f"_a$x${i}", f"b{i}"))
-    assert drawing.count(">local accuracy (%)</text>") == min(count, 2)
-    assert drawing.count("opacity: 0.35") == count, "b has no histogram"
-    assert drawing == local_accuracy(panels, "mine", columns=2) and 'id="mine"' in drawing
 
 
 def run(mean: float, sd: float, histogram: dict[int, int] | None) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from fl_engine.core.errors import BadInput
 from fl_engine.data import partition_files
@@ -111,24 +110,6 @@ def test_no_client_gets_labels_of_the_servers_classes(quick: Sequence[str], no_d
     found = partition_files.load(tmp_path / "a", resolved.data)
     assert found.noise is not None and found.noise.reached > 0.2
     assert not np.isin(np.concatenate(found.noise.labels), (1, 8)).any()
-
-
-def test_on_a_gpu_the_kernels_are_deterministic_before_the_training(
-    quick: Sequence[str], no_drawings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """As in the rounds, which come later."""
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    monkeypatch.setattr(labels, "check_device", lambda name: None)
-    seen = []
-
-    def measured(*given: Any) -> Confusion:
-        seen.append((given[-1], torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark))
-        return Confusion(counts=tuple(tuple(int(i != j) for j in range(10)) for i in range(10)), accuracy=0.0)
-
-    monkeypatch.setattr(labels, "measure_confusion", measured)
-    partition(Resolved.load(None, [*quick, *NOISE, "run.devices=[cuda]"]), tmp_path / "a")
-    assert seen == [("cuda", True, False)]
 
 
 def test_what_a_cpu_found_is_not_taken_over_on_a_gpu(

@@ -99,23 +99,6 @@ def test_what_is_not_a_night_is_not_resumed_as_one(night: Nights, code: Code, tm
     assert files(tmp_path) == before, "what is refused leaves nothing"
 
 
-@pytest.mark.long
-def test_a_night_that_its_checks_refuse_is_not_begun(
-    night: Nights, code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: Any) -> None:
-        raise ConfigError("no such algorithm")
-
-    code("aaaa")
-    with monkeypatch.context() as patch:
-        patch.setattr(comparison_tasks, "check_all", refuse)
-        with pytest.raises(ConfigError, match="no such algorithm"):
-            nightly.hand_over(night(), tmp_path / "shared", tmp_path / "pairs", "job")
-    code("bbbb")
-    nightly.hand_over(night(), tmp_path / "shared", tmp_path / "pairs", "job")
-    assert PairsFile.read(tmp_path / "pairs").commit == "bbbb"
-
-
 def test_an_image_of_another_commit_neither_makes_runs_of_a_night_nor_judges_them(
     suite: Path, code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -177,21 +177,3 @@ def test_a_study_is_flat_below_the_pipeline(at: Platform) -> None:
     assert trial is not None and trial.parent == at.pipeline
     assert at.client.get_run(trial.run_id).data.tags["flexfleet.study"] == "a"
     assert at.untouched()
-
-
-# -------------------------------------------------------------------------------------- tokens that last, links
-@pytest.mark.parametrize(
-    ("environment", "link"),
-    [
-        (None, None),
-        ("https://kubeflow/pipeline/", "https://kubeflow/pipeline/#/runs/details/job"),
-        ("https://me:secret@kubeflow", "https://kubeflow/#/runs/details/job"),
-    ],
-)
-def test_a_tag_links_to_kubeflows_run(
-    monkeypatch: pytest.MonkeyPatch, environment: str | None, link: str | None
-) -> None:
-    if environment is not None:
-        monkeypatch.setenv("FLEXFLEET_KUBEFLOW_UI", environment)
-    tags = track.of_job(form(), "job")
-    assert tags == {"kfp.job_id": "job"} | ({"kfp.run": link} if link else {})

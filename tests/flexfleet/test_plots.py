@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -31,26 +30,6 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def curve_of(points: int) -> list[tuple[int, float, list[float]]]:
     return [(i + 1, float(i), [i / 100]) for i in range(points)]
-
-
-@pytest.mark.parametrize("timed", [False, True])
-@pytest.mark.parametrize(("count", "chars"), [(3, 8), (24, 47), (49, 47), (49, 12)])
-def test_a_legend_of_any_length_leaves_the_axes_their_room(
-    drawn: list[Any], count: int, chars: int, timed: bool
-) -> None:
-    labels = [f"{i}-".ljust(chars, "a") for i in range(count)]
-    clocks = {label: [1.0, 2.0, 3.0] for label in labels if timed}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        plots.comparison([(label, [], curve_of(3)) for label in labels], clocks=clocks)
-    drawn[0].draw_without_rendering()  # an SVG has another resolution
-    legend = drawn[0].legends[0].get_window_extent()
-    for axes in drawn[0].axes:
-        box = axes.get_window_extent()
-        assert 2.8 < box.height / drawn[0].dpi < 3.4
-        assert box.y1 < legend.y0
-    width, height = drawn[0].get_size_inches() * drawn[0].dpi
-    assert legend.x1 < width and legend.y1 < height
 
 
 @pytest.mark.parametrize("points", [[9], [5], [1, 0, 9]], ids=str)

@@ -76,25 +76,6 @@ def test_every_level_has_its_files_and_figures(ran: Ran) -> None:
     assert json.loads((ran.out / "result.json").read_text())["metrics"]["precision"] == told
 
 
-def test_mlflow_has_them(ran: Ran) -> None:
-    told, metrics = ran.printed["metrics"]["precision"], ran.tracked.data.metrics
-    for level in LEVELS:
-        for name in ("fp32", *ASKED):
-            wanted = told[level][name]
-            for key in ("bytes", "latency_ms", "agreement", "share"):
-                assert metrics[f"precision/{level}/{name}/{key}"] == wanted[key]
-            assert metrics[f"precision/{level}/{name}/accuracy"] == wanted["value"]
-    (version,) = ran.client.search_model_versions("name = 'digits-small_cnn-dirichlet-flexfl-M2'")
-    assert re.search(rf"^M2 +int8_static +\d+\.\d\d +.* {told['M2']['int8_static']['bytes'] / 1e3:.1f} ",
-                     version.description, re.MULTILINE)  # fmt: skip
-    kept = {Path(each.path).name for each in ran.client.list_artifacts(ran.tracked.info.run_id, path_of(ran))}
-    assert {"model.int8.onnx", "precision.json"} <= kept
-
-
-def path_of(ran: Ran) -> str:
-    return f"published/{ran.printed['model_sha256'][:12]}/levels/M2"
-
-
 def test_another_precision_takes_no_other_run(ran: Ran, flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder of the first is used by other tests, so a copy goes on."""
     monkeypatch.chdir(ran.runs.parent)

@@ -82,9 +82,6 @@ def test_the_pool_may_ask_the_server(flexfleet: Any, quick: Sequence[str]) -> No
     assert "asks for the server's data" in done.err and "leave out --input" in done.err
 
 
-"""They would be other folders, or none, or what MLflow refuses when the run is done."""
-
-
 def test_the_pool_command_prepares_and_leaves_nothing(flexfleet: Any, sets: list[str], tmp_path: Path) -> None:
     done = flexfleet("pool", "--json", sets=sets)
     found = Resolved.load(None, sets)

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.errors import IntegrityError
 from fl_engine.data.partition_files import TENSORS
 from fl_engine.storage import code
 from flexfleet.config import load_config
@@ -282,41 +281,6 @@ def test_runs_share_what_has_the_same_inputs(tmp_path: Path, sets: list[str], un
         share.adopt(same, shared, tmp_path / "late")
     (shared / "pretrain" / prepared.INDEX).write_bytes(b"")
     assert not share.fits(same, shared), "it is computed again"
-
-
-def test_what_is_shared_belongs_to_the_content_of_files_and_code(
-    tmp_path: Path, quick: Sequence[str], edit: Callable[[str], None]
-) -> None:
-    """Of a map, of features, of the network whose mistakes are the wrong labels."""
-    ways = {
-        "map": ["partition.rule=manual", "partition.map=map.json"],
-        "features": ["partition.features=f.npy", "partition.clusters=3"],
-        "network": ["model.name=own_net:Net", "noise.labels=0.2", "noise.epochs=1"],
-        "plain": [],
-    }
-    plain = [each for each in quick if not each.startswith("model.width")] + ["algorithm.name=all_large"]
-
-    def write(act: str, contiguous: bool) -> dict[str, Resolved]:
-        edit(act)
-        whose = np.arange(240) // 40 if contiguous else np.arange(240) % 6
-        clients = [np.flatnonzero(whose == client).tolist() for client in range(6)]
-        Path("map.json").write_text(json.dumps({"clients": clients}))
-        np.save("f.npy", np.eye(6)[whose])
-        return {name: Resolved.load(None, [*plain, *more]) for name, more in ways.items()}
-
-    before = write("ReLU", False)
-    for name, resolved in before.items():
-        share.share(resolved, tmp_path / name)
-    assert all(share.fits(resolved, tmp_path / name) for name, resolved in before.items())
-    now = write("Tanh", True)
-    assert {name: share.fits(resolved, tmp_path / name) for name, resolved in now.items()} == {
-        "map": False,
-        "features": False,
-        "network": False,
-        "plain": True,
-    }
-    with pytest.raises(ConfigError, match=r"partition\.map"):
-        share.adopt(now["map"], tmp_path / "map", tmp_path / "out")
 
 
 def test_the_key_of_a_private_run_stays_in_its_store(quick: Sequence[str], tmp_path: Path) -> None:

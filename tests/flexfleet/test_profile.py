@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,8 @@ import yaml
 
 from fl_engine.core.costs import count_params
 from fl_engine.core.errors import EnvironmentFailure
-from fl_engine.core.text import read_yaml
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier, simulated_seconds
-from fl_engine.remote.messages import Invitation
 from fl_engine.training import memory, pace
 from fl_engine.training.memory import Trial
 from fl_engine.training.pace import Pace
@@ -158,19 +155,3 @@ def test_a_level_whose_training_dies_does_not_fit(resolved: Resolved, monkeypatc
 def test_a_device_without_room_for_any_level_is_told(resolved: Resolved) -> None:
     with pytest.raises(EnvironmentFailure, match=r"smallest level takes \d+ MB, and 1 MB are free"):
         device.profile(resolved, room=10**6)
-
-
-def test_what_was_not_measured_is_left_out_and_said(resolved: Resolved) -> None:
-    found = device.profile(resolved, room=10**9)
-    assert set(found.tier) == {"name", "share", "memory", "speed"}
-    assert set(found.left_out) == {"bandwidth", "joules"}
-    said = device.text(found)
-    assert (
-        "# No bandwidth: neither run.remote nor --invite names an object store. "
-        "It is then 30 million bits a second, which is assumed.\n" in said
-    )
-    odd = {**found.tier, "name": "k\u00fc\x85\u2028che"}
-    assert read_yaml(device.text(dataclasses.replace(found, tier=odd))) == {"fleet": {"tiers": [odd]}}
-    in_a_folder = Invitation(name="weak-1", key="ab" * 32, tier="weak", folder="/x")
-    found = device.profile(resolved, in_a_folder, room=10**9)
-    assert found.tier["name"] == "weak" and "names a folder" in found.left_out["bandwidth"]

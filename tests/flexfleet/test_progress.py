@@ -69,42 +69,6 @@ def test_a_line_tells_each_level_loss_clients_seconds_and_what_is_left(caplog: p
 
 
 # ------------------------------------------------------------------------------------------- on a terminal
-def test_on_a_terminal_quick_rounds_share_a_line(terminal: Terminal) -> None:
-    """Ten rounds a second: the first, then every fifth, and the last."""
-    console = Console(23)
-    console.metrics([(i, ROW | {"seconds_round": 0.1}) for i in range(1, 24)])
-    rounds = [int(match) for match in re.findall(r"round (\d+)/23", terminal.getvalue())]
-    assert rounds == [1, 6, 11, 16, 21, 23]
-
-
-def test_the_round_at_work_is_below_the_lines(terminal: Terminal) -> None:
-    clock = Clock()
-    console = Console(3, live=Live(clock))
-    console.metrics([(1, ROW)])
-    console.heard(1, 0, 30)
-    for answered in range(1, 9):
-        clock.now += 0.125
-        console.heard(1, answered, 30)
-    *above, last = seen(terminal)
-    assert last.startswith("round 2/3: 8 of 30 clients have answered after 0 s  ETA 4 s")
-    assert terminal.getvalue().count("have answered") == 3, "at 0, 0.5 and 1 s: two a second"
-    console.metrics([(2, ROW)])
-    assert [line.split("  ")[0] for line in seen(terminal)] == ["round 1/3", "round 2/3", ""]
-    console.heard(2, 0, 30)
-    console.finish("FINISHED")
-    assert seen(terminal)[-1] == ""
-    log.info("after it")
-    assert seen(terminal)[-2:] == ["after it", ""]
-    assert above
-
-
-@pytest.mark.parametrize(("columns", "shown"), [(20, "x" * 16 + "..."), (4, "..."), (3, ".."), (2, "."), (1, "")])
-def test_a_long_line_is_cut_to_the_terminal(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, columns: int, shown: str
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    Live(Clock()).show("x" * 50)
-    assert terminal.getvalue() == f"{CLEAR}{shown}"
 
 
 def test_a_terminal_that_was_closed_ends_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,18 +81,6 @@ def test_a_terminal_that_was_closed_ends_nothing(terminal: Terminal, monkeypatch
     clock.now += 60
     live.show("round 2/2")
     live.close()
-
-
-def test_a_log_hears_of_a_long_round_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
-    console = Console(3, live=Live(clock))
-    with caplog.at_level(logging.INFO, "flexfleet"):
-        for second in range(150):
-            clock.now = 100.0 + second
-            console.heard(0, second, 200)
-    assert [message.split(" clients")[0] for message in caplog.messages] == [
-        "round 1/3: 60 of 200", "round 1/3: 120 of 200"
-    ]  # fmt: skip
 
 
 def test_the_loop_tells_how_many_have_answered(job: Any, memory_store: Any) -> None:

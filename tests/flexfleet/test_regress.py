@@ -297,35 +297,6 @@ def test_a_killed_publication_is_finished_by_the_same_verdict(
     assert nightly.settle(night, {}, out).passed and published == [out]
 
 
-@pytest.mark.parametrize("passed", [False, True])
-def test_settle_publishes_only_after_a_good_verdict(
-    night: nightly.Night, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: bool
-) -> None:
-    """When the models are registered, MLflow has the verdict already, so a kill leaves no candidate without it."""
-    uri, seen = str(night.config.tracking.mlflow), list[str]()
-    tracked, verdict = MLflow(uri, "nights", "n", {}), None
-
-    def publish(*_: Any) -> None:
-        seen.append(mlflow.MlflowClient(uri).get_run(tracked.run_id).data.tags[nightly.PASSED])
-
-    def decide(*_: Any) -> Verdict:
-        nonlocal verdict
-        verdict = Verdict(suite="digits", id="n", passed=passed, checks=(), since="reference", commits=(), notes=(),
-                          report=str(tmp_path / "regression.html"), mlflow_run_id=tracked.run_id)  # fmt: skip
-        verdict.write(tmp_path / "regression.json")
-        (tmp_path / "regression.html").write_text("<html></html>")
-        return verdict
-
-    monkeypatch.setattr(nightly, "begin", lambda *_: tracked)
-    monkeypatch.setattr(nightly, "measure", lambda *_: FIGURES)
-    monkeypatch.setattr(nightly, "_verdict", decide)
-    monkeypatch.setattr(nightly, "_publish", publish)
-    assert nightly.settle(night, {}, tmp_path) == verdict
-    assert seen == (["True"] if passed else [])
-    status = mlflow.MlflowClient(uri).get_run(tracked.run_id).info.status
-    assert status == ("FINISHED" if passed else "FAILED")
-
-
 def test_what_could_not_be_exported_is_said_before_anything_trains(place: Place, first: Verdict) -> None:
     cases = {"quick": {"algorithms": "all_large", "to": 0.9}}
     path = place.suite("bare/tiny", settings=place.tiny["settings"] | {"partition.proxy": 0.0}, cases=cases)

@@ -15,11 +15,9 @@ from fl_engine.core.errors import ConfigError, IntegrityError
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import (
     EvaluationFile,
-    LocalScore,
 )
-from flexfleet.reports import plots
 from flexfleet.reports import report as r
-from tests.harness.run_folders import POOL, write_run
+from tests.harness.run_folders import write_run
 
 pytestmark = pytest.mark.pictures
 
@@ -64,11 +62,6 @@ def page_of(runs: Sequence[Path], tmp_path: Path) -> str:
     return out.read_text("utf-8")
 
 
-def drawing_of(html: str, name: str) -> str:
-    """The `<svg>` element with this id."""
-    return html[html.index(f'id="{name}"') :].partition("</svg>")[0]
-
-
 def summary_of(html: str) -> list[dict[str, str]]:
     body = html[html.index('id="summary"') : html.index("</table>")]
     return [dict(re.findall(r'data-of="([^"]+)">([^<]*)<', line)) for line in body.split("<tr>")[2:]]
@@ -83,41 +76,6 @@ def test_the_table_has_the_numbers_of_the_run_folders(two: list[Path]) -> None:
     assert cells[2] == "b|all_large|3|-|72.00|-/72.00 (3)|18.00|50.00|6.0".replace("-", r.NONE)
     assert note.startswith(f"{r.NONE}:")
     assert len({len(head), len(flexfl), len(all_large)}) == 1
-
-
-def with_local(folder: Path, histogram: dict[int, int] | None = None) -> Path:
-    """Local accuracies of 10 clients: .5, .6, ... and a standard deviation of .0625; of a version that keeps no
-    histogram, or with this one for every level."""
-    path = folder / "evaluation.json"
-    found = EvaluationFile.read(path)
-    local = {name: LocalScore(mean=(5 + i) / 10, sd=0.0625, clients=10) for i, name in enumerate(found.levels)}
-    histograms = {} if histogram is None else dict.fromkeys(found.levels, histogram)
-    found.model_copy(update={"local": local, "local_histogram": histograms}).write(path)
-    return folder
-
-
-def test_local_accuracies_are_told_where_a_run_has_them(two: list[Path], tmp_path: Path) -> None:
-    assert "ocal accuracy" not in page_of(two, tmp_path) and "local&nbsp;%" not in page_of(two, tmp_path)
-    with_local(two[0])
-    html = page_of(two, tmp_path)
-    assert html.count("local&nbsp;%") == 1 and html.count("means over 10 clients") == 1
-    for row in ("70.00 &plusmn; 6.25", "60.00 &plusmn; 6.25", "50.00 &plusmn; 6.25"):
-        assert html.count(f"<td>{row}</td>") == 1
-    assert 'id="local-0"' in html and 'id="local-1"' not in html
-    drawing, colours = drawing_of(html, "local-0"), plots.level_colours(list(POOL))
-    reported = EvaluationFile.read(two[0] / "evaluation.json").levels
-    assert {level for level, colour in colours.items() if colour in drawing} == set(reported)
-    assert "how many clients" not in html and ">clients<" not in drawing, "of an older version: no histogram"
-
-
-def test_local_accuracies_are_drawn_over_the_clients_where_a_run_keeps_them(two: list[Path], tmp_path: Path) -> None:
-    with_local(two[0], {45: 2, 52: 7, 100: 1})
-    html = page_of(two, tmp_path)
-    drawing = drawing_of(html, "local-0")
-    assert html.count("how many clients") == 1 and html.count("means over 10 clients") == 1
-    order = [drawing.index(f">{level}</text>") for level in ("M3", "M2", "M1")]
-    assert order == sorted(order), "a panel for each level, the largest first"
-    assert drawing.count("opacity: 0.35") == 3 and ">clients</text>" in drawing
 
 
 def test_further_metrics_are_told_where_a_run_has_them(two: list[Path], tmp_path: Path) -> None:

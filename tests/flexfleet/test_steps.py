@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
-import numpy as np
 import pytest
 
 from fl_engine.core.errors import IntegrityError
-from fl_engine.data import partition_files
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.lease import Holder
-from fl_engine.storage.store import decode, sha256
 from flexfleet.config import parse
 from flexfleet.files.artifacts import Apoz, EvaluationFile, History, PoolFile, RunFile
 from flexfleet.pipeline import evaluate as evaluate_module
@@ -61,16 +58,6 @@ def chained(step: Step, quick: Sequence[str], folder: Path) -> dict[str, Any]:
     }
 
 
-def test_partition_writes_positions_counts_and_a_drawing(chained: dict[str, Any], folder: Path) -> None:
-    parts = partition_files.load(folder / "partition")
-    everything = np.concatenate([parts.proxy_train, parts.proxy_test, *parts.clients])
-    assert sorted(everything.tolist()) == list(range(240)), "each training sample once"
-    assert len(parts.clients) == 6
-    assert len(parts.proxy_train) + len(parts.proxy_test) == 24
-    assert min(len(part) for part in parts.clients) >= 5
-    assert (folder / "partition" / "partition.svg").read_text().rstrip().endswith("</svg>")
-
-
 def test_the_pool_file_says_all_about_its_models(chained: dict[str, Any], folder: Path) -> None:
     file = PoolFile.read(folder / "pool" / "pool.json")
     assert (file.algorithm, file.model, file.classes, file.input_chw) == ("flexfl", "small_cnn", 10, (1, 8, 8))
@@ -81,26 +68,6 @@ def test_the_pool_file_says_all_about_its_models(chained: dict[str, Any], folder
         assert (model.name, model.params, model.bytes, model.macs) == (
             level.name, level.params, level.bytes, level.flops
         )  # fmt: skip
-
-
-def test_federate_writes_the_model_its_history_and_what_the_run_is(chained: dict[str, Any], folder: Path) -> None:
-    run = RunFile.read(folder / "run" / "run.json")
-    assert run.run_id == "run"
-    assert run.pool_sha256 == sha256((folder / "pool" / "pool.json").read_bytes())
-    assert {"strategy", "threads_per_client", "torch", "cpu_capability"} <= run.numerics.keys()
-    assert parse(run.config).rounds.stop == 3
-    history = History.read(folder / "run" / "history.json")
-    value = (folder / "run" / "model.safetensors").read_bytes()
-    assert sha256(value) == history.model_sha256
-    assert (
-        sum(t.numel() for t in decode(value, "model").values())
-        == PoolFile.read(folder / "pool" / "pool.json").levels[-1].params
-    )
-    assert [row["round"] for row in history.rounds] == [0, 1, 2]
-    measured = {"bytes_down", "bytes_up", "waste", "train_loss", "avg", "full", "clients_trained", "seconds_train"}
-    for row in history.rounds:
-        assert len(row["clients"]) == 3
-        assert measured <= row["metrics"].keys()
 
 
 def test_evaluate_scores_every_level_on_the_test_set(chained: dict[str, Any], folder: Path) -> None:

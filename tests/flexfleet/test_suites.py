@@ -78,30 +78,6 @@ def test_every_head_says_what_the_suite_is(name: str) -> None:
         assert suite.lacks and name.removesuffix(published_suites.SMALL) in published_suites.names()
 
 
-def test_what_the_text_says_of_aep() -> None:
-    """Alam 2023, section 2.3.1: client learning rate .01, batch size 32, server learning rate .1; Table 2.4: 3,000
-    rounds; Table 2.1: 80 clients."""
-    found = runs("fedaiot/aep", None, "0")
-    for entry in found.values():
-        assert setting(entry, "training.lr") == 0.01 and setting(entry, "training.batch_size") == 32
-        assert setting(entry, "rounds.stop") == 3000 and setting(entry, "partition.clients") == 80
-        assert setting(entry, "central.lr") == 0.001 and setting(entry, "central.epochs") == 1200
-    assert {label: setting(entry, "partition.alpha") for label, entry in found.items()} == {
-        "fedavg-low-s0": 0.5,
-        "fedopt-low-s0": 0.5,
-        "fedavg-high-s0": 0.1,
-        "fedopt-high-s0": 0.1,
-        "fedavg-30-s0": 0.1,
-        "fp16-s0": 0.1,
-    }
-    assert setting(found["fedavg-30-s0"], "training.fraction") == 0.3
-    assert found["fedopt-low-s0"].config.algorithm["server"]["lr"] == 0.1
-
-
-"""Section 2.3.1, clients of Table 2.1; -table2.4: the rounds that it prints; -code: the authors' overview scripts."""
-"""Section 2.3.1: rows whose clients have another learning rate."""
-
-
 SERVER_RATES = {"visdrone": 0.1, "aep": 0.1}
 """Section 2.3.1: the server's learning rate in FedOPT; .01 for the others."""
 CENTRAL = {

@@ -129,21 +129,6 @@ def test_table_4_has_three_sizes_a_level_and_one() -> None:
         assert tiers_of(entry) == FLEETS["adaptivefl_resnet18" if "resnet18" in label else "adaptivefl"]
 
 
-def test_figures_4_and_5() -> None:
-    found = rows("figure4")
-    assert {entry.config.partition.clients for entry in found.values()} == {50, 100, 200, 500}
-    assert len(found) == 16
-    for entry in found.values():
-        assert (entry.config.model["name"], entry.config.dataset.name) == ("resnet18", "cifar10")
-        assert (entry.config.partition.rule, entry.config.partition.alpha) == ("dirichlet", 0.6)
-    assert tiers_of(found["adaptivefl-k500"]) == FLEETS["adaptivefl_resnet18"]
-    found = rows("figure5")
-    assert [algorithm(entry)["variant"] for entry in found.values()] == ["cs", "c", "s", "random", "greed"]
-    for entry in found.values():
-        assert (entry.config.model["name"], entry.config.dataset.name) == ("resnet18", "cifar100")
-        assert (entry.config.partition.rule, tiers_of(entry)) == ("iid", FLEETS["adaptivefl_resnet18"])
-
-
 def test_figure_6_has_the_devices_of_table_5() -> None:
     found = rows("figure6")
     assert set(found) == {"all_large", "decoupled", "heterofl", "scalefl", "adaptivefl"}

@@ -29,7 +29,6 @@ SMALL = [
     name for name in published_suites.names() if name.startswith("fedrolex/") and name.endswith(published_suites.SMALL)
 ]
 FIVE = (0.0625, 0.125, 0.25, 0.5, 1.0)
-WINDOWS = ("fedrolex", "heterofl", "federated_dropout")
 BOUNDS = ("smallest", "largest")
 
 
@@ -78,30 +77,6 @@ def test_what_tables_3_7_and_3_8_say_of_each_data_set(name: str) -> None:
         assert name == "fedrolex/table3.5" or round_size(t.fraction, 100) == 10
 
 
-PRINTED = {
-    ("table3.2", "high"): (2500, [800, 1500]),
-    ("table3.2", "low"): (2000, [800, 1250]),
-    ("table3.2-cifar100", "high"): (3500, [1000, 1500]),
-    ("table3.2-cifar100", "low"): (3500, [1000, 1500]),
-}
-"""Tables 3.7 and 3.13: communication rounds and the rounds at which the rate falls."""
-
-
-@pytest.mark.parametrize("table", ["table3.2", "table3.3"])
-@pytest.mark.parametrize("of", ["", "-cifar100"])
-def test_rounds_and_steps_of_tables_3_7_3_8_and_3_13(table: str, of: str) -> None:
-    found = rows(f"{table}{of}")
-    assert set(found) == {f"{row}-{case}" for row in (*WINDOWS, *BOUNDS) for case in ("high", "low")}
-    for label, entry in found.items():
-        row, case = label.rsplit("-", 1)
-        printed, steps = PRINTED[f"table3.2{of}", case]
-        if row in BOUNDS and not of:
-            printed, steps = (1250 if case == "high" else 1500), [500, 1000]
-        stop, every = entry.config.rounds.stop, entry.config.rounds.evaluate_every
-        assert stop == (3500 if of else 2500) and printed <= stop and printed % every == 0
-        assert list(entry.config.training.lr_steps) == steps
-
-
 @pytest.mark.parametrize(("table", "shares"), [("table3.2", (20,) * 5), ("table3.3", (6, 10, 11, 18, 55))])
 def test_every_capacity_is_asked_for_its_own_width(table: str, shares: tuple[int, ...]) -> None:
     """Fig. 3.7: 6, 10, 11, 18 and 55 of 100 clients hold 1, 1/2, 1/4, 1/8 and 1/16. The small twins' networks too."""
@@ -137,17 +112,6 @@ def test_table_3_4_has_its_weightings() -> None:
             "hybrid-high": "hybrid",
         }
         assert {entry.config.partition.labels_per_client for entry in found.values()} == {20 if "100" in name else 2}
-
-
-def test_table_3_5_has_5_10_and_20_percent() -> None:
-    for name, asked in (("table3.5", (5, 10, 20)), ("table3.5-small", (2, 5, 10))):
-        found = rows(name)
-        cases = dict(zip(("part5", "part10", "part20"), asked, strict=True))
-        assert {
-            label: round_size(e.config.training.fraction, e.config.partition.clients) for label, e in found.items()
-        } == {f"{row}-{case}": k for row in WINDOWS for case, k in cases.items()}
-        assert {entry.config.partition.labels_per_client for entry in found.values()} == {2}
-    assert {tuple(entry.config.training.lr_steps) for entry in rows("table3.5").values()} == {(800, 1500)}
 
 
 @pytest.mark.parametrize("of", ["", "-cifar100"])
@@ -190,9 +154,3 @@ def test_figure_3_4_has_servers_2_to_16_times_as_wide() -> None:
         assert (entry.config.rounds.stop, tuple(entry.config.training.lr_steps)) == (1500, (800, 1200))
         of_data = {"high": 2, "low": 5} if data == "cifar10" else {"high": 20, "low": 50}
         assert entry.config.partition.labels_per_client == of_data[heterogeneity]
-
-
-def test_figure_3_6_has_overlaps_from_none_to_all_but_one_channel() -> None:
-    for name in ("figure3.6", "figure3.6-cifar100"):
-        found = {label: entry.config.algorithm["overlap"] for label, entry in rows(name).items()}
-        assert found == {f"r{r:.1f}-{case}": r for r in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0) for case in ("high", "low")}

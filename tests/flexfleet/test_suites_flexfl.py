@@ -110,26 +110,6 @@ def test_tables_3_to_7() -> None:
     assert found["decoupled-resnet34-femnist"].config.partition.rule == "natural"
 
 
-def test_table_10() -> None:
-    assert published_suites.load("flexfl/table10").to == (0.7, 0.75, 0.8, 0.85)
-    assert set(runs("table10")) == {"flexfl", "no-kd", "scalefl", "heterofl", "all-large"}
-
-
-def test_figures() -> None:
-    assert values("figure5", "partition.clients") == [50, 100, 200, 500]
-    assert values("figure6", "training.fraction") == [0.05, 0.1, 0.2, 0.5]
-    fleets = [[round(10 * tier.share) for tier in e.config.fleet.tiers] for e in runs("figure7", "decoupled").values()]
-    assert fleets == [[1, 1, 8], [1, 8, 1], [8, 1, 1], [4, 3, 3]]
-    assert values("figure8", "algorithm.kd_weight") == [0, 5, 10, 20, 50] * 3
-    found = runs("figure10")
-    assert set(found) == {f"{row}-{of}" for row in ("flexfl", "heterofl", "scalefl") for of in ("mobilenetv2", "vgg16")}
-    for label, entry in found.items():
-        config = entry.config
-        assert (config.partition.clients, config.partition.alpha, config.rounds.stop_simulated_s) == (17, 0.1, 70000)
-        assert int(config.training.fraction * 17) == 10 and config.model["name"] == label.partition("-")[2]
-        assert [round(17 * tier.share) for tier in config.fleet.tiers] == [4, 10, 3], "Table VIII"
-
-
 def test_figure_9_has_the_four_variants() -> None:
     found = {label.removeprefix("flexfl-"): algorithm(e.config) for label, e in runs("figure9").items()}
     assert len(found) == 5 * 3

@@ -40,13 +40,6 @@ RETRY = "choose Retry of this run in Kubeflow's UI, or start another run with th
 CORRECT = "A retry does not help. Correct the form, and start another run."
 
 
-def told_by(error: Exception, again: str, form: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines that a task prints at its end."""
-    with pytest.raises(SystemExit), ending(again, form):
-        raise error
-    return capsys.readouterr().err.splitlines()
-
-
 @pytest.mark.parametrize(
     ("error", "code", "kind", "advice"),
     [
@@ -72,27 +65,6 @@ def test_error_ends_with_code_kind_cause_and_advice(
     *before, cause, last = capsys.readouterr().err.splitlines()
     assert cause.startswith(f"error, exit code {code} ({kind}): ") and last.startswith("  ") and last.endswith(advice)
     assert bool(before) == (kind == "bug"), "only a bug has a traceback"
-
-
-@pytest.mark.parametrize(
-    ("again", "error", "said"),
-    [
-        (
-            "run_id",
-            "partition.clients = 0; dataset.name = 'x'.",
-            "dataset.name is dataset, partition.clients is clients",
-        ),
-        ("comparison_id", "algorithm.name", "algorithm.name is algorithms"),
-        ("study_id", "tune.trials: at least 1", "tune.trials is trials"),
-        ("night_id", "run.remote cannot be reached", "run.remote is store_uri"),
-        ("run_id", "rounds.stop_simulated_s, more.rounds.stop, rounds.stop-x, rounds.stop.x", None),
-    ],
-)
-def test_ending_names_the_fields_of_the_form(
-    again: str, error: str, said: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = told_by(ConfigError(error), again, {}, capsys)
-    assert [line for line in lines if "in the form" in line] == ([f"  in the form: {said}"] if said else [])
 
 
 def test_no_line_says_a_password(capsys: pytest.CaptureFixture[str]) -> None:

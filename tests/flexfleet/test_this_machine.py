@@ -36,15 +36,6 @@ def test_auto_is_cuda_where_it_is_there(monkeypatch: pytest.MonkeyPatch, there: 
     assert load_config(None).run.devices == ("cpu",), "not asked for"
 
 
-def test_the_record_of_a_run_says_what_was_used(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
-    """So that a resume on another machine is told, and compares what was used."""
-    sets = [text for text in quick if not text.startswith("run.store")]
-    done = flexfleet("run", "--json", "-q", "--run-id", "a", sets=[*sets, "run.devices=auto", "rounds.stop=1"])
-    assert done.code == 0, done.err
-    used = "cuda" if torch.cuda.is_available() else "cpu"
-    assert RunFile.read(tmp_path / "runs" / "a" / "run.json").config["run"]["devices"] == [used]
-
-
 # ------------------------------------------------------------------------------------------- half precision
 def test_a_run_keeps_the_precision_that_auto_was(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None

@@ -47,13 +47,10 @@ def test_file_that_is_not_a_database_is_a_config_error(tmp_path: Path, monkeypat
     ("uri", "said"),
     [
         ("sqlit:///a.db", "did you mean 'sqlite'"),
-        ("postgres://host/x", "did you mean 'postgresql'"),
         ("http://", "no host"),
-        ("http://me:pw@:5000/x", "no host"),
         ("http://me:pw@host:5000/#/experiments/3", "http://host:5000/$"),
         ("http://me:pw#pw@host:5000", "http://host:5000$"),
         ("mlflow.flexfleet:5000", "http://mlflow.flexfleet:5000"),
-        ("localhost:5000/", "http://localhost:5000/"),
     ],
 )
 def test_text_that_is_not_an_address_is_refused(uri: str, said: str) -> None:

@@ -18,7 +18,6 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 
 from fl_engine.core.errors import Refused, Replaced, Unreachable
-from fl_engine.testing.tiny import Memory
 from flexfleet.tracking import server
 from flexfleet.tracking import trackers as tracking
 from flexfleet.tracking.trackers import MLflow
@@ -258,18 +257,3 @@ def test_stopped_run_does_not_wait_for_a_server_that_hangs(
     done = flexfleet("run", "--run-id", "a", "--resume", sets=sets)
     assert done.code == 0, done.err
     assert steps(tmp_path) == [1, 2, 3]
-
-
-def test_failed_run_waits_for_mlflow_for_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Hanging(Memory):
-        def finish(self, status: str) -> None:
-            found.append(status)
-            ended.wait(60)
-
-    found, ended = list[str](), threading.Event()
-    monkeypatch.setattr(tracking, "ENDING_S", 0.2)
-    began = time.monotonic()
-    with pytest.raises(OSError, match="no space"), tracking.ending(Hanging()):
-        raise OSError("no space left")
-    ended.set()
-    assert found == ["FAILED"] and time.monotonic() - began < 10

@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ import optuna
 import pytest
 import yaml
 
-from fl_engine.core.errors import BadInput, ConfigError, Diverged, PartitionError, Stopped
+from fl_engine.core.errors import BadInput, ConfigError, Diverged, PartitionError
 from flexfleet.config import Config, load_config
-from flexfleet.config.form import write_config
 from flexfleet.experiments import tune as steps
 from flexfleet.experiments import tune_report, tune_storage, tune_trials
 from flexfleet.experiments.tune import tune
@@ -99,37 +97,6 @@ def test_in_mlflow_the_trials_are_children_of_the_study(done: tuple[Tuned, Path,
     assert {r.data.tags["mlflow.parentRunId"] for r in children} == {parent.info.run_id}
     trials = {r.data.tags["flexfleet.trial"] for r in children if "flexfleet.trial" in r.data.tags}
     assert len(trials) == found.trials["complete"] + found.trials["pruned"]
-
-
-def ends(config: Config, folder: Path, tmp_path: Path) -> dict[str, Callable[[], Any]]:
-    """What a study's MLflow run is running in; each ends in what the test breaks."""
-    write_config(config, tmp_path / "config.yaml")
-    shutil.copytree(folder / "default", tmp_path / "default", dirs_exist_ok=True)
-    of_task = tmp_path / "told", tmp_path / "page"
-    return {
-        "_work_all": lambda: tune(config, "a", resume=True),
-        "work": lambda: steps.work_in_graph(tmp_path, "a", 0, tmp_path / "out", "job"),
-        "conclude": lambda: steps.report(tmp_path, "a", [folder], tmp_path / "out", *of_task),
-    }
-
-
-@pytest.mark.parametrize("name", ["_work_all", "work", "conclude"])
-@pytest.mark.parametrize(("error", "status"), [(OSError("no space left"), "FAILED"), (Stopped("asked to"), "KILLED")])
-def test_a_study_that_ends_early_does_not_run_for_ever_in_mlflow(
-    done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: Exception,
-    status: str,
-) -> None:  # fmt: skip
-    _, folder, config = done
-
-    def end(*_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(steps, name, end)
-    with pytest.raises(type(error)):
-        ends(config, folder, tmp_path)[name]()
-    study = tune_storage.open_study(config, folder, "a")
-    run = mlflow.MlflowClient(config.tracking.mlflow).get_run(study.user_attrs[tune_storage.PARENT])
-    assert run.info.status == status
 
 
 def test_a_finished_study_has_nothing_left_to_do(done: tuple[Tuned, Path, Config]) -> None:

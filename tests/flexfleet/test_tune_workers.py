@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import optuna
 import pytest
 
 from fl_engine.core.errors import (
@@ -118,17 +116,6 @@ def test_who_gives_signs_is_not_gone_and_silence_is_measured_by_ones_own_clock(
         gone.append(tune_trials.give_back_stale(study, seen))
         clock[0] += tune_trials.SILENT_S / 2
     assert gone == [[], [], [silent.number], []]
-
-
-def test_a_running_trial_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_trials, "BEAT_S", 0.01)
-    study = tune_storage.open_study(Config(), tmp_path, "a")
-    trial, end = study.ask(), time.monotonic() + 10
-    with tune_trials.beating(trial):
-        while study.trials[0].user_attrs.get(tune_trials.BEAT, 0) < 3:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        study.tell(trial.number, state=optuna.trial.TrialState.FAIL)  # signs of what has ended are refused: no error
 
 
 def test_values_that_no_worker_survives_are_left_and_only_one_worker_gives_them_back(
@@ -266,17 +253,3 @@ def test_pods_share_a_study_by_a_data_base_alone(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match=r"tune\.workers is 2, .*: set tune\.storage .* as FLEXFLEET_TUNE_STORAGE"):
         steps.prepare(load_config(None, ("tune.workers=2",)), "a", tmp_path, "job")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("where", ["here", "in a graph"])
-def test_a_database_that_cannot_be_used_is_told_before_anything_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    (tmp_path / "file").touch()
-    config = Config(
-        run={"store": str(tmp_path / "runs")}, tune={"storage": f"sqlite:///{tmp_path / 'file' / 'study.db'}"}
-    )
-    for module, name in ((tune_worker, "prepare_default"), (steps, "share")):
-        monkeypatch.setattr(module, name, lambda *_: pytest.fail("it trains"))
-    with pytest.raises(ConfigError, match=r"tune\.storage = sqlite:.* cannot be used: .*unable to open database file"):
-        steps.tune(config, "a") if where == "here" else steps.prepare(config, "a", tmp_path / "out", "job")

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import pytest
 
 from flexfleet.cli import main as cli
@@ -121,18 +120,3 @@ def test_no_argument_of_a_task_grows_with_the_runs_beyond_what_linux_takes(ran: 
     assert given == [given[0]] * 4 and given[0].keys() == {"job_id"}
     assert not json.loads(compare)["inputs"].get("parameterValues")
     assert "kd_weight" in (ran.tasks / "prepare" / "pairs").read_text()
-
-
-def test_mlflow_groups_the_runs_of_the_graph(ran: Ran, scratch: Path) -> None:
-    client = mlflow.MlflowClient(f"sqlite:///{scratch / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("digits-small_cnn-dirichlet")
-    assert experiment is not None
-    runs = client.search_runs([experiment.experiment_id], "tags.`flexfleet.comparison` = 'same'")
-    assert {run.info.run_name for run in runs} == {*NAMES, "same"}
-    assert {run.info.status for run in runs} == {"FINISHED"}
-    (whole,) = [run for run in runs if run.info.run_name == "same"]
-    for run in runs:
-        assert run.data.tags["kfp.run"] == f"http://kubeflow/#/runs/details/{run.data.tags['kfp.job_id']}"
-        assert run.data.tags.get("mlflow.parentRunId") == (None if run is whole else whole.info.run_id)
-    found = ComparisonFile.read(ran.tasks / "compare" / "comparison" / "comparison.json")
-    assert found.mlflow_run_id == whole.info.run_id and "full/flexfl" in whole.data.metrics

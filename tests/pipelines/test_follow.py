@@ -14,7 +14,6 @@ import boto3.session
 import pytest
 import torch
 
-from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.s3 import open_store
@@ -93,7 +92,6 @@ def test_follow_reads_the_cause_of_a_failure_from_the_log(kubeflow: tuple[Any, s
 KILLED = "round 2\nF1129 main.go:57] failed to execute component: signal: killed\n"
 DRAINED = "a client pod: exit status 1\n" + "round 3\n" * 9
 STOPPED = "error, exit code 3 (stopped): stopped on request\n  To continue: retry this run.\nexit status 3\n"
-IMPORT = "Traceback:\nModuleNotFoundError: No module named 'flexfleet.pipeline'\nF1129 main.go:57] exit status 1\n"
 
 
 @pytest.mark.parametrize(
@@ -126,23 +124,6 @@ def test_follow_retries_what_a_retry_may_cure(
         f"`flexfleet submit --retry {run_id}`, or `flexfleet submit train --param run_id=mine` with the same settings"
     )
     assert again in lines[-1]
-
-
-@pytest.mark.parametrize(
-    ("log", "said"),
-    [
-        (IMPORT, "This is a bug"),
-        ("error, exit code 5 (gate): worse\n", "Open the report"),
-        ("error, exit code 7 (diverged or nothing merged): nan\n", "A retry gives the same result"),
-    ],
-)
-def test_follow_advises_by_the_exit_code(kubeflow: tuple[Any, str], log: str, said: str) -> None:
-    server, host = kubeflow
-    run_id = submit("train", {"store_uri": "/volume/runs"}, host=host).run_id
-    server.moves[run_id] = [{"state": "FAILED", **details(*nodes(("federate", "FAILED", 4)))}]
-    server.logs[pod_of(4)] = log
-    found, lines = follow(host, run_id, retries=3)
-    assert found.retried == 0 and lines[-1].startswith(said)
 
 
 def test_follow_reads_logs_in_the_namespace_of_the_run(kubeflow: tuple[Any, str]) -> None:
@@ -287,11 +268,6 @@ def test_an_outage_without_end_ends_with_how_to_come_back(
     server.ask = down
     done = flexfleet("submit", "--follow", run_id, "--host", host)
     assert done.code == 6 and f"flexfleet submit --follow {run_id} --host {host}" in done.err
-
-
-def test_a_run_that_the_server_does_not_know(kubeflow: tuple[Any, str]) -> None:
-    with pytest.raises(EnvironmentFailure, match=r"404 .*Run r9 not found"):
-        follow(kubeflow[1], "r9")
 
 
 # --------------------------------------------------------------------------------------------------------- the rounds

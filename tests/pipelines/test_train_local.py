@@ -92,28 +92,6 @@ def test_the_full_models_confusion_matrix_is_the_evaluations(ran: Ran) -> None:
     assert sum(row[i] for i, row in enumerate(counts)) / found.test_samples == found.full
 
 
-def test_artifacts_tell_what_they_are(ran: Ran) -> None:
-    """On the UI's pages of artifacts and of runs beside each other."""
-
-    spec = documents((COMPILED / "train.yaml").read_text())[0]
-
-    def metadata(task: str, name: str) -> tuple[str, dict[str, Any]]:
-        told = json.loads((ran.tasks / task / "executor_output.json").read_text())
-        declared = spec["components"][f"comp-{task}"]["outputDefinitions"]["artifacts"][name]["artifactType"]
-        return declared["schemaTitle"], told["artifacts"][name]["artifacts"][0]["metadata"]
-
-    kind, told = metadata("partition", "parts")
-    assert kind == "system.Dataset" and told["clients"] == 6 and told["largest_client"] >= told["smallest_client"] > 0
-    kind, told = metadata("model-pool", "pool")
-    assert kind == "system.Model" and told["M1/parameters"] < told["M3/parameters"] and told["M3/share"] == 1
-    assert metadata("evaluate", "evaluation")[0] == "system.Metrics"
-    result = Result.read(ran.direct / "result.json")
-    for task, name in (("federate", "run"), ("report", "run_folder")):
-        kind, told = metadata(task, name)
-        assert kind == "system.Model" and told["model_sha256"] == result.model_sha256 and told["run_id"] == "same"
-    assert told["full"] == result.metrics["full"] and 0 <= told["accuracy/M1"] <= 1
-
-
 def test_federate_begins_the_mlflow_run_and_links_to_it(ran: Ran) -> None:
     from mlflow import MlflowClient
 
