@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from fl_engine.algorithms.adagq import AdaGQ, distance, mean_bits, shared
-from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Device
 from fl_engine.exchange.client import Site
 from fl_engine.rounds.run import Run
@@ -116,9 +115,3 @@ def test_bits_of_a_round_are_the_mean_times_its_clients() -> None:
     state = replace(start_of(algorithm, site), first=1.0, last=1.5)
     assert sum(bits_of(algorithm, state, site, 3)) == 43
     assert (algorithm.bits, algorithm.least, algorithm.most, algorithm.bucket) == (8, 4, 12, 512)
-
-
-def test_bits_lie_between_the_least_and_the_most() -> None:
-    algorithm = AdaGQ(training=TRAINING, bits=3)
-    with pytest.raises(ConfigError, match=r"least <= algorithm\.bits <= algorithm\.most is expected, got 4, 3 and 12"):
-        start_of(algorithm, tiny_site(algorithm))

@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from fl_engine.aggregation.rules import Mean
-from fl_engine.aggregation.server_opt import Adam
 from fl_engine.algorithms import (
     Decoupled,
     DepthFL,
-    FedAvg,
     FjORD,
     HeteroFL,
     ScaleFL,
@@ -24,7 +22,7 @@ from fl_engine.codecs import Qsgd
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ClientError, PoolError
 from fl_engine.core.slicing import contains
-from fl_engine.core.types import FULL, ClientUpdate, Codecs, Device, Params, TaskContext, WorkOrder
+from fl_engine.core.types import FULL, ClientUpdate, Codecs, Params, TaskContext, WorkOrder
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, execute
 from fl_engine.models.small_cnn import SmallCNN
@@ -44,8 +42,6 @@ from fl_engine.testing.tiny import (
     update_of,
 )
 from fl_engine.training.evaluation import published, weights_of
-from flexfleet.config import load_config
-from flexfleet.config.resolve import algorithm as algorithm_of
 
 VGG = VGG16((3, 32, 32), 10)
 
@@ -254,11 +250,6 @@ def test_fjord_trains_all_widths_up_to_the_largest_that_fits() -> None:
     assert all(m.reported for m in site.pool)
 
 
-def test_fjord_refuses_running_statistics_before_anything_trains() -> None:
-    with pytest.raises(PoolError, match=r"model\.norm"):
-        tiny_pool(FjORD(), SmallCNN((1, 8, 8), 4, norm="static"))
-
-
 # --------------------------------------------------------------------------------------------------- Decoupled
 def test_decoupled_levels_share_nothing() -> None:
     """Only clients of level 1 come back: the others' weights stay to the bit, level 1's is their mean."""
@@ -309,24 +300,3 @@ def test_decoupled_cannot_prune_on_the_device() -> None:
     assert algorithm.task(orders["0.5x"], context(site, 0, 5.0)).spec == site.pool[0].spec
     with pytest.raises(ClientError):
         replace(algorithm, on_too_small="fail").task(orders["0.5x"], context(site, 0, 5.0))
-
-
-# ------------------------------------------------------------------------------------------------ the full model
-def test_presets_are_options_of_a_class() -> None:
-    def built(*sets: str) -> Any:
-        config = load_config(None, [f"algorithm.name={sets[0]}", *sets[1:]])
-        return replace(algorithm_of(config), training=TRAINING)  # type: ignore[type-var]
-
-    plain = FedAvg(training=TRAINING)
-    assert built("fedavg") == built("all_large") == plain
-    assert built("fedprox") == replace(plain, mu=0.01) and built("fedprox", "algorithm.mu=0.3").mu == 0.3
-    assert built("fedopt") == replace(plain, server=Adam())
-    assert [built(f"fedx_{level}").level for level in ("small", "medium", "large")] == ["small", "medium", "large"]
-
-
-def test_mu_is_the_weight_of_the_proximal_term() -> None:
-    site = tiny_site(FedAvg(training=TRAINING))
-    order = WorkOrder(3, 0, FULL, {}, 5, 0)
-    ctx = TaskContext(site.family.layout(), site.pool, Device(0, "strong", 110.0, 0.0), 105.0)
-    plain = FedAvg(training=TRAINING).task(order, ctx)
-    assert FedAvg(training=TRAINING, mu=0.3).task(order, ctx) == replace(plain, proximal=0.3)

@@ -14,12 +14,9 @@ from fl_engine.algorithms.dadaquant import DAdaQuant, averaged, doubled, levels_
 from fl_engine.codecs.qsgd import MOST_LEVELS, Qsgd
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Codecs, Device
-from fl_engine.rounds.server import ServerSite
 from fl_engine.testing.tiny import (
     TRAINING,
-    assert_same_bits,
     context_of,
-    failure_of,
     start_of,
     tiny_site,
 )
@@ -120,22 +117,6 @@ def test_minority_of_liars_moves_the_mean_loss_within_bounds(honest: list[float]
     assert found <= (sum(honest) + 2 * largest * len(lies)) / clients * (1 + 1e-12)
 
 
-def test_a_round_without_updates_changes_nothing() -> None:
-    algorithm = DAdaQuant(training=ALL, phi=1, psi=0.0)
-    site = tiny_site(algorithm, fleet=STRONG)
-    state = start_of(algorithm, site)
-    plan = algorithm.plan(state, context_of(site, 0))
-    merged = algorithm.merge(state, plan, [failure_of(order) for order in plan.orders], ServerSite(site))
-    assert (merged.level, merged.averages) == (1, ())
-    assert_same_bits(merged.params, state.params)
-
-
-# ----------------------------------------------------------------------------------------------------------- runs
-
-
-# -------------------------------------------------------------------------------------------- the server's training
-
-
 # ------------------------------------------------------------------------------------------------------- refusals
 def test_losses_that_a_private_aggregation_hides_set_no_levels() -> None:
     algorithm = DAdaQuant(training=TRAINING, aggregation=Private())
@@ -143,9 +124,3 @@ def test_losses_that_a_private_aggregation_hides_set_no_levels() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.phi=null"):
         start_of(algorithm, site)
     assert start_of(replace(algorithm, phi=None), site).level == 1
-
-
-def test_the_most_levels_are_no_fewer_than_the_least() -> None:
-    algorithm = DAdaQuant(training=TRAINING, q_min=9, q_max=8)
-    with pytest.raises(ConfigError, match=r"q_max = 8 is below algorithm\.q_min = 9"):
-        start_of(algorithm, tiny_site(algorithm))

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from fl_engine.algorithms import FederatedDropout, FedRolex
 from fl_engine.algorithms.training import Training
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import PoolError
 from fl_engine.core.slicing import take
 from fl_engine.core.types import (
     FULL,
@@ -36,7 +35,6 @@ from fl_engine.testing.tiny import (
     TinyNet,
     context_of,
     start_of,
-    tiny_pool,
     tiny_site,
 )
 
@@ -118,13 +116,6 @@ def test_the_servers_model_may_be_larger_than_every_clients(kind: Any) -> None:
     assert {site.pool[o.level].name for o in orders} == {"0.5x"}, "the weakest device of this fleet can hold one half"
     assert {o.client for o in orders} == set(range(20)), "and so can all others"
     assert {len(channels(LAYOUT, o.spec, "hidden")) for o in orders} == {16}
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
-@pytest.mark.parametrize("widths", [(), (0.71, 0.5), (0.5, 0.5, 1.0)])
-def test_wrong_widths_are_an_error(kind: Any, widths: tuple[float, ...]) -> None:
-    with pytest.raises(PoolError, match=r"algorithm\.widths"):
-        tiny_pool(kind(widths=widths), TINY)
 
 
 # ============================================================================================== on the device

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,14 +86,3 @@ def test_client_with_too_many_samples_is_refused() -> None:
         algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED, samples=()))
     fits = FedSGD(training=PLAIN, most_samples=10)
     assert len(fits.plan(start_of(fits, site), context_of(site, 0, SEED)).orders) == len(SIZES)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("warm_starts")
-def test_a_comparison_notes_the_different_local_work(flexfleet: Any, tmp_path: Path, quick: list[str]) -> None:
-    sets = [text for text in quick if not text.startswith(("algorithm.", "run.store", "rounds.stop"))]
-    sets += [f"run.store={tmp_path}", "rounds.stop=1"]
-    done = flexfleet("compare", "--algorithms", "fedavg,one=fedsgd", "--seeds", "0", "--id", "c", "--json", sets=sets)
-    assert done.code == 0, done.err
-    notes = json.loads(done.out)["notes"]
-    assert "one: one step on all of a client's samples in a round, others as the section training says" in notes

@@ -18,10 +18,9 @@ from fl_engine.algorithms.fine_tuning import FineTuning, fine_tuned
 from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.samples import Data
-from fl_engine.core.slicing import initial_params, is_statistic
+from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Params, Prunable, SubmodelSpec
 from fl_engine.models.layers import FREE, linear_slots
-from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds.server import LazyServer, ServerSite
 from fl_engine.tasks import Regression
 from fl_engine.testing.tiny import TRAINING, TinyNet, assert_same_bits, start_of, tiny_site
@@ -106,13 +105,6 @@ def test_the_second_step_is_pulled_to_the_aggregate(norm: str, start: str) -> No
     assert tuned(norm=norm, start=start, epochs=2) == pytest.approx(stepped(first, norm), rel=1e-5)
 
 
-def test_at_the_aggregate_the_first_step_is_a_plain_one() -> None:
-    """Neither norm has a gradient there: no NaN from 0 / 0."""
-    plain = tuned(gamma=0.0)
-    assert tuned(norm="squared") == plain
-    assert tuned(norm="printed") == plain
-
-
 @pytest.mark.parametrize("norm", ["squared", "printed"])
 @pytest.mark.parametrize("strategy", ["single", "batched"])
 def test_the_order_of_the_names_changes_no_bit(norm: str, strategy: str) -> None:
@@ -128,24 +120,6 @@ def test_the_order_of_the_names_changes_no_bit(norm: str, strategy: str) -> None
     assert_same_bits(fine_tuned(tuning, LazyServer(lambda: here), *swapped, 3), whole)
     unlike = fine_tuned(replace(tuning, gamma=0.0), here, aggregate, previous, 3)
     assert any(not torch.equal(whole[name], unlike[name]) for name in whole)
-
-
-def test_running_statistics_are_not_pulled() -> None:
-    family = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")
-    site = tiny_site(FedAvg(TRAINING), family)
-    own = replace(site.partition, proxy_train=site.partition.clients[0][:4], proxy_test=site.partition.clients[0][4:])
-    here = ServerSite(replace(site, partition=own))
-    aggregate, previous = (initial_params(family, seed) for seed in (1, 2))
-    found = [
-        fine_tuned(FineTuning(gamma=gamma, start="previous"), here, aggregate, previous, 0) for gamma in (0.0, 10.0)
-    ]
-    assert found[0].keys() == found[1].keys() == aggregate.keys()
-    statistics = [name for name in aggregate if is_statistic(name)]
-    assert statistics
-    for name in statistics:  # of the one step's forward pass, before anything is pulled
-        assert torch.equal(found[0][name], found[1][name])
-        assert not torch.equal(found[0][name], previous[name])
-    assert not torch.equal(found[0]["conv1.conv.weight"], found[1]["conv1.conv.weight"])
 
 
 @pytest.mark.parametrize("kind", [AdaGQ, DAdaQuant])

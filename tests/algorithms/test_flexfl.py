@@ -278,24 +278,6 @@ def test_in_which_rounds_teachers_are_in_training_mode(teachers: Any, drop_in_ro
         assert counting.modes == {m.spec: {round in drop_in_rounds} for m in pool[:-1]} | {pool[-1].spec: {True}}
 
 
-def test_by_default_teachers_drop_nothing() -> None:
-    """They answer as in evaluation, while the student drops units; the next training finds its network as it was."""
-    family = TinyNet(dropout=0.5)
-    half = SubmodelSpec.of({"conv": 4, "hidden": 16})
-    for dropping in (False, True):
-        counting = Counting(family)
-        task = LocalTask(FULL, SGD(1e-30), 1, 12, True, 1, Distillation((half,), 1.0, 1.0, training=dropping))
-        job = job_of(family, task)
-        train(counting, Classification(family.outputs), [job])  # type: ignore[arg-type]
-        teacher, student = family.module(half).eval(), family.module().eval()
-        teacher.load_state_dict(prefix_slice(family, job.start, half))
-        student.load_state_dict(job.start)
-        x, told = counting.last[half]
-        assert torch.allclose(told, teacher(x), atol=1e-5) is not dropping
-        x, said = counting.last[FULL]
-        assert not torch.allclose(said, student(x), atol=1e-2)
-
-
 # ================================================================================= hyper-parameters of a task
 def task_at(algorithm: FlexFL, round: int = 0, received: str = "M3", free: float = 110.0) -> LocalTask:
     layout, pool = paper_pool()
@@ -305,15 +287,6 @@ def task_at(algorithm: FlexFL, round: int = 0, received: str = "M3", free: float
 
 
 # ==================================================================================================== ablations
-
-
-def test_without_apoz_every_layer_counts_as_half_zero() -> None:
-    plain, ablated = FlexFL(), FlexFL(use_apoz=False)
-    expected = tiny_pool(plain, TINY, (0.5, 0.5))
-    for scores in ((0.3, 0.6), (0.9, 0.1), ()):
-        assert tiny_pool(ablated, TINY, scores) == expected
-    assert tiny_pool(plain, TINY, (0.3, 0.6)) != expected
-    assert task_at(plain) == task_at(ablated)
 
 
 def test_without_adjustment_every_weight_is_one() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -13,7 +12,7 @@ from fl_engine.algorithms import MultiBranch
 from fl_engine.algorithms.multibranch import exits_at, in_tiers
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.costs import count_params
-from fl_engine.core.errors import ClientError, PoolError
+from fl_engine.core.errors import ClientError
 from fl_engine.core.types import Device, Pick, Pool, RoundContext, TaskContext
 from fl_engine.models import MODELS
 from fl_engine.models.resnet import ResNet34
@@ -45,20 +44,6 @@ def pool_of(family: ModelFamily, **options: Any) -> tuple[Any, Pool]:
 )
 def test_where_exits_sit_among_sixteen_blocks(rule: Any, places: str) -> None:
     assert " ".join(exits_at(BLOCKS, rule)) == places
-
-
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        ("equidistant:0", "algorithm.exits is equidistant:<n>, every:<n> (n from 1) or a list of blocks"),
-        ("equidistant", "got 'equidistant': write equidistant:9"),
-        ("every:16", "algorithm.exits=every:16 leaves no early exit among 16 blocks"),
-        ((), "algorithm.exits is empty"),
-    ],
-)
-def test_bad_rules_are_named(rule: Any, message: str) -> None:
-    with pytest.raises(PoolError, match=re.escape(message)):
-        exits_at(BLOCKS, rule)
 
 
 # ----------------------------------------------------------------------------------------------- MB-ResNet34, costs
@@ -120,9 +105,6 @@ def test_every_branch_of_every_network_costs_less_than_the_next(name: str) -> No
     kind: Any = MODELS[name]
     _, pool = pool_of(kind(shape, outputs))
     assert all(a.params < b.params and a.macs < b.macs for a, b in pairwise(pool))
-
-
-# ------------------------------------------------------------------------------------------------- ResNet's channels
 
 
 # ---------------------------------------------------------------------------------------------------- who trains what

@@ -16,20 +16,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.algorithms import FedAvg
 from fl_engine.core import seeds
 from fl_engine.core.clients import LARGEST_LOSS
 from fl_engine.core.types import (
     FULL,
-    ClientFailure,
     ClientUpdate,
     WorkOrder,
 )
-from fl_engine.exchange.client import execute
 from fl_engine.selection import Oort
 from fl_engine.selection.oort import Candidates, rms_loss
 from fl_engine.selection.oort_state import ASKED, CLIENT, LAST, NOBODY, SECONDS, UTILITY, Pacer
-from fl_engine.testing.tiny import TRAINING, context_of, start_of, tiny_site
 from tests.harness.oort import FULL_ONLY, POOL, after, answer, asked, column, context, failure, fleet_of
 
 law = settings(max_examples=25)
@@ -60,16 +56,6 @@ def test_the_server_multiplies_it_by_the_samples_that_it_knows() -> None:
     assert column(Oort(), tables, 1, SECONDS) == {3: 4.5}
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_weights_without_a_loss_make_a_client_fail(loss: float) -> None:
-    algorithm = FedAvg(training=TRAINING, eligible="all", selection=Oort(model="largest"))
-    site = tiny_site(algorithm)
-    order = algorithm.plan(start_of(algorithm, site), context_of(site, 0)).orders[0]
-    broken = replace(order, payload={name: torch.full_like(t, loss) for name, t in order.payload.items()})
-    outcome = execute(algorithm, broken, site)
-    assert isinstance(outcome, ClientFailure) and outcome.stage == "train"
-
-
 # ----------------------------------------------------------------------------------------------------- the score
 def test_the_score_by_hand() -> None:
     """Five clients in round 5. Of U = 10 .. 1000 the floor(4 * 0.9) = third from 0 is the clip, 40; least 9.99."""
@@ -78,13 +64,6 @@ def test_the_score_by_hand() -> None:
     assert Oort().scores(utility, last, 5).tolist() == pytest.approx(expected)
     assert expected[:2] == pytest.approx([0.0003332 + 0.4011781, 0.3335555 + 0.2836757], abs=1e-6)
     assert expected[3] - expected[4] == pytest.approx(math.sqrt(0.1 * math.log(5)) * (1 / 2 - 1)), "clipped alike"
-
-
-def test_those_who_failed_count_in_the_clip_and_in_the_least() -> None:
-    """U = 0, 10, 20: the clip is the floor(2 * 0.9) = first from 0, 10; the least 0. Without the 0, 10 would have
-    almost no score."""
-    found = Oort(uncertainty=0.0).scores(np.asarray([0.0, 10, 20]), np.ones(3), 4)
-    assert found.tolist() == [0.0, 1.0, 1.0]
 
 
 def test_slow_clients_lose_by_the_square_of_their_time() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fl_engine.algorithms import FedAvg, FlexFL
@@ -31,7 +29,7 @@ from fl_engine.storage.store import encode
 from fl_engine.testing import played
 from fl_engine.testing.algorithms import AlgorithmSuite
 from fl_engine.testing.tiny import TRAINING, start_of, tiny_site
-from tests.harness.oort import POOL, after, answer, asked, context, fleet_of
+from tests.harness.oort import POOL, context
 
 
 # ---------------------------------------------------------------------------------------------- models and time
@@ -123,15 +121,3 @@ def test_a_run_that_is_killed_anywhere_asks_the_same_clients(
             federated(algorithm, dying(store, place), rounds, **terms)
         assert federated(algorithm, store, rounds, **terms) == expected
         assert timeless(store) == timeless(undisturbed)
-
-
-def test_oort_of_many_clients_keeps_a_compact_state() -> None:
-    """A commit holds it."""
-    clients, oort, rng = 2800, Oort(), np.random.default_rng(0)
-    fleet, samples = fleet_of(clients, rng.lognormal(22, 1, clients).tolist()), [10] * clients
-    tables = after(oort, [{}], 1)
-    tables = {**tables, "heard": tuple((0.0, float(c), float(rng.random()), 1.0, 0.0) for c in range(clients // 2))}
-    for round in range(1, 6):
-        for client in asked(oort, tables, context(round, fleet, samples), 100, round):
-            tables = answer(oort, tables, round, client, 1.0)
-    assert len(json.dumps(tables)) < 60 * clients

@@ -76,15 +76,6 @@ def test_only_the_sub_network_moves_and_is_reported(tmp_path: Path) -> None:
     assert rows[-1].metrics["loss/small"] < rows[0].metrics["loss/small"]
 
 
-def test_the_change_may_be_quantised_too(tmp_path: Path) -> None:
-    algorithm = QuantizedFedAvg(training=TRAINING, level="small", bits_up=4)
-    site = tiny_site(algorithm)
-    _, rows = federated(algorithm, site, tmp_path, 2)
-    for row in rows:
-        assert row.metrics["bits_up"] < 6 * site.pool[0].params * row.metrics["clients_trained"]
-        assert row.metrics["seconds_decode"] > 0
-
-
 # ------------------------------------------------------------------------------------------------------ who takes part
 def test_who_cannot_hold_it_takes_part_only_where_all_do() -> None:
     fleet = tuple(Device(c, "a", 20.0 if c else 40.0, 0.0) for c in range(4))

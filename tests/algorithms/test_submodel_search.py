@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.core.errors import PoolError
 from fl_engine.preparation.submodel_search import (
     Candidate,
     Kind,
     Rule,
-    best,
     search,
     smaller_gets_more_bits,
     spread,
@@ -72,33 +70,6 @@ def test_an_early_end_measures_less() -> None:
     _, some = search([STRONG], PARAMS, BITS, of, WHOLE, Rule(accept=0.10))
     # 400 small in 4 bits; 800 medium in 4 and small in 8, of equals in the order of names; small in 8 is good enough.
     assert [(each.level, each.bits) for each in some] == [("small", 4), ("small", 8), ("medium", 4)]
-
-
-def test_equals_take_the_more_accurate_and_then_fewer_bits() -> None:
-    cheap = [Candidate(level=n, bits=b, accuracy=a, encoded_bits=7) for n, b, a in (("a", 9, 0.5), ("b", 8, 0.6))]
-    assert best(cheap, 0.2, "weak") == cheap[1]
-    even = [Candidate(level="a", bits=b, accuracy=0.5, encoded_bits=7) for b in (9, 8)]
-    assert best(even, 0.2, "weak") == even[1]
-
-
-def test_what_has_no_accuracy_is_not_taken() -> None:
-    none = Candidate(level="small", bits=1, accuracy=None, encoded_bits=1)
-    assert best([none, of("small", 4)], 1.0, "weak") == of("small", 4)
-    with pytest.raises(PoolError, match=r"'weak'.*pretrain\.lr"):
-        best([none], 1.0, "weak")
-
-
-@pytest.mark.parametrize(
-    ("kind", "limit", "token"),
-    [
-        (WEAK, 1.5, "algorithm.seconds"),
-        (Kind("tiny", 16, {}), None, "memory"),
-        (Kind("weak", 3, {"small": 1.0}), None, "algorithm.q_max"),
-    ],
-)
-def test_a_tier_without_any_choice_is_named(kind: Kind, limit: float | None, token: str) -> None:
-    with pytest.raises(PoolError, match=f"{kind.tier}.*{token}"):
-        search([kind], PARAMS, BITS, of, WHOLE, Rule(limit=limit))
 
 
 def test_whether_smaller_ones_get_more_bits() -> None:

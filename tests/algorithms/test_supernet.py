@@ -9,24 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pydantic import TypeAdapter
 
 from fl_engine.algorithms import FedAvg, FedX
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.costs import count_macs, count_params
-from fl_engine.core.errors import ConfigError, PoolError
+from fl_engine.core.errors import PoolError
 from fl_engine.core.slicing import full_shapes, initial_params, is_statistic, take
 from fl_engine.core.widths import nested, prefix
 from fl_engine.exchange.coding import bytes_of, encoded, header_of
 from fl_engine.fleet.devices import FLEETS, fleet
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.preparation import preparation
 from fl_engine.preparation.submodel_search import best
 from fl_engine.preparation.supernet import Supernet, TrainSupernet
 from fl_engine.rounds.server import PreparingServer
-from fl_engine.testing.tiny import CLIENTS, SEED, TRAINING, TinyNet, assert_same_bits, tiny_data, tiny_site
+from fl_engine.testing.tiny import CLIENTS, SEED, TRAINING, TinyNet, tiny_data, tiny_site
 from fl_engine.training.evaluation import evaluate, recalibrated
 from tests.algorithms.test_fedx import NestedNet
 
@@ -128,32 +126,7 @@ def test_a_local_rounds_seconds_by_hand(found: Supernet) -> None:
     assert found.seconds_per_round["strong"]["large"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_it_is_a_function_of_its_inputs(found: Supernet) -> None:
-    torch.manual_seed(5)
-    again = prepared(TinyNet())
-    assert_same_bits(again.weights, found.weights)
-    assert again.model_copy(update={"weights": {}, "seconds": 0.0}) == found.model_copy(
-        update={"weights": {}, "seconds": 0.0}
-    )
-
-
 # ------------------------------------------------------------------------------------------------- what is asked for
-def test_an_assignment_is_not_searched() -> None:
-    made = prepared(TinyNet(), assigned={"weak": {"level": "small", "bits": 11}})
-    assert (made.chosen, made.table, made.seconds_per_round, made.smaller_gets_more_bits) == ({}, (), {}, None)
-    assert [level.name for level in made.levels] == ["small", "medium", "large"] and made.weights
-
-
-def test_one_level_for_all_leaves_its_bits_to_the_search() -> None:
-    made = prepared(TinyNet(), level="small", **{"pretrain.epochs": 2})
-    assert {each.level for each in made.table} == {each.level for each in made.chosen.values()} == {"small"}
-    assert set(made.chosen) == {"weak", "medium", "strong"} and made.smaller_gets_more_bits is None
-
-
-def test_a_tiers_most_bits() -> None:
-    made = prepared(TinyNet(), q_max={"weak": 8}, delta=0.0, **{"pretrain.epochs": 2})
-    assert made.chosen["weak"].bits <= 8
-    assert ("large", 12) in {(each.level, each.bits) for each in made.table}
 
 
 def test_search_tries_some_sub_networks_and_reports_regret() -> None:
@@ -188,13 +161,6 @@ def test_what_cannot_be_chosen_is_refused_before_anything_trains(
         prepared(TinyNet(), **changes)
 
 
-def test_a_server_without_data_is_named() -> None:
-    server = server_for(TinyNet())
-    nobody = replace(server.site.partition, proxy_train=np.zeros(0, np.int64), proxy_test=np.zeros(0, np.int64))
-    with pytest.raises(ConfigError, match=r"raise partition\.proxy"):
-        TrainSupernet().prepare(TinyNet(), replace(server, site=replace(server.site, partition=nobody)))
-
-
 # ----------------------------------------------------------------------------------------------- running statistics
 def test_each_sub_network_is_scored_with_statistics_of_its_own() -> None:
     family = SmallCNN((1, 8, 8), 4, width=0.5, norm="static")
@@ -215,12 +181,3 @@ def test_each_sub_network_is_scored_with_statistics_of_its_own() -> None:
         for each, static_bn in ((own_statistics, False), (weights, True))
     )
     assert (score.value, score.loss) == (wanted.value, pytest.approx(wanted.loss, rel=1e-6))
-
-
-# -------------------------------------------------------------------------------------------------------- its file
-def test_it_is_json_but_for_the_weights(found: Supernet) -> None:
-    adapter: TypeAdapter[Supernet] = TypeAdapter(preparation("supernet").artifact)
-    text = adapter.dump_json(found, exclude={"weights"})
-    back = adapter.validate_json(text)
-    assert back == found.model_copy(update={"weights": {}})
-    assert Supernet() == TrainSupernet().assumed(TinyNet()) == adapter.validate_json(adapter.dump_json(Supernet()))

@@ -21,7 +21,7 @@ from fl_engine.algorithms import (
 )
 from fl_engine.algorithms.pooled import kernels
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import ConfigError, ModelError
+from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import (
     FULL,
@@ -118,13 +118,6 @@ def test_check_refuses_a_scaler_where_nothing_is_narrower(name: str, sent: str) 
         check(Resolved.of(config))
 
 
-@pytest.mark.parametrize("name", ["fjord", "decoupled"])
-def test_widths_that_are_all_full_refuse_the_scaler(name: str) -> None:
-    sets = [f"algorithm.name={name}", "algorithm.widths=[1.0]", "algorithm.scaler=true"]
-    with pytest.raises(ConfigError, match=r"algorithm\.scaler"):
-        check(Resolved.of(load_config(None, sets)))
-
-
 # ----------------------------------------------------------------------------------------------------- the masks
 def test_a_teacher_s_absent_classes_are_masked_too() -> None:
     """FlexFL's loss, with logits of class 2 at 0 in the student and in its teacher, a part of it."""
@@ -168,15 +161,6 @@ def test_feddyn_remembers_the_rows_that_a_client_holds() -> None:
     assert_same_bits({"b": again.params["classifier.bias"][[1, 2]]}, {"b": state.params["classifier.bias"][[1, 2]]})
     orders = algorithm.plan(after, context_of(site, 1, SEED)).orders
     assert all(order.memory[n].shape == order.payload[n].shape for order in orders for n in order.memory)
-
-
-def test_check_refuses_masks_where_there_are_no_classes() -> None:
-    kinds = "fl_engine.testing.kinds"
-    sets = [f"dataset.name={kinds}:TABLE", f"model.name={kinds}:TinyMLP", "algorithm.name=fedavg"]
-    sets += ["partition.rule=iid", "partition.clients=5", "partition.proxy=0"]
-    assert check(Resolved.of(load_config(None, sets)))["ok"]
-    with pytest.raises(ModelError, match=r"regression has no classes .*set algorithm\.mask_labels=false"):
-        check(Resolved.of(load_config(None, [*sets, "algorithm.mask_labels=true"])))
 
 
 # ----------------------------------------------------------------------------------------------- the statistics

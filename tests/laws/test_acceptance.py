@@ -16,17 +16,13 @@ from fl_engine.core.types import FULL, ClientFailure, RoundPlan, WorkOrder
 from fl_engine.rounds.acceptance import (
     AVERAGED,
     FIRST,
-    REMEMBERED,
     Arrival,
     History,
     Moved,
     refused,
     remembered,
-    unconditional,
 )
 from fl_engine.rounds.terms import RoundsConfig
-
-NO_TERMS = RoundsConfig(norm_bound=None)
 
 
 def of_others(moved: Moved, n: int = 3) -> History:
@@ -51,14 +47,6 @@ def arrivals(*seconds: float) -> dict[int, Arrival]:
 
 def stages(found: dict[int, ClientFailure]) -> dict[int, str]:
     return {client: failure.stage for client, failure in found.items()}
-
-
-def test_without_terms_all_are_taken() -> None:
-    assert unconditional(NO_TERMS)
-    assert refused(asking(0, 5), arrivals(1, 2, 1e9), NO_TERMS) == {}
-    assert unconditional(RoundsConfig()), "the norm bound is off where clients are the user's own"
-    for term in ({"norm_bound": 2.0}, {"deadline_s": 1.0}, {"over_provision": 1.5}, {"quorum": 0.5}):
-        assert not unconditional(NO_TERMS.model_copy(update=term))
 
 
 def moving(*moved: float) -> dict[int, Arrival]:
@@ -153,17 +141,6 @@ def test_nobody_raises_the_bound_by_staying_just_below_it() -> None:
     assert max(taken[1:]) <= bound * 1.0 and fmean(taken[4:]) == pytest.approx(bound / 2 * 1.0, rel=0.01)
 
 
-def test_repeatedly_just_below_the_bound_is_refused() -> None:
-    terms, history, taken = RoundsConfig(norm_bound=8.0), USUAL, []
-    for round in range(6):
-        arrived = moving(0.5, 1.0, 2.0, 7.9)
-        found = refused(asking(round, 4), arrived, terms, history, SIZE)
-        taken.append(3 not in found)
-        history = remembered(history, {client: arrival.moved for client, arrival in arrived.items()}, SIZE)
-    assert taken == [True] + [False] * 5
-    assert found[3].code == "norm" and "rounds.norm_bound = 8" in found[3].reason and "null" in found[3].reason
-
-
 @pytest.mark.parametrize(("before", "now", "taken"), [
     ((), 7.9, True),  # once, nobody knows
     ((1.0,), 7.0, True), ((1.0,), 7.1, False),
@@ -177,16 +154,6 @@ def test_long_update_is_taken_after_short_ones(before: tuple[float, ...], now: f
     arrived = {client: Arrival(Moved(far), 0.0) for client, far in ((0, now), (1, 1.0), (2, 1.0))}
     found = refused(asking(0, 3), arrived, RoundsConfig(norm_bound=8.0), history)
     assert list(found) == ([] if taken else [0])
-
-
-def test_a_run_whose_honest_updates_come_to_move_further_goes_on() -> None:
-    """What is refused is remembered: after as many as are remembered of before, they are the usual."""
-    history, terms = of_others(Moved(0.01), REMEMBERED), RoundsConfig(norm_bound=8.0)
-    rounds = 0
-    while refused(asking(rounds, 2), moving(1.0, 1.0), terms, history, SIZE):
-        history = remembered(history, {0: Moved(1.0), 1: Moved(1.0)}, SIZE)
-        rounds += 1
-    assert rounds == REMEMBERED // 2
 
 
 def test_who_comes_after_the_deadline_is_late() -> None:
@@ -236,9 +203,3 @@ def test_the_order_in_which_updates_arrive_decides_nothing(
     assert refused(asking(0, 31, over), came, terms) == refused(asking(0, 31, over), backwards, terms)
     taken = len(came) - len(refused(asking(0, 31, over), came, terms))
     assert taken == 0 or taken >= quorum * 31 / over - 1 - 1e-6
-
-
-def test_an_impossible_setting_is_refused() -> None:
-    for wrong in ({"over_provision": 0.5}, {"quorum": 1.5}, {"deadline_s": 0.0}, {"norm_bound": -1.0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            RoundsConfig(**wrong)

@@ -26,7 +26,7 @@ from fl_engine.aggregation.robust import Middle
 from fl_engine.aggregation.rules import Aggregate, Mean, Median, TrimmedMean
 from fl_engine.aggregation.spool import Spool
 from fl_engine.algorithms import DepthFL
-from fl_engine.core.errors import ConfigError, ModelError
+from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import take
 from fl_engine.core.types import FULL, Axis, ParamLayout, Params, Slot, SubmodelSpec
 from fl_engine.rounds.server import ServerSite
@@ -173,18 +173,6 @@ def test_chunks_and_the_file_change_no_bit(given: list[Update], rows: int) -> No
         patch.setattr(robust, "CHUNK_BYTES", 4 * rows)
         patch.setattr(robust, "Spool", lambda: Spool(held_bytes=0))
         assert_same_bits(middle_of(model(0), given, 0.2), whole)
-
-
-@law
-@given(spec=specs(), others=st.lists(specs(), max_size=8), trim=st.sampled_from([0.0, 0.2, 0.49, 0.5]))
-def test_identical_updates_make_themselves(spec: SubmodelSpec, others: list[SubmodelSpec], trim: float) -> None:
-    """Who holds an element brings the same value; where two do it is that value, to the bit, the rest is as it was."""
-    old, new = model(0), model(1)
-    found = middle_of(old, [Update(take(new, LAYOUT, s), s) for s in (spec, *others)], trim)
-    for name, tensor in found.items():
-        masks = [kept_mask(LAYOUT, each, name, torch.Size(SHAPES[name])) for each in (spec, *others)]
-        enough = sum(mask.long() for mask in masks) >= (2 if trim else 1)
-        assert torch.equal(tensor, torch.where(enough, new[name], old[name])), name
 
 
 @law
@@ -335,12 +323,3 @@ def test_feddyn_remembers_what_was_clipped() -> None:
             torch.testing.assert_close(memory, torch.full_like(memory, -0.1 * step), rtol=2e-3, atol=1e-8)
     unclipped = DepthFL(training=TRAINING).merge(state, plan, updates, server)
     assert all(float(found.h[n].abs().max()) < 0.05 * float(unclipped.h[n].abs().max()) for n in found.h)
-
-
-@pytest.mark.parametrize("aggregation", [Median(), TrimmedMean(), Private()], ids=lambda a: a.name)
-def test_what_feddyn_would_undo_is_refused_with_a_way_out(aggregation: Any) -> None:
-    algorithm = DepthFL(training=TRAINING, aggregation=aggregation)
-    site = tiny_site(algorithm)
-    with pytest.raises(ConfigError, match=r"algorithm\.alpha=0"):
-        start_of(algorithm, site)
-    start_of(DepthFL(training=TRAINING, aggregation=aggregation, alpha=0.0), site)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 
 from fl_engine.algorithms import FlexFL
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.slicing import take
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome
 from fl_engine.data.partition import LEAST_HELD_OUT, held_count, hold_out, split_held_out
 from fl_engine.exchange.client import execute
@@ -24,7 +22,7 @@ from fl_engine.exchange.manifest import Manifest, key_of, order_sum, signed
 from fl_engine.exchange.updates import payload_bytes
 from fl_engine.rounds import at_clients
 from fl_engine.rounds import loop as rounds
-from fl_engine.rounds.at_clients import Said, figures, gathered, planned
+from fl_engine.rounds.at_clients import Said, figures, planned
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import EvaluateConfig, RoundsConfig
@@ -35,7 +33,6 @@ from fl_engine.testing.tiny import (
     TRAINING,
     Memory,
     TinyNet,
-    assert_same_bits,
     start_of,
     tiny_site,
 )
@@ -70,27 +67,7 @@ def test_held_out_samples_and_the_others_are_all_samples(n: int, share: float, s
         assert min(len(train), len(held)) >= LEAST_HELD_OUT and abs(len(held) - share * n) <= LEAST_HELD_OUT
 
 
-def test_what_a_client_holds_out_does_not_depend_on_others() -> None:
-    whole = tiny_site(ALGORITHM).partition
-    _, held = hold_out(whole, 0.5, SEED)
-    shorter = replace(whole, clients=(whole.clients[0][:5], *whole.clients[1:]))
-    _, other = hold_out(shorter, 0.5, SEED)
-    assert all(np.array_equal(a, b) for a, b in zip(held[1:], other[1:], strict=True))
-    assert any(not np.array_equal(a, b) for a, b in zip(held, hold_out(whole, 0.5, SEED + 1)[1], strict=True))
-    assert any(not np.array_equal(held[0] - held[0][0], part - part[0]) for part in held[1:]), "by client too"
-
-
 # ------------------------------------------------------------------------------------------------ who is sent what
-def test_each_client_is_sent_its_level_of_the_global_model() -> None:
-    assert len(PLAN.orders) == len(SITE.fleet) and PLAN.evaluates and PLAN.label == "3e"
-    levels: dict[str, set[str]] = {}
-    for order in PLAN.orders:
-        model = SITE.pool[order.level]
-        assert order.evaluates and order.codecs is None and order.spec == model.spec
-        assert_same_bits(order.payload, take(STATE.params, SITE.layout, model.spec))
-        levels.setdefault(SITE.fleet[order.client].tier, set()).add(model.name)
-    assert {tier: len(names) for tier, names in levels.items()} == {"weak": 1, "medium": 1, "strong": 1}
-    assert len({name for names in levels.values() for name in names}) == 3
 
 
 def test_evaluating_clients_are_drawn_by_round_and_seed() -> None:
@@ -193,15 +170,6 @@ def test_figures_that_can_be_checked_by_hand() -> None:
     assert found["on_clients/spread/tier/weak"] == pytest.approx(statistics.stdev([0.5, 0.7]))
     assert figures(SAID[::-1]) == found, "in whatever order they are heard"
     assert figures([]) == {}
-
-
-def test_files_have_the_figures_by_level_and_tier_in_their_order() -> None:
-    counts = {"on_clients/asked": 6.0, "on_clients/failed": 2.0}
-    found = gathered(figures(SAID) | counts, ["S", "M", "L"], ["strong", "weak", "old"])
-    assert found is not None and (found["asked"], found["failed"], found["all"]["clients"]) == (6, 2, 4)
-    assert list(found["levels"]) == ["S", "L"] and list(found["tiers"]) == ["strong", "weak", "old"]
-    assert found["levels"]["L"] == {"mean": 0.9, "p10": 0.9, "worst": 0.9, "spread": 0.0, "loss": 0.2, "clients": 1}
-    assert gathered(counts, ["S"], ["old"]) is None
 
 
 # ------------------------------------------------------------------------------------------------------- resumed

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fl_engine.aggregation.privacy import Private
-from fl_engine.algorithms import ALGORITHMS, Decoupled, DepthFL, FedAvg, FlexFL, HeteroFL
+from fl_engine.algorithms import ALGORITHMS, DepthFL, FedAvg, FlexFL, HeteroFL
 from fl_engine.backends import InProcess, Processes
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.types import ClientUpdate, Codecs
@@ -174,14 +174,6 @@ def test_variances_that_a_network_stores_stay_above_zero(memory_store: Any, tmp_
     assert_same_bits(*finals)
 
 
-def test_failures_free_their_place(memory_store: Any) -> None:
-    federated(SOME["all_large"], memory_store, 12, faults="drop=0.5")
-    rows = Checkpoints(memory_store).rows()
-    assert sum(row.metrics["clients_failed"] for row in rows) > 3
-    assert all(row.metrics["clients_trained"] <= 2 and row.metrics["clients_flying"] <= 4 for row in rows)
-    assert rows[-1].metrics["clients_trained"] == 2
-
-
 def test_with_a_trace_nobody_waits_for_others_to_come_online(new_store: Any, dying: Any, killed: Any) -> None:
     """All leave after 0.2 s and come back after 0.5: what is under way is merged, who was too slow dropped out."""
     rows = [[(0.0, True, d.speed, d.bandwidth), (0.2, False, 1.0, 1.0)] for d in FLEET]
@@ -203,15 +195,6 @@ def test_with_a_trace_nobody_waits_for_others_to_come_online(new_store: Any, dyi
     assert encode(federated(algorithm, store, 30, trace=trace).params) == encode(expected.params)
 
 
-def test_what_waits_is_deleted_when_it_has_been_merged(memory_store: Any) -> None:
-    federated(SOME["all_large"], memory_store, 9)
-    checkpoints = Checkpoints(memory_store)
-    wanted = {
-        pending.FOLDER + flight.file for r in checkpoints.with_state() for flight in pending.read(checkpoints.rest(r))
-    }
-    assert set(memory_store.list(pending.FOLDER)) == wanted and 2 <= len(wanted) <= 4
-
-
 # ----------------------------------------------------------------------------------------------- refusals
 def test_a_damaged_file_is_named(memory_store: Any) -> None:
     federated(SOME["all_large"], memory_store, 3)
@@ -219,35 +202,6 @@ def test_a_damaged_file_is_named(memory_store: Any) -> None:
         memory_store.put(key, encode({"a": torch.zeros(1)}))
     with pytest.raises(IntegrityError, match=r"flights/.* is damaged"):
         federated(SOME["all_large"], memory_store, 6)
-
-
-def test_a_change_of_other_weights_is_refused() -> None:
-    algorithm = SOME["all_large"]
-    site = tiny_site(algorithm, fleet=FLEET)
-    run = Run(algorithm, site, RoundsConfig(stop=1, **TERMS))
-    state = start_of(algorithm, site)
-    order = algorithm.plan(state, run.context(0, 0.0)).orders[0]
-    update = execute(algorithm, order, site)
-    assert isinstance(update, ClientUpdate)
-    times = run.times(update, order, 0.0)
-    assert times is not None
-    flight = pending.Flight(order, update, times, 1.0, 1, 1, 2, "x")
-    name = next(iter(state.params))
-    for wrong in ({"a": torch.zeros(1)}, {name: torch.zeros(1)}, {buffer.AS_BROUGHT + name: state.params[name]}):
-        with pytest.raises(IntegrityError, match=r"flights/x is not the change of client"):
-            buffer.moved(state, flight, wrong, 1.0, site.layout)
-
-
-def test_levels_with_weights_of_their_own_are_refused(memory_store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InProcess, "run", lambda *_: pytest.fail("clients train"))
-    with pytest.raises(ConfigError, match=r"levels of Decoupled have weights of their own.* rounds\.mode=synchronous"):
-        federated(Decoupled(training=ASKED), memory_store)
-
-
-def test_a_buffer_larger_than_the_clients_at_work_is_refused(memory_store: Any) -> None:
-    """It would never be full."""
-    with pytest.raises(ConfigError, match=r"rounds\.buffer = 5, but 4 clients are at work"):
-        federated(SOME["all_large"], memory_store, buffer=5)
 
 
 @pytest.mark.parametrize(

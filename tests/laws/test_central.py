@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -22,7 +21,6 @@ from fl_engine.storage.store import decode, encode
 from fl_engine.testing.kinds import KINDS
 from fl_engine.testing.tiny import TinyNet, assert_same_bits, tiny_data
 from fl_engine.training.central import train_centrally, weights_in
-from fl_engine.training.evaluation import evaluate
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import Numerics, Precision
 
@@ -84,37 +82,6 @@ def test_in_half_it_goes_on_with_the_same_bits(precision: Precision, monkeypatch
     if precision == "amp":
         with pytest.raises(ModelError, match="snapshot"):
             next(iter(train_centrally(NETWORK, DATA, TASK, start, since=kept)))
-
-
-@pytest.mark.parametrize(("before", "after"), [("fp16", "fp32"), ("fp32", "fp16"), ("fp16", "bf16")])
-def test_it_may_go_on_in_another_precision(before: Precision, after: Precision) -> None:
-    """As `--accept-numerics` allows: what the optimiser remembers becomes of the weights' type."""
-    start, numerics = initial_params(NETWORK, 1), Numerics(precision=after)
-    first = next(iter(train_centrally(NETWORK, DATA, TASK, start, Numerics(precision=before))))
-    (*_, last) = train_centrally(NETWORK, DATA, TASK, start, numerics, since=first.snapshot)
-    like = next(iter(train_centrally(NETWORK, DATA, TASK, start, numerics))).snapshot
-    assert {name: t.dtype for name, t in last.snapshot.items()} == {name: t.dtype for name, t in like.items()}
-
-
-def test_epochs_are_evaluated_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    start = initial_params(NETWORK, 1)
-    with caplog.at_level(logging.INFO, "flexfleet"):
-        epochs = list(train_centrally(NETWORK, DATA, replace(TASK, epochs=8), start))
-    first, last = epochs[0], epochs[-1]
-    assert last.loss < first.loss and last.score.value > 0.9
-    for each in (first, last):
-        assert each.score == evaluate(NETWORK, each.params, FULL, DATA, DATA.test_x, DATA.test_y)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 8
-    assert lines[7].startswith(f"epoch 8 of 8: loss {last.loss:.4f}, accuracy {100 * last.score.value:.2f} %, ")
-
-
-def test_an_epochs_loss_is_that_of_its_own_steps() -> None:
-    start = initial_params(NETWORK, 1)
-    epochs = list(train_centrally(NETWORK, DATA, TASK, start))
-    (alone,) = train(NETWORK, DATA.task, [Job(TASK, start, DATA.normalise(DATA.train_x), DATA.train_y)])
-    assert sum(each.loss for each in epochs) / 3 == pytest.approx(alone.loss, rel=1e-12)
-    assert len({each.loss for each in epochs}) == 3
 
 
 def test_divergence_and_snapshots_of_other_tasks_are_refused() -> None:

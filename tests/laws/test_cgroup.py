@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,14 +66,6 @@ def test_what_is_free_is_looked_at_anew(tmp_path: Path, version: object) -> None
         assert cgroup.room(0, root, tmp_path / "none") == left * MIB
 
 
-def test_unknown_usage_counts_what_the_client_holds(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text(str(1000 * MIB))
-    assert cgroup.used(tmp_path) is None
-    assert cgroup.room(300 * MIB, tmp_path, tmp_path / "none") == 700 * MIB
-    (tmp_path / "memory.current").write_text(str(800 * MIB))
-    assert cgroup.room(300 * MIB, tmp_path, tmp_path / "none") == 200 * MIB, "without memory.stat all of it counts"
-
-
 def test_pressure_takes_its_share(tmp_path: Path) -> None:
     """Of the cgroup or of the node, whichever is larger: what all waited for in the last ten seconds."""
     root = v2(tmp_path)
@@ -94,21 +84,8 @@ def test_no_limit_is_said(tmp_path: Path, version: object, text: object) -> None
             look(root)
 
 
-def test_the_places_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLEXFLEET_CGROUP", str(v2(tmp_path)))
-    monkeypatch.setenv("FLEXFLEET_PROC", str(node(tmp_path / "proc", available_kb=1024)))
-    assert cgroup.room(0) == MIB
-
-
 # ---------------------------------------------------------------------------------------- a device without a container
 SERVICE = "system.slice/flexfleet-agent.service"
-
-
-def test_a_device_without_a_limit_has_what_the_machine_has(tmp_path: Path) -> None:
-    proc = node(tmp_path / "a", available_kb=50 * 1024, stalled="50.00")
-    assert cgroup.room_of_device(0, tmp_path, proc) == 25 * MIB
-    with pytest.raises(EnvironmentFailure, match=r"agents\.observe"):
-        cgroup.room_of_device(0, tmp_path, tmp_path / "none")
 
 
 @pytest.mark.parametrize(("version", "line"), [(v2, "0::"), (v1, "9:memory:")])
@@ -139,59 +116,3 @@ def test_the_limit_of_a_service_is_its_own_or_that_of_its_slice(tmp_path: Path, 
         assert cgroup.room_of_device(0, tmp_path, proc) == 100 * MIB
     (proc / "self" / "cgroup").write_text(f"{line}/../{SERVICE}\n")
     assert cgroup.room_of_device(0, tmp_path, proc) == 5000 * MIB, "what lies outside of what is seen"
-
-
-# ------------------------------------------------------------------------------------------------- a real cgroup
-def own_cgroup(place: Path) -> Path:
-    """A folder that shows this process's own cgroup as a container sees it. Skips where there is none to read."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        pytest.skip("this system has no cgroups")
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "memory":
-            real = Path("/sys/fs/cgroup/memory") / path.lstrip("/")
-            if (real / "memory.usage_in_bytes").is_file():
-                (place / "memory").symlink_to(real)
-                return place
-        real = Path("/sys/fs/cgroup") / path.lstrip("/")
-        if not controllers and (real / "memory.current").is_file():
-            return real
-    pytest.skip("the files of this process's cgroup are not mounted here")
-
-
-TAKES = """
-import os, sys
-from pathlib import Path
-from fl_engine.training import cgroup
-root = Path(sys.argv[1])
-before = cgroup.used(root)
-taken = bytearray(os.urandom(1)) * (400 * 2**20)
-print(before, cgroup.used(root), flush=True)
-"""
-
-
-def test_what_a_process_takes_is_used_in_its_real_cgroup(tmp_path: Path) -> None:
-    """By the kernel's own files. Others in the same cgroup may take and free memory meanwhile, hence three tries."""
-    root = own_cgroup(tmp_path)
-    for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", TAKES, str(root)], capture_output=True, text=True, check=True)
-        before, after = map(int, done.stdout.split())
-        if 300 * MIB < after - before < 500 * MIB:
-            return
-    pytest.fail(f"400 MiB were taken, and the cgroup says {(after - before) / MIB:.0f} MiB more")
-
-
-INSIDE = """
-import os, sys
-from pathlib import Path
-(Path(sys.argv[1]) / "cgroup.procs").write_text(str(os.getpid()))
-from fl_engine.training import cgroup
-root = Path(sys.argv[2])
-room = cgroup.room(0, root, Path("/none"))
-print(cgroup.limit(root), room, flush=True)
-part = float(sys.argv[3])
-taken = b"x" * int(part * room)
-print("survived", flush=True)
-"""

@@ -16,22 +16,16 @@ from torch.nn.functional import cross_entropy
 
 from fl_engine.algorithms import FedAvg
 from fl_engine.backends import InProcess, Processes
-from fl_engine.core.clients import client_metrics
 from fl_engine.core.contracts import (
     ClientContext,
     ClientMetric,
 )
-from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import runnable
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.rounds.run import Run
-from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Uniform
-from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.store import FolderStore, encode
-from fl_engine.testing import played
+from fl_engine.storage.store import FolderStore
 from fl_engine.testing.algorithms import AlgorithmSuite
 from fl_engine.testing.plugins import MOST, LargestUtility
 from fl_engine.testing.tiny import (
@@ -59,10 +53,6 @@ class TestASelectionThatAsksItsClients(AlgorithmSuite):
         return False  # sends all the largest model
 
 
-def one(client: ClientContext) -> float:
-    return 1.0
-
-
 @dataclass(frozen=True)
 class Declares(Uniform):
     """A selection that asks for these."""
@@ -84,38 +74,6 @@ def work(algorithm: Any, **site: Any) -> tuple[Site, RoundPlan]:
 
 def by_client(outcomes: Any) -> list[Outcome]:
     return sorted(outcomes, key=lambda outcome: outcome.client)
-
-
-# ------------------------------------------------------------------------------------------------ declarations
-WRONG: list[tuple[tuple[Any, ...], str]] = [
-    (("loss", 0, 1), "the engine has a metric of that name"),
-    (("free", 0, 1), "the engine has a metric of that name"),
-    (("client", 0, 1), "the engine has a metric of that name"),
-    (("seconds_simulated", 0, 1), "the engine has a metric of that name"),
-    (("seconds_compute", 0, 1), "the engine has a metric of that name"),
-    (("a b", 0, 1), "a plain identifier"),
-    (("", 0, 1), "a plain identifier"),
-    (("größe", 0, 1), "a plain identifier"),
-    (("a" * 33, 0, 1), "at most 32 characters"),
-    (("a\n", 0, 1), "a plain identifier"),
-    (("a", 1, 0), "low <= high, got 1 and 0"),
-    (("a", 0, math.inf), "must be finite"),
-    (("a", math.nan, 1), "must be finite"),
-]
-
-
-@pytest.mark.parametrize(("declared", "said"), WRONG, ids=[repr(declared) for declared, _ in WRONG])
-def test_what_is_no_declaration_is_refused_with_the_reason(declared: tuple[Any, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match=f"Declares declares the client metric .*{said}"):
-        client_metrics(asking((*declared, one)))
-
-
-def test_metric_is_declared_once_and_their_number_is_bounded() -> None:
-    with pytest.raises(ConfigError, match="'a': it is declared twice"):
-        client_metrics(asking(("a", 0, 1, one), ("a", 0, 1, one)))
-    assert len(client_metrics(asking(*((f"a{i}", 0, 1, one) for i in range(32))))) == 32
-    with pytest.raises(ConfigError, match="at most 32 client metrics"):
-        client_metrics(asking(*((f"a{i}", 0, 1, one) for i in range(33))))
 
 
 # --------------------------------------------------------------------------------------------------- measuring
@@ -234,21 +192,3 @@ LIES: dict[str, dict[str, float | None]] = {
 def test_one_step_beyond_is_refused(lie: str, tmp_path: Path) -> None:
     outcome = received(tmp_path, **LIES[lie])
     assert isinstance(outcome, ClientFailure) and (outcome.stage, outcome.code) == ("validate", "metrics")
-
-
-# ------------------------------------------------------------------------------------------------------ rounds
-def federated(store: Any, rounds: int = 4) -> bytes:
-    site = tiny_site(ASKING)
-    run = Run(ASKING, site, RoundsConfig(stop=rounds, evaluate_every=1000, commit_every=1, keep_updates=True))
-    return encode(played.federated(run, store)[0].params)
-
-
-def test_clients_with_the_largest_utility_are_asked(memory_store: Any) -> None:
-    federated(memory_store, 5)
-    rows = Checkpoints(memory_store).rows()
-    known: dict[int, float] = {}
-    for row in rows[:4]:  # twenty clients, five of them a round: first all of them once
-        assert not known.keys() & {line["client"] for line in row.clients}
-        known |= {line["client"]: line["utility"] for line in row.clients}
-    largest = sorted(known, key=lambda client: -known[client])[:5]
-    assert [line["client"] for line in rows[4].clients] == sorted(largest)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ import torch
 
 from fl_engine.aggregation import privacy
 from fl_engine.aggregation.privacy import Private
-from fl_engine.algorithms import CONTRACT, FedAvg
-from fl_engine.backends import InProcess, Processes
-from fl_engine.codecs import Half
+from fl_engine.algorithms import FedAvg
+from fl_engine.backends import InProcess
 from fl_engine.core.clients import header, kept_by_clients, travelling
 from fl_engine.core.contracts import ClientContext
 from fl_engine.core.errors import ConfigError
@@ -24,7 +22,6 @@ from fl_engine.core.slicing import full_shapes, largest
 from fl_engine.core.types import (
     ClientFailure,
     ClientUpdate,
-    Codecs,
     LocalTask,
     Outcome,
     Params,
@@ -32,7 +29,6 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import packed
@@ -45,7 +41,7 @@ from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage import lease
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore, encode, tensor_bytes
-from fl_engine.storage.tensor_files import KEY, ClientStates, named
+from fl_engine.storage.tensor_files import named
 from fl_engine.testing.plugins import PersonalHeads
 from fl_engine.testing.tiny import (
     SEED,
@@ -60,8 +56,6 @@ from fl_engine.testing.tiny import (
     tiny_site,
 )
 from fl_engine.training.numerics import Numerics
-from flexfleet import config as configs
-from flexfleet.config import load_config
 
 HEADS = PersonalHeads(training=replace(TRAINING, fraction=0.5, epochs=1))
 SITE = tiny_site(HEADS, fleet=tiny_fleet(6))
@@ -81,40 +75,6 @@ def update_of(order: WorkOrder = ORDER, algorithm: Any = HEADS) -> ClientUpdate:
 
 
 # ------------------------------------------------------------------------------------------------ declarations
-@dataclass(frozen=True)
-class Declares(PersonalHeads):
-    shapes: tuple[tuple[str, Any], ...] = ()
-
-    def client_state(self, family: Any, pool: Any) -> Mapping[str, tuple[int, ...]]:
-        return dict(self.shapes)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "said"),
-    [
-        ("", (1,), "a name is 1 to 256 letters"),
-        ("a b", (1,), "a name is 1 to 256 letters"),
-        ("a" * 257, (1,), "a name is 1 to 256 letters"),
-        ("a", (0,), "positive integers"),
-        ("a", (2, -1), "positive integers"),
-        ("a", (2.0,), "positive integers"),
-    ],
-)
-def test_what_is_no_declaration_is_refused_with_the_reason(name: str, shape: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=r"Declares\.client_state"):
-        kept_by_clients(Declares(shapes=((name, shape),)), SITE.family, SITE.pool)
-
-
-@dataclass(frozen=True)
-class BeginsOtherwise(PersonalHeads):
-    def begin(self, state: Params) -> Start:  # type: ignore[override]
-        return Start(state)
-
-
-def test_a_configuration_names_one_and_a_misfit_is_refused() -> None:
-    name = "fl_engine.testing.plugins:PersonalHeads"
-    assert isinstance(configs.algorithm(load_config(None, [f"algorithm.name={name}"])), PersonalHeads)
-    assert CONTRACT.misfits(BeginsOtherwise)[0].startswith("its begin(self, state")
 
 
 def test_private_aggregation_refuses_it() -> None:
@@ -241,21 +201,6 @@ def test_each_lie_about_a_state_has_its_code(lie: str, tmp_path: Path) -> None:
     assert isinstance(outcome, ClientFailure) and (outcome.stage, outcome.code) == ("validate", code)
 
 
-# ---------------------------------------------------------------------------------------------------- backends
-
-
-def test_a_state_travels_as_it_is_beside_coded_weights(tmp_path: Path) -> None:
-    orders = tuple(replace(order, memory=travelling(STATE)) for order in PLAN.orders)
-    plan = coding.sent(replace(PLAN, orders=orders), SITE.pool, Codecs(Half(), Half()), SEED)
-    expected = list(InProcess(SITE).run(HEADS, plan))
-    for outcome in expected:
-        assert isinstance(outcome, ClientUpdate) and outcome.encoded is not None
-        assert outcome.state.keys() == DECLARED.keys() and not outcome.payload.keys() & DECLARED.keys()
-        assert all(tensor.dtype == torch.float32 for tensor in outcome.state.values())
-    with closing(Processes(SITE, ("cpu", "cpu"))) as processes:
-        assert_same_outcomes(by_client(processes.run(HEADS, plan)), by_client(expected))
-
-
 # ------------------------------------------------------------------------------------------------------ rounds
 def federated(store: Any, stop: int = 3, site: Site = SITE, held: Any = None, **terms: Any) -> bytes:
     settings = RoundsConfig(**{"stop": stop, "evaluate_every": 1000, "commit_every": 1, "norm_bound": None, **terms})
@@ -318,21 +263,6 @@ def test_state_file_is_written_once_and_deleted_when_unnamed(memory_store: Any) 
         assert states(memory_store) == {*before.values(), *now.values()}, "those of the last two commits"
         before = now
     assert len(before) > 3
-
-
-def test_a_state_of_another_form_is_lost_too(memory_store: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """The file is whole, but not what the algorithm declares: a commit that somebody has edited."""
-    federated(memory_store, 1)
-    other = ClientStates(Checkpoints(memory_store)).put({"a": torch.zeros(1)}, None)
-    ledger = ledger_in(memory_store)
-    tensors, rest = ledger.checkpoints.read(0)
-    rows = ledger.checkpoints.rows()
-    victim = min(named(rest))
-    rest[KEY][str(victim)] = other
-    ledger.checkpoints.discard_after(None)
-    ledger.checkpoints.commit(0, tensors, rest, rows)
-    federated(memory_store, 6)
-    assert f"client {victim}: its state is lost" in caplog.text
 
 
 def test_the_state_of_an_update_that_is_refused_is_not_kept(memory_store: Any) -> None:

@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from fl_engine.core.errors import ModelError, PartitionError
-from fl_engine.core.slicing import initial_params
+from fl_engine.core.errors import PartitionError
 from fl_engine.data.clusters import clusters_of, features_of
 from fl_engine.models import MODELS
 from fl_engine.models.build import build_model
-from fl_engine.testing.tiny import TinyNet, tiny_data
-from fl_engine.training.evaluation import LAST, last_layer_inputs
+from fl_engine.training.evaluation import LAST
 
 RNG = np.random.default_rng(0)
 GROUPS = RNG.permutation(np.arange(90) % 3)
@@ -50,15 +48,6 @@ def test_fewer_different_samples_than_clusters_are_an_error() -> None:
         clusters_of(wrong, 3, 0, "blobs")
 
 
-def test_features_come_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "features.npy"
-    for kind in (np.float32, np.float64, np.int16):
-        np.save(path, BLOBS.reshape(90, 5, 1).astype(kind))
-        assert np.array_equal(features_of(path, 90), BLOBS.astype(kind).astype(np.float32))
-    with pytest.raises(PartitionError):
-        features_of(path, 91)
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -80,19 +69,6 @@ def test_other_features_are_refused(values: np.ndarray[Any, Any], tmp_path: Path
 
 
 # ------------------------------------------------------------------------------------------------- of networks
-def test_features_of_a_network_are_what_its_last_layer_is_given() -> None:
-    data, family = tiny_data(), TinyNet()
-    params = initial_params(family, 0)
-    found = last_layer_inputs(family, params, data, batch_size=32)
-    module = family.module()
-    module.load_state_dict(params)
-    (head,) = [layer for layer in module.modules() if isinstance(layer, nn.Linear)][-1:]
-    assert found.shape == (len(data.train_y), head.in_features)
-    with torch.no_grad():
-        outputs = torch.cat([module.eval()(data.normalise(x)) for x in torch.split(data.train_x, 32)])
-        again = head(torch.from_numpy(found))
-    assert torch.allclose(outputs, again, atol=1e-5)
-    assert np.array_equal(found, last_layer_inputs(family, params, data, batch_size=32))
 
 
 def test_every_network_ends_in_a_layer_that_can_be_looked_at() -> None:
@@ -103,12 +79,3 @@ def test_every_network_ends_in_a_layer_that_can_be_looked_at() -> None:
             module = build_model({"name": name}, shape, outputs).module()
         (last,) = [layer for layer in module.modules() if isinstance(layer, LAST)][-1:]
         assert (last.out_features if isinstance(last, nn.Linear) else last.out_channels) == outputs, name
-
-
-def test_a_network_without_one_is_refused() -> None:
-    class Flat(TinyNet):
-        def module(self, spec: Any = None) -> nn.Module:
-            return nn.Flatten()
-
-    with pytest.raises(ModelError):
-        last_layer_inputs(Flat(), {}, tiny_data())

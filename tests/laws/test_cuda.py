@@ -6,7 +6,7 @@ Without a GPU these tests are skipped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,33 +14,24 @@ import torch
 
 from fl_engine.algorithms import FlexFL
 from fl_engine.backends.in_process import InProcess, prepare_process
-from fl_engine.codecs import Half, Qsgd
-from fl_engine.core.clients import travelling
-from fl_engine.core.contracts import ClientContext, ModelFamily
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.slicing import initial_params, made_up, runnable, take
 from fl_engine.core.task import Task
 from fl_engine.core.types import (
     FULL,
     SGD,
     Adam,
-    ClientUpdate,
-    Codecs,
     Distillation,
     LocalTask,
     Params,
-    Start,
-    TaskContext,
-    WorkOrder,
 )
 from fl_engine.core.widths import prefix
-from fl_engine.exchange import coding
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.models.widar_resnet18 import WidarResNet18
 from fl_engine.models.wisdm_lstm import WisdmLSTM
 from fl_engine.tasks import Classification, Detection, NextToken, Regression
 from fl_engine.testing.kinds import KINDS
-from fl_engine.testing.plugins import PersonalHeads
 from fl_engine.testing.tiny import (
     SEED,
     TRAINING,
@@ -48,14 +39,12 @@ from fl_engine.testing.tiny import (
     assert_same_outcomes,
     context_of,
     start_of,
-    tiny_fleet,
     tiny_site,
 )
 from fl_engine.training import local
-from fl_engine.training.evaluation import evaluate
 from fl_engine.training.isolation import isolated
 from fl_engine.training.local import Job
-from fl_engine.training.numerics import SINGLE, Numerics, settled
+from fl_engine.training.numerics import SINGLE, Numerics
 from tests.harness.networks import SMALL
 from tests.harness.processes import Done
 
@@ -63,19 +52,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 CUDA = torch.device("cuda")
 TASK = LocalTask(FULL, SGD(0.05, 0.5, 1e-3), epochs=2, batch_size=8, drop_last=True, seed=0)
-
-
-@dataclass(frozen=True)
-class Drifting(PersonalHeads):
-    """Its clients add up how far they have moved their heads."""
-
-    def begin(self, state: Params, start: Start, order: WorkOrder, task: LocalTask, ctx: TaskContext) -> Start:
-        return start
-
-    def keep(self, state: Params, client: ClientContext) -> Params:
-        names = self.client_state(client.family, ())
-        moved = {name: client.trained[name] - client.received[name] for name in names}
-        return {name: moved[name] + state[name] if state else moved[name] for name in names}
 
 
 @pytest.fixture(autouse=True)
@@ -201,16 +177,6 @@ def test_training_that_is_resumed_ends_in_the_same_bits(name: str, numerics: Num
     same(resumed.trained()[0], session.trained()[0])
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_networks_are_evaluated(name: str) -> None:
-    if name == "detection":
-        pytest.importorskip("faster_coco_eval")
-    family, data = KINDS[name]
-    params = initial_params(family, 0)
-    here, there = (evaluate(family, params, FULL, data, data.test_x, data.test_y, d) for d in ("cpu", "cuda"))
-    assert there.loss == pytest.approx(here.loss, rel=1e-2)
-
-
 def test_several_devices_of_one_gpu_give_the_same_bits() -> None:
     algorithm = FlexFL(training=TRAINING)
     site = replace(tiny_site(algorithm), numerics=Numerics("batched", 8))  # a GPU trains one at a time all the same
@@ -221,18 +187,6 @@ def test_several_devices_of_one_gpu_give_the_same_bits() -> None:
     ]
     for other in found[1:]:
         assert_same_outcomes(found[0], other)
-
-
-def test_update_in_few_bits_is_decoded_on_the_cpu() -> None:
-    """Codecs compute with what was received, which is there."""
-    algorithm = FlexFL(training=TRAINING)
-    site = tiny_site(algorithm)
-    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
-    plan = coding.sent(plan, site.pool, Codecs(Half(), Qsgd(bits=8)), SEED)
-    found, again = (sorted(InProcess(site, ("cuda",)).run(algorithm, plan), key=lambda o: o.client) for _ in range(2))
-    assert_same_outcomes(found, again)
-    updates = [each for each in found if isinstance(each, ClientUpdate)]
-    assert updates and {t.device.type for each in updates for t in each.payload.values()} == {"cpu"}
 
 
 @pytest.mark.parametrize("backend", ["in_process", "processes"])
@@ -253,20 +207,3 @@ def test_resumed_run_ends_in_the_same_model(
     run("parts", 3, backend)
     whole, parts = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
     assert whole == parts
-
-
-def test_client_state_is_on_the_device_that_trains() -> None:
-    algorithm = Drifting(training=replace(TRAINING, fraction=1.0, epochs=1))
-    site = tiny_site(algorithm, fleet=tiny_fleet(3))
-    state = start_of(algorithm, site)
-    plan = algorithm.plan(state, context_of(site, 0, SEED))
-    first = sorted(InProcess(site, ("cuda",)).run(algorithm, plan), key=lambda o: o.client)
-    kept = {o.client: o.state for o in first if isinstance(o, ClientUpdate)}
-    assert len(kept) == 3
-    orders = tuple(replace(order, memory=travelling(kept[order.client])) for order in plan.orders)
-    for second in InProcess(site, ("cuda",)).run(algorithm, replace(plan, orders=orders)):
-        assert isinstance(second, ClientUpdate) and {t.device.type for t in second.state.values()} == {"cpu"}
-
-
-def test_auto_precision_is_that_of_the_gpu() -> None:
-    assert settled("auto", ("cuda",), None) == ("bf16" if torch.cuda.get_device_capability() >= (8, 0) else "amp")

@@ -12,10 +12,8 @@ from torch import nn
 
 from fl_engine.aggregation.averaging import StreamingMean
 from fl_engine.backends.in_process import prepare_process
-from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.types import FULL, Axis, ParamLayout, Slot
 from fl_engine.storage.overlapping import overlapped
-from fl_engine.training.isolation import isolated
 from fl_engine.training.numerics import flushes_now
 
 
@@ -61,17 +59,3 @@ def test_server_averages_obey(flush: bool) -> None:
     for weight in (1.0, 3.0):
         average.add({"w": denormal(3)}, FULL, weight)
     assert bool(average.result()["w"].view(torch.int32).any()) is not flush
-
-
-def test_a_host_gets_its_own_setting_back(flush: bool) -> None:
-    with isolated():
-        assert not flushes_now(), "as a new process"
-        prepare_process(("cpu",))
-        assert flushes_now()
-    assert flushes_now() is flush
-
-
-def test_a_processor_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "set_flush_denormal", lambda _: False)
-    with pytest.raises(EnvironmentFailure, match="denormal"):
-        prepare_process(("cpu",))

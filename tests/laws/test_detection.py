@@ -4,7 +4,6 @@ computation."""
 from __future__ import annotations
 
 import math
-import sys
 from itertools import pairwise
 
 import numpy as np
@@ -15,10 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fl_engine.core import boxes
-from fl_engine.core.errors import DataError, EnvironmentFailure, PartitionError
-from fl_engine.core.task import check_ready
+from fl_engine.core.errors import DataError, PartitionError
 from fl_engine.data import partitioning
-from fl_engine.tasks import Classification, Detection
+from fl_engine.tasks import Detection
 from fl_engine.tasks.detection import BOX_WEIGHT, DETECTIONS, PRIOR
 from fl_engine.testing.kinds import tiny_boxes
 from fl_engine.training.losses import self_distillation
@@ -43,14 +41,6 @@ def test_overlap_by_hand() -> None:
     assert boxes.generalised_overlap(a, b).tolist() == [0.5, 1.0, -0.25]
     nothing = torch.zeros(4)
     assert float(boxes.overlap(nothing, nothing)) == 0 and math.isfinite(boxes.generalised_overlap(nothing, nothing))
-
-
-def test_a_box_follows_a_map_of_its_image() -> None:
-    y = torch.tensor([[[1.0, 0.5, 0.25, 0.2, 0.1], NOTHING]])
-    halved = torch.tensor([[[0.5, 0, 0.25], [0, 0.5, 0.25]]])
-    torch.testing.assert_close(boxes.moved(y, halved), torch.tensor([[[1.0, 0.5, 0.375, 0.1, 0.05], NOTHING]]))
-    sheared = torch.tensor([[[1.0, 1.0, 0], [0, 1, 0]]])  # right by as much as a point lies down
-    torch.testing.assert_close(boxes.moved(y, sheared)[0, 0], torch.tensor([1.0, 0.75, 0.25, 0.3, 0.1]))
 
 
 @pytest.mark.parametrize(("right", "kept"), [(0.55, [1.0, 0.975, 0.25, 0.05, 0.1]), (0.59, NOTHING), (2.0, NOTHING)])
@@ -88,14 +78,6 @@ def test_a_box_is_learnt_by_its_cell_and_the_neighbours_in_it() -> None:
     corner = [0.0, 1.0, 1.0, 0.01, 0.01]
     assert owners(corner)[3] == [3, 3, 3, 0], "a centre on the edge is in the last cell"
     assert owners([0.0, 0.125, 0.125, 1.0, 1.0])[0] == [0, 0, 3, 3], "no further than the next cells"
-
-
-def test_cell_learns_its_own_box_then_the_smallest() -> None:
-    large, small = [0.0, 0.375, 0.375, 0.75, 0.75], [1.0, 0.4, 0.4, 0.3, 0.3]
-    assert owners(large, small)[1][1] == owners(small, large)[1][1] + 1 == 1, "both at home: the smaller"
-    beside = [1.0, 0.625, 0.375, 0.6, 0.2]  # covers the centre of the cell that the large one is at home in
-    assert owners(large, beside)[1][:3] == [0, 0, 1]
-    assert owners(small, small, large)[1][1] == 0, "equal ones: the first"
 
 
 @given(seed=st.integers(0, 999), rows=st.integers(5, 9), columns=st.integers(5, 9))
@@ -237,16 +219,6 @@ def test_map50_does_not_depend_on_how_batches_are_cut(cuts: list[int], seed: int
     assert TWO.measure(parts).values == TWO.measure([TWO.observe(out, y)]).values
 
 
-def test_without_its_library_the_metric_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "faster_coco_eval", None)
-    y = TWO.examples(2, torch.Generator().manual_seed(1))
-    with pytest.raises(EnvironmentFailure, match=r"pip install 'flexfleet\[detection\]'"):
-        TWO.measure([TWO.observe(torch.zeros(2, 6, 2, 2), y)])
-    with pytest.raises(EnvironmentFailure, match=r"pip install 'flexfleet\[detection\]'"):
-        check_ready(TWO)  # before anything trains
-    check_ready(Classification(2))
-
-
 # ------------------------------------------------------------------------------------------------- distillation
 def test_distillation_by_hand() -> None:
     """A teacher's score of 3/4, a student's of 1/2; their boxes are two cells apart."""
@@ -259,11 +231,6 @@ def test_distillation_by_hand() -> None:
 
 
 # -------------------------------------------------------------------------------------------- labels and checks
-def test_an_images_label_is_its_most_frequent_category() -> None:
-    a, b = [0.0, 0.5, 0.5, 0.1, 0.1], [1.0, 0.5, 0.5, 0.1, 0.1]
-    y = torch.tensor([[a, b, b], [a, a, b], [b, NOTHING, a], [NOTHING, b, NOTHING], [NOTHING] * 3])
-    assert TWO.labels(y).tolist() == [1, 0, 0, 1, 2], "of equally many the first; without a box one of its own"
-    assert TWO.label_count == 3
 
 
 def test_partition_rules_use_the_label_of_boxes() -> None:

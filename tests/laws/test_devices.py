@@ -12,17 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.algorithms import HeteroFL
 from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Device
 from fl_engine.core.widths import prefix
-from fl_engine.fleet.devices import DEFAULT, FLEETS, Tier, fleet, observe, simulated_seconds
+from fl_engine.fleet.devices import FLEETS, Tier, fleet, observe, simulated_seconds
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.selection.capacity import holds, level_of
-from fl_engine.testing.tiny import tiny_pool
+from fl_engine.selection.capacity import holds
 
 law = settings(max_examples=60)
 
@@ -71,13 +69,6 @@ def test_sigma_is_drawn_once_per_device_from_the_list() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- observe
-@law
-@given(st.floats(0.1, 200), st.floats(0, 100), st.integers(0, 2**31), st.integers(0, 2000), st.integers(0, 500))
-def test_free_is_between_nothing_and_all(memory: float, sigma: float, seed: int, round: int, client: int) -> None:
-    device = Device(client, "any", memory, sigma)
-    free = observe(device, seed, round)
-    assert 0 <= free <= memory
-    assert observe(device, seed, round) == free
 
 
 @pytest.mark.parametrize("sigma", [5.0, 8.0, 10.0])
@@ -229,13 +220,6 @@ def test_adaptivefls_devices_stay_within_their_limits(name: str, full: float, li
         assert device.most == pytest.approx(100 * high / full)
 
 
-def test_limits_cut_off_what_lies_beyond() -> None:
-    wild = Device(0, "wild", 50.0, 1000.0, (40.0, 55.0))
-    assert {observe(wild, 0, r) for r in range(50)} == {40.0, 55.0}
-    with pytest.raises(ConfigError, match="limits"):
-        fleet((Tier("t", 1.0, 50.0, limits=(60.0, 70.0)),), 3, 0)
-
-
 # --------------------------------------------------------------------------------------- the simulated clock
 def test_the_simulated_clock_by_hand() -> None:
     """2 * 10^9 multiply-adds per second and 8 * 10^6 bits per second: 3 s for 6 * 10^9, 2.5 s for 2.5 MB."""
@@ -244,15 +228,3 @@ def test_the_simulated_clock_by_hand() -> None:
     assert took == pytest.approx((3, 2.5)) and took.total == pytest.approx(5.5)
     with pytest.raises(ConfigError, match="speed"):
         fleet((Tier("t", 1.0, 50.0, speed=0.0),), 3, 0)
-
-
-def test_devices_of_the_default_fleet_hold_the_smallest_model() -> None:
-    """Of a fleet that a user chooses, `memory` is what its devices hold."""
-    family = SmallCNN((1, 8, 8), 10)
-    pool = tiny_pool(HeteroFL(widths=(0.7, 1.0)), family)
-    assert 35 < 100 * pool[0].share < 60
-    plain = {d.client: d for d in fleet(DEFAULT, 10, 0)}
-    for device in fleet(DEFAULT, 10, 0, family, pool[0].params):
-        assert level_of(device, pool) == (1 if device.tier == "strong" else 0) and holds(device, pool[0].share)
-        assert device.tier == "weak" or device == plain[device.client]
-    assert fleet("8:1:1", 10, 0, family, pool[0].params) == fleet("8:1:1", 10, 0)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from fl_engine.core import seeds
 from fl_engine.core.pool import member
@@ -15,7 +14,6 @@ from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params, runnable, take
 from fl_engine.core.types import FULL, Params, SubmodelSpec
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.models.traced import from_module
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TinyNet, tiny_data
 from fl_engine.training.evaluation import (
@@ -24,7 +22,6 @@ from fl_engine.training.evaluation import (
     collect_statistics,
     evaluate,
     evaluate_pool,
-    weights_of,
 )
 from tests.harness.networks import Watched
 
@@ -88,24 +85,6 @@ def test_evaluation_batches_are_fixed_and_shuffled() -> None:
     assert not torch.equal(batches[0], data.normalise(data.test_x))
 
 
-def test_neither_the_model_nor_the_images_change() -> None:
-    family, data = SmallCNN((1, 8, 8), 4, width=0.25, norm="static"), data_of(40, (1, 8, 8))
-    params = initial_params(family, 0)
-    before, images = {n: t.clone() for n, t in params.items()}, data.test_x.clone()
-    evaluate(family, params, FULL, data, data.test_x, data.test_y, batch_size=16)
-    assert all(torch.equal(params[n], t) for n, t in before.items())
-    assert torch.equal(data.test_x, images)
-
-
-def test_dropout_is_off() -> None:
-    plain, data = initial_params(FAMILY, 1), data_of(30)
-    scores = [
-        evaluate(family, plain, FULL, data, data.test_x, data.test_y)
-        for family in (TinyNet(dropout=0.0), TinyNet(dropout=0.9))
-    ]
-    assert scores[0] == scores[1]
-
-
 @pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")], ids=len)
 def test_the_pool_is_scored_by_its_reported_members(devices: tuple[str, ...]) -> None:
     data, params = tiny_data(), initial_params(FAMILY, 2)
@@ -132,17 +111,6 @@ def test_an_ensemble_answers_with_the_mean_of_its_exits() -> None:
         assert score.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, data.test_y).item(), rel=1e-5)
 
 
-def test_a_level_with_weights_of_its_own_is_used_with_them() -> None:
-    small = member(FAMILY, "small", SubmodelSpec.of({"conv": 4, "hidden": 16}), dispatched=True, reported=True)
-    whole = initial_params(FAMILY, 1)
-    own = {name: t + 1 for name, t in take(whole, FAMILY.layout(), small.spec).items()}
-    found = weights_of({**whole, **{f"small/{name}": t for name, t in own.items()}}, FAMILY.layout(), small)
-    assert found.keys() == own.keys()
-    assert all(found[name] is own[name] for name in own)
-    sliced = weights_of(whole, FAMILY.layout(), small)
-    assert all(torch.equal(sliced[name] + 1, own[name]) for name in own)
-
-
 @pytest.mark.parametrize("norm", ["batch", "static"])
 def test_static_statistics_are_means_over_training_batches(norm: Any) -> None:
     """The first batch norm sees the first convolution's output: mean over batches of mean and of unbiased variance."""
@@ -157,19 +125,6 @@ def test_static_statistics_are_means_over_training_batches(norm: Any) -> None:
         outs = [conv(data.normalise(data.train_x[chunk])) for chunk in torch.split(order, 50)]
     torch.testing.assert_close(bn.running_mean, torch.stack([o.mean((0, 2, 3)) for o in outs]).mean(0))
     torch.testing.assert_close(bn.running_var, torch.stack([o.var((0, 2, 3)) for o in outs]).mean(0))
-
-
-@pytest.mark.parametrize("tracks", [False, True])
-@pytest.mark.parametrize("axes", [1, 3])
-def test_statistics_of_vector_and_volume_norms_are_collected(axes: int, tracks: bool) -> None:
-    norm = (nn.BatchNorm1d if axes == 1 else nn.BatchNorm3d)(1, track_running_stats=tracks)
-    parts = (nn.Unflatten(1, (1, 4, 2, 2)), norm) if axes == 3 else (nn.Unflatten(1, (1, 16)), norm)
-    family = from_module(nn.Sequential(nn.Flatten(), *parts, nn.Flatten(), nn.Linear(16, 4)))((1, 4, 4), 4)
-    module, data = runnable(family, FULL, initial_params(family, 0)).eval(), data_of(20)
-    collect_statistics(module, data, data.train_x, "cpu", batch_size=32)
-    x, found = data.normalise(data.train_x), module.get_submodule("2")
-    torch.testing.assert_close(found.running_mean, x.mean().reshape(1))
-    torch.testing.assert_close(found.running_var, x.var().reshape(1))
 
 
 def test_static_statistics_make_scores_independent_of_the_batch() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.core.errors import PartitionError
 from fl_engine.core.samples import Data
-from fl_engine.data import partition_files as files
 from fl_engine.data import partitioning as p
 from fl_engine.data.partition import Partition
 from fl_engine.tasks import Classification
@@ -87,19 +83,3 @@ def test_the_proxies_of_table_iii(share: float, train: int, test: int) -> None:
     found = p.partition(CIFAR, "iid", 100, share, 0, proxy_shared=True)
     assert (len(found.proxy_train), len(found.proxy_test)) == (train, test)
     assert [len(part) for part in found.clients] == [500] * 100
-
-
-@pytest.mark.parametrize(("share", "classes"), [(0.0, ()), (1.01, ()), (0.001, ()), (0.05, (8, 9))])
-def test_what_shares_nothing_is_refused(share: float, classes: tuple[int, ...]) -> None:
-    with pytest.raises(PartitionError, match=r"partition\.proxy"):
-        p.partition(SMALL, "iid", 20, share, 0, proxy_shared=True, server_classes=classes)
-
-
-def test_shared_proxy_is_stored(tmp_path: Path) -> None:
-    found = shared("dirichlet", 0.5)
-    files.save(found, tmp_path)
-    manifest = json.loads((tmp_path / files.MANIFEST).read_text())
-    assert manifest["parameters"]["proxy_shared"] is True
-    again = files.load(tmp_path, SMALL)
-    assert proxy_of(again) == proxy_of(found)
-    assert all(np.array_equal(a, b) for a, b in zip(again.clients, found.clients, strict=True))

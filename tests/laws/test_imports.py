@@ -149,22 +149,3 @@ def test_pipelines_need_no_torch() -> None:
 
 def test_the_command_line_answers_without_torch() -> None:
     assert loaded("import flexfleet.cli.main", ("torch",)) == []
-
-
-ROUNDS = """\
-from pathlib import Path
-from flexfleet.pipeline import federate, model_pool, partition, pretrain
-from flexfleet.pipeline.prepare import Resolved
-resolved, here = Resolved.load(None, {sets!r}), Path({here!r})
-partition.partition(resolved, here / "partition")
-pretrain.pretrain(resolved, here / "partition", here / "pretrain")
-model_pool.model_pool(resolved, here / "pretrain", here / "pool")
-federate.federate(resolved, here / "partition", here / "pool", here / "run")
-"""
-
-
-def test_run_on_digits_loads_neither_compiler_nor_scikit_learn(quick: tuple[str, ...], tmp_path: Path) -> None:
-    """Each takes seconds, in every pod. Torch loads its compiler where an optimiser's class or its meta device is
-    used."""
-    statement = ROUNDS.format(sets=[*quick, "rounds.stop=1"], here=str(tmp_path))
-    assert loaded(statement, ("torch._dynamo", "sympy", "sklearn")) == []

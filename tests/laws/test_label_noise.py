@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_engine.core import seeds
-from fl_engine.core.errors import ConfigError
 from fl_engine.core.samples import Data
 from fl_engine.data import label_noise as noise
 from fl_engine.data import partition_files as files
 from fl_engine.data import partitioning as p
 from fl_engine.data.label_noise import NoiseFigures
-from fl_engine.data.partition import Partition, as_told, hold_out
-from fl_engine.preparation.confusion import check_classes, measure_confusion
+from fl_engine.data.partition import as_told, hold_out
+from fl_engine.preparation.confusion import measure_confusion
 from fl_engine.tasks import Classification
-from fl_engine.testing.kinds import TinyMLP, tiny_table
 from fl_engine.testing.tiny import TinyNet, tiny_data
 
 CONFUSION = np.array([[6, 3, 1], [0, 19, 1], [2, 0, 8]])
@@ -78,15 +75,6 @@ def test_noise_is_where_it_may_be_and_the_same_for_a_seed(data: st.DataObject) -
     assert alone.labels[0].tolist() == found.labels[0].tolist()
 
 
-def noisy_partition() -> tuple[Any, Partition]:
-    data = tiny_data()
-    parts = p.partition(data, "iid", 4, 0.1, 0)
-    others = 1.0 - np.eye(data.task.outputs)
-    mistakes = others / others.sum(1, keepdims=True)
-    made = noise.made_wrong(data.train_y.numpy(), parts.clients, mistakes, 0.5, 0)
-    return data, replace(parts, noise=made)
-
-
 def test_labels_that_a_client_does_not_train_on_stay_right(tmp_path: Path) -> None:
     """int(.5 * 8) of the 8 samples that a client of 10 trains on are wrong; the file says how many were held out."""
     targets = np.arange(23) % 2
@@ -105,21 +93,6 @@ def test_labels_that_a_client_does_not_train_on_stay_right(tmp_path: Path) -> No
     loaded = files.load(tmp_path, data)
     assert loaded.noise is not None and loaded.noise.figures == found.figures
     assert files.read_manifest(tmp_path / files.MANIFEST).reached == found.reached
-
-
-def test_noisy_partition_is_stored_with_the_clients_labels(tmp_path: Path) -> None:
-    data, parts = noisy_partition()
-    files.save(parts, tmp_path)
-    found = files.load(tmp_path, data)
-    assert found.noise is not None and parts.noise is not None
-    assert found.noise.figures == parts.noise.figures and found.noise.reached > 0.4
-    told = as_told(data, found)
-    for indices, held in zip(parts.clients, parts.noise.labels, strict=True):
-        assert told.train_y[indices].tolist() == held.tolist()
-    own = np.concatenate([parts.proxy_train, parts.proxy_test])
-    assert torch.equal(told.train_y[own], data.train_y[own]), "the server's labels are right"
-    assert torch.equal(told.test_y, data.test_y) and torch.equal(told.train_x, data.train_x)
-    assert files.read_manifest(tmp_path / files.MANIFEST).reached == found.noise.reached
 
 
 # ------------------------------------------------------------------------------------------------- the matrix
@@ -141,16 +114,3 @@ def test_confusion_has_a_row_for_each_true_class() -> None:
     held_out = seeds.rng(3, "confusion").permutation(len(data.train_y))[: matrix.sum()]
     of_class = np.bincount(data.train_y.numpy()[held_out], minlength=family.outputs)
     assert matrix.sum(1).tolist() == of_class.tolist() != matrix.sum(0).tolist()
-
-
-def test_the_matrix_follows_all_epochs_of_the_central_training() -> None:
-    data, family = tiny_data(), TinyNet()
-    one, two = (measure_confusion(family, data, seed=3, epochs=n, lr=1e-2, batch_size=16) for n in (1, 2))
-    assert one != two
-
-
-def test_numbers_are_refused_by_name() -> None:
-    data = tiny_table()
-    with pytest.raises(ConfigError):
-        measure_confusion(TinyMLP(data.input_shape, 1), data, seed=0, epochs=1, lr=1e-3, batch_size=8)
-    check_classes(Classification(3), "x")

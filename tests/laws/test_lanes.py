@@ -27,7 +27,6 @@ from fl_engine.core.types import (
     ExitLoss,
     LocalTask,
     ParamLayout,
-    Params,
     Prunable,
     Slot,
     SubmodelSpec,
@@ -43,7 +42,7 @@ from fl_engine.models.vgg16 import VGG16
 from fl_engine.models.wisdm_lstm import WisdmLSTM
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
-from fl_engine.training import batches, lanes, local, strategy
+from fl_engine.training import lanes, strategy
 from fl_engine.training.local import Job, kind, train
 from fl_engine.training.numerics import SINGLE, Numerics
 
@@ -163,17 +162,6 @@ def test_exits_remembered_terms_and_dropout() -> None:
     assert_same(dropout, [job(dropout, TASK, i) for i in range(5)], 2)
 
 
-def test_elsewhere_than_on_a_cpu_clients_train_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the numerics say batched, as in pods on GPUs."""
-    together = list[int]()
-    monkeypatch.setattr(local, "_train", lambda family, goal, jobs, *_: together.append(len(jobs)) or [])
-    family = FAMILIES["tiny"]
-    jobs = [job(family, TASK, i) for i in range(3)]
-    train(family, TEN, jobs, BATCHED)
-    train(family, TEN, [replace(each, x=each.x.to("meta")) for each in jobs], BATCHED)
-    assert together == [3, 1, 1, 1]
-
-
 def test_squeeze_and_excitation() -> None:
     """The gradient of its factors is a sum over pixels. h_swish and dropout are here too."""
     family = MobileNetV3OFA((3, 17, 18), 4, width=0.05)
@@ -232,18 +220,6 @@ def test_one_diverged_lane_leaves_the_others_alone() -> None:
     assert [t.finite for t in found] == [True, False, True]
     for i in (0, 2):
         assert_same_bits(found[i].params, expected[i].params)
-
-
-def test_ordered_dropout_trains_one_client_at_a_time() -> None:
-    family = FAMILIES["tiny"]
-    task = replace(TASK, widths=(prefix(family.layout(), 0.5), FULL))
-    jobs = [job(family, task, i) for i in range(3)]
-    for a, b in zip(
-        train(family, Classification(family.outputs), jobs, BATCHED),
-        train(family, Classification(family.outputs), jobs, SINGLE),
-        strict=True,
-    ):
-        assert_same_bits(a.params, b.params)
 
 
 def test_kinds() -> None:
@@ -338,38 +314,3 @@ def test_the_strategy_follows_from_the_size() -> None:
     assert strategy.choose(large, TEN, 20, 6, "bf16", ("cpu", "cpu")) == Numerics("batched", 3, "bf16")
     assert strategy.choose(large, TEN, 20, 6, "bf16", ("cuda:0",)) == Numerics(precision="bf16")
     assert strategy.batched(FAMILIES["tiny"], 1, 1, "fp32").lanes == 2, "one client has a copy beside it"
-
-
-def test_weights_that_do_not_fit_are_named() -> None:
-    family = FAMILIES["tiny"]
-    with torch.device("meta"):
-        network = lanes.Network(family.module())
-    stacked = lanes.stack([initial_params(family, 1)] * 2)
-    wrong: Params = {**stacked, "classifier.bias": torch.zeros(2, 9)}
-    with pytest.raises(ModelError, match=r"classifier\.bias"):
-        network.bind(wrong, list)
-    wrong.pop("classifier.bias")
-    with pytest.raises(ModelError, match=r"classifier\.bias"):
-        network.bind(wrong, list)
-
-
-# ----------------------------------------------------------------------------------------- samples held together
-def test_copy_beside_a_single_client_shares_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And sees the same ones, in the same order: those of lanes that have the samples each for itself."""
-    held: list[Tensor] = []
-    gathered = batches.gathered
-
-    def seen(goal: Any, x: Tensor, *others: Any) -> Any:
-        held.append(x)
-        return gathered(goal, x, *others)
-
-    monkeypatch.setattr(batches, "gathered", seen)
-    family = FAMILIES["small"]
-    one = job(family, TASK, 0)
-    (alone,) = train(family, Classification(4), [one], BATCHED)
-    assert all(x is one.x for x in held) and held
-    other = replace(one, x=one.x.clone())
-    held.clear()
-    beside, _ = train(family, Classification(4), [one, other], BATCHED)
-    assert len(held[0]) == 2 * len(one.x)
-    assert_same_bits(alone.params, beside.params)

@@ -16,11 +16,6 @@ BAD = 2
 """The client whose order fails whatever it is leased with."""
 
 
-def comes(worker: Played, when: Callable[[], object]) -> Callable[[], object]:
-    """The worker stays away until then."""
-    return lambda: setattr(worker, "there", worker.there or bool(when()))
-
-
 @pytest.mark.parametrize("fault", ["junk", "unable", "train", "drop", "prune"])
 def test_bad_worker_fails_no_client(scene_of: Scenes, fault: str) -> None:
     """It answers at once, so without a rest it would get every waiting assignment."""
@@ -41,14 +36,6 @@ def test_client_fails_after_attempts(scene_of: Scenes, stage: Stage, workers: in
     failure = scene.failures()[0]
     assert failure.stage == stage and ("no data here" if stage == "pod" else "no luck") in failure.reason
     assert sorted(len(worker.taken) for worker in scene.workers) == asked
-
-
-def test_hung_order_goes_to_a_worker_that_has_not_tried(scene_of: Scenes) -> None:
-    scene = scene_of(1, attempts=3, deadline_s=300)
-    hung, slow = scene.worker(scene.works), scene.worker(scene.honest(100.0), there=False)
-    scene.between = comes(slow, lambda: scene.clock.passed > 100)
-    assert scene.updates() == 1
-    assert len(hung.taken) == len(slow.taken) == 1 and 300 < scene.clock.passed < 420
 
 
 def test_late_result_of_an_ended_lease_is_not_read(scene_of: Scenes) -> None:
@@ -151,18 +138,3 @@ def test_order_that_ends_its_worker_fails_alone(scene_of: Scenes, befalls: Act, 
     assert {clients for clients in taken if {*clients} & {*together}} == {together, *((c,) for c in together)}
     free = befalls is Scene.killed  # a process may be started again once
     assert attempts <= taken.count((BAD,)) <= attempts * (1 + free)
-
-
-def test_bad_result_of_several_goes_to_another_worker(scene_of: Scenes) -> None:
-    """The lease continues with the other orders."""
-    scene = scene_of(3, 3)
-
-    def act(worker: Played, lease: Lease, worked: float) -> None:
-        if worked < 5:
-            worker.send(lease, scene.plan, scene.store, [ClientFailure(0, 1, "train", "no luck")])
-        scene.honest(60.0)(worker, lease, worked)
-
-    first, other = scene.worker(act, "weak"), scene.worker(scene.honest(), "weak", there=False)
-    scene.between = comes(other, lambda: first.taken)
-    assert scene.updates() == 3
-    assert first.taken == [(0, 1, 2)] and other.taken == [(1,)] and scene.account(first).lost == 1

@@ -46,15 +46,6 @@ def test_a_commit_reads_back_as_it_was(memory_store: Store) -> None:
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
-def test_rows_of_packed_commits_come_in_round_order(memory_store: Store) -> None:
-    ledger = ledger_in(memory_store)
-    ledger.checkpoints.commit(2, *state(2), rows(0, 1, 2))
-    ledger.checkpoints.commit(3, *state(3), rows(3))
-    ledger.checkpoints.commit(11, *state(11), rows(*range(4, 12)))
-    assert ledger.checkpoints.rows() == rows(*range(12))
-    assert ledger.checkpoints.commits() == [2, 3, 11]
-
-
 def test_after_many_commits_two_states_and_all_metrics_stay(memory_store: Store) -> None:
     ledger = ledger_in(memory_store)
     for round in range(60):
@@ -70,13 +61,6 @@ def test_after_many_commits_two_states_and_all_metrics_stay(memory_store: Store)
     assert all(files_of(memory_store, r) == KEPT | STATE for r in (58, 59))
     states = sum(len(memory_store.get(k)) for k in memory_store.list("") if k.rsplit("/")[-1] in STATE)
     assert states < 2 * 1000, "two states of 404 bytes each, and their headers"
-
-
-def test_keep_every_keeps_some_states_more(memory_store: Store) -> None:
-    commit(ledger_in(memory_store, keep_every=10), *range(35))
-    assert [r for r in range(35) if files_of(memory_store, r) & STATE] == [9, 19, 29, 33, 34]
-    for round in (9, 19, 29):
-        assert Checkpoints(memory_store).read(round)[1] == {"count": round}
 
 
 def answered(ledger: Ledger, plan: RoundPlan) -> set[int]:
@@ -117,20 +101,6 @@ def test_last_good_goes_back_as_far_as_states_are_kept(memory_store: Store) -> N
     assert ledger.checkpoints.last_good() == 2
     damage(memory_store, "rounds/00002/state.safetensors", "empty")
     assert ledger.checkpoints.last_good() is None
-
-
-def test_discard_after_forgets_later_rounds(memory_store: Store) -> None:
-    ledger = ledger_in(memory_store)
-    commit(ledger, *range(5))
-    plan = plan_of(5)
-    ledger.mailbox.put_outcome(plan, update(plan, 0))
-    ledger.mailbox.close(plan, [0])
-    ledger.checkpoints.discard_after(3)
-    assert ledger.checkpoints.commits() == [0, 1, 2, 3]
-    assert files_of(memory_store, 4) == files_of(memory_store, 5) == set()
-    assert ledger.checkpoints.read(3)[1] == {"count": 3}
-    ledger.checkpoints.discard_after(None)
-    assert memory_store.list("rounds/") == []
 
 
 @pytest.mark.parametrize(
@@ -251,17 +221,6 @@ def test_an_update_that_is_not_whole_is_asked_for_again(memory_store: Store, suf
         ledger.mailbox.put_outcome(plan, update(plan, client))
     damage(memory_store, f"rounds/00000/updates/1{suffix}", how)
     assert answered(ledger, plan) == {0}
-
-
-@pytest.mark.parametrize("how", [h for h in DAMAGES if h != "flipped"])
-def test_a_damaged_closed_set_is_named(memory_store: Store, how: str) -> None:
-    ledger, plan = ledger_in(memory_store), plan_of(0)
-    for client in (0, 1):
-        ledger.mailbox.put_outcome(plan, update(plan, client))
-    ledger.mailbox.close(plan, [0, 1])
-    damage(memory_store, "rounds/00000/closed.json", how)
-    with pytest.raises(IntegrityError, match=r"memory/rounds/00000/closed\.json"):
-        ledger.mailbox.closed(plan)
 
 
 def test_stored_updates_are_adopted_and_only_the_rest_is_asked(

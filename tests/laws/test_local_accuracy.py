@@ -40,14 +40,6 @@ def test_class_is_dealt_in_proportion_to_training_samples() -> None:
     assert owner[labels == 1].tolist() == [2, 2, 2]
 
 
-def test_a_class_that_no_client_holds_is_dealt_to_nobody() -> None:
-    """As of classes that the server alone owns. The model takes all of them for the wrong one; that does not count."""
-    labels = [0, 2, 1, 2]
-    assert deal(np.array(labels), np.array([[1], [1], [0]]), 0).tolist() == [0, NOBODY, 0, NOBODY]
-    right = {0: [1.0, 0.0, 0.5], 1: [0.0, 1.0, 2.0], 2: [1.0, 0.0, 0.0]}
-    assert watched([right[label] for label in labels], labels, [[1], [1], [0]]) == Local(1.0, 0.0, 1, {100: 1})
-
-
 def test_the_model_chooses_among_the_classes_of_the_client() -> None:
     """Client 0 holds classes 0 and 1, client 1 class 2 alone, client 2 nothing. Class 2 is the largest output
     everywhere: it is no choice of client 0, whose largest other outputs are right in 3 of 4 cases, though all are below
@@ -65,14 +57,6 @@ def test_each_client_counts_once_however_many_samples_it_has() -> None:
     outputs = [[1.0, 0.0, 0.0]] * 8 + [[0.0, 1.0, 0.0]] * 2
     found = watched(outputs, [0] * 8 + [2] * 2, [[4, 0], [0, 1], [0, 1]])
     assert found == Local(0.5, pytest.approx(math.sqrt(0.5)), 2, {0: 1, 100: 1})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("right", [0, 1, 29, 57, 58, 99, 100])
-def test_a_whole_percentage_counts_as_itself(right: int) -> None:
-    """Of 100 samples: 100 x 0.29 is 28.999999999999996, and 29 % all the same."""
-    outputs = [[1.0, 0.0]] * right + [[0.0, 1.0]] * (100 - right)
-    found = watched(outputs, [0] * 100, [[1], [1]])
-    assert found is not None and found.histogram == {right: 1}
 
 
 # --------------------------------------------------------------------------------------------------- laws

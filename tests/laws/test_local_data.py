@@ -18,11 +18,11 @@ from fl_engine.core.errors import DataError, IntegrityError, PartitionError
 from fl_engine.core.samples import Data
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome
 from fl_engine.data import partition_files
-from fl_engine.data.local_data import FORM, Form, Unknown, folders, joined, natural, of_client, of_server
+from fl_engine.data.local_data import FORM, Form, Unknown, joined, of_client, of_server
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import Manifest, key_of, signed
-from fl_engine.remote.registry import Member, assign_clients, clients_of_devices
+from fl_engine.remote.registry import Member, assign_clients
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
@@ -42,9 +42,6 @@ SERVER = data_of(10, mean=(0.5,), std=(0.25,))
 
 
 # ------------------------------------------------------------------------------------------------------- reading
-def test_a_clients_samples_are_normalised_as_the_servers() -> None:
-    own = Form.of(SERVER).normalises(data_of(4), "here", 4)
-    assert (own.mean, own.std) == ((0.5,), (0.25,)) and torch.equal(own.train_x, data_of(4).train_x)
 
 
 @pytest.mark.parametrize(
@@ -91,19 +88,6 @@ def test_clients_that_are_simulated_hold_what_their_folders_do() -> None:
         assert torch.equal(data.train_y[held], part.train_y)
     assert torch.equal(data.train_x[partition.proxy_train], SERVER.train_x[partition.proxy_train])
     assert torch.equal(data.test_x, SERVER.test_x)
-
-
-def test_folders_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    for name in ("d-10", "d-2", "d-1", ".hidden"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "README").write_text("no folder")
-    assert [each.name for each in folders(tmp_path, 3)] == ["d-1", "d-2", "d-10"]
-    with pytest.raises(PartitionError):
-        folders(tmp_path, 2)
-    with pytest.raises(PartitionError):
-        folders(tmp_path / "README", 1)
-    assert sorted(["b", "10", "9", "a2b", "a10"], key=natural) == ["9", "10", "a2b", "a10", "b"]
-    assert sorted(["d-1", "d-01"], key=natural) == sorted(["d-01", "d-1"], key=natural), "whatever a system lists first"
 
 
 # --------------------------------------------------------------------------------------------- what is said of them
@@ -178,16 +162,6 @@ def test_device_stays_its_client_until_it_is_revoked() -> None:
     before = {"weak-10": 1, "weak-3": 2, "strong-1": 3}
     members = [member("weak-10", "weak"), member("strong-1", "strong"), member("weak-4", "weak")]
     assert assign_clients(before, members, FLEET) == {"weak-10": 1, "strong-1": 3, "weak-4": 2}
-
-
-def test_clients_of_devices_are_stored() -> None:
-    store = MemoryStore()
-    assert clients_of_devices(store, [member("weak-5", "weak")], FLEET) == {"weak-5": 1}
-    assert clients_of_devices(store, [member("weak-1", "weak"), member("weak-5", "weak")], FLEET) == {
-        "weak-1": 2,
-        "weak-5": 1,
-    }
-    assert clients_of_devices(store, iter([member("weak-5", "weak")]), FLEET) == {"weak-5": 1}
 
 
 @given(st.lists(st.sampled_from(["weak", "strong", None]), max_size=7), st.permutations(range(7)))

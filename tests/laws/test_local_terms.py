@@ -15,7 +15,6 @@ from torch import Tensor
 from fl_engine.algorithms import HeteroFL
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.costs import macs_per_sample
-from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import (
     FULL,
@@ -28,12 +27,11 @@ from fl_engine.core.types import (
     SubmodelSpec,
 )
 from fl_engine.exchange.client import execute
-from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds.server import ServerSite
-from fl_engine.tasks import Classification, NextToken, Regression
+from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, context_of, start_of, tiny_site
 from fl_engine.training.local import Job, Trained, train
-from fl_engine.training.losses import distil_from_last, distil_mutually, mask_absent, of_exits, of_sandwich
+from fl_engine.training.losses import distil_from_last, distil_mutually, mask_absent, of_exits
 
 FAMILY = TinyNet()
 FOUR, TWO = Classification(4), Classification(2)
@@ -212,19 +210,6 @@ def test_what_each_exit_learns_by_hand() -> None:
             assert gradients(term, temperature) == pytest.approx([temperature * g for g in by_hand], rel=1e-5)
 
 
-def test_of_a_sequence_the_terms_are_means_over_its_positions() -> None:
-    """What is said at one position, said at five, is the same loss and the same distance."""
-    goal = NextToken(4, 5)
-    exits = [torch.randn(3, 4, 1, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    once, y = Classification(4), torch.tensor([1, 2, 3])
-    repeated = [each.expand(3, 4, 5) for each in exits]
-    for term in (distil_from_last, distil_mutually):
-        single = term(once, [each[..., 0] for each in exits], 2.0)
-        torch.testing.assert_close(term(goal, repeated, 2.0), single)
-    whole = of_sandwich(goal, repeated, y[:, None].expand(3, 5), 0.5, 2.0)
-    torch.testing.assert_close(whole, of_sandwich(once, [each[..., 0] for each in exits], y, 0.5, 2.0))
-
-
 # ---------------------------------------------------------------------------------------- numbers, not classes
 def test_exits_of_numbers_by_hand() -> None:
     """Exits say 1, 2 and 4, the target is 3. Errors are squared, at every temperature."""
@@ -250,20 +235,6 @@ def test_a_step_of_one_width_moves_its_slice_alone() -> None:
     for name, t in inside.items():
         t.zero_()
         assert not found[name].any(), f"{name}: something outside of the slice moved"
-
-
-def test_ordered_dropout_keeps_no_running_statistics() -> None:
-    family = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")
-    task = LocalTask(FULL, SGD(0.1), 1, 4, True, 0, widths=(FULL,))
-    x = torch.randn(4, 1, 8, 8)
-    with pytest.raises(ModelError, match="norm=batch"):
-        list(
-            train(
-                family,
-                Classification(family.outputs),
-                [Job(task, initial_params(family, 0), x, torch.tensor([0, 1, 2, 3]))],
-            )
-        )
 
 
 # ------------------------------------------------------------------------------------------- what it costs

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.algorithms import FedAvg, FjORD, FlexFL
+from fl_engine.algorithms import FedAvg, FlexFL
 from fl_engine.algorithms.training import Training
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core.contracts import Algorithm
@@ -38,7 +34,6 @@ from fl_engine.testing.tiny import TRAINING, context_of, start_of, tiny_fleet, t
 from fl_engine.training import memory
 from fl_engine.training.memory import Peaks, Trial
 from fl_engine.training.numerics import SINGLE, Numerics
-from flexfleet.pipeline import level_memory
 from flexfleet.pipeline.level_memory import check_prunes, trials_of
 
 FLEXFL = FlexFL(training=TRAINING)
@@ -69,13 +64,6 @@ def test_what_is_free_between_two_levels_by_hand() -> None:
     assert memory.free(9, PEAKS, POOL) == pytest.approx(100 * POOL[0].share / 5)
 
 
-def test_level_cheaper_than_a_smaller_one_counts_as_much() -> None:
-    odd = Peaks(100, (180, 150, 170, 190, 200))
-    for room in (50, 70, 79):
-        assert trained(memory.free(room, odd, POOL)) is None
-    assert trained(memory.free(80, odd, POOL)) == 2
-
-
 @given(st.lists(st.integers(1, 10**12), min_size=5, max_size=5), st.lists(st.integers(0, 2 * 10**12), max_size=9))
 def test_an_order_never_exceeds_what_is_free(needs: list[int], rooms: list[int]) -> None:
     peaks, last = Peaks(7, tuple(7 + need for need in needs)), 0.0
@@ -85,15 +73,6 @@ def test_an_order_never_exceeds_what_is_free(needs: list[int], rooms: list[int])
         last, level = observed, trained(observed)
         assert level is None or max(needs[: level + 1]) <= room
         assert level == len(POOL) - 1 or max(needs[: (-1 if level is None else level) + 2]) > room
-
-
-def test_each_failure_steps_down_one_model_of_the_pool() -> None:
-    shares = [100 * member.share for member in POOL]
-    for failures in range(1, len(POOL)):
-        found = memory.free(300, PEAKS, POOL, failures)
-        assert shares[-1 - failures] < found < shares[-failures], "more than that model needs, less than the next"
-    assert memory.free(300, PEAKS, POOL, len(POOL)) == 0.0
-    assert trained(memory.free(85, PEAKS, POOL, 1)) == 1, "one below the largest that has room"
 
 
 def test_what_levels_need_leaves_room_for_them() -> None:
@@ -179,27 +158,6 @@ def trials(algorithm: Algorithm) -> tuple[Pool, list[Trial]]:
     return site.pool, trials_of(run, algorithm.plan(initial, run.context(0, 0.0)).orders)
 
 
-@pytest.mark.parametrize(("most", "samples"), [(None, 6), (100_000, 3 * 4), (5, 5)])
-def test_trial_has_a_clients_samples_or_three_batches(
-    monkeypatch: pytest.MonkeyPatch, most: int | None, samples: int
-) -> None:
-    asked: list[int] = []
-
-    def measured(family: object, goal: object, found: Sequence[Trial], count: int, *_: object) -> Peaks:
-        asked.append(count)
-        return Peaks(0, (1,) * len(found))
-
-    monkeypatch.setattr(level_memory, "level_peaks", measured)
-    algorithm = FlexFL(training=replace(TRAINING, batch_size=4))
-    site = tiny_site(algorithm)
-    held = () if most is not None else range(6)
-    site = replace(site, most=most, partition=replace(site.partition, clients=(np.asarray(held, dtype=np.int64),) * 4))
-    run = Run(algorithm, site, RoundsConfig(stop=7))
-    initial = algorithm.init(initial_params(site.family, 0), site.layout, site.fleet, site.pool, run.server)
-    level_memory.peaks_of(run, initial)
-    assert asked == [samples]
-
-
 def test_every_level_is_tried_as_its_client_trains_it() -> None:
     pool, found = trials(FLEXFL)
     assert [(t.name, t.task.spec) for t in found] == [(m.name, m.spec) for m in pool]
@@ -209,26 +167,6 @@ def test_every_level_is_tried_as_its_client_trains_it() -> None:
         assert teachers == tuple(member.spec for member in pool[:i])
         sent = next(member for member in pool[i:] if member.dispatched)
         assert trial.sent == sent.spec, "an adaptive model is pruned from the next larger one"
-
-
-def test_ordered_dropout_is_measured_at_its_largest_width() -> None:
-    pool, found = trials(FjORD(training=TRAINING))
-    assert [t.task.spec for t in found] == [member.spec for member in pool]
-    assert found[-1].task.widths == tuple(member.spec for member in pool)
-
-
-def test_a_trial_ends_with_whoever_waits_for_it() -> None:
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
-    began = time.monotonic()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            memory.in_child_process("a trial", "", time.sleep, 120)
-        while multiprocessing.active_children():
-            assert time.monotonic() - began < 60
-            time.sleep(0.05)
-    finally:
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_rule_that_trains_what_is_larger_than_free_is_refused() -> None:

@@ -120,17 +120,6 @@ def test_first_heartbeat_enrolls_the_device() -> None:
     assert message.lease == LEASE and message.enrolled == messages.short(ID) and message.worker == "00" * 8
 
 
-def test_second_device_with_an_invitation_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    coordinator = Coordinator()
-    worker = coordinator.meet()
-    assert coordinator.hears(worker)
-    for number in (5, 6):
-        assert not coordinator.hears(worker, id="2d" * 16, number=number)
-    assert coordinator.registry.member("weak-1").id == ID
-    assert [record.getMessage().count("invite --revoke weak-1") for record in caplog.records] == [1]
-    assert coordinator.hears(worker, number=2), "the first one is still obeyed"
-
-
 @pytest.mark.parametrize(("starts", "reports"), [("010", 1), ("01010", 1), ("0123", 0)])
 def test_two_processes_of_a_device_are_reported_once(
     caplog: pytest.LogCaptureFixture, starts: str, reports: int

@@ -12,13 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fl_engine.core.errors import ConfigError, DataError, ModelError, PartitionError
-from fl_engine.core.samples import Data
-from fl_engine.data import partitioning
-from fl_engine.tasks import Classification, NextToken
-from fl_engine.testing.kinds import TinyTokens
+from fl_engine.core.errors import DataError
+from fl_engine.tasks import NextToken
 from fl_engine.training.losses import mask_absent, self_distillation
-from flexfleet.pipeline.prepare import check_fits
 
 PADDING, WORD, OTHER, OOV, END = range(5)
 TASK = NextToken(5, length=4, padding=PADDING, masked=(OOV, END))
@@ -86,23 +82,6 @@ def test_distillation_is_the_mean_over_tokens_and_positions() -> None:
     assert found.tolist() == pytest.approx([4 * kl / 20])
 
 
-WRONG: dict[str, tuple[Tensor, str]] = {
-    "floats": (torch.zeros(2, 4), r"integers \(N, 4\).*float32 \(2, 4\)"),
-    "one target": (torch.zeros(2, dtype=torch.int64), r"integers \(N, 4\).*int64 \(2,\)"),
-    "another length": (torch.ones(2, 5, dtype=torch.int64), r"int64 \(2, 5\)"),
-    "a token too many": (torch.tensor([[1, 1, 1, 1], [1, 5, 1, 1]]), r"0\.\.4, found 5 in sample 1"),
-    "less than none": (torch.tensor([[1, -1, 1, 1]]), "found -1 in sample 0"),
-    "nothing but padding": (torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]), "sample 1 holds padding alone"),
-    "nothing to count": (torch.tensor([[3, 4, 0, 0]]), "the accuracy is undefined"),
-}
-
-
-@pytest.mark.parametrize(("y", "message"), WRONG.values(), ids=list(WRONG))
-def test_other_targets_are_refused(y: Tensor, message: str) -> None:
-    with pytest.raises(DataError, match=f"^mine: .*{message}"):
-        TASK.check(y, "mine")
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -113,26 +92,3 @@ def test_other_targets_are_refused(y: Tensor, message: str) -> None:
 def test_other_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="next_token: "):
         NextToken(**{"tokens": 5, "length": 4, **options})
-
-
-def data(task: Any, y: Tensor) -> Data:
-    x = torch.randint(0, 5, (len(y), 4), generator=torch.Generator().manual_seed(0))
-    return Data("mine", task, x, y, x, y)
-
-
-def test_networks_answer_as_often_as_the_task_wants() -> None:
-    once = TinyTokens((4,), 5, vocabulary=5)
-    sequences = data(TASK, TASK.examples(8, torch.Generator().manual_seed(1)))
-    with pytest.raises(ModelError, match="next_token needs"):
-        check_fits(sequences, once)
-    check_fits(data(Classification(5), torch.arange(8) % 5), once)
-    with pytest.raises(ModelError, match="classification needs"):
-        Classification(5).loss(torch.zeros(1, 5, 4), torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(ConfigError, match="vocabulary=5"):
-        check_fits(sequences, TinyTokens((4,), 5, vocabulary=4))
-
-
-def test_there_are_no_labels_to_deal_by() -> None:
-    sequences = data(TASK, TASK.examples(40, torch.Generator().manual_seed(1)))
-    with pytest.raises(PartitionError, match="label"):
-        partitioning.partition(sequences, "dirichlet", 2, 0.1, 0, alpha=1.0)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, Unreachable
+from fl_engine.core.errors import ConfigError, Unreachable
 from fl_engine.storage import s3
 from fl_engine.storage.s3 import S3Store
-from tests.harness.tls import certificates, serving
 
 SIGN: dict[str, Callable[[S3Store], Any]] = {
     "presign": lambda store: store.presign("key", 60),
@@ -75,13 +73,6 @@ def test_a_server_that_nobody_reaches_may_answer_the_next_try(
         ASK[act](S3Store("s3://runs/x", closed if "refused" in why else NO_HOST))
 
 
-def test_a_certificate_that_is_refused_will_be_the_next_time_too(tmp_path: Path) -> None:
-    _, own = certificates(tmp_path)
-    with serving(BaseHTTPRequestHandler, own) as port, pytest.raises(EnvironmentFailure, match="VERIFY") as error:
-        S3Store("s3://runs/x", f"https://127.0.0.1:{port}").get("key")
-    assert not isinstance(error.value, Unreachable)
-
-
 @pytest.mark.parametrize("act", SIGN)
 def test_role_without_fresh_credentials_is_unreachable(
     closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str
@@ -106,24 +97,3 @@ def test_an_address_that_is_none_is_a_wrong_parameter(monkeypatch: pytest.Monkey
         (ASK | SIGN)[act](S3Store("s3://runs/x"))
     with pytest.raises(ConfigError, match=f"^endpoint{said}"):
         (ASK | SIGN)[act](S3Store("s3://runs/x", address))
-
-
-def test_so_is_one_that_botocore_alone_knows_or_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = r"^Invalid endpoint: {}: the S3 server's address \(AWS_ENDPOINT_URL\) is http://host:port or"
-    with pytest.raises(ConfigError, match=said.format("http://my_s3:9000")):
-        S3Store("s3://runs/x", "http://my_s3:9000").list("")
-    (tmp_path / "config").write_text("[default]\nendpoint_url = s3.flexfleet:8333\n")
-    monkeypatch.setenv("AWS_CONFIG_FILE", f"{tmp_path}/config")
-    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
-    with pytest.raises(ConfigError, match=said.format("s3.flexfleet:8333")):
-        S3Store("s3://runs/x").list("")
-
-
-@pytest.mark.parametrize("act", ASK | SIGN)
-def test_what_boto3_does_not_find_is_said_whatever_was_asked(monkeypatch: pytest.MonkeyPatch, act: str) -> None:
-    monkeypatch.setenv("AWS_PROFILE", "nope")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    with pytest.raises(EnvironmentFailure, match=r"profile \(nope\) could not be found") as error:
-        (ASK | SIGN)[act](S3Store("s3://runs/x", "http://s3"))
-    assert not isinstance(error.value, Unreachable)

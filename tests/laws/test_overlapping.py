@@ -23,9 +23,7 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.overlapping import AT_ONCE_BYTES, overlapped
-from fl_engine.storage.s3 import S3Store
-from fl_engine.storage.store import FolderStore, MemoryStore
-from fl_engine.storage.urls import AT_ONCE, UrlStore
+from fl_engine.storage.store import MemoryStore
 from fl_engine.testing.tiny import TRAINING, tiny_site
 
 
@@ -52,15 +50,6 @@ class Waiting(MemoryStore):
         return super().get(key, limit)
 
 
-def test_four_requests_are_answered_together() -> None:
-    """Each waits for three others, so one after the other would never end."""
-    store = Waiting(together=4)
-    for i in range(8):
-        store.put(str(i), bytes([i]))
-    assert list(overlapped(store, 1, store.get, map(str, range(8)))) == [bytes([i]) for i in range(8)]
-    assert store.most == 4
-
-
 @pytest.mark.parametrize(("size", "most"), [(AT_ONCE_BYTES // 2, 2), (AT_ONCE_BYTES, 1), (100 * AT_ONCE_BYTES, 1)])
 def test_large_values_do_not_lie_in_memory_beside_each_other(size: int, most: int) -> None:
     store = Waiting(together=most)
@@ -68,12 +57,6 @@ def test_large_values_do_not_lie_in_memory_beside_each_other(size: int, most: in
         store.put(str(i), b"")
     list(overlapped(store, size, store.get, map(str, range(6))))
     assert store.most == most
-
-
-def test_a_folder_is_asked_in_the_callers_own_thread(tmp_path: Path) -> None:
-    found = set(overlapped(FolderStore(tmp_path), 1, lambda _: threading.get_ident(), range(20)))
-    assert found == {threading.get_ident()}
-    assert S3Store("s3://bucket").at_once == UrlStore({}, {}).at_once == AT_ONCE
 
 
 @given(st.lists(st.integers(0, 9), max_size=30), st.integers(0, 40), st.integers(0, 40))
@@ -107,16 +90,6 @@ def test_results_come_in_order_until_the_first_error(items: list[int], broken: i
     store = Waiting()
     assert outcome(overlapped(store, 1, work, given_out())) == alone
     assert len(taken) <= broken + store.at_once
-
-
-def test_stopped_caller_waits_for_what_has_begun() -> None:
-    done: list[int] = []
-    results = overlapped(Waiting(), 1, done.append, range(100))
-    next(results)
-    results.close()  # type: ignore[attr-defined]
-    # Of the five that were given out, one that a thread has taken and not begun is dropped, whichever it is.
-    assert 0 in done and set(done) <= set(range(5)) and len(set(done)) == len(done)
-    assert not [thread for thread in threading.enumerate() if thread.name == "requests"]
 
 
 @pytest.mark.parametrize("how", [KeyboardInterrupt, SystemExit])

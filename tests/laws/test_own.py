@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,6 @@ from fl_engine.algorithms import DepthFL, FedAvg, FjORD, FlexFL, HeteroFL
 from fl_engine.algorithms.training import Training
 from fl_engine.core.allowed import trust
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.schedules import Cosine
 from fl_engine.core.slicing import initial_params, made_up, take
 from fl_engine.core.types import FULL, SGD, ClientFailure, ClientUpdate, LocalTask, OwnOptimizer, SubmodelSpec
@@ -33,7 +32,6 @@ from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import TinyLSTM
 from fl_engine.testing.plugins import OBJECTIVE, OPTIMIZER, sgd
 from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, context_of, start_of, tiny_site
-from fl_engine.training import user_code
 from fl_engine.training.local import Job, Trained, can_share, train
 from fl_engine.training.numerics import Numerics
 
@@ -86,15 +84,6 @@ def test_user_code_like_the_built_in_gives_the_same_bits(name: str, parts: tuple
     assert (ours.loss, ours.steps, ours.samples, ours.finite) == (
         built_in.loss, built_in.steps, built_in.samples, True,
     )  # fmt: skip
-
-
-def test_half_weights_take_an_objective_and_no_optimiser() -> None:
-    numerics, task = Numerics(precision="fp16"), replace(PLAIN, optimizer=SGD(0.1))
-    assert_same_bits(
-        trained(TinyNet(), own_of(task, optimiser=None), numerics).params, trained(TinyNet(), task, numerics).params
-    )
-    with pytest.raises(ModelError, match=r"fp16.*training\.optimizer"):
-        trained(TinyNet(), own_of(task), numerics)
 
 
 @pytest.mark.parametrize("family", [TinyNet(), TinyNet(dropout=0.5)], ids=["plain", "dropout"])
@@ -153,34 +142,6 @@ def test_two_steps_by_hand() -> None:
 
 
 SEEN: list[Any] = []
-
-
-def watching(model: nn.Module, x: Tensor, y: Tensor, start: Mapping[str, Tensor]) -> Tensor:
-    taken: list[Tensor] = []
-    hook = model.get_submodule("fc").register_forward_hook(lambda _, __, out: taken.append(out))
-    loss = F.cross_entropy(model(x), y)
-    hook.remove()
-    with pytest.raises(TypeError):
-        start["fc.linear.weight"] = x  # type: ignore[index]
-    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    SEEN.append((model.training, type(model.get_submodule("classifier")), shapes, tuple(taken[0].shape), y.shape))
-    for tensor in start.values():
-        tensor.zero_()  # a copy
-    return loss
-
-
-def test_it_is_the_sub_model_itself_and_start_is_a_copy() -> None:
-    SEEN.clear()
-    job = job_of(TinyNet(), own_of(replace(PLAIN, spec=NARROW), f"{HERE}:watching"))
-    before = {name: t.clone() for name, t in job.start.items()}
-    train(TinyNet(), Classification(4), [job])
-    assert_same_bits(job.start, before)
-    training, layer, shapes, features, targets = SEEN[0]
-    assert training
-    assert layer is nn.Linear
-    assert shapes == {name: tuple(t.shape) for name, t in job.start.items()}
-    assert features == (4, 20)
-    assert targets == (4,)
 
 
 def groups(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
@@ -271,19 +232,6 @@ def wrong(model: nn.Module, x: Tensor, y: Tensor, start: Mapping[str, Tensor]) -
     raise KeyError("fc.wieght")
 
 
-def nothing(parameters: Iterable[nn.Parameter], lr: float) -> None:
-    return None
-
-
-class Failing(torch.optim.SGD):
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        raise RuntimeError("needs a closure")
-
-
-def failing(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    return Failing(parameters, lr)
-
-
 FAILURES = {
     "vector": r"torch\.float32 \(4,\)",
     "number": "got float",
@@ -302,29 +250,6 @@ def test_a_wrong_objective_is_its_clients_failure(name: str) -> None:
     assert isinstance(outcome, ClientFailure)
     assert outcome.stage == "train"
     assert re.search(FAILURES[name], outcome.reason), outcome.reason
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("nothing", "got None"),
-        ("failing", "RuntimeError: needs a closure"),
-        ("missing", "AttributeError"),
-    ],
-)
-def test_a_wrong_optimiser_names_itself(name: str, said: str) -> None:
-    with pytest.raises(ModelError, match=rf"training\.optimizer .*{said}"):
-        trained(TinyNet(), own_of(PLAIN, None, f"{HERE}:{name}"))
-
-
-def test_a_name_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"package\.module:NAME"):
-        Training(objective="focal")
-    with pytest.raises(ConfigError, match=r"training\.objective"):
-        user_code.function(f"{HERE}:FAILURES", user_code.OBJECTIVE)
-    with pytest.raises(ValueError, match=r"training\.momentum"):
-        Training(optimizer=OPTIMIZER, momentum=0.9)
-    assert Training(optimizer=OPTIMIZER, momentum=0.0, weight_decay=0.0).optimizer == OPTIMIZER
 
 
 def test_a_notebooks_cell_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.errors import IntegrityError
 from fl_engine.rounds.ledger import ledger_in
-from fl_engine.rounds.replay import replay
 from fl_engine.storage import checkpoints
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.store import FolderStore, Store
@@ -42,27 +41,6 @@ def test_however_many_rounds_there_are_the_files_are_few_and_the_measurements_al
     assert Checkpoints(memory_store).last_good() == 236
 
 
-def test_states_that_are_kept_stay_when_measurements_are_packed(memory_store: Store, small_packs: None) -> None:
-    ledger = ledger_in(memory_store, keep_every=7)
-    commit(ledger, *range(40))
-    for round in (6, 13, 20, 27, 34):
-        assert Checkpoints(memory_store).read(round)[1] == {"count": round}
-    assert ledger.checkpoints.rows() == rows(*range(40))
-    ledger.checkpoints.discard_after(20)  # in the middle of a packed file
-    assert ledger.checkpoints.rows() == rows(*range(21)) and ledger.checkpoints.last_good() == 20
-    commit(ledger, *range(21, 50))
-    assert ledger.checkpoints.rows() == rows(*range(50))
-
-
-def test_a_client_whose_line_was_packed_away_is_not_said_to_be_missing(memory_store: Store, small_packs: None) -> None:
-    ledger, lines = ledger_in(memory_store), tuple({"client": client} for client in range(6))
-    for round in range(24):
-        row = Row(round=round, metrics={"clients_trained": 6.0}, clients=lines)
-        ledger.checkpoints.commit(round, *state(round), [row])
-    with pytest.raises(ConfigError, match="round 2 is packed"):
-        replay(None, None, None, ledger, 1, 3)  # type: ignore[arg-type]
-
-
 def test_packed_rounds_keep_some_lines_evenly_spread(memory_store: Store, small_packs: None) -> None:
     ledger = ledger_in(memory_store)
     for round in range(24):
@@ -73,19 +51,6 @@ def test_packed_rounds_keep_some_lines_evenly_spread(memory_store: Store, small_
     assert all(row.clients[5]["loss"] == row.round + 0.5 for row in found if row.clients)
     assert all(row.metrics == {"avg": 0.5} for row in found)
     assert ledger.checkpoints.rows(lines=False) == [row.model_copy(update={"clients": ()}) for row in found]
-
-
-def test_a_commit_of_many_rounds_is_thinned_like_many_commits(memory_store: Store, small_packs: None) -> None:
-    ledger = ledger_in(memory_store)
-    for last in range(2, 36, 3):
-        made = [Row(round=r, metrics={"avg": 0.5}, clients=({"client": r},) * 4) for r in range(last - 2, last + 1)]
-        ledger.checkpoints.commit(last, *state(last), made)
-    assert len(memory_store.list("metrics/")) == 1
-    found = ledger.checkpoints.rows()
-    assert [row.round for row in found] == list(range(36))
-    packed = [row.round for row in found[:30] if row.clients]
-    assert packed == list(range(0, 30, 6)), "120 lines, of which 20 are to stay"
-    assert all(row.clients == ({"client": row.round},) * 4 for row in found if row.clients)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counting the peak anew is Linux's")

@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError, PartitionError
 from fl_engine.core.samples import Data
-from fl_engine.data import heat_map
 from fl_engine.data import partition_files as files
 from fl_engine.data import partition_rules as rules
 from fl_engine.data import partitioning as p
 from fl_engine.data.partition import Partition, statistics
-from fl_engine.tasks import Classification, Regression
-from fl_engine.testing.kinds import tiny_table
+from fl_engine.tasks import Classification
 
 pytestmark = pytest.mark.pictures
 
@@ -184,12 +182,6 @@ def test_dirichlet_per_client_by_hand() -> None:
     assert [np.bincount(labels[part], minlength=2).tolist() for part in parts] == [[4, 0], [0, 4]]
 
 
-def test_disjoint_labels_share_the_classes_evenly() -> None:
-    counts = p.partition(TEN, "disjoint_labels", 15, 0, 0, labels_per_client=2).counts
-    assert sorted((counts > 0).sum(axis=1).tolist()) == [3] * 10
-    assert ((counts > 0).sum(axis=0) == 2).all()
-
-
 # ----------------------------------------------------------------------------------------------- partition
 CASES: dict[str, dict[str, Any]] = {
     rule: {"rule": rule, "clients": 20, "proxy_share": 0.05, "seed": 7, **own}
@@ -239,17 +231,6 @@ def test_every_sample_is_in_exactly_one_place(rule: str, seed: int) -> None:
     assert np.array_equal(cut.counts, statistics(cut.clients, TEN.train_y.numpy(), 10))
     assert cut.counts.sum() == 950
     assert digest(p.partition(TEN, **arguments)) == digest(cut)
-
-
-def test_proxy_depends_on_the_seed_but_not_on_the_rule() -> None:
-    proxies = {digest_of_proxy(p.partition(TEN, **case)) for case in CASES.values()}
-    assert len(proxies) == 1
-    other = p.partition(TEN, **{**CASES["iid"], "seed": 8})
-    assert digest_of_proxy(other) not in proxies
-
-
-def digest_of_proxy(partition: Partition) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(partition.proxy_train.tolist()), tuple(partition.proxy_test.tolist())
 
 
 # ---------------------------------------------------------------------------------------------- bad input
@@ -316,15 +297,6 @@ def test_saved_and_loaded_are_equal(tmp_path: Path) -> None:
     assert digest(files.load(tmp_path / "no proxy")) == digest(no_proxy)
 
 
-def test_the_manifest_has_the_word_for_a_label(tmp_path: Path) -> None:
-    assert set(CASES) >= set(p.RULES)
-    files.save(p.partition(TEN, **CASES["dirichlet"]), tmp_path)
-    assert files.load(tmp_path).label == "class"
-    files.save(p.partition(tiny_table(), "dirichlet", 4, 0, 0, alpha=0.5), tmp_path)
-    assert json.loads((tmp_path / files.MANIFEST).read_text())["label"] == "quantile bin"
-    assert files.load(tmp_path, tiny_table()).label == "quantile bin"
-
-
 CLUSTERS = np.arange(1000) // 100
 """Ten, unlike TEN's classes."""
 
@@ -341,15 +313,6 @@ def test_clusters_are_dealt_as_labels_are(rule: str, tmp_path: Path) -> None:
     assert np.array_equal(found.counts, cut.counts)
     manifest = json.loads((tmp_path / files.MANIFEST).read_text())
     assert (manifest["label"], manifest["clusters"]) == ("cluster", 1000)
-
-
-def test_clusters_give_labels_to_data_that_have_none() -> None:
-    data = tiny_table()
-    numbers = Data("numbers", Regression(bins=0), data.train_x, data.train_y, data.test_x, data.test_y)
-    with pytest.raises(PartitionError):
-        p.partition(numbers, "dirichlet", 4, 0, 0, alpha=0.5)
-    cut = p.partition(numbers, "dirichlet", 4, 0, 0, alpha=0.5, clusters=np.arange(len(data.train_y)) % 3)
-    assert cut.counts.shape == (3, 4)
 
 
 def test_a_partition_of_other_data_is_refused(tmp_path: Path) -> None:
@@ -382,14 +345,3 @@ def test_damage_is_an_integrity_error_that_names_the_file(tmp_path: Path) -> Non
         manifest.write_text(wrong)
         with pytest.raises(IntegrityError):
             files.load(tmp_path)
-
-
-# ------------------------------------------------------------------------------------------------- drawing
-def test_draw_writes_the_same_picture_twice(tmp_path: Path) -> None:
-    counts = p.partition(TEN, **CASES["dirichlet"]).counts
-    for name in ("a.svg", "b.svg", "c.png"):
-        heat_map.draw(counts, tmp_path / name)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(PartitionError):
-        heat_map.draw(counts, tmp_path / "d.pdf")

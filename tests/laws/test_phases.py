@@ -16,7 +16,7 @@ from fl_engine.core.types import Codecs, Header, Params
 from fl_engine.exchange.coding import PLAIN
 from fl_engine.fleet.uniformity import measured
 from fl_engine.rounds import phases
-from fl_engine.rounds.phases import NAMES, ON_THE_SERVER, SIMULATED, means
+from fl_engine.rounds.phases import ON_THE_SERVER, SIMULATED
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
@@ -103,10 +103,3 @@ def test_simulated_phases_are_those_of_the_slowest_client(tmp_path: Path) -> Non
         assert row.metrics["simulated_compute"] == last["seconds_compute"] > 0
         assert row.metrics["simulated_communication"] == last["seconds_communication"] > 0
         assert sum(row.metrics[name] for name in SIMULATED) == row.metrics["seconds_simulated"]
-
-
-def test_run_figures_are_means_over_rounds_that_have_them() -> None:
-    rounds = [{"seconds_encode": 1.0, "bits_up": 16.0, "avg": 0.5}, {"seconds_evaluate": 3.0}, {"seconds_encode": 2.0}]
-    assert means(rounds, NAMES) == {"seconds_encode": 1.5, "seconds_evaluate": 3.0, "bits_up": 16.0}
-    assert means(rounds, ("uniformity",)) == means([], NAMES) == {}, "an earlier version's"
-    assert set(NAMES) > {*ON_THE_SERVER, *SIMULATED, *phases.BITS}

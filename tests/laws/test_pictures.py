@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import colorsys
 import io
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,21 +17,16 @@ from torch import Tensor
 
 from fl_engine.core import boxes
 from fl_engine.core.augmentation import (
-    Augmentation,
     Compress,
-    Crop,
     Flip,
     Hsv,
     MixUp,
     Scale,
     Shear,
 )
-from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, SGD, LocalTask
-from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import KINDS
-from fl_engine.training.batches import check
 from fl_engine.training.local import Job, train
 
 SIDE = 64
@@ -153,25 +148,6 @@ def test_mixup_blends_pictures_and_joins_boxes() -> None:
         assert torch.equal(boxed[i], torch.stack([y[i, 1], y[1 - i, 1]]))
 
 
-def test_mixup_leaves_alone_what_it_cannot_mix() -> None:
-    x, y = pictures([(10, 10, 8, 8), (40, 40, 8, 8)])
-    full = torch.cat([y[:, 1:], y[:, 1:]], dim=1)
-    for given_x, given_y in ((x[:1], y[:1]), (x, full)):
-        found, boxed = MixUp(share=1.0).apply_with_boxes(given_x, given_y, seeded(1))
-        assert torch.equal(found, given_x) and torch.equal(boxed, given_y)
-
-
-def test_mixups_weights_have_the_beta_distribution() -> None:
-    """Of Beta(a, a) mean 1/2 and variance 1 / (8 a + 4)."""
-    x = torch.cat([torch.zeros(2000, 1, 1, 1), torch.ones(2000, 1, 1, 1)])
-    y = torch.tensor([[NOTHING, NOTHING]]).repeat(4000, 1, 1)
-    found, _ = MixUp(share=1.0, alpha=2).apply_with_boxes(x, y, seeded(1))
-    weights = found[(found > 0) & (found < 1)]
-    assert len(weights) > 1500
-    assert float(weights.mean()) == pytest.approx(0.5, abs=0.02)
-    assert float(weights.var()) == pytest.approx(1 / 20, rel=0.1)
-
-
 # -------------------------------------------------------------------------------------------------- in training
 
 
@@ -188,38 +164,3 @@ def test_training_sees_the_boxes_where_they_have_gone() -> None:
     ]
     torch.testing.assert_close(found[0], found[1])
     assert not torch.allclose(found[0], found[2])
-
-
-# ------------------------------------------------------------------------------------------------------ refused
-@dataclass(frozen=True)
-class Own:
-    """One's own, which does not know of boxes."""
-
-    def check(self, x: Tensor) -> None:
-        pass
-
-    def apply(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
-        return x_bchw
-
-
-@pytest.mark.parametrize(("augmentation", "name"), [(Crop(), "crop"), (Own(), "Own")])
-def test_what_does_not_say_where_boxes_go_is_refused(augmentation: Augmentation, name: str) -> None:
-    family, data = KINDS["detection"]
-    job = Job(replace(TASK, augment=(augmentation,)), initial_params(family, 1), data.train_x.float(), data.train_y)
-    with pytest.raises(ModelError, match=f"{name}.*flip, hsv, compress, shear, scale, mixup"):
-        train(family, data.task, [job])
-
-
-def test_mixup_is_refused_where_targets_are_no_boxes() -> None:
-    with pytest.raises(ModelError, match="mixup"):
-        check(TASK.sampler, (MixUp(),), Classification(4), torch.rand(1, 3, 8, 8))
-
-
-@pytest.mark.parametrize("augmentation", [Hsv(), Compress()], ids=["hsv", "compress"])
-@pytest.mark.parametrize(
-    ("x", "said"), [(torch.rand(1, 2, 4, 4), "got 2"), (3 * torch.ones(1, 3, 4, 4), "from 3 to 3")]
-)
-def test_colours_are_of_pictures_in_0_to_1(augmentation: Augmentation, x: Tensor, said: str) -> None:
-    augmentation.check(torch.rand(1, 3, 4, 4))
-    with pytest.raises(ModelError, match=rf"{augmentation.name} needs pictures .*{said}"):  # type: ignore[attr-defined]
-        augmentation.check(x)

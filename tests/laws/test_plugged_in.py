@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, ClassVar, cast
@@ -38,7 +37,6 @@ from fl_engine.selection import Uniform
 from fl_engine.testing.tiny import TRAINING, assert_same_bits, context_of, start_of, tiny_site, update_of
 from flexfleet import config as configs
 from flexfleet.config import load_config
-from flexfleet.config.form import config_from, parameters_of
 
 HERE = __name__
 
@@ -294,18 +292,6 @@ def test_every_algorithm_accepts_own_client_work(name: str) -> None:
         assert training.sampler == Backwards()
     assert training.augment == (Flip(share=0.25), Darker(by=(0.25,)))
     assert training.schedule == Falling(factor=0.75)
-
-
-def test_a_configuration_with_ones_own_is_written_and_read_again() -> None:
-    """As run.json, a pipeline's form and a pod hold it."""
-    config = load_config(None, OWN_WORK)
-    values = config.model_dump(mode="json")
-    assert values["training"]["schedule"] == {"name": f"{HERE}:Falling", "factor": 0.75}
-    assert values["training"]["augment"][0] == {"name": "flip", "share": 0.25, "vertical": 0.0}
-    assert configs.parse(values) == configs.parse(json.loads(config.model_dump_json())) == config
-    assert config_from(*parameters_of(config)).training == config.training
-    flat = configs.flatten(config)
-    assert flat["training.sampler.name"] == f"{HERE}:Backwards" and flat["training.schedule.factor"] == 0.75
 
 
 @pytest.mark.parametrize(

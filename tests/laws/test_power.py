@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,13 +42,6 @@ def test_a_jetson_s_input_is_the_whole_board(tmp_path: Path) -> None:
     assert read(sensors(board(tmp_path, files))) == {"VDD_IN": 6.0}
 
 
-def test_older_jetsons_tell_milliwatts(tmp_path: Path) -> None:
-    chip = "bus/i2c/drivers/ina3221x/6-0040/iio:device0"
-    files = {f"{chip}/rail_name_0": "POM_5V_IN", f"{chip}/in_power0_input": 2318}
-    files |= {f"{chip}/rail_name_1": "POM_5V_GPU", f"{chip}/in_power1_input": 40}
-    assert read(sensors(board(tmp_path, files))) == {"POM_5V_IN": 2.318}
-
-
 def rapl(zone: str, name: str, microjoules: int) -> dict[str, object]:
     folder = f"class/powercap/{zone}"
     return {f"{folder}/name": name, f"{folder}/energy_uj": microjoules, f"{folder}/max_energy_range_uj": 10_000_000}
@@ -63,15 +54,6 @@ def test_rapl_counts_joules(tmp_path: Path) -> None:
     assert read(sensors(board(tmp_path, zones))) == {"package-0": 3.0, "dram": 0.5}
     psys = sensors(board(tmp_path, rapl("intel-rapl:1", "psys", 7_000_000)))
     assert read(psys) == {"psys": 7.0}
-
-
-def test_other_chips_tell_microwatts_and_come_last(tmp_path: Path) -> None:
-    chip = "class/hwmon/hwmon0"
-    files: dict[str, object] = {f"{chip}/name": "fan_controller", f"{chip}/power1_average": 4_500_000}
-    assert read(sensors(board(tmp_path, files))) == {"fan_controller": 4.5}
-    board(tmp_path, {f"{chip}/power1_label": "PPT"})
-    assert read(sensors(tmp_path)) == {"PPT": 4.5}
-    assert [each.name for each in sensors(board(tmp_path, rapl("intel-rapl:0", "package-0", 1)))] == ["package-0"]
 
 
 # ------------------------------------------------------------------------------------------------------- metered
@@ -100,16 +82,3 @@ def test_counters_are_read_at_the_ends_and_may_begin_anew() -> None:
     with metered(counters) as used:
         pass
     assert used.joules == pytest.approx(7.0)
-
-
-def test_a_sensor_that_fails_on_the_way_is_told() -> None:
-    calls = itertools.count()
-
-    def read() -> float:
-        if next(calls) > 1:
-            raise OSError("gone")
-        return 1.0
-
-    with pytest.raises(OSError, match="gone"), metered([Power("x", read)], every_s=0.01):
-        time.sleep(0.2)
-    assert not [thread for thread in threading.enumerate() if thread.name == "power"]

@@ -43,12 +43,6 @@ def jobs(task: LocalTask, count: int = 3) -> list[Job]:
     return [Job(replace(task, seed=i), initial_params(FAMILY, i), x, y) for i in range(count)]
 
 
-@pytest.fixture
-def scaled_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`amp` as it is on CUDA: autocast in float16 and a scaled loss."""
-    monkeypatch.setattr(arithmetic.Numerics, "scales", lambda self, device: self.precision == "amp")
-
-
 EVERY = [Numerics(precision=p) for p in HALVES] + [Numerics("batched", 8, p) for p in HALVES if p != "fp16"]
 
 
@@ -71,12 +65,6 @@ def test_a_lane_has_the_same_bits_alone(precision: Precision) -> None:
         together = train(FAMILY, GOAL, jobs(task, 5), numerics)
         for job, expected in zip(jobs(task, 5), together, strict=True):
             assert_same_bits(train(FAMILY, GOAL, [job], numerics)[0].params, expected.params)
-
-
-def test_on_a_cpu_amp_is_bf16() -> None:
-    for a, b in zip(*(train(FAMILY, GOAL, jobs(TASK), Numerics(precision=p)) for p in ("amp", "bf16")), strict=True):
-        assert_same_bits(a.params, b.params)
-        assert a.loss == b.loss
 
 
 # ----------------------------------------------------------------------------------------------------------- fp16
@@ -207,19 +195,6 @@ def test_a_lane_whose_gradient_is_not_finite_stands_still_alone() -> None:
     assert moments["momentum/w"].tolist() == [[pytest.approx(1.9)] * 2, [1.0] * 2, [1.0] * 2]
 
 
-@pytest.mark.usefixtures("scaled_on_the_cpu")
-def test_scaled_float16_learns_and_lanes_are_independent() -> None:
-    assert Numerics(precision="amp").scales(CPU)
-    task = replace(TASK, clip_norm=10.0)
-    plain = train(FAMILY, GOAL, jobs(task))
-    for numerics in (Numerics(precision="amp"), Numerics("batched", 8, "amp")):
-        half = train(FAMILY, GOAL, jobs(task), numerics)
-        for a, b in zip(plain, half, strict=True):
-            assert b.finite and b.loss == pytest.approx(a.loss, rel=0.05)
-        for job, expected in zip(jobs(task), half, strict=True):
-            assert_same_bits(train(FAMILY, GOAL, [job], numerics)[0].params, expected.params)
-
-
 # ----------------------------------------------------------------------------------------------------------- auto
 X86 = "processor\t: 0\nmodel name\t: Intel(R) Xeon(R)\nflags\t\t: fpu sse2 avx512f {}\nbugs\t\t: spectre_v1\n\n"
 ARM = """processor\t: 0
@@ -304,12 +279,3 @@ def test_a_resumed_run_keeps_what_auto_was(monkeypatch: pytest.MonkeyPatch) -> N
         for before in ("fp32", "bf16", "amp"):
             assert settled("auto", ("cpu",), {"precision": before}) == before
         assert settled("fp16", ("cpu",), {"precision": "bf16"}) == "fp16", "it is named"
-
-
-def test_auto_is_refused_where_devices_differ_or_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arithmetic, "cpu_bf16", lambda: ())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    with pytest.raises(ConfigError, match="fp32 on cpu, bf16 on cuda"):
-        settled("auto", ("cpu", "cuda"), None)
-    with pytest.raises(ConfigError, match="mps"):
-        settled("auto", ("mps",), None)

@@ -20,11 +20,8 @@ from fl_engine.codecs import Qsgd, bits, elias
 from fl_engine.core.errors import IntegrityError, ModelError
 from fl_engine.core.types import ClientFailure, Codecs, Header, Params
 from fl_engine.exchange import coding
-from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.updates import received
-from fl_engine.storage.store import FolderStore, tensor_bytes
-from fl_engine.testing.tiny import assert_same_bits, assert_same_outcomes
-from tests.laws.test_codecs import SITE, Case, at, plan_of
+from fl_engine.testing.tiny import assert_same_bits
+from tests.laws.test_codecs import Case, at
 
 CODINGS = ("fixed", "elias", "shorter")
 CODECS = st.builds(
@@ -271,20 +268,6 @@ def test_each_lie_is_its_client_s_failure_and_has_its_code(lie: str, tmp_path: P
     found = Case.of(QSGD).told(tmp_path, change)
     assert isinstance(found, ClientFailure), "it is taken"
     assert (found.stage, found.code) == ("validate", code), found.reason
-
-
-def test_what_is_counted_is_what_the_file_holds(tmp_path: Path) -> None:
-    """Down and up, to the byte: all but the header of safetensors, which names the tensors."""
-    plan, mailbox = plan_of(QSGD), Mailbox(FolderStore(tmp_path), SITE.rules)
-    honest = Case.of(QSGD).honest
-    keys = mailbox.put_orders(replace(plan, orders=plan.orders[:1]))[honest.client]
-    mailbox.put_outcome(plan, honest)
-    (order,) = (key for key in keys if key.endswith(".safetensors"))
-    update = f"rounds/00000/updates/{honest.client}.safetensors"
-    for key, tensors in ((order, plan.orders[0].travels), (update, honest.travels)):
-        value = (tmp_path / key).read_bytes()
-        assert len(value) - 8 - int.from_bytes(value[:8], "little") == tensor_bytes(tensors)
-    assert_same_outcomes([mailbox.receive(plan, honest.client)], [received(honest, plan.orders[0], SITE.rules)])
 
 
 # ----------------------------------------------------------------------------------------------- bits and Elias's code

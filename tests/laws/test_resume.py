@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from fl_engine.core.errors import ConfigError, IntegrityError, Stopped
+from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.slicing import take
 from fl_engine.core.types import ClientFailure, Outcome, ParamLayout, RoundPlan
 from fl_engine.rounds import loop as rounds
@@ -122,21 +121,6 @@ def remembered(store: Store) -> Any:
     return ledger.checkpoints.read(ledger.checkpoints.commits()[-1])[1].get(rounds.HISTORY)
 
 
-def test_what_is_remembered_is_the_same_however_it_is_stored(job: Any, new_store: Make) -> None:
-    found = []
-    for mode in STORAGE:
-        store = new_store()
-        job.federate(store, stop=3, norm_bound=5.0, **mode)
-        found.append(remembered(store))
-    assert [len(moved) for moved in found[0]["rounds"]] == [PER_ROUND] * 3
-    assert all(weights > 0 for moved in found[0]["rounds"] for weights, *_ in moved)
-    assert sum(len(times) for times in found[0]["times"].values()) == 3 * PER_ROUND
-    assert found == [found[0]] * len(STORAGE)
-    store = new_store()
-    job.federate(store, stop=3)
-    assert remembered(store) is None, "nobody asks"
-
-
 class Lying:
     """A backend one of whose updates in one round says a multiple of what it trained."""
 
@@ -165,25 +149,6 @@ def test_liar_of_two_is_refused_from_the_first_round(job: Any, new_store: Make, 
     assert [r for r in failed if failed[r]] == [round]
     (reason,) = failed[round]
     assert reason.startswith("validate: norm: ")
-
-
-@storage
-def test_raising_the_number_of_rounds_continues_a_finished_run(
-    job: Any, new_store: Make, memory_store: Store, mode: dict[str, Any]
-) -> None:
-    expected = job.federate(new_store(), stop=5, **mode)
-    assert job.federate(memory_store, stop=2, **mode) != expected
-    assert job.federate(memory_store, stop=5, **mode) == expected
-    assert {round for round, _ in job.backend.asked} == {2, 3, 4}, "nothing is trained twice"
-    assert [row.round for row in Checkpoints(memory_store).rows()] == [0, 1, 2, 3, 4]
-
-
-def test_a_finished_run_is_not_trained_again(job: Any, memory_store: Store) -> None:
-    first = job.federate(memory_store)
-    files = dict(memory_store.files)  # type: ignore[attr-defined]
-    assert job.federate(memory_store) == first
-    assert job.backend.asked == []
-    assert memory_store.files == files  # type: ignore[attr-defined]
 
 
 def test_the_last_round_is_always_committed_and_evaluated(job: Any, new_store: Make) -> None:
@@ -310,9 +275,3 @@ def test_results_are_merged_in_client_order(
     monkeypatch.setattr(job, "algorithm", everybody)  # the job is the whole session's
     expected = job.federate(new_store(), stop=2)
     assert job.federate(new_store(), stop=2, backend=Reordered(job.backend, order)) == expected
-
-
-def test_a_ledger_of_another_model_is_refused(job: Any, memory_store: Store) -> None:
-    Checkpoints(memory_store).commit(0, {"params/other": torch.zeros(3)}, {}, [])
-    with pytest.raises(IntegrityError, match="differs from the configured model"):
-        job.federate(memory_store)

@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from fl_engine.aggregation.server_opt import Adam
 from fl_engine.algorithms.fedavg import FedAvg
-from fl_engine.core.errors import Diverged, IntegrityError, ModelError
+from fl_engine.core.errors import Diverged, ModelError
 from fl_engine.core.types import ClientFailure, ClientUpdate
-from fl_engine.rounds import loop
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
@@ -71,13 +69,6 @@ def test_simulated_clock_continues_over_rounds_and_runs(tmp_path: Path, keep_upd
     assert algorithm.clocks == whole
 
 
-def test_a_commit_whose_clock_is_missing_or_broken_is_refused() -> None:
-    assert loop._clock({loop.CLOCK: 7.0}) == 7.0
-    for wrong in (None, -1.0, float("nan"), "soon", [1]):
-        with pytest.raises(IntegrityError, match="'rounds/clock' is no number of seconds"):
-            loop._clock({loop.CLOCK: wrong})
-
-
 @dataclass(frozen=True)
 class Listening(Uniform):
     told: list[tuple[int, bool, float]] = field(default_factory=list)
@@ -106,9 +97,6 @@ def test_a_round_takes_as_many_updates_as_the_plan_wants(tmp_path: Path) -> None
     assert (len(plan.orders), plan.wanted, plan.enough) == (10, 5, 5)
     _, (row,) = federate(algorithm, site, tmp_path, stop=1, over_provision=2.0)
     assert (row.metrics["clients_trained"], row.metrics["clients_late"]) == (5, 5)
-
-
-# ------------------------------------------------------------------------------------------------ the server
 
 
 # ------------------------------------------------------------------------------------ what plan and merge may give
@@ -199,14 +187,6 @@ def test_round_whose_scores_are_not_finite_says_diverged(tmp_path: Path) -> None
     assert "loss/full" not in row.metrics and row.metrics["diverged"] == 1
 
 
-def test_a_server_s_optimiser_that_diverges_is_named(tmp_path: Path) -> None:
-    """Where its step is what leaves the range; in the first round there is no commit to end with."""
-    algorithm = FedAvg(training=TRAINING, eligible="all", server=Adam(lr=1e30))
-    with pytest.raises(Diverged, match=r"\(aggregation mean, server adam\).* in round 1, .*aggregation\.clip$"):
-        federate(algorithm, tiny_site(algorithm), tmp_path, stop=2)
-    assert not ledger_in(FolderStore(tmp_path)).checkpoints.commits()
-
-
 @dataclass(frozen=True)
 class Asking(FedAvg):
     """Plans what `into` makes of the plan."""
@@ -253,23 +233,5 @@ def at_level(level: Any) -> Any:
 )  # fmt: skip
 def test_a_plan_that_no_backend_can_carry_out_is_refused(tmp_path: Path, into: Any, said: str) -> None:
     algorithm = Asking(training=TRAINING, eligible="all", into=into)
-    with pytest.raises(ModelError, match=re.escape(said)):
-        federate(algorithm, tiny_site(algorithm), tmp_path, stop=1)
-
-
-@dataclass(frozen=True)
-class Picking(Uniform):
-    """Picks what it is told."""
-
-    picks: tuple[Any, ...] | None = ()
-
-    def pick(self, tables: Any, context: Any, count: int, rng: Any) -> Any:
-        return self.picks
-
-
-@pytest.mark.parametrize("pick", [3, (3,), (3, "full"), (3, 1), (3, -1), "30"])
-def test_picks_that_are_no_clients_with_their_levels_are_refused(tmp_path: Path, pick: Any) -> None:
-    algorithm = FedAvg(training=TRAINING, selection=Picking(picks=((2, 0), pick)))
-    said = f"Picking.pick gave {pick!r}, where (client, level) is expected, the level of 0 to 0"
     with pytest.raises(ModelError, match=re.escape(said)):
         federate(algorithm, tiny_site(algorithm), tmp_path, stop=1)

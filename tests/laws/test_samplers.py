@@ -11,28 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fl_engine.algorithms import FedAvg
 from fl_engine.core import costs
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samplers import SAMPLERS, Balanced, Sampler, Shuffle
 from fl_engine.core.schedules import Constant, Cosine, Schedule
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.task import Task
-from fl_engine.core.types import FULL, SGD, Adam, ClientUpdate, LocalTask, Params
-from fl_engine.exchange.client import execute
-from fl_engine.exchange.manifest import Rejected, packed
-from fl_engine.exchange.updates import update_of
-from fl_engine.storage.store import encode
+from fl_engine.core.types import FULL, SGD, Adam, LocalTask, Params
 from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.tiny import (
     SEED,
-    TRAINING,
     TinyNet,
     assert_same_bits,
-    context_of,
-    start_of,
-    tiny_fleet,
-    tiny_site,
 )
 from fl_engine.training.batches import orders
 from fl_engine.training.local import Job, train
@@ -97,14 +87,6 @@ def test_smoothing_1_weighs_as_fedaiots_code() -> None:
     assert config.training.sampler == Balanced(smoothing=1.0) and config.training.clip_norm == 1.0
 
 
-def test_balanced_draws_every_sample_of_a_label_equally_often() -> None:
-    """About 3,000 draws of 90 samples: with 89 degrees of freedom 1 in 20,000 is beyond 150."""
-    indices = drawn(Balanced(), HELD, 90)
-    of_label = torch.bincount(indices, minlength=100)[:90]
-    assert of_label.min() > 0 and chi_square(of_label) < 150
-    assert (torch.bincount(indices[:100], minlength=100)[:90] > 1).any(), "with replacement"
-
-
 def test_numbers_are_balanced_by_their_bins() -> None:
     """A bin that holds most samples, as many targets are equal, is drawn as often as the others."""
     y = torch.cat([torch.zeros(80, 1), torch.arange(1.0, 21.0)[:, None]])
@@ -127,22 +109,6 @@ def test_steps_and_samples_are_those_that_the_server_counts(sampler: Sampler, dr
         assert found.steps == costs.steps(task, count)
         family, per_sample = TinyNet(), costs.macs_per_sample(TinyNet(), task)
         assert found.samples * per_sample == costs.macs(family, task, count)
-
-
-@pytest.mark.parametrize("sampler", [kind() for kind in SAMPLERS.values()], ids=list(SAMPLERS))
-def test_update_with_wrong_number_of_steps_is_rejected(sampler: Sampler) -> None:
-    algorithm = FedAvg(training=replace(TRAINING, fraction=1.0, sampler=sampler), eligible="all")
-    site = tiny_site(algorithm, fleet=tiny_fleet(3), sizes=(8, 11, 5))
-    rules = replace(site.rules, algorithm=algorithm)
-    for order in algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED)).orders:
-        found = execute(algorithm, order, site)
-        assert isinstance(found, ClientUpdate)
-        value = encode(found.payload)
-        assert isinstance(update_of(packed(found, order)[0], lambda limit: value, order, rules), ClientUpdate)  # noqa: B023
-        for name in ("steps", "macs"):
-            lie = replace(found, metrics={**found.metrics, name: found.metrics[name] + 1})
-            with pytest.raises(Rejected, match=name):
-                update_of(packed(lie, order)[0], lambda limit: value, order, rules)  # noqa: B023
 
 
 @dataclass(frozen=True)
@@ -180,14 +146,6 @@ def test_cosine_rates_by_hand() -> None:
     assert rates(Cosine(floor=0.2), 4, 1, 0.5) == pytest.approx([0.5 * (0.2 + 0.8 * each) for each in plain])
     assert rates(Cosine(floor=1.0), 2, 2, 0.3) == pytest.approx([0.3] * 4)
     assert min(rates(Cosine(), 3, 5)) > 0 and rates(Cosine(), 1, 1) == [1.0]
-
-
-def test_cosine_restarts_after_so_many_epochs() -> None:
-    """Three epochs of two steps, with a restart after two: the third is the beginning of another descent."""
-    once = rates(Cosine(floor=0.1), 2, 2)
-    assert rates(Cosine(floor=0.1, restart=2), 2, 3) == once + once[:2]
-    assert rates(Cosine(restart=1), 2, 3) == pytest.approx([1.0, 0.5] * 3)
-    assert rates(Cosine(restart=9), 2, 3) == pytest.approx(rates(Cosine(), 2, 9)[:6])
 
 
 def test_descents_that_grow_are_those_of_torch() -> None:

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fl_engine.core.costs import macs_per_sample
 from fl_engine.core.slicing import initial_params, is_statistic, take
-from fl_engine.core.types import FULL, SGD, LocalTask, Params, Sandwich, SubmodelSpec
+from fl_engine.core.types import FULL, SGD, LocalTask, Params, Sandwich
 from fl_engine.core.widths import prefix
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.tasks import Classification
@@ -87,15 +86,3 @@ def test_running_statistics_are_the_largest_sub_models() -> None:
     statistics = [name for name in start if is_statistic(name)]
     assert statistics
     assert_same_bits({n: found.params[n] for n in statistics}, {n: plain.params[n] for n in statistics})
-
-
-def test_multiply_adds_of_a_step() -> None:
-    def of(*specs: SubmodelSpec, random: int = 0) -> float:
-        return macs_per_sample(FAMILY, replace(TASK, widths=specs, sandwich=Sandwich(random, 1.0, 1.0)))
-
-    each = {width: macs_per_sample(FAMILY, replace(TASK, spec=spec)) for width, spec in SPECS.items()}
-    assert of(SPECS[1.0], random=3) == each[1.0]
-    assert of(SPECS[0.5], SPECS[1.0], random=3) == each[0.5] + each[1.0]
-    between = (each[0.5] + each[0.75]) / 2
-    assert of(*SPECS.values(), random=1) == pytest.approx(each[0.25] + each[1.0] + between)
-    assert of(*SPECS.values(), random=5) == pytest.approx(sum(each.values()))

@@ -39,15 +39,6 @@ def counted(scene: Scene, monkeypatch: pytest.MonkeyPatch, name: str) -> Counter
     return seen
 
 
-def test_orders_are_shared_up_to_the_room_of_a_worker(scene_of: Scenes, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = scene_of(10, 4)
-    workers, puts = [scene.worker(scene.honest(), "weak") for _ in range(2)], counted(scene, monkeypatch, "put")
-    assert scene.updates() == 10
-    assert [[len(clients) for clients in worker.taken] for worker in workers] == [[4, 1]] * 2
-    assert sorted(client for worker in workers for clients in worker.taken for client in clients) == list(range(10))
-    assert all(puts[f"{worker.name}/{MESSAGE}"] == 3 for worker in workers), "one to meet it, one for each lease"
-
-
 @pytest.mark.parametrize("orders, honest, its", [(100, 9, 20), (13, 9, 3), (100, 1, 99)])
 def test_fast_liar_gets_no_majority(scene_of: Scenes, orders: int, honest: int, its: int) -> None:
     """It answers at once. One of two workers may have all orders."""
@@ -106,14 +97,6 @@ def test_round_below_the_quorum_stops(scene_of: Scenes) -> None:
     scene.worker(lambda w, lease, s: (scene.unable if w.taken[-1] == (0,) else scene.honest())(w, lease, s))
     with pytest.raises(Stopped, match="3 of 4"):
         scene.outcomes()
-
-
-def test_round_with_enough_updates_gives_up_the_others(scene_of: Scenes) -> None:
-    scene = scene_of(3)
-    scene.plan = replace(scene.plan, wanted=2)
-    for act in (scene.honest(), scene.honest(), scene.works):
-        scene.worker(act)
-    assert [failure.stage for failure in scene.failures().values()] == ["straggle"]
 
 
 def test_prune_failure_counts_only_if_it_follows_from_the_order() -> None:
@@ -248,15 +231,3 @@ def test_message_with_a_lease_holds_no_key(scene_of: Scenes) -> None:
     assert scene.updates() == 1 and worker.leases[0].id.encode() in seen[0]
     for key in (worker.key, worker.invitation.key, worker.id):
         assert key.encode() not in seen[0]
-
-
-def test_idle_worker_has_a_minute_to_take_a_lease(scene_of: Scenes) -> None:
-    scene = scene_of(1, lease_s=5.0)
-    worker = scene.worker(scene.idle, takes=False)
-
-    def between() -> None:
-        if scene.clock.passed > 25:
-            worker.takes, worker.act = True, scene.honest(2.0)
-
-    scene.between = between
-    assert scene.updates() == 1 and scene.account(worker).lost == 0 and scene.clock.passed < 45

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 
 from fl_engine.core.types import Params
 from fl_engine.storage import serialization
-from fl_engine.storage.serialization import RANKS, Pieces, digest, in_parts, laid_out
-from fl_engine.storage.store import FolderStore, encode, sha256
+from fl_engine.storage.serialization import RANKS, digest, in_parts, laid_out
+from fl_engine.storage.store import encode, sha256
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter(lambda n: n != "__metadata__")
 
@@ -52,12 +51,6 @@ def test_a_file_is_the_one_that_the_safetensors_package_writes(given: Params) ->
     assert digest("md5", value) == hashlib.md5(expected, usedforsecurity=False).digest()
 
 
-def test_every_type_has_the_packages_name() -> None:
-    for dtype in RANKS:
-        one = {"a": torch.zeros(1, dtype=dtype)}
-        assert encode(one) == of_package(one)
-
-
 def test_slices_and_shared_memory_are_written_as_copies() -> None:
     whole = torch.arange(24.0).view(4, 6)
     cut = {"rows": whole[1:3], "columns": whole[:, 1:3], "turned": whole.T, "whole": whole, "again": whole}
@@ -74,16 +67,3 @@ def test_parts_are_all_bytes_in_order(size: int, piece: int, given: Params) -> N
     assert b"".join(parts) == bytes(value)
     assert all(len(part) == size for part in parts[:-1]) and all(parts)
     assert b"".join(in_parts(bytes(value), size)) == bytes(value)
-
-
-def test_a_folder_is_given_what_the_pieces_are(tmp_path: Any) -> None:
-    store, value = FolderStore(tmp_path), Pieces((b"one", torch.arange(3, dtype=torch.uint8), b""))
-    store.put("a/b", value)
-    assert store.get("a/b") == bytes(value) == b"one\x00\x01\x02"
-
-
-def test_no_values_have_no_bytes_whatever_their_strides() -> None:
-    nothing = torch.empty(0).as_strided((0,), (0,))
-    with pytest.raises(RuntimeError, match="stride"):
-        nothing.view(torch.uint8)
-    assert bytes(laid_out({"a": nothing})) == encode({"a": nothing}) == encode({"a": torch.empty(0)})

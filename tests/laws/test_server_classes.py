@@ -23,7 +23,6 @@ from fl_engine.rounds.round import Progress, play
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.tasks import Classification
-from fl_engine.testing.kinds import tiny_boxes, tiny_table
 from fl_engine.testing.tiny import TRAINING, start_of, tiny_site
 from fl_engine.training.evaluation import OWNERS, Score, by_owner
 
@@ -80,20 +79,6 @@ def test_a_rule_by_labels_deals_the_labels_that_are_left() -> None:
 def test_classes_that_cannot_be_meant_are_refused(owned: tuple[int, ...]) -> None:
     with pytest.raises(PartitionError, match=r"partition\.server_classes"):
         cut(owned=owned)
-
-
-def test_too_few_samples_for_the_clients_are_refused() -> None:
-    with pytest.raises(PartitionError, match=r"partition\.minimum=41"):
-        p.partition(DATA, "iid", 5, 0, 0, minimum=41, server_classes=tuple(range(8)))
-
-
-@pytest.mark.parametrize("data", [tiny_table(), tiny_boxes()], ids=lambda data: data.task.name)
-def test_targets_that_are_no_classes_are_refused(data: Data) -> None:
-    with pytest.raises(PartitionError, match=r"partition\.server_classes"):
-        p.partition(data, "iid", 2, 0, 0, server_classes=(0,))
-
-
-# ------------------------------------------------------------------------------------------------- storage
 
 
 # -------------------------------------------------------------------------------------------------- scores

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.slicing import initial_params, take
@@ -20,7 +18,7 @@ from fl_engine.models.vgg16 import VGG16
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
 from fl_engine.training import objective
-from fl_engine.training.lanes import Network, evaluates
+from fl_engine.training.lanes import Network
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import SINGLE, Numerics
 from fl_engine.training.shared_layers import Seen, shared
@@ -113,29 +111,3 @@ def test_common_layers_run_once_and_the_network_is_restored() -> None:
     student(x)
     teacher(x)
     assert not seen
-
-
-class Louder(nn.Module):
-    """In training it doubles what it is given."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if self.training else x
-
-
-@pytest.mark.parametrize("odd", [nn.Dropout(0.5), nn.Dropout2d(0.5), nn.RReLU(), Louder()])
-def test_teacher_in_evaluation_shares_no_training_layer(odd: nn.Module) -> None:
-    """The student's convolution is the teacher's too, but not what comes after it."""
-    with torch.device("meta"):
-        student, teacher = (
-            Network(nn.Sequential(nn.Conv2d(3, 4, 3), copy.deepcopy(odd), nn.ReLU()).train()) for _ in range(2)
-        )
-    params = {"0.weight": torch.randn(1, 4, 3, 3, 3), "0.bias": torch.randn(1, 4)}
-    for each in (student, teacher):
-        each.bind(params, lambda: [torch.Generator()])
-    evaluates(teacher)
-    x = torch.randn(2, 3, 5, 5)
-    expected = teacher(x)
-    with shared(student, [teacher]) as seen:
-        student(x)
-        assert set(seen) == {"0", "2"}
-        torch.testing.assert_close(teacher(x), expected, rtol=0, atol=0)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import ModelError
 from fl_engine.core.pool import measure_apoz
 from fl_engine.core.samples import Data, split
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import FULL, SGD, LocalTask, SubmodelSpec
 from fl_engine.models.traced import from_module
 from fl_engine.tasks import Classification
-from fl_engine.testing.tiny import TinyNet
-from fl_engine.training.central import train_centrally
 from fl_engine.training.evaluation import last_layer_inputs
 
 SAMPLES = 65
@@ -53,39 +47,6 @@ def family_of(network: type[nn.Module]) -> ModelFamily:
 def numbers(count: int = SAMPLES) -> Data:
     x, y = torch.randn(count, 5, generator=torch.Generator().manual_seed(0)), torch.arange(count) % 4
     return Data("numbers", Classification(4), x, y, x, y)
-
-
-def centrally(batch_size: int, drop_last: bool) -> list[Any]:
-    family = family_of(Vectors)
-    task = LocalTask(FULL, SGD(0.01), epochs=1, batch_size=batch_size, drop_last=drop_last, seed=0)
-    return list(train_centrally(family, numbers(), task, initial_params(family, 0)))
-
-
-def test_central_training_says_what_to_do_about_it() -> None:
-    said = r"training\.drop_last"
-    with pytest.raises(ModelError, match=said):
-        centrally(32, drop_last=False)
-    assert len(centrally(32, drop_last=True)) == len(centrally(30, drop_last=False)) == 1
-
-
-class Refuses(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise ValueError("a mistake of one's own")
-
-
-@dataclass(frozen=True)
-class Refusing(TinyNet):
-    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        return nn.Sequential(Refuses())
-
-
-def test_what_else_a_network_refuses_is_told_as_it_is() -> None:
-    family = Refusing()
-    task = LocalTask(FULL, SGD(0.01), epochs=1, batch_size=1, drop_last=False, seed=0)
-    x, y = torch.zeros(2, *family.input_shape, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
-    data = Data("x", Classification(family.outputs), x, y, x, y, (0.5,), (0.5,))
-    with pytest.raises(ValueError, match="a mistake of one's own"):
-        list(train_centrally(family, data, task, {}))
 
 
 @pytest.mark.parametrize("network", [Vectors, OfTheBatch])

@@ -168,24 +168,6 @@ def test_a_prefix_is_a_view_and_everything_else_a_copy() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- errors
-def test_an_error_names_group_and_channels() -> None:
-    part = take(numbered(), LAYOUT, SubmodelSpec.of({"a": [0, 2]}))
-    with pytest.raises(ModelError, match=r"'a'.*\[1, 3\]"):
-        take(part, LAYOUT, SubmodelSpec.of({"a": [0, 1, 3]}), have=SubmodelSpec.of({"a": [0, 2]}))
-    with pytest.raises(ModelError, match=r"'b'.*channel 2.*first 2"):
-        take(numbered(), LAYOUT, FULL, have=SubmodelSpec.of({"b": 2}))
-    with pytest.raises(ModelError, match=r"'c' has 2 channels.*index 2"):
-        take(numbered(), LAYOUT, SubmodelSpec.of({"c": 3}))
-    with pytest.raises(ModelError, match=r"'d'"):
-        take(numbered(), LAYOUT, SubmodelSpec.of({"d": 1}))
-
-
-def test_an_error_names_the_missing_block() -> None:
-    have = SubmodelSpec.of({}, ["first", "third"])
-    with pytest.raises(ModelError, match="second"):
-        take(take(numbered(), LAYOUT, have), LAYOUT, FULL, have=have)
-    with pytest.raises(ModelError, match=r"secnod.*did you mean 'second'"):
-        take(numbered(), LAYOUT, SubmodelSpec.of({}, ["secnod"]))
 
 
 @pytest.mark.parametrize("keep", [0, -1, [], [1, 1], [2, 1], [-1, 0]])

@@ -49,21 +49,6 @@ def test_only_so_much_stays_in_memory() -> None:
     assert sum(spool.get(entry)["w"] is tensor for entry in range(10)) == 2
 
 
-def test_a_view_does_not_keep_what_it_was_cut_from_in_the_file() -> None:
-    spool = Spool(held_bytes=0)
-    spool.put({"w": torch.arange(1000.0)[10:20]})
-    assert spool.get(0)["w"].tolist() == list(range(10, 20))
-
-
-def test_a_file_that_is_cut_off_is_an_error_and_no_endless_wait() -> None:
-    spool = Spool(held_bytes=0)
-    spool.put({"w": torch.zeros(100)})
-    assert spool._file is not None
-    spool._file.truncate(10)
-    with pytest.raises(EnvironmentFailure, match="cut off"):
-        spool.get(0)["w"]
-
-
 def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

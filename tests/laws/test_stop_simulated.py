@@ -114,15 +114,3 @@ def test_a_raised_limit_goes_on_and_a_lowered_one_is_refused(job: Any, new_store
     assert job.federate(store, stop=5) == job.federate(new_store(), stop=5), "without the limit"
     with pytest.raises(ConfigError, match=r"rounds\.stop = 4, but 5 rounds are committed: a run cannot go back"):
         job.federate(store, stop=4)
-
-
-def test_it_does_not_end_at_a_round_that_was_not_evaluated(job: Any, new_store: Make) -> None:
-    """A run was stopped after round 2 of 4, which was not to be evaluated; then a limit is set that round 2 passes."""
-    store = new_store()
-    with pytest.raises(Stopped):
-        job.federate(store, after(5), stop=4)
-    times = clocks(store)
-    with pytest.raises(
-        ConfigError, match=r"passes in round 2, and .* not evaluated: set rounds\.stop_simulated_s to m"
-    ):
-        job.federate(store, stop=4, stop_simulated_s=(times[0] + times[1]) / 2)

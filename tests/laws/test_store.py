@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import posix
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,20 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.core.errors import EnvironmentFailure, IntegrityError, TooLarge
+from fl_engine.core.errors import IntegrityError, TooLarge
 from fl_engine.storage.store import FolderStore, decode, encode
 
 SIZE = 1 << 20
-
-
-def test_put_then_get(tmp_path: Path) -> None:
-    store = FolderStore(tmp_path / "not" / "there" / "yet")
-    store.put("rounds/00000/state.json", b"{}")
-    store.put("empty", b"")
-    assert store.get("rounds/00000/state.json") == b"{}"
-    assert store.get("empty") == b""
-    store.put("empty", b"no more")
-    assert store.get("empty") == b"no more"
 
 
 def test_get_reads_no_more_than_the_limit(tmp_path: Path) -> None:
@@ -76,25 +64,6 @@ def test_folder_removed_during_a_write_is_made_again(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "open", open_late)
     FolderStore(tmp_path).put("states/a", b"x")
     assert len(removed) == 2 and FolderStore(tmp_path).get("states/a") == b"x"
-
-
-def test_concurrent_writers_may_make_one_folder(tmp_path: Path) -> None:
-    def put(round: int, client: int) -> None:
-        FolderStore(tmp_path).put(f"rounds/{round}/updates/{client}", b"x")
-
-    with ThreadPoolExecutor(8) as threads:
-        for round in range(50):
-            list(threads.map(put, [round] * 8, range(8)))
-    assert len(FolderStore(tmp_path).list("rounds/")) == 400
-
-
-@pytest.mark.parametrize("above", [False, True])
-def test_what_is_no_folder_is_said(tmp_path: Path, above: bool) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "file").write_bytes(b"")
-    for name in ("link", "file"):
-        with pytest.raises(EnvironmentFailure, match=name):
-            FolderStore(tmp_path).put(f"{name}/b/c" if above else f"{name}/c", b"x")
 
 
 def test_a_folder_that_is_written_into_while_it_is_removed_stays(
@@ -178,36 +147,6 @@ def test_a_kill_before_the_replacement_leaves_the_old_value(tmp_path: Path, monk
         store.get("folder/new")
 
 
-def test_ctrl_c_within_a_write_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`flexfleet init` writes into a folder that nobody sweeps."""
-    store = FolderStore(tmp_path)
-    store.put("key", b"old")
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        store.put("key", b"new")
-    assert [path.name for path in tmp_path.iterdir()] == ["key"] and store.get("key") == b"old"
-
-
-def _put(root: Path, value: bytes) -> None:
-    FolderStore(root).put("rounds/00000/state.safetensors", value)
-
-
-def test_two_processes_may_put_the_same_key(tmp_path: Path) -> None:
-    values = [bytes([65 + i]) * SIZE for i in range(2)]
-    fork = multiprocessing.get_context("fork")
-    writers = [fork.Process(target=_put, args=(tmp_path, value)) for value in values for _ in range(3)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
-    assert FolderStore(tmp_path).get("rounds/00000/state.safetensors") in values
-
-
 def test_a_write_is_durable_when_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes before the name, then the folder that holds the name."""
     events: list[tuple[str, str]] = []
@@ -236,17 +175,6 @@ def test_a_write_is_durable_when_it_returns(tmp_path: Path, monkeypatch: pytest.
 
 
 # ---------------------------------------------------------------------------------------------------- tensors
-def test_tensors_come_back_bit_for_bit() -> None:
-    odd = torch.tensor([0.1, -0.0, float("inf"), float("nan"), 1e-45])
-    whole = torch.arange(24.0).view(4, 6)
-    # Prefix sub-models are views of the global model: a view must be stored as what it shows.
-    tensors = {"odd": odd, "view": whole[:2, :3], "prefix": whole[:2], "count": torch.tensor(7), "half": odd.half()}
-    back = decode(encode(tensors), "name")
-    assert back.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert back[name].dtype == tensor.dtype
-        assert back[name].shape == tensor.shape
-        assert back[name].numpy().tobytes() == tensor.contiguous().numpy().tobytes()
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 40, -1])

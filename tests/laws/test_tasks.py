@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from fl_engine.core.task import Task
 from fl_engine.tasks import Classification, Regression
-from fl_engine.training.losses import self_distillation
 
 TASKS = (Classification(4), Classification(7, top5=True), Regression(), Regression(outputs=3))
 
@@ -83,13 +82,6 @@ def test_metrics_do_not_depend_on_how_batches_are_cut(task: Task, cuts: list[int
     whole, cut = task.measure([task.observe(outputs, y)]), task.measure(parts)
     assert cut.values == pytest.approx(dict(whole.values), rel=1e-12, abs=1e-12)
     assert torch.equal(whole.confusion, cut.confusion)
-
-
-def test_regression_distillation_ignores_temperature() -> None:
-    student, teacher = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [2.5]])
-    for temperature in (1.0, 3.0, 10.0):
-        found = self_distillation(Regression(), student, [teacher], temperature)
-        torch.testing.assert_close(found, torch.tensor([4.0, 0.25]))
 
 
 def test_quantile_bins_are_even_and_keep_equal_targets() -> None:

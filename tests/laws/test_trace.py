@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time as clocks
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing import played
-from fl_engine.testing.tiny import TRAINING, assert_same_bits, start_of, tiny_site
+from fl_engine.testing.tiny import TRAINING, assert_same_bits, tiny_site
 
 law = settings(max_examples=80)
 
@@ -123,13 +122,6 @@ def test_a_bandwidth_that_varies_holds_for_its_interval() -> None:
     trace = replace(always((True, 1.0, 10.0)), varying=Varying(10.0, draw, 1))
     assert took(trace, 0, 5.0, 60, 0, 0) == Took(0.0, 5.5)
     assert [trace.now(at).bandwidth[0] for at in (0, 9.9, 10, 25)] == [10, 10, 20, 30]
-
-
-def test_a_client_that_hardly_moves_does_not_hold_up_the_server() -> None:
-    trace = replace(always((True, 1e-6, 1e-6)), varying=Varying(1.0, lambda interval: np.ones(1), 1))
-    started = clocks.monotonic()
-    found = took(trace, 0, 0.0, 10**9, 1.0, 0)
-    assert found is not None and found.communication == pytest.approx(1e15) and clocks.monotonic() - started < 5
 
 
 # --------------------------------------------------------------------------------------------------- drawn
@@ -315,31 +307,6 @@ def test_who_leaves_before_it_is_done_has_dropped_out(tmp_path: Path) -> None:
     assert left.metrics["seconds_simulated"] == max(s for c, s in ends.items() if c != victim)
     _, (stayed,) = federate(ALGORITHM, SITE, tmp_path / "stayed", until(1.01), stop=1)
     assert stayed.metrics["clients_trained"] == len(ends)
-
-
-def test_round_that_all_clients_leave_lasts_until_the_last_leaves(tmp_path: Path) -> None:
-    algorithm = noting()
-    trace = trace_of([[(0.0, *alike(bandwidth=1.0)), (5.0 + c, *OFF), (90.0, *alike())] for c in range(CLIENTS)])
-    start = start_of(algorithm, SITE)
-    final, (row,) = federate(algorithm, SITE, tmp_path, trace, stop=1)
-    asked = [line["client"] for line in row.clients]
-    assert row.metrics["clients_trained"] == 0 and row.metrics["seconds_simulated"] == 5.0 + max(asked)
-    assert_same_bits(final.params, start.params)
-    _, (late,) = federate(algorithm, SITE, tmp_path / "deadline", trace, stop=1, deadline_s=3.0)
-    assert late.metrics["seconds_simulated"] == 3.0
-
-
-def test_deadline_and_over_provisioning_go_by_the_trace(tmp_path: Path) -> None:
-    """Slow ones come too late, and the first ones are taken."""
-    slow = {c: c % 2 == 0 for c in range(CLIENTS)}
-    trace = trace_of([[(0.0, *alike(speed=1e3 if slow[c] else 1e9))] for c in range(CLIENTS)])
-    _, (row,) = federate(ALGORITHM, SITE, tmp_path / "a", trace, stop=1, deadline_s=10.0)
-    late = {line["client"] for line in row.clients if line.get("failure", "").startswith("straggle:")}
-    assert late == {line["client"] for line in row.clients if slow[line["client"]]} != set()
-    _, (row,) = federate(ALGORITHM, SITE, tmp_path / "b", trace, stop=1, over_provision=2.0)
-    times = {line["client"]: line for line in row.clients}
-    taken = {c for c, line in times.items() if "failure" not in line}
-    assert len(taken) == 5 and sum(slow[c] for c in taken) == max(0, 5 - sum(not slow[c] for c in times))
 
 
 @pytest.mark.parametrize("keep_updates", [False, True], ids=["in memory", "through the ledger"])

@@ -159,17 +159,6 @@ def test_round_lasts_until_deadline_only_if_an_update_is_missing(
         assert row.metrics["seconds_simulated"] == (20.0 if waits else max(merged))
 
 
-@pytest.mark.parametrize(
-    "terms", [{"norm_bound": 1e-9}, {"norm_bound": 1e-9, "deadline_s": 20.0}, {"quorum": 1.0, "faults": "drop=0.3"}]
-)
-def test_round_without_merge_lasts_until_the_last_update(tmp_path: Path, terms: dict[str, Any]) -> None:
-    _, rows = federate(tmp_path, **terms)
-    empty = [row for row in rows if not row.metrics["clients_trained"]]
-    assert empty
-    for row in empty:
-        assert row.metrics["seconds_simulated"] == max(line.get("seconds_simulated", 0.0) for line in row.clients) > 0
-
-
 class Dies(Exception):
     """The coordinator is killed."""
 

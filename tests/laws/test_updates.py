@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_engine.algorithms import ALGORITHMS, FlexFL
-from fl_engine.core.errors import ClientError, EnvironmentFailure, IntegrityError, Refused
+from fl_engine.core.errors import EnvironmentFailure, IntegrityError, Refused
 from fl_engine.core.slicing import take
 from fl_engine.core.types import (
     ClientFailure,
@@ -123,26 +123,6 @@ def test_padded_update_has_the_same_content(more: int) -> None:
     assert len(longer) == len(bytes(longer)) == len(value) + more
     before, after = decode(bytes(value), "it"), decode(bytes(longer), "it")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_update_is_padded_within_its_format_only() -> None:
-    value = laid_out(HONEST.travels)
-    for length in (len(value) - 1, len(value) + 100_000_000):
-        with pytest.raises(ClientError, match="Use a server that supports POST policies"):
-            padded(value, length)
-
-
-def test_pruned_update_can_be_padded_too() -> None:
-    order = max(PLAN.orders, key=payload_bytes)
-    outcome = execute(ALGORITHM, order, replace(SITE, free=1.0))
-    assert isinstance(outcome, ClientUpdate) and outcome.spec != order.spec
-    base = f"rounds/00000/updates/{order.client}"
-    lengths = {f"{base}.safetensors": payload_bytes(order), f"{base}.json": manifest_bytes(order)}
-    files: dict[str, bytes] = {}
-    RoundMailbox(MemoryStore(files), key=key_of(SECRET), lengths=lengths).put_outcome(PLAN, outcome)
-    rules = replace(SITE.rules, algorithm=ALGORITHM, seed=None)  # it has looked at what is free
-    found = RoundMailbox(MemoryStore(files), rules=rules, key=key_of(SECRET)).receive(PLAN, order.client)
-    assert_same_outcomes([found], [outcome])
 
 
 def test_result_has_the_only_length_of_an_upload() -> None:
@@ -306,14 +286,6 @@ def test_client_cannot_report_the_coordinators_stages(stage: str) -> None:
     assert found == ClientFailure(0, ORDER.client, "train", "norm: $$")
 
 
-@pytest.mark.parametrize("stage", ["pod", "validate", "straggle"])
-def test_coordinators_failure_of_a_client_is_stored(stage: Any) -> None:
-    ledger = RoundMailbox(MemoryStore({}), key=key_of(SECRET))
-    failure = ClientFailure(0, ORDER.client, stage, "said by the coordinator", "norm")
-    ledger.put_outcome(PLAN, failure)
-    assert ledger.outcome(PLAN, ORDER.client) == failure
-
-
 ODD = "\x1b[2J\u202e\u2066\x00\ud800"
 """A terminal clears itself, and writes backwards; and half a character."""
 
@@ -376,17 +348,6 @@ def test_closed_outcome_counts_in_any_backend(before: bool, after: bool, what: s
     else:
         with pytest.raises(IntegrityError, match="--discard-damaged"):
             ours[after].accepted(plan, ORDER.client, closed)
-
-
-def test_update_in_place_of_a_failure_is_closed_with() -> None:
-    files: dict[str, bytes] = {}
-    plan, ledger = replace(PLAN, orders=(ORDER,)), ledger_of(files)
-    ledger.put_outcome(plan, ClientFailure(0, ORDER.client, "pod", "nobody answered"))
-    files |= FILES
-    assert len(list(ledger.finished(plan))) == 1
-    closed = ledger.close(plan, [ORDER.client])
-    assert not closed.refused
-    assert_same_outcomes([ledger_of(files).accepted(plan, ORDER.client, closed)], [HONEST])
 
 
 def test_result_with_other_metrics_still_counts() -> None:
