@@ -24,7 +24,6 @@ FLEET = tuple(Device(c, "strong", 110.0, 0.0, speed=1e9, bandwidth=1e4 * (1 + c)
 """Each sends faster than the one before."""
 
 
-# ------------------------------------------------------------------------------------------------------- in time
 @pytest.mark.parametrize(
     ("first", "last", "expected"),
     [
@@ -54,7 +53,6 @@ def test_how_far_weights_moved_by_hand() -> None:
     assert distance(before, before) == 0
 
 
-# ------------------------------------------------------------------------------------------------ between clients
 def test_bits_go_to_the_client_that_finishes_first_by_hand() -> None:
     """The second needs twice as long for a bit. Both have 2; the first is done at 4, 5, 6 and 7 with its next four, the
     second at 8 with its next one."""
@@ -69,7 +67,6 @@ def test_bits_go_to_the_client_that_finishes_first_by_hand() -> None:
     assert shared([], 0, 4, 8) == []
 
 
-# ----------------------------------------------------------------------------------------------------------- runs
 def federated(algorithm: Any, site: Site, folder: Path, stop: int) -> tuple[Any, list[Any]]:
     terms = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=True)
     return played.federated(Run(algorithm, site, terms), FolderStore(folder))

@@ -193,7 +193,6 @@ def test_feddyn_remembers_changes_from_the_decoded_weights(clip: float | None) -
 
 
 def test_feddyn_leaves_running_statistics_alone() -> None:
-    """They are averaged: a variance that were stepped like a weight could fall below zero."""
     algorithm = DepthFL(training=TRAINING, exits=("conv1", "conv2"))
     site = tiny_site(algorithm, SmallCNN((1, 8, 8), 4, width=0.25, norm="static"))
     state = start_of(algorithm, site)

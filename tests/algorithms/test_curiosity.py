@@ -31,7 +31,6 @@ S3, S2, S1, M3, M2, M1, L1 = range(7)
 
 
 def pool_of(models: int, dispatched: Sequence[int] | None = None) -> Pool:
-    """Of that many sizes, all sent unless told otherwise."""
     return tuple(
         PoolModel(
             name=f"m{i}",
@@ -51,7 +50,6 @@ def fleet_of(clients: int) -> tuple[Device, ...]:
 
 
 def tables_of(curiosity: Sequence[Sequence[float]], resource: Sequence[Sequence[float]]) -> Tables:
-    """From one row per client, as people write them."""
     by_type, by_model = zip(*curiosity, strict=True), zip(*resource, strict=True)
     return {
         "curiosity": tuple(tuple(float(v) for v in row) for row in by_type),
@@ -63,7 +61,6 @@ def column(tables: Tables, name: str, client: int) -> list[float]:
     return [row[client] for row in tables[name]]
 
 
-# ========================================================================================= Alg. 1 lines 12 to 26
 START = (1, 1, 1, 1, 1, 1, 1)
 LATER = (5, 0, 2, 4, 1, 0, 3)
 
@@ -124,7 +121,6 @@ def test_a_history_is_learned_as_the_algorithm_says(p: int, data: st.DataObject)
     assert (np.asarray(tables["resource"]).sum(axis=0) > 0).all(), "else R_s would divide by nothing"
 
 
-# ================================================================================================ the rewards
 # Client a is new; b was sent L1 and brought back S3 from ones, (4, 0, ...); c brought back L1 whole, (1, ..., 1, 4).
 # The curiosity columns are made up, of squares.
 THREE = tables_of(
@@ -165,7 +161,6 @@ def test_the_rewards_of_three_clients(score: Any, expected: dict[str, tuple[Frac
         assert found[model].tolist() == pytest.approx([float(v) for v in expected[kind]], rel=1e-12), kind
 
 
-# ============================================================================================== the selection
 CHI_SQUARE_999 = {6: 22.458, 12: 32.909, 14: 36.123, 20: 45.315}
 """Exceeded once in a thousand, by degrees of freedom."""
 
@@ -199,7 +194,6 @@ def test_models_come_alike_and_clients_by_their_reward(score: Any, reward: dict[
 
 
 def test_a_model_that_nobody_can_train_is_not_drawn() -> None:
-    """Two clients that can do S only: everything that is sent is S."""
     tables = tables_of([(1, 1, 1)] * 2, [(4, 0, 0, 0, 0, 0, 0), (2, 3, 0, 0, 0, 0, 0)])
     rng = seeds.rng(3, "curiosity test")
     models = {m for _ in range(200) for _, m in picked(Curiosity(), tables, fleet_of(2), pool_of(7), rng, 2)}

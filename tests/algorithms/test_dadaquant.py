@@ -25,7 +25,6 @@ STRONG = tuple(Device(client, "strong", 110.0, 0.0) for client in range(5))
 ALL = replace(TRAINING, fraction=1.0)
 
 
-# ------------------------------------------------------------------------------------------------ between clients
 def test_levels_by_hand() -> None:
     """w = 1/9 and 8/9, q = 100: w^(2/3) is 1 and 4 times 9^(-2/3), a = 5 * 9^(-2/3), b = 65 / 81 / 100^2, so that
     sqrt(a / b) w^(2/3) = 100 sqrt(5 / 65) = 27.7 for the first, four times that, 110.9, for the second."""
@@ -67,7 +66,6 @@ def test_assignments_give_levels_for_the_way_up_only() -> None:
         algorithm.plan(start_of(algorithm, site), context_of(site, 0, samples=()))
 
 
-# -------------------------------------------------------------------------------------------------------- in time
 def test_the_moving_average_by_hand() -> None:
     assert averaged([1.0, 2.0, 6.0], [], 0.9) == (1 + 2 + 4) / 3, "6 counts as 4, twice the median"
     assert averaged([1.0, 2.0, 1e6], [], 0.9) == (1 + 2 + 4) / 3
@@ -117,7 +115,6 @@ def test_minority_of_liars_moves_the_mean_loss_within_bounds(honest: list[float]
     assert found <= (sum(honest) + 2 * largest * len(lies)) / clients * (1 + 1e-12)
 
 
-# ------------------------------------------------------------------------------------------------------- refusals
 def test_losses_that_a_private_aggregation_hides_set_no_levels() -> None:
     algorithm = DAdaQuant(training=TRAINING, aggregation=Private())
     site = tiny_site(algorithm)

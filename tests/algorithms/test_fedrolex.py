@@ -61,7 +61,6 @@ def capacity(device: Device) -> float:
     return {"weak": 0.5, "medium": 0.71, "strong": 1.0}[device.tier]
 
 
-# =============================================================================================== what is sent
 SITE = tiny_site(FedRolex(training=TRAINING))
 
 
@@ -97,9 +96,6 @@ def test_less_overlap_moves_the_window_further(overlap: float, steps: tuple[int,
     assert seen > 20
 
 
-# =================================================================================================== the pool
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
 def test_the_servers_model_may_be_larger_than_every_clients(kind: Any) -> None:
     """Widths below 1: the full model is in the pool and is reported, but nobody is sent it."""
@@ -118,7 +114,6 @@ def test_the_servers_model_may_be_larger_than_every_clients(kind: Any) -> None:
     assert {len(channels(LAYOUT, o.spec, "hidden")) for o in orders} == {16}
 
 
-# ============================================================================================== on the device
 def task_for(algorithm: Any, order: WorkOrder, site: Site, free: float) -> Any:
     return algorithm.task(order, TaskContext(LAYOUT, site.pool, site.fleet[order.client], free))
 
@@ -168,9 +163,6 @@ def test_a_shrunk_window_starts_where_the_one_received_does(overlap: float) -> N
     assert shrunk > 10
 
 
-# ============================================================================ how much a client counts, Sec. 3.3.6
-
-
 def constant(spec: SubmodelSpec, value: float, family: ModelFamily = TINY) -> Params:
     layout = family.layout()
     with torch.device("meta"):  # a prefix of the same widths has the same shapes
@@ -198,7 +190,6 @@ def merged(weighting: Any, family: ModelFamily, updates: Sequence[tuple[Submodel
     ("said", "counted"), [(1e18, 4), (math.inf, 4), (5.0, 4), (4.0, 4), (2.0, 2), (0.0, 1), (-1e18, 1), (math.nan, 1)]
 )
 def test_lie_about_steps_counts_up_to_the_assignments_steps(weighting: str, said: float, counted: int) -> None:
-    """Each client has eight samples: two epochs in batches of four are four steps, and at least one is taken."""
     liar, honest = (FULL, constant(FULL, 4.0), said, 8), (FULL, constant(FULL, 1.0), 4.0, 8)
     for tensor in merged(weighting, TINY, [honest, liar]).values():
         assert tensor.numpy() == pytest.approx((4 * 1 + counted * 4) / (4 + counted), rel=1e-6)

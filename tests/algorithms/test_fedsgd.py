@@ -43,7 +43,6 @@ def after_a_round(algorithm: Any, site: Site) -> Params:
 
 
 def gradient(site: Site, params: Params, clients: range) -> Params:
-    """Of the mean loss over the samples of all these clients."""
     network = site.family.module()
     network.load_state_dict(params)
     network.train()

@@ -42,8 +42,6 @@ SOME = {"weak": Assigned("small", 11), "medium": Assigned("small", 9), "strong":
 
 @dataclass(frozen=True)
 class NestedNet(TinyNet):
-    """With five sub-networks of its own, in depth and width."""
-
     def nested(self) -> Mapping[str, SubmodelSpec]:
         shallow = ("conv", "fc", "classifier")
         return {
@@ -60,7 +58,6 @@ def fedx(**options: Any) -> FedX:
 
 
 def made(**chosen: tuple[str, int]) -> Supernet:
-    """What a search found, by tier."""
     found = {t: Candidate(level=n, bits=b, accuracy=0.5, encoded_bits=1.0) for t, (n, b) in chosen.items()}
     return Supernet(chosen=found)
 
@@ -71,9 +68,6 @@ def with_server(site: Site) -> Site:
     cut = np.sort(last[:8])
     parts = replace(site.partition, clients=(*clients, last[:0]), proxy_train=cut[:-2], proxy_test=cut[-2:])
     return replace(site, partition=parts)
-
-
-# ------------------------------------------------------------------------------------------------------- the pool
 
 
 def test_a_network_of_nested_sub_networks_brings_its_own() -> None:
@@ -89,7 +83,6 @@ def test_a_network_of_nested_sub_networks_brings_its_own() -> None:
 
 
 def test_two_tiers_may_have_one_sub_network_in_other_bits() -> None:
-    """It is one level, whose bytes are those of the most bits; each tier has its own codec."""
     pool = fedx(assigned=SOME).pool(TinyNet(), {}, None)  # type: ignore[arg-type]
     small, medium, large = pool
     assert small.tiers == (("weak", Codecs(Qsgd(bits=11))), ("medium", Codecs(Qsgd(bits=9))))
@@ -133,9 +126,6 @@ def test_bad_sub_networks_are_named(options: dict[str, Any], message: str) -> No
         fedx(**options).pool(TinyNet(), {}, None)  # type: ignore[arg-type]
 
 
-# -------------------------------------------------------------------------------------------------- who gets what
-
-
 def test_private_aggregation_refuses_a_search_by_seconds() -> None:
     algorithm = fedx(seconds=0.5, aggregation=Private())
     with pytest.raises(ConfigError, match=r"set algorithm\.seconds=null"):
@@ -177,7 +167,6 @@ def test_what_a_client_receives_is_quantised_in_its_tiers_bits() -> None:
     assert 0 < errors["weak"] < errors["medium"], "11 and 9 bits of the same sub-network"
 
 
-# ------------------------------------------------------------------------------------------------------ the merge
 def test_the_merge_by_hand() -> None:
     """Three clients, four values of the hidden layer's bias: the small network has the first two, the large all four.
     Each counts alike, whatever it holds (Eq. 4)."""
@@ -225,7 +214,6 @@ def test_the_server_fine_tunes_what_was_merged() -> None:
 
 @pytest.mark.parametrize("secret", [True, False])
 def test_fine_tuning_seed_hides_the_first_client(secret: bool) -> None:
-    """Its order's seed decides about nothing where who takes part is secret; the round's secret does."""
     private = Private(clip=1.0, noise_multiplier=1.0, secret_selection=secret)
     algorithm = fedx(assigned=SOME)
     site = with_server(tiny_site(algorithm))

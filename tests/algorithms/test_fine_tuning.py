@@ -70,7 +70,6 @@ def server(numerics: Numerics | None = None) -> ServerContext:
 
 
 def gradient(line: Sequence[float]) -> tuple[float, ...]:
-    """Of the mean squared error over both samples."""
     u, v, c = line
     errors = [u * a + v * b + c - wanted for (a, b), wanted in SAMPLES]
     rows = [(2 * e * a / 2, 2 * e * b / 2, 2 * e / 2) for e, ((a, b), _) in zip(errors, SAMPLES, strict=True)]
@@ -108,7 +107,6 @@ def test_the_second_step_is_pulled_to_the_aggregate(norm: str, start: str) -> No
 @pytest.mark.parametrize("norm", ["squared", "printed"])
 @pytest.mark.parametrize("strategy", ["single", "batched"])
 def test_the_order_of_the_names_changes_no_bit(norm: str, strategy: str) -> None:
-    """A file does not keep it, and the norm is a sum over all parameters."""
     site = tiny_site(FedAvg(TRAINING))
     own = replace(site.partition, proxy_train=site.partition.clients[0][:7], proxy_test=site.partition.clients[0][7:])
     numerics = Numerics(strategy)  # type: ignore[arg-type]

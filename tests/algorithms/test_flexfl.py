@@ -202,7 +202,6 @@ DISTILLED = [
 
 @pytest.mark.parametrize(("family", "level"), DISTILLED)
 def test_teachers_are_current_at_every_step(family: ModelFamily, level: int) -> None:
-    """A large step size, so that a teacher of the step before would be another teacher altogether."""
     pool = tiny_pool(FlexFL(), family)
     student, teachers = pool[level].spec, tuple(m.spec for m in pool[:level])
     sgd = SGD(0.3, 0.5, 1e-4)
@@ -272,7 +271,6 @@ def test_every_smaller_member_of_the_pool_teaches(received: str, free: float, te
 
 @pytest.mark.parametrize(("teachers", "drop_in_rounds"), [("eval", []), ("train", [0, 1, 2, 999]), ("authors", [0])])
 def test_in_which_rounds_teachers_are_in_training_mode(teachers: Any, drop_in_rounds: list[int]) -> None:
-    """Sheet: the authors' test() puts the pool's networks into evaluation mode, and nobody sets them back."""
     for round in (0, 1, 2, 999):
         counting, pool, _ = run_counted(FlexFL(training=ONE_EPOCH, teachers=teachers), "M3", 110.0, round)
         assert counting.modes == {m.spec: {round in drop_in_rounds} for m in pool[:-1]} | {pool[-1].spec: {True}}

@@ -21,7 +21,6 @@ NAMES = ["M1", "M2'", "M2", "M3'", "M3"]
 TARGETS = [25.0, 40.0, 50.0, 90.0]
 
 
-# ============================================================================================== the pool, Alg. 1
 FAMILIES: dict[str, ModelFamily] = {
     "vgg16": VGG16(CIFAR, 10),
     "resnet34": ResNet34(CIFAR, 10),
@@ -66,7 +65,6 @@ def test_the_authors_rule_is_the_first_hit_from_above(model: str) -> None:
         assert 100 * m.share > target, "larger than the target says"
 
 
-# ======================================================================================== AdaPrune, Sec. III-C
 def trained_by(algorithm: FlexFL, pool: Pool, received: str, free: float) -> str:
     layout, _ = paper_pool()
     level = [m.name for m in pool].index(received)

@@ -28,7 +28,6 @@ def pool_of(family: ModelFamily, **options: Any) -> tuple[Any, Pool]:
     return network, algorithm.pool(network, {}, None)  # type: ignore[arg-type]
 
 
-# ----------------------------------------------------------------------------------------------------- the exits
 @pytest.mark.parametrize(
     ("rule", "places"),
     [
@@ -46,7 +45,6 @@ def test_where_exits_sit_among_sixteen_blocks(rule: Any, places: str) -> None:
     assert " ".join(exits_at(BLOCKS, rule)) == places
 
 
-# ----------------------------------------------------------------------------------------------- MB-ResNet34, costs
 COSTS = {
     PAPER: (
         (224_458, 298_442, 1_046_090, 1_193_802, 2_852_170, 5_213_514, 5_803_850, 8_165_194, 11_840_842, 21_282_122),
@@ -107,7 +105,6 @@ def test_every_branch_of_every_network_costs_less_than_the_next(name: str) -> No
     assert all(a.params < b.params and a.macs < b.macs for a, b in pairwise(pool))
 
 
-# ---------------------------------------------------------------------------------------------------- who trains what
 def round_of(devices: list[tuple[float, float, float]]) -> RoundContext:
     """A round of clients with these speeds, bandwidths and memories."""
     _, pool = paper_pool()
@@ -141,9 +138,6 @@ def test_mu_weighs_the_speed_and_not_the_bandwidth() -> None:
     picks: list[Pick] = [(0, 0), (1, 0), (2, 0)]
     for mu, tiers in ((0.0, [1, 3, 4]), (0.5, [1, 3, 4]), (2.0, [4, 3, 1]), (1e6, [4, 3, 1])):
         assert [level for _, level in in_tiers(picks, context, mu)] == tiers, mu
-
-
-# --------------------------------------------------------------------------------------------- training and merging
 
 
 def test_a_device_without_room_fails_or_trains_the_smallest() -> None:

@@ -32,7 +32,6 @@ from fl_engine.testing.tiny import TRAINING, start_of, tiny_site
 from tests.harness.oort import POOL, context
 
 
-# ---------------------------------------------------------------------------------------------- models and time
 def test_each_is_sent_the_largest_model_that_it_can_hold() -> None:
     memory = [20.0, 25.0, 25.1, 49.0, 51.0, 100.0, 110.0]
     fleet = tuple(Device(c, "any", r, 0.0) for c, r in enumerate(memory))
@@ -70,7 +69,6 @@ def test_the_estimate_is_what_the_simulated_clock_measures(memory_store: Any) ->
                 assert took is not None and took.total == pytest.approx(expected[order.client])
 
 
-# -------------------------------------------------------------------------------------------------------- in a run
 class TestFlexFLWithOort(AlgorithmSuite):
     @pytest.fixture
     def algorithm(self) -> FlexFL:

@@ -31,7 +31,6 @@ def federated(algorithm: QuantizedFedAvg, site: Site, folder: Path, stop: int = 
     return played.federated(Run(algorithm, site, RoundsConfig(stop=stop, commit_every=1)), FolderStore(folder))
 
 
-# ------------------------------------------------------------------------------------------------------- the pool
 @pytest.mark.parametrize(("level", "width"), [("small", 0.5), ("medium", 0.75), ("large", 1.0)])
 def test_the_sub_network_is_the_whole_pool(level: Any, width: float) -> None:
     family = TinyNet()
@@ -42,7 +41,6 @@ def test_the_sub_network_is_the_whole_pool(level: Any, width: float) -> None:
     assert model.codecs == Codecs(down=Qsgd(bits=9))
 
 
-# ---------------------------------------------------------------------------------------------------------- rounds
 def test_weights_are_quantised_on_the_way_down_only() -> None:
     algorithm = QuantizedFedAvg(training=TRAINING, level="medium", bits=8)
     site = tiny_site(algorithm)
@@ -76,7 +74,6 @@ def test_only_the_sub_network_moves_and_is_reported(tmp_path: Path) -> None:
     assert rows[-1].metrics["loss/small"] < rows[0].metrics["loss/small"]
 
 
-# ------------------------------------------------------------------------------------------------------ who takes part
 def test_who_cannot_hold_it_takes_part_only_where_all_do() -> None:
     fleet = tuple(Device(c, "a", 20.0 if c else 40.0, 0.0) for c in range(4))
     capable = QuantizedFedAvg(training=replace(TRAINING, fraction=1.0), level="small", eligible="capable")

@@ -25,7 +25,6 @@ from fl_engine.testing.tiny import (
 )
 
 
-# ==================================================================================================== selection
 def devices(**tiers: int) -> tuple[Device, ...]:
     memory = {"weak": 35.0, "medium": 60.0, "strong": 110.0}
     kinds = [kind for kind, count in tiers.items() for _ in range(count)]
@@ -113,7 +112,6 @@ def test_selection_refuses_tiers_that_would_never_train(selection: Any) -> None:
 
 
 def test_uniform_asks_all_and_by_capacity_those_that_hold_one() -> None:
-    """A device that can hold no model is sent the smallest one."""
     _, pool = paper_pool()
 
     def asked(selection: Any, pool: Any) -> set[tuple[int, str]]:
@@ -134,7 +132,6 @@ def test_the_number_asked_is_max_1_f_times_devices(fraction: float, clients: int
     assert round_size(fraction, clients) == k
 
 
-# ----------------------------------------------------------------------------------------------------- every selection
 _, PAPER_POOL = paper_pool()
 EACH: list[Selector] = [
     *(Uniform(model=model) for model in ("capacity", "random", "largest")),
@@ -163,7 +160,6 @@ def test_curiosity_asks_silent_clients_least() -> None:
     assert max(asked[client] for client in range(3)) < min(asked[client] for client in range(3, 20))
 
 
-# ----------------------------------------------------------------------------------------------------- tier clustering
 FEW = st.lists(st.tuples(st.sampled_from([1e9, 2e9, 5e9, 2e11]), st.floats(1e3, 1e9)), min_size=1, max_size=60)
 COUNTS = st.integers(1, 12)
 MUS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 1e6])

@@ -37,7 +37,6 @@ from fl_engine.testing.tiny import (
     update_of,
 )
 
-# ============================================================================================= two rounds by hand
 # Four weights and the running means of a batch norm, one per channel. Channel 3 is not trained in the first round,
 # channel 2 not in the second.
 LAYOUT = ParamLayout({"g": 4}, {"w": Slot("b", (Axis("g"),)), "bn.running_mean": Slot("b", (Axis("g"),))})
@@ -167,7 +166,6 @@ def test_untrained_elements_keep_value_and_moments(server: Server) -> None:
     assert torch.equal(two.params["w"][2], one.params["w"][2]), "its momentum does not carry it on"
 
 
-# ------------------------------------------------------------------------------------------------ bias correction
 CORRECTED: list[Adam | Yogi] = [
     Adam(lr=0.1, b1=0.9, b2=0.999, tau=1e-8, bias_correction=True),
     Adam(lr=0.01, b1=0.5, b2=0.99, tau=1e-3, bias_correction=True),
@@ -213,7 +211,6 @@ def test_bias_correction_counts_steps_of_each_element() -> None:
         assert two.moments["t/w"].tolist() == [2, 2, 1, 1]
 
 
-# ======================================================================= every algorithm, optimiser and selection
 QUICK = Training(fraction=0.1, epochs=1, batch_size=8, lr=0.05)
 
 

@@ -60,7 +60,6 @@ def prepared(family: ModelFamily, **changes: Any) -> Supernet:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """As in every step of a run: other numbers of threads add in other orders."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -72,7 +71,6 @@ def found(one_thread: None) -> Supernet:
     return prepared(TinyNet())
 
 
-# ------------------------------------------------------------------------------------------------ what it makes
 def test_it_trains_every_sub_network(found: Supernet) -> None:
     family, server = TinyNet(), server_for(TinyNet())
     assert {name: t.shape for name, t in found.weights.items()} == full_shapes(family)
@@ -126,9 +124,6 @@ def test_a_local_rounds_seconds_by_hand(found: Supernet) -> None:
     assert found.seconds_per_round["strong"]["large"] == pytest.approx(expected, rel=1e-12)
 
 
-# ------------------------------------------------------------------------------------------------- what is asked for
-
-
 def test_search_tries_some_sub_networks_and_reports_regret() -> None:
     made = prepared(NestedNet(), search_levels=1, **{"pretrain.epochs": 2})
     assert [level.name for level in made.levels] == ["small", "4-16", "medium", "8-24", "large"], "all are scored"
@@ -161,7 +156,6 @@ def test_what_cannot_be_chosen_is_refused_before_anything_trains(
         prepared(TinyNet(), **changes)
 
 
-# ----------------------------------------------------------------------------------------------- running statistics
 def test_each_sub_network_is_scored_with_statistics_of_its_own() -> None:
     family = SmallCNN((1, 8, 8), 4, width=0.5, norm="static")
     server = server_for(family)

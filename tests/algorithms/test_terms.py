@@ -71,7 +71,6 @@ def samples() -> Tensor:
 
 
 def gradient(spec: SubmodelSpec = FULL, **changes: Any) -> Params:
-    """What one step of SGD with rate 1 moves."""
     task = LocalTask(spec, SGD(1.0), epochs=1, batch_size=8, drop_last=True, seed=11, **changes)
     start = take(START, NET.layout(), spec)
     (found,) = train(NET, Classification(4), [Job(task, start, samples(), LABELS)])

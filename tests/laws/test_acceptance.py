@@ -68,7 +68,6 @@ def test_who_moved_much_further_than_the_median_is_not_taken() -> None:
 
 
 def test_statistics_are_compared_with_statistics() -> None:
-    """Weights and statistics have other sizes; a model without statistics has zeros, and refuses nobody."""
     terms, history = RoundsConfig(norm_bound=10.0), of_others(Moved(1.0, 0.01))
     honest = {0: Arrival(Moved(1.1, 0.02), 0.0), 1: Arrival(Moved(9.0, 0.01), 0.0)}
     assert refused(asking(0, 2), honest, terms, history) == {}
@@ -78,7 +77,6 @@ def test_statistics_are_compared_with_statistics() -> None:
 
 @pytest.mark.parametrize("others", [(), (1.2,), (1.2, 0.8)])
 def test_the_first_round_has_a_bound_too(others: tuple[float, ...]) -> None:
-    """From the size of what was sent, so that one or two updates are no measure of themselves."""
     terms = RoundsConfig(norm_bound=8.0)
     assert refused(asking(0, 3), moving(1.0, *others), terms, History(), SIZE) == {}
     for attack in (90.0, 1e3, 1e30):
@@ -107,7 +105,6 @@ def test_movement_may_grow_with_the_root_of_the_steps() -> None:
     steps=st.lists(st.integers(1, 10_000), min_size=20, max_size=20),
 )
 def test_a_random_walk_of_any_number_of_steps_is_taken(far: list[float], steps: list[int]) -> None:
-    """Honest ones within a factor of two of the square root of their steps, whatever the steps of the others."""
     arrived = working(*((each * math.sqrt(count), count) for each, count in zip(far, steps, strict=False)))
     assert refused(asking(0, len(far)), arrived, RoundsConfig(norm_bound=5.0), History()) == {}
 
@@ -124,7 +121,6 @@ def rounds_of(history: History, bad: Callable[[History], float], rounds: int, bo
 
 
 def test_nobody_raises_the_bound_by_staying_just_below_it() -> None:
-    """As high as is taken, in every round: the limits stay what the honest ones make them."""
     bound, taken = 8.0, list[float]()
 
     def as_far_as_is_taken(history: History) -> float:
@@ -148,7 +144,6 @@ def test_nobody_raises_the_bound_by_staying_just_below_it() -> None:
     ((1e6, 1.0, 1.0), 1.0, True), ((1e6, 1.0, 1.0), 4.0, True), ((1e6, 1.0, 1.0), 4.1, False),
 ])  # fmt: skip
 def test_long_update_is_taken_after_short_ones(before: tuple[float, ...], now: float, taken: bool) -> None:
-    """Times the median of their rounds. What is not long is taken, whatever came before it."""
     assert AVERAGED == 4
     history = replace(of_others(Moved(1.0), 40), times={0: tuple(Moved(times) for times in before), 7: (Moved(9.0),)})
     arrived = {client: Arrival(Moved(far), 0.0) for client, far in ((0, now), (1, 1.0), (2, 1.0))}
@@ -165,7 +160,6 @@ def test_who_comes_after_the_deadline_is_late() -> None:
 
 
 def test_of_more_than_are_wanted_the_first_are_taken() -> None:
-    """Three are wanted of six; clients that come at the same time count by number."""
     terms = RoundsConfig(norm_bound=None, over_provision=2.0)
     assert stages(refused(asking(0, 6, 2.0), arrivals(3, 1, 2, 3, 9, 8), terms)) == {
         3: "straggle",

@@ -82,7 +82,6 @@ def specs(draw: st.DrawFn) -> SubmodelSpec:
 
 @st.composite
 def updates(draw: st.DrawFn) -> Update:
-    """Of any sub-model, some names missing."""
     spec, brought = draw(specs()), model(draw(st.integers(0, 2**30)))
     kept = {name: t.clone() for name, t in take(brought, LAYOUT, spec).items() if draw(st.integers(0, 9)) > 0}
     return Update(kept, spec)
@@ -99,7 +98,6 @@ def middle_of(old: Params, given: list[Update], trim: float) -> Params:
 
 
 def values_of(given: list[Update], name: str) -> list[list[float]]:
-    """What each element (in row-major order) was said to be, by those that hold it."""
     found: list[list[float]] = [[] for _ in range(math.prod(SHAPES[name]))]
     for update in given:
         if name in update.payload:
@@ -110,7 +108,6 @@ def values_of(given: list[Update], name: str) -> list[list[float]]:
 
 
 def slow(values: list[float], before: float, tenths: int) -> float:
-    """What an element becomes."""
     drop = min(tenths * len(values) // 10, (len(values) - 1) // 2)
     if values and (drop or not tenths):
         kept = sorted(values)[drop : len(values) - drop]
@@ -203,7 +200,6 @@ BADNESS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_minority_cannot_leave_the_range_of_honest_clients(
     honest: list[Update], bad: list[tuple[Update, str]], aggregation: Median | TrimmedMean
 ) -> None:
-    """Whatever mixture of sub-models: wherever the bad are few enough of an element's own holders."""
     liars = [Update({n: BADNESS[how](t) for n, t in update.payload.items()}, update.spec) for update, how in bad]
     found = add_all(aggregation.start(model(0), LAYOUT, NOTHING), [*honest, *liars]).result()
     share = 0.5 if isinstance(aggregation, Median) else aggregation.trim

@@ -55,7 +55,6 @@ PLAN = planned(RUN, STATE, 3, 0.0)
 ORDER = PLAN.orders[0]
 
 
-# ------------------------------------------------------------------------------------------------ what is held out
 @given(st.integers(0, 60), st.floats(0.01, 0.99), st.integers(0, 5), st.integers(0, 5))
 def test_held_out_samples_and_the_others_are_all_samples(n: int, share: float, seed: int, client: int) -> None:
     train, held = split_held_out(n, share, seed, client)
@@ -65,9 +64,6 @@ def test_held_out_samples_and_the_others_are_all_samples(n: int, share: float, s
         assert not len(held)
     else:
         assert min(len(train), len(held)) >= LEAST_HELD_OUT and abs(len(held) - share * n) <= LEAST_HELD_OUT
-
-
-# ------------------------------------------------------------------------------------------------ who is sent what
 
 
 def test_evaluating_clients_are_drawn_by_round_and_seed() -> None:
@@ -99,9 +95,7 @@ def test_a_model_that_diverged_is_a_failure_and_not_a_figure() -> None:
     assert isinstance(outcome, ClientFailure) and outcome.stage == "evaluate"
 
 
-# ------------------------------------------------------------------------------------------------ what may be said
 def files_of(changes: dict[str, Any], value: bytes | None = None) -> Outcome:
-    """What the coordinator makes of the answer of a client that signs whatever it likes."""
     store, key = MemoryStore(), key_of(b"secret")
     box = Mailbox(store, replace(SITE.rules, algorithm=ALGORITHM), key)
     honest = execute(ALGORITHM, ORDER, SITE)
@@ -147,7 +141,6 @@ def test_tensors_are_not_read_into_a_model() -> None:
     assert isinstance(outcome, ClientFailure) and outcome.code == "file", "more bytes than an empty answer has"
 
 
-# ------------------------------------------------------------------------------------------------- what is recorded
 SAID = [
     Said("S", "weak", 0.5, 1.0),
     Said("L", "strong", 0.9, 0.2),
@@ -172,7 +165,6 @@ def test_figures_that_can_be_checked_by_hand() -> None:
     assert figures([]) == {}
 
 
-# ------------------------------------------------------------------------------------------------------- resumed
 class Tiny:
     """Two rounds of the tiny job with clients that evaluate, in a store."""
 
@@ -214,7 +206,6 @@ def test_a_run_killed_at_any_write_has_the_same_figures(
     assert writes > 3 * (10 if keep_updates else 2)
 
 
-# ------------------------------------------------------------------------------------------------------- refused
 def test_clients_that_keep_a_part_of_the_model_are_refused() -> None:
     algorithm = PersonalHeads(training=TRAINING)
     site = tiny_site(algorithm)

@@ -31,7 +31,6 @@ def applied(augmentation: Augmentation, x_bchw: Tensor) -> Tensor:
     return augmentation.apply(x_bchw, torch.Generator().manual_seed(0))
 
 
-# ------------------------------------------------------------------------------------------------------ by hand
 def test_a_flip_mirrors_left_to_right() -> None:
     mirrored = torch.tensor([[[[3.0, 2.0, 1.0], [6.0, 5.0, 4.0]]]])
     assert torch.equal(applied(Flip(share=1.0), SMALL), mirrored)
@@ -61,7 +60,6 @@ def test_a_crop_is_a_window_beside_the_image() -> None:
     assert min(counts) > 60 and max(counts) < 145, counts
 
 
-# ------------------------------------------------------------------------------------------------------- seeded
 def changed(x: Tensor, chosen_bn: Tensor, tasks: list[LocalTask], step: int) -> Tensor:
     """The samples of a step whose targets are classes, which stay as they are."""
     y = torch.arange(len(x))
@@ -71,7 +69,6 @@ def changed(x: Tensor, chosen_bn: Tensor, tasks: list[LocalTask], step: int) -> 
 
 
 def test_a_steps_changes_follow_from_seed_place_and_step() -> None:
-    """Whoever is in the other lanes, and whatever was drawn before."""
     x, chosen = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(6)[:, None]
     task = replace(TASK, augment=(Crop(padding=2), Flip()))
     alone = changed(x, chosen, [task], 7)
@@ -99,8 +96,6 @@ def places(x: Tensor, cropped: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One's own: changes nothing, and remembers what came."""
-
     seen: tuple[list[Tensor], ...] = ([],)
 
     def __hash__(self) -> int:
@@ -126,7 +121,6 @@ def test_every_training_batch_is_augmented_and_nothing_else() -> None:
     assert all(batch.shape == (4, 1, 4, 4) for batch in recorded.seen[0])
 
 
-# ------------------------------------------------------------------------------------------------------ refused
 @pytest.mark.parametrize("augmentation", [kind() for kind in AUGMENTATIONS.values()], ids=list(AUGMENTATIONS))
 @pytest.mark.parametrize(("kind", "said"), [("regression", "numbers of the shape (6,)"), ("tokens", "tokens of the")])
 def test_augmentation_refuses_samples_that_are_not_images(augmentation: Augmentation, kind: str, said: str) -> None:

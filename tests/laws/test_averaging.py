@@ -99,7 +99,6 @@ def slow_mean(old: Params, updates: list[Update]) -> Params:
 
 @st.composite
 def updates(draw: st.DrawFn, weights: st.SearchStrategy[float]) -> Update:
-    """Of any sub-model, in any mixture of prefixes and scattered channels, some blocks dropped, some names missing."""
     keep = {}
     for group, size in LAYOUT.groups.items():
         prefix, scattered = st.integers(1, size).map(range), st.sets(st.integers(0, size - 1), min_size=1)
@@ -126,7 +125,6 @@ counts = st.integers(1, 5000).map(float)
 reals = st.floats(1e-3, 1e6)
 
 
-# ----------------------------------------------------------------------------------------- what it computes
 @law
 @given(given=st.lists(updates(counts | reals), min_size=10, max_size=10))
 def test_mean_equals_loop_over_elements(given: list[Update]) -> None:
@@ -158,7 +156,6 @@ def test_the_order_of_updates_does_not_matter(given: list[Update], data: st.Data
 @law
 @given(given=st.lists(updates(counts), min_size=1, max_size=10))
 def test_identical_values_average_exactly(given: list[Update]) -> None:
-    """Whoever holds an element brings what it already was: not a bit moves."""
     old = old_model(seed=3)
     for u in given:
         for name in u.payload:
@@ -175,9 +172,6 @@ def test_by_hand() -> None:
     mean.add({"w": torch.tensor([30.0, 30.0])}, SubmodelSpec.of({"g": 2}), 3)
     mean.add({"w": torch.tensor([7.0])}, SubmodelSpec.of({"g": [3]}), 2)
     assert mean.result()["w"].tolist() == [25.0, 30.0, 3.0, 7.0]
-
-
-# -------------------------------------------------------------------------------------- what it leaves alone
 
 
 @pytest.mark.parametrize("held_bytes", [0, 2**30], ids=["in a file", "in memory"])
@@ -207,7 +201,6 @@ def test_many_updates_do_not_lose_the_small_ones() -> None:
     assert mean.result()["w"].tolist() == [0.5]
 
 
-# ------------------------------------------------------------------------------------------ what it refuses
 HALF = SubmodelSpec.of({"a": 2, "b": [0, 2]})
 GOOD = {name: torch.ones(local_shape(HALF, name)) for name in SHAPES}
 

@@ -54,9 +54,7 @@ def lines(store: Any) -> list[dict[int, dict[str, Any]]]:
     return [{line["client"]: line for line in row.clients} for row in Checkpoints(store).rows()]
 
 
-# ------------------------------------------------------------------------------------------- by hand
 def test_it_is_fedbuff_computed_step_by_step(memory_store: Any) -> None:
-    """A global weight moves by the mean of the changes, each as much less as it is stale."""
     algorithm = FedAvg(training=ASKED, eligible="all")
     site = tiny_site(algorithm, fleet=FLEET)
     run = Run(algorithm, site, RoundsConfig(stop=5, **TERMS))
@@ -97,7 +95,6 @@ def test_it_is_fedbuff_computed_step_by_step(memory_store: Any) -> None:
     assert [row.metrics["staleness"] for row in rows] == [sum(ages.values()) / 2 for ages in merged]
 
 
-# --------------------------------------------------------------------------------------------------- laws
 # Some devices of FLEET cannot hold the one model that fedx_large and fedx_medium send.
 @pytest.mark.parametrize("name", ["adagq", "fedavg", "fedrolex", "flexfl"])
 def test_with_a_buffer_of_all_it_is_the_synchronous_run(name: str, new_store: Any, timeless: Any) -> None:
@@ -156,7 +153,6 @@ def test_a_run_that_is_killed_anywhere_merges_the_same(
 
 
 def test_variances_that_a_network_stores_stay_above_zero(memory_store: Any, tmp_path: Path) -> None:
-    """Else its scores are no numbers, and clients that bring such a variance back are refused by a store alone."""
     algorithm = FedAvg(training=replace(ASKED, epochs=8), eligible="all")
     site = tiny_site(algorithm, SmallCNN((1, 8, 8), 3, width=0.25, norm="static"), fleet=FLEET)
     terms = RoundsConfig(stop=6, **TERMS | {"buffer": 1, "staleness": 0.0})
@@ -195,7 +191,6 @@ def test_with_a_trace_nobody_waits_for_others_to_come_online(new_store: Any, dyi
     assert encode(federated(algorithm, store, 30, trace=trace).params) == encode(expected.params)
 
 
-# ----------------------------------------------------------------------------------------------- refusals
 def test_a_damaged_file_is_named(memory_store: Any) -> None:
     federated(SOME["all_large"], memory_store, 3)
     for key in memory_store.list(pending.FOLDER):

@@ -134,7 +134,6 @@ class Told(FedAvg):
 
 @pytest.mark.parametrize("terms", [{}, {"mode": "buffered", "buffer": 2}], ids=["synchronous", "buffered"])
 def test_memory_sent_to_clients_counts_as_traffic(tmp_path: Path, terms: dict[str, Any]) -> None:
-    """In memory as in files, which are those of every other backend."""
     algorithm = Told(training=replace(TRAINING, fraction=1.0, epochs=1), eligible="all")
     site = tiny_site(algorithm, fleet=tiny_fleet(4))
     backend, ledger = federate(site, tmp_path / "run", algorithm, **terms)

@@ -71,7 +71,6 @@ def test_central_training_is_one_client_and_resumes_exactly(case: str) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "amp", "fp16"])
 def test_in_half_it_goes_on_with_the_same_bits(precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`amp` as on CUDA: with a scaled loss, which the snapshot holds too."""
     monkeypatch.setattr(Numerics, "scales", lambda self, device: self.precision == "amp")
     numerics, start = Numerics(precision=precision), initial_params(NETWORK, 1)
     whole = list(train_centrally(NETWORK, DATA, TASK, start, numerics))

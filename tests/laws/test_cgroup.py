@@ -49,7 +49,6 @@ def pressure(full: str) -> str:
 
 @pytest.mark.parametrize("version", [v1, v2])
 def test_room_is_the_limit_less_the_working_set(tmp_path: Path, version: object) -> None:
-    """Page cache that can be dropped is not in use."""
     root = version(tmp_path)  # type: ignore[operator]
     assert cgroup.limit(root) == 1000 * MIB and cgroup.used(root) == 600 * MIB
     assert cgroup.room(0, root, tmp_path / "none") == 400 * MIB
@@ -67,7 +66,6 @@ def test_what_is_free_is_looked_at_anew(tmp_path: Path, version: object) -> None
 
 
 def test_pressure_takes_its_share(tmp_path: Path) -> None:
-    """Of the cgroup or of the node, whichever is larger: what all waited for in the last ten seconds."""
     root = v2(tmp_path)
     assert cgroup.room(0, root, node(tmp_path / "a", stalled="25.00")) == 300 * MIB
     (root / "memory.pressure").write_text(pressure("50.00"))
@@ -84,13 +82,11 @@ def test_no_limit_is_said(tmp_path: Path, version: object, text: object) -> None
             look(root)
 
 
-# ---------------------------------------------------------------------------------------- a device without a container
 SERVICE = "system.slice/flexfleet-agent.service"
 
 
 @pytest.mark.parametrize(("version", "line"), [(v2, "0::"), (v1, "9:memory:")])
 def test_the_limit_of_a_service_is_its_own_or_that_of_its_slice(tmp_path: Path, version: object, line: str) -> None:
-    """The root has none, as on a machine; `MemoryMax` of the service, and of the slice that it is in."""
     proc = node(tmp_path / "proc", available_kb=5000 * 1024)
     (proc / "self").mkdir()
     (proc / "self" / "cgroup").write_text(f"3:cpu,cpuacct:/\n{line}/{SERVICE}\n")

@@ -28,7 +28,6 @@ from fl_engine.storage.store import FolderStore, MemoryStore
 from fl_engine.testing.played import federated
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_site
 
-# --------------------------------------------------------------------------------------------- running statistics
 ALGORITHM = FlexFL(training=TRAINING)
 STATIC = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")
 STATIC_SITE = tiny_site(ALGORITHM, STATIC)
@@ -71,7 +70,6 @@ def test_statistics_that_can_be_are_taken(kind: str, value: float) -> None:
     assert isinstance(with_statistics(kind, value), ClientUpdate)
 
 
-# ------------------------------------------------------------------------------------------ its number of samples
 def test_claimed_samples_of_a_device_are_bounded() -> None:
     """With partition.rule=local: 19 clients of 8 samples that stay where they are, and one that claims partition.most,
     and the steps and multiply-adds of so many, and moves by 1. So the mean moves by the liar's weight."""
@@ -139,7 +137,6 @@ class Claiming:
 def test_a_claim_counts_for_a_multiple_of_the_round_s_median(
     tmp_path: Path, bound: float | None, more: dict[str, Any]
 ) -> None:
-    """Also where the round is merged again, after a stop between its last answer and its commit."""
     algorithm = FedAvg(training=replace(TRAINING, fraction=1.0, epochs=1))
     site = tiny_site(algorithm, fleet=tuple(Device(c, "strong", 120.0, 0.0) for c in range(4)))
     terms = RoundsConfig(stop=3, commit_every=1, keep_updates=True, norm_bound=None, samples_bound=bound, **more)

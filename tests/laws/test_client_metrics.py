@@ -55,8 +55,6 @@ class TestASelectionThatAsksItsClients(AlgorithmSuite):
 
 @dataclass(frozen=True)
 class Declares(Uniform):
-    """A selection that asks for these."""
-
     metrics: tuple[tuple[str, float, float, Callable[[ClientContext], float]], ...] = ()
 
     def client_metrics(self) -> tuple[ClientMetric, ...]:
@@ -76,7 +74,6 @@ def by_client(outcomes: Any) -> list[Outcome]:
     return sorted(outcomes, key=lambda outcome: outcome.client)
 
 
-# --------------------------------------------------------------------------------------------------- measuring
 def test_the_losses_are_those_of_the_received_weights() -> None:
     site, plan = work(ASKING)
     order = plan.orders[0]
@@ -92,7 +89,6 @@ def test_the_losses_are_those_of_the_received_weights() -> None:
 
 
 def spoil(client: ClientContext) -> float:
-    """Writes into all that it is given, and draws from the global generator."""
     total = float(client.losses.sum()) + float(torch.randn(()))
     for params in (client.received, client.trained):
         for tensor in params.values():
@@ -129,7 +125,6 @@ def test_every_backend_measures_the_same(numerics: Numerics, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("value", [1.5, -0.5, math.nan, math.inf])
 def test_a_value_that_is_out_of_bounds_is_that_clients_failure(value: float, tmp_path: Path) -> None:
-    """The same in every backend, also where nobody checks what arrives."""
     algorithm = asking(("a", 0, 1, {1.5: above, -0.5: below, math.inf: endless}.get(value, nothing)))
     site, plan = work(algorithm)
     with closing(Processes(site, ("cpu",))) as p:
@@ -156,9 +151,7 @@ def nothing(client: ClientContext) -> float:
     return math.nan
 
 
-# ------------------------------------------------------------------------------------------------------ lies
 def received(tmp_path: Path, **said: float | None) -> Outcome:
-    """What is made of an honest update whose client says other figures (None: leaves it out)."""
     site, plan = work(ASKING)
     honest = execute(ASKING, plan.orders[0], site)
     assert isinstance(honest, ClientUpdate)
@@ -170,7 +163,6 @@ def received(tmp_path: Path, **said: float | None) -> Outcome:
 
 @pytest.mark.parametrize("worst", [0.0, MOST])
 def test_the_worst_lie_is_the_bound(worst: float, tmp_path: Path) -> None:
-    """It is taken: a client that says the largest value that is declared is asked again, once."""
     lie = received(tmp_path, utility=worst)
     assert isinstance(lie, ClientUpdate) and lie.metrics["utility"] == worst
     site, plan = work(ASKING)

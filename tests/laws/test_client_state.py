@@ -101,15 +101,12 @@ def test_a_head_begins_as_it_was_left_and_is_not_sent_as_weights() -> None:
 
 @dataclass(frozen=True)
 class Pushed(PersonalHeads):
-    """What it keeps is subtracted from the gradients."""
-
     def begin(self, state: Params, start: Start, order: WorkOrder, task: LocalTask, ctx: TaskContext) -> Start:
         return replace(start, linear={**start.linear, **state})
 
 
 @pytest.mark.parametrize("numerics", [Numerics(), Numerics("batched", 3)], ids=["single", "batched"])
 def test_a_variate_is_a_linear_term_as_the_servers_is(numerics: Numerics) -> None:
-    """With SCAFFOLD's kind of state as with what the server computes; clients with and without side by side."""
     site, pushed = replace(SITE, numerics=numerics), Pushed(training=HEADS.training)
     g = {name: torch.full(shape, 0.01) for name, shape in DECLARED.items()}
     bare = FedAvg(training=HEADS.training, eligible="all")
@@ -174,7 +171,6 @@ def test_an_honest_state_comes_back_as_it_is_and_has_room(tmp_path: Path) -> Non
 
 
 def test_the_worst_state_is_the_clients_own_affair(tmp_path: Path) -> None:
-    """Numbers up to the largest are taken; they come back to the one that sent them, and are merged with nothing."""
     worst = {name: torch.full(shape, largest(name)) for name, shape in DECLARED.items()}
     outcome = received(tmp_path, worst)
     assert isinstance(outcome, ClientUpdate)
@@ -266,7 +262,6 @@ def test_state_file_is_written_once_and_deleted_when_unnamed(memory_store: Any) 
 
 
 def test_the_state_of_an_update_that_is_refused_is_not_kept(memory_store: Any) -> None:
-    """Nor is that of one that was lost on the way."""
     terms: dict[str, Any] = {"norm_bound": 5.0, "faults": "scale=0.3x1000,corrupt=0.2"}
     before: dict[int, str] = {}
     refused: set[int] = set()

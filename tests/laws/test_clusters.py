@@ -68,9 +68,6 @@ def test_other_features_are_refused(values: np.ndarray[Any, Any], tmp_path: Path
         features_of(tmp_path / "none.npy", 3)
 
 
-# ------------------------------------------------------------------------------------------------- of networks
-
-
 def test_every_network_ends_in_a_layer_that_can_be_looked_at() -> None:
     for name in MODELS:
         kind: Any = MODELS[name]

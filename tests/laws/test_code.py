@@ -185,7 +185,6 @@ def test_an_owner_allows_hashes_or_none(monkeypatch: pytest.MonkeyPatch, said: s
 def test_configuration_names_only_what_the_owner_allows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str | None, runs: bool
 ) -> None:
-    """Neither what is installed nor what lies in the working directory."""
     monkeypatch.delenv(ALLOWED, raising=False)
     if said is not None:
         monkeypatch.setenv(ALLOWED, said)

@@ -148,8 +148,6 @@ def test_the_server_adds_the_change_that_it_decodes() -> None:
 
 @dataclass(frozen=True)
 class Mute:
-    """There is no number that it can say."""
-
     __pydantic_config__ = STRICT
 
     def encode(self, tensors: Params, seed: int) -> Params:
@@ -268,7 +266,6 @@ def test_codec_error_on_an_update_is_the_clients_failure(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("codecs", CASES, ids=str)
 def test_an_answer_has_the_one_length_that_a_store_takes(codecs: Codecs, tmp_path: Path) -> None:
-    """Also one that was pruned, whose stream is shorter."""
     order = plan_of(codecs).orders[0]
     base = f"rounds/00000/updates/{order.client}"
     lengths = {f"{base}.safetensors": payload_bytes(order), f"{base}.json": manifest_bytes(order)}

@@ -193,7 +193,6 @@ def test_several_devices_of_one_gpu_give_the_same_bits() -> None:
 def test_resumed_run_ends_in_the_same_model(
     backend: str, flexfleet: Callable[..., Done], quick: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Its first rounds come out of the ledger."""
     own = (*quick, "run.devices=[cuda]", f"run.store={tmp_path}", "tracking.mlflow=null")
 
     def run(name: str, rounds: int, backend: str) -> None:

@@ -32,7 +32,6 @@ def answers(*cells: list[float], rows: int = 1) -> Tensor:
     return out
 
 
-# ------------------------------------------------------------------------------------------------------- boxes
 def test_overlap_by_hand() -> None:
     whole, half, quarter = ([0.5, 0.5, 1, 1], [0.25, 0.5, 0.5, 1], [0.75, 0.75, 0.5, 0.5])
     a, b = torch.tensor([whole, half, half]), torch.tensor([half, half, quarter])
@@ -50,7 +49,6 @@ def test_box_outside_its_image_is_cut_or_removed(right: float, kept: list[float]
     torch.testing.assert_close(found[0, 0], torch.tensor(kept))
 
 
-# -------------------------------------------------------------------------------------------------------- loss
 def test_the_loss_of_one_cell_by_hand() -> None:
     """It answers the whole image, of which the box is the left half: GIoU 1/2. Its scores are 1/2 and 1/4."""
     task = Detection(categories=2, most=1)
@@ -83,7 +81,6 @@ def test_a_box_is_learnt_by_its_cell_and_the_neighbours_in_it() -> None:
 @given(seed=st.integers(0, 999), rows=st.integers(5, 9), columns=st.integers(5, 9))
 @settings(max_examples=20)
 def test_perfect_cell_has_no_box_loss_and_is_found(seed: int, rows: int, columns: int) -> None:
-    """What the loss asks for is what is found."""
     task = Detection(categories=3, most=4)
     y = task.check(task.examples(2, torch.Generator().manual_seed(seed)), "made up")
     owner = task._owners(y, rows, columns)
@@ -109,9 +106,7 @@ def test_perfect_cell_has_no_box_loss_and_is_found(seed: int, rows: int, columns
         assert boxes.overlap(alike[:, 1:5], y[image, at, 1:]).max() > 0.6  # another of its category may be as good
 
 
-# ------------------------------------------------------------------------------------------------ what is found
 def test_of_boxes_that_overlap_the_best_of_each_category_is_left() -> None:
-    """Three cells in a row. The second answers the box of the first, but for a little; the third one far away."""
     first, again, other = [0.0, 0, 0, 0, 2, -9], [-1.0, 0, 0, 0.1, 1, 3], [0.0, 0, 0, 0, -1, -9]
     found = TWO.found(answers(first, again, other))[0]
     assert found.shape == (DETECTIONS, 6)
@@ -131,7 +126,6 @@ def test_of_boxes_that_overlap_the_best_of_each_category_is_left() -> None:
     assert found[5:].tolist() == [[*NOTHING, 0.0]] * (DETECTIONS - 5), "six answers, one of which was there already"
 
 
-# ---------------------------------------------------------------------------------------------------------- mAP
 def rows(*images: list[list[float]], most: int) -> Tensor:
     return torch.tensor([[*image, *[[*NOTHING, 0]] * (most - len(image))] for image in images])
 
@@ -151,7 +145,6 @@ def test_map50_by_hand() -> None:
 
 
 def plain_map50(found: Tensor, wanted: Tensor, categories: int) -> float:
-    """As its definition reads, one box after the other."""
     values = []
     for category in range(categories):
         truth = [[row[1:5] for row in image.tolist() if row[0] == category] for image in wanted]
@@ -219,7 +212,6 @@ def test_map50_does_not_depend_on_how_batches_are_cut(cuts: list[int], seed: int
     assert TWO.measure(parts).values == TWO.measure([TWO.observe(out, y)]).values
 
 
-# ------------------------------------------------------------------------------------------------- distillation
 def test_distillation_by_hand() -> None:
     """A teacher's score of 3/4, a student's of 1/2; their boxes are two cells apart."""
     student, teacher = answers([0.0, 0, 0, 0, 0]), answers([2.0, 0, 0, 0, math.log(3)])
@@ -228,9 +220,6 @@ def test_distillation_by_hand() -> None:
     kl = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
     torch.testing.assert_close(divergence, torch.tensor([0.75 * 4, 0, 0, 0, kl]))
     assert self_distillation(task, student, [teacher], 1.0).tolist() == [pytest.approx((3 + kl) / 5)]
-
-
-# -------------------------------------------------------------------------------------------- labels and checks
 
 
 def test_partition_rules_use_the_label_of_boxes() -> None:

@@ -36,7 +36,6 @@ def counts(tiers: tuple[Tier, ...], clients: int, seed: int = 0) -> dict[str, in
     return {t.name: found[t.name] for t in tiers}
 
 
-# --------------------------------------------------------------------------------------------------- tiers
 @pytest.mark.parametrize("clients", [10, 20, 50, 100, 200, 500])
 def test_table_1_is_met_exactly(clients: int) -> None:
     expected = {"weak": 4 * clients // 10, "medium": 3 * clients // 10, "strong": 3 * clients // 10}
@@ -68,9 +67,6 @@ def test_sigma_is_drawn_once_per_device_from_the_list() -> None:
     assert {fleet(TABLE_1, 600, 5)[0].sigma for _ in range(3)} == {device.sigma}
 
 
-# ------------------------------------------------------------------------------------------------- observe
-
-
 @pytest.mark.parametrize("sigma", [5.0, 8.0, 10.0])
 def test_what_is_missing_is_half_normal(sigma: float) -> None:
     """|u|, u ~ N(0, sigma^2): mean sigma sqrt(2/pi), mean square sigma^2, one half below 0.6745 sigma."""
@@ -89,7 +85,6 @@ def test_the_sheet_how_often_a_strong_device_is_short() -> None:
     assert short == pytest.approx(0.19, abs=0.02)
 
 
-# -------------------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize(
     "tiers",
     [
@@ -110,7 +105,6 @@ def test_impossible_fleet_is_refused(tiers: tuple[Tier, ...]) -> None:
         fleet(tiers, 10, 0)
 
 
-# ------------------------------------------------------------------------------------------- named fleets
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -220,7 +214,6 @@ def test_adaptivefls_devices_stay_within_their_limits(name: str, full: float, li
         assert device.most == pytest.approx(100 * high / full)
 
 
-# --------------------------------------------------------------------------------------- the simulated clock
 def test_the_simulated_clock_by_hand() -> None:
     """2 * 10^9 multiply-adds per second and 8 * 10^6 bits per second: 3 s for 6 * 10^9, 2.5 s for 2.5 MB."""
     (device,) = fleet((Tier("t", 1.0, 50.0, speed=2.0, bandwidth=8.0),), 1, 0)

@@ -92,7 +92,6 @@ def test_endless_answer_to_an_upload_is_not_read(endless: Endless, verb: Any, st
 def test_upload_whose_answer_breaks_off_is_repeated(
     endless: Endless, monkeypatch: pytest.MonkeyPatch, within_s: float | None, asked: int
 ) -> None:
-    """A heartbeat is soon out of date, and it delays the next one."""
     monkeypatch.setattr(urls.time, "sleep", lambda _: None)
     endless.length = 100
     store = UrlStore({}, {"key": Upload(verb="PUT", url=endless.url, fields={}, size=4)}, within_s)
@@ -105,7 +104,6 @@ def test_upload_whose_answer_breaks_off_is_repeated(
 def test_message_that_breaks_off_is_requested_once(
     endless: Endless, monkeypatch: pytest.MonkeyPatch, within_s: float | None, asked: int
 ) -> None:
-    """The next look follows in any case."""
     monkeypatch.setattr(urls.time, "sleep", lambda _: None)
     endless.length = 100
     with pytest.raises(EnvironmentFailure, match="GET"):
@@ -131,7 +129,6 @@ def test_a_redirect_is_not_followed_and_not_read(endless: Endless) -> None:
 
 @pytest.mark.parametrize("size", [-1, 0, HEARTBEAT_BYTES + 1, 10**12])
 def test_server_does_not_choose_the_length_of_a_heartbeat(size: int, tmp_path: Path) -> None:
-    """With PUT a heartbeat is filled up to this size, in the device's memory."""
     honest = Upload(verb="PUT", url="https://s3.example/heartbeat", fields={}, size=HEARTBEAT_BYTES)
     large, key = {"heartbeat": honest.model_copy(update={"size": size})}, "00" * 32
     way = {"message": "https://s3.example/message", "heartbeat": honest}
@@ -146,7 +143,6 @@ def test_server_does_not_choose_the_length_of_a_heartbeat(size: int, tmp_path: P
 
 
 def test_lease_does_not_choose_the_length_of_a_manifest(tmp_path: Path) -> None:
-    """An update's file is bounded where it is filled up (`serialization.padded`)."""
     order = WorkOrder(0, 3, FULL, {}, 0, 0)
     plan, key = RoundPlan(0, (order,)), "rounds/00000/updates/3.json"
     most = manifest_bytes(order)

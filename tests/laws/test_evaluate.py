@@ -30,7 +30,6 @@ HALF = SubmodelSpec.of({"conv": [0, 2, 5], "hidden": 16})
 
 
 def data_of(count: int, chw: tuple[int, int, int] = (1, 4, 4), classes: int = 4) -> Data:
-    """Images that all differ."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(0, 256, (count, *chw), generator=generator, dtype=torch.uint8)
     y = torch.randint(0, classes, (count,), generator=generator)
@@ -99,7 +98,6 @@ def test_the_pool_is_scored_by_its_reported_members(devices: tuple[str, ...]) ->
     assert average(scores) == pytest.approx((scores["M1"].value + scores["M2"].value) / 2)
 
 
-# -------------------------------------------------------------------------------- exits, own weights, statistics
 def test_an_ensemble_answers_with_the_mean_of_its_exits() -> None:
     family = TinyNet(exits=("conv", "fc"))
     data, params = tiny_data(), initial_params(family, 5)
@@ -113,7 +111,6 @@ def test_an_ensemble_answers_with_the_mean_of_its_exits() -> None:
 
 @pytest.mark.parametrize("norm", ["batch", "static"])
 def test_static_statistics_are_means_over_training_batches(norm: Any) -> None:
-    """The first batch norm sees the first convolution's output: mean over batches of mean and of unbiased variance."""
     family = SmallCNN((1, 8, 8), 4, width=0.25, norm=norm)
     data = tiny_data((1, 8, 8))
     params = initial_params(family, 3)

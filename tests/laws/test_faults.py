@@ -29,9 +29,6 @@ from fl_engine.testing.tiny import TRAINING, assert_same_outcomes, context_of, s
 ALL = "drop=0.2,slow=0.1x5,nan=0.1,scale=0.1x100,flip=0.1,corrupt=0.1"
 
 
-# ------------------------------------------------------------------------------------------------ who is struck
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -64,7 +61,6 @@ def test_always_strikes_same_clients_in_exact_shares() -> None:
         assert kinds == kept
 
 
-# ------------------------------------------------------------------------------------------- what it does
 def test_lies_are_what_they_are_called() -> None:
     old, new = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.5, 1.0])}
     assert lie(Fault("scale", 1.0, 10.0), old, new)["w"].tolist() == [6.0, -8.0]
@@ -74,7 +70,6 @@ def test_lies_are_what_they_are_called() -> None:
 
 
 def outcomes(run: Run, plan: RoundPlan, backend: InProcess | Processes) -> list[Outcome]:
-    """What the server receives, by client."""
     found = faulty.outcomes(run, plan, plan, backend)
     arrived = [faulty.arrived(run, plan.order_of[outcome.client], outcome) for outcome in found]
     return sorted(arrived, key=lambda outcome: outcome.client)
@@ -97,7 +92,6 @@ def run_of(algorithm: Any, text: str | None, codecs: Codecs = Codecs()) -> tuple
     ids=["a head of its own", "rows of its labels"],
 )
 def test_nan_strikes_a_parameter_that_is_sent(algorithm: Any) -> None:
-    """Also if a parameter, or some of its rows, stay with the client."""
     run, plan = run_of(algorithm, "nan=1")
     for outcome in outcomes(run, plan, InProcess(run.site)):
         assert isinstance(outcome, ClientFailure) and outcome.reason.startswith("finite: ")
@@ -136,7 +130,6 @@ def test_every_backend_meets_the_same_faults(tmp_path: Path, codecs: Codecs) -> 
 
 @pytest.mark.parametrize("share", ["drop=0.5", "drop=1", "nan=0.5", "scale=1x3"])
 def test_backend_waits_for_updates_that_can_come(share: str) -> None:
-    """A backend counts updates before their faults are applied, and gets no assignment of a client that drops out."""
     run, plan = run_of(FlexFL(training=replace(TRAINING, fraction=1.0)), share)
     kinds = [fault.kind for order in plan.orders if (fault := run.fault(order))]
     got: list[RoundPlan] = []

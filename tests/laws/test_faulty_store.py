@@ -64,13 +64,11 @@ def no_answer(act: Callable[[], Any]) -> Any:
 
 
 def lost_answer(act: Callable[[], Any]) -> Any:
-    """It is done, and nobody hears of it."""
     act()
     raise EnvironmentFailure("the server does not answer")
 
 
 def half(act: Callable[[], Any]) -> Any:
-    """Of what is read or listed."""
     found = act()
     return found[: len(found) // 2] if isinstance(found, bytes | list) else found
 
@@ -103,7 +101,6 @@ def test_run_reaches_the_same_bits_whichever_operation_fails(
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Counts down to the write that finds the disk full."""
     left, fsync = [10**9], os.fsync
 
     def filling(descriptor: int) -> None:

@@ -41,7 +41,6 @@ def test_cap_gives_fewer_classes_and_more_equal_sizes(cap: bool, classes: float,
     assert np.mean([each.sum(0).std() for each in counts]) == pytest.approx(deviation, rel=0.1)
 
 
-# ----------------------------------------------------------------------------------------------- a shared proxy
 SMALL = replace(
     CIFAR, train_x=CIFAR.train_x[:1000], train_y=CIFAR.train_y[:1000], natural_client=torch.arange(1000) % 25
 )

@@ -24,7 +24,6 @@ print(held() - before, system.trim() or held() - before)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps nothing")
 def test_what_was_kept_goes_back_once_where_that_is_asked_for() -> None:
-    """Else a device would find less and less free, from order to order."""
     done = subprocess.run([sys.executable, "-c", KEEPS], capture_output=True, text=True, check=True)
     kept, trimmed = map(int, done.stdout.split())
     assert kept > 150_000 and trimmed < 20_000, "in kB"

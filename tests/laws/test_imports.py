@@ -40,7 +40,6 @@ def test_core_imports_no_other_room() -> None:
 
 
 def test_no_files_and_no_rooms_import_each_other_in_a_circle() -> None:
-    """Also inside functions."""
     files = {name: {n for n in imports(path, functions=True) if n in MODULES} for name, path in MODULES.items()}
     # A package's face imports its files; a file of the package does not need it for what it names.
     faces = {name for name, path in MODULES.items() if path.name == "__init__.py"}
@@ -53,8 +52,6 @@ def test_no_files_and_no_rooms_import_each_other_in_a_circle() -> None:
 
 
 def circles(arrows: dict[str, set[str]]) -> list[str]:
-    """What is in a circle, or above one only: what is left when everything that points at nothing is taken away, again
-    and again, from both ends."""
     left = {name: {to for to in targets if to in arrows} for name, targets in arrows.items()}
     while True:
         pointed = set().union(*left.values()) if left else set()
@@ -66,7 +63,6 @@ def circles(arrows: dict[str, set[str]]) -> list[str]:
 
 @pytest.mark.parametrize("path", [p for p in ENGINE if "algorithms" in p.parts], ids=dotted)
 def test_an_algorithm_knows_no_backend_no_tracker_and_no_cluster(path: Path) -> None:
-    """Not even inside a function."""
     rooms = ("fl_engine.backends", "fl_engine.exchange", "fl_engine.storage", "flexfleet")
     banned = (*rooms, "mlflow", "kubernetes", "kfp")
     found = [name for name in imports(path, functions=True) if name.startswith(banned)]
@@ -96,7 +92,6 @@ BROUGHT |= {"shtab": "dvc", "dvc_objects": "dvc", "dvc_data": "dvc"}
 
 
 def test_the_image_holds_what_steps_and_clients_import() -> None:
-    """Also inside functions; pipelines are compiled where kfp is."""
     listed = {
         line
         for name in ("requirements.txt", "requirements-alone.txt")

@@ -95,7 +95,6 @@ def test_labels_that_a_client_does_not_train_on_stay_right(tmp_path: Path) -> No
     assert files.read_manifest(tmp_path / files.MANIFEST).reached == found.reached
 
 
-# ------------------------------------------------------------------------------------------------- the matrix
 def test_confusion_is_deterministic_on_held_out_samples() -> None:
     data, family = tiny_data(), TinyNet()
     found = measure_confusion(family, data, seed=3, epochs=2, lr=1e-2, batch_size=16)
@@ -108,7 +107,6 @@ def test_confusion_is_deterministic_on_held_out_samples() -> None:
 
 
 def test_confusion_has_a_row_for_each_true_class() -> None:
-    """Q[i, j]: class i taken for class j. Weights that do not move take most samples for one class or two."""
     data, family = tiny_data(), TinyNet()
     matrix = measure_confusion(family, data, seed=3, epochs=1, lr=1e-30, batch_size=16).matrix
     held_out = seeds.rng(3, "confusion").permutation(len(data.train_y))[: matrix.sum()]

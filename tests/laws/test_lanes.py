@@ -163,7 +163,6 @@ def test_exits_remembered_terms_and_dropout() -> None:
 
 
 def test_squeeze_and_excitation() -> None:
-    """The gradient of its factors is a sum over pixels. h_swish and dropout are here too."""
     family = MobileNetV3OFA((3, 17, 18), 4, width=0.05)
     task = replace(TASK, epochs=1, batch_size=4, spec=family.nested()["small"])
     assert_same(family, [job(family, task, i, samples=8) for i in range(4)], 2)

@@ -37,7 +37,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leave(store: Store, **said: Any) -> Holder:
-    """The lease of a coordinator that is not this process."""
     elsewhere = {"host": "edge-7", "machine": "another", "pid": 4711, "since": "2026-01-01T00:00:00+00:00"}
     holder = Holder.model_validate(elsewhere | said)
     assert store.create("lease/00001.json", holder.model_dump_json().encode())
@@ -328,7 +327,6 @@ def test_coordinator_replaced_after_its_commit_logs_no_more(job: Any, new_store:
 
 
 def by(store: Store, number: int, **more: Any) -> Ledger:
-    """The ledger of the coordinator of this number."""
     return ledger_in(store, lease=Lease(store, number, Holder(host="here", machine="here", pid=1, since="now")), **more)
 
 
@@ -339,7 +337,6 @@ def commit(ledger: Ledger, *rounds: int, value: float = 0.0) -> None:
 
 
 def test_replaced_coordinator_tidies_nothing_of_its_successor(memory_store: Store) -> None:
-    """Which keeps more states than it would."""
     memory_store.put("lease/00002.json", b"")
     commit(by(memory_store, 2, keep_every=1), 0, 1, 2, 3)
     before = memory_store.list("rounds/")
@@ -350,7 +347,6 @@ def test_replaced_coordinator_tidies_nothing_of_its_successor(memory_store: Stor
 
 
 def test_replaced_coordinator_prunes_nothing_while_it_commits(memory_store: Store) -> None:
-    """The updates of the round are what its successor is about to merge."""
     for key in ("rounds/00000/plan.json", "rounds/00000/updates/3.json"):
         memory_store.put(key, b"{}")
     replaced = At(memory_store, lambda what, _: what == "create", lambda: memory_store.put("lease/00002.json", b""))
@@ -361,7 +357,6 @@ def test_replaced_coordinator_prunes_nothing_while_it_commits(memory_store: Stor
 
 @pytest.mark.parametrize("numbers", [(1, 2), (2, 1), (9, 10), (10, 9)])
 def test_mark_of_the_later_coordinator_counts(memory_store: Store, numbers: tuple[int, int]) -> None:
-    """In whatever order they were written."""
     for number in numbers:
         commit(by(memory_store, number), 0, value=float(number))
     tensors, _ = Checkpoints(memory_store).read(0)

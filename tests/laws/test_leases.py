@@ -18,7 +18,6 @@ BAD = 2
 
 @pytest.mark.parametrize("fault", ["junk", "unable", "train", "drop", "prune"])
 def test_bad_worker_fails_no_client(scene_of: Scenes, fault: str) -> None:
-    """It answers at once, so without a rest it would get every waiting assignment."""
     scene = scene_of(12)
     good = [scene.worker(scene.honest(30.0)) for _ in range(2)]
     bad = scene.worker(getattr(scene, fault, None) or scene.fails(fault))  # type: ignore[arg-type]
@@ -39,7 +38,6 @@ def test_client_fails_after_attempts(scene_of: Scenes, stage: Stage, workers: in
 
 
 def test_late_result_of_an_ended_lease_is_not_read(scene_of: Scenes) -> None:
-    """The straggler sends one of three results, is cut off, and sends the others when two more workers have them."""
     scene = scene_of(3, 3, lease_s=30, attempts=1)
 
     def cut_off(worker: Played, lease: Lease, worked: float) -> None:
@@ -80,7 +78,6 @@ def test_result_signed_with_another_key_is_refused(scene_of: Scenes, whose: str)
 
 
 def test_busy_coordinator_withdraws_no_lease_of_a_living_worker(scene_of: Scenes) -> None:
-    """Merging takes longer than the time of silence; meanwhile the workers send heartbeats, and one its result."""
     scene, found = scene_of(3, lease_s=30, attempts=1), []
     for seconds in (1.0, 100.0, 200.0):
         scene.worker(scene.honest(seconds))
@@ -94,13 +91,10 @@ def test_busy_coordinator_withdraws_no_lease_of_a_living_worker(scene_of: Scenes
 
 
 def says_that_it_was_ended(scene: Scene, worker: Played) -> None:
-    """Just before the deadline, each time."""
     worker.act = lambda w, lease, worked: (scene.leaving if worked > 290 else scene.works)(w, lease, worked)
 
 
 def is_evicted(scene: Scene, worker: Played) -> None:
-    """Only the cluster reports it."""
-
     def lost(name: str, process: str) -> Lost | None:
         if worker.leases and worker.leases[-1].id != worker.done and scene.clock.now > worker.since + 5:
             worker.done = worker.leases[-1].id
@@ -127,7 +121,6 @@ def test_worker_taken_away_again_and_again_fails_the_client(
 @pytest.mark.parametrize("attempts", [1, 2])
 @pytest.mark.parametrize("befalls", [Scene.unable, Scene.killed, Scene.works, Scene.silent])
 def test_order_that_ends_its_worker_fails_alone(scene_of: Scenes, befalls: Act, attempts: int) -> None:
-    """The other assignments of its lease are leased alone, and have updates."""
     scene = scene_of(8, 4, attempts=attempts, lease_s=30, deadline_s=300)
     honest = scene.honest()
     for _ in range(2 + attempts):

@@ -118,7 +118,6 @@ def test_last_good_goes_back_as_far_as_states_are_kept(memory_store: Store) -> N
     ],
 )
 def test_a_damaged_run_goes_on_only_when_told_to(job: Any, memory_store: Store, key: str, how: str) -> None:
-    """Whatever file it is: an error that names it, and with leave to discard the bits of an undisturbed run."""
     job.federate(memory_store, stop=4)
     damage(memory_store, key, how)
     before = dict(memory_store.files)  # type: ignore[attr-defined]
@@ -155,7 +154,6 @@ def test_an_outcome_reads_back_as_it_was(memory_store: Store) -> None:
 
 
 def test_orders_come_back_as_they_were_put(memory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what each sends and remembers, and every name that a client has to read; tensors are written once."""
     ledger, plan = ledger_in(memory_store), plan_of(3, clients=3)
     first, second, third = plan.orders
     shared = first.payload
@@ -250,7 +248,6 @@ def test_a_closed_round_is_merged_without_asking_anyone(
 def test_damage_in_an_open_round_can_be_got_over(
     job: Any, memory_store: Store, dying: Any, killed: type[BaseException], name: str, how: str
 ) -> None:
-    """All of an open round can be computed again: at worst the user has to say so."""
     expected = job.federate(type(memory_store)(), keep_updates=True, stop=2)
     first = next(client for round, client in job.backend.asked if round == 1)
     writes = 0

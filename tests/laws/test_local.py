@@ -104,7 +104,6 @@ def test_steps_are_those_of_adam_by_hand() -> None:
 
 @pytest.mark.parametrize("batch", [8, 3])
 def test_adam_that_is_reset_is_a_new_one_in_each_epoch(batch: int) -> None:
-    """As FlexFL's authors pre-train: what an epoch does depends on the weights that it starts from alone."""
     reset, one = (task_of(optimizer=Adam(0.01, reset), epochs=3, batch_size=batch) for reset in (True, False))
     recorder = Watched(FAMILY)
     found = trained(reset, family=recorder)
@@ -174,8 +173,6 @@ def test_bits_depend_on_the_job_alone(family: ModelFamily) -> None:
 
 
 def test_dropout_drops_a_quarter_and_scales_the_rest() -> None:
-    """The mean over many masks is what goes in; another seed drops others, whoever is in the other lane."""
-
     def dropout(*lanes: int) -> Dropout:
         layer = Dropout(0.25)
         layer.generators = [torch.Generator().manual_seed(seed) for seed in lanes]
@@ -193,8 +190,6 @@ def test_dropout_drops_a_quarter_and_scales_the_rest() -> None:
 
 
 def test_a_teachers_copied_weights_are_those_of_the_step() -> None:
-    """Leading units of an LSTM do not lie together, so a teacher has copies: two steps are one step, and another one
-    that fetches its teacher from what the first made."""
     family = TinyLSTM()
     job = Job(
         task_of(1, epochs=2, optimizer=SGD(0.3), distillation=Distillation((SubmodelSpec.of({"lstm": 5}),), 10.0, 3.0)),
@@ -213,8 +208,6 @@ def test_a_teachers_copied_weights_are_those_of_the_step() -> None:
 # -------------------------------------------------------------------------------------- static batch norm
 @pytest.mark.parametrize("training", [True, False])
 def test_teachers_leave_the_running_statistics_alone(training: bool) -> None:
-    """With a step too small to move a weight, the statistics are those of training without teachers. Nor do teachers
-    take them, in either mode: with nothing to drop, both train the same bits."""
     family = SmallCNN((1, 8, 8), 4, width=0.5, norm="static")
     halves = {g: n // 2 for g, n in family.layout().groups.items() if g != "classes"}
     teachers = (SubmodelSpec.of({g: max(1, n // 2) for g, n in halves.items()}), SubmodelSpec.of(halves))
@@ -287,7 +280,6 @@ def of_a_cpu() -> None:
 @pytest.mark.parametrize("evaluates", [False, True], ids=["trains", "evaluates"])
 @pytest.mark.parametrize("lack", [of_a_gpu, of_a_cpu])
 def test_a_client_that_runs_out_of_memory_is_a_failure(lack: Callable[[], None], evaluates: bool) -> None:
-    """A client's failure is data, not an exception: the others go on."""
     place = tiny_site(PLAIN, fleet=tiny_fleet(4))
     order = PLAIN.plan(start_of(PLAIN, place), context_of(place, 0, SEED)).orders[0]
     order = replace(order, evaluates=evaluates)
@@ -303,7 +295,6 @@ def of_batch_norm() -> None:
 
 
 def test_a_value_that_training_refuses_is_the_clients_failure(caplog: pytest.LogCaptureFixture) -> None:
-    """The log has the line in which it happened: it may be a mistake in somebody's code."""
     place = tiny_site(PLAIN, fleet=tiny_fleet(4))
     order = PLAIN.plan(start_of(PLAIN, place), context_of(place, 0, SEED)).orders[0]
     found = execute(PLAIN, order, replace(place, family=Failing(FAMILY, of_batch_norm)))  # type: ignore[arg-type]
@@ -323,7 +314,6 @@ def of_an_accelerator() -> None:
 
 @pytest.mark.parametrize(("lack", "said"), [(of_a_view, "is invalid"), (of_an_accelerator, "launch failure")])
 def test_errors_of_code_or_machine_are_not_client_failures(lack: Callable[[], None], said: str) -> None:
-    """All clients would fail alike, and the run would end with nothing trained."""
     place = tiny_site(PLAIN, fleet=tiny_fleet(4))
     order = PLAIN.plan(start_of(PLAIN, place), context_of(place, 0, SEED)).orders[0]
     with pytest.raises(RuntimeError, match=said):

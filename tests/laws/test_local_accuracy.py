@@ -31,7 +31,6 @@ def watched(
     return judge.of("full")
 
 
-# ------------------------------------------------------------------------------------------------- by hand
 def test_class_is_dealt_in_proportion_to_training_samples() -> None:
     """Class 0: 6 test samples for 10, 20 and 0 training samples, so 2, 4 and 0. Class 1: all 3 are client 2's."""
     labels = np.array([0, 1, 0, 0, 1, 0, 0, 1, 0])
@@ -59,7 +58,6 @@ def test_each_client_counts_once_however_many_samples_it_has() -> None:
     assert found == Local(0.5, pytest.approx(math.sqrt(0.5)), 2, {0: 1, 100: 1})  # type: ignore[arg-type]
 
 
-# --------------------------------------------------------------------------------------------------- laws
 HELD = arrays.arrays(
     np.int64, st.tuples(st.just(CLASSES), st.integers(1, 6)), elements=st.sampled_from([0, 0, 1, 2, 7, 50])
 )
@@ -79,10 +77,8 @@ def test_each_test_sample_is_dealt_once_to_a_holder_of_its_class(labels: Ints, h
     assert np.array_equal(owner, deal(labels, held, seed)), "the same seed, the same clients"
 
 
-# ----------------------------------------------------------------------------------------- in an evaluation
 @pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")], ids=len)
 def test_every_level_is_watched_with_its_own_outputs(devices: tuple[str, ...]) -> None:
-    """Batches are not in the samples' order; the outputs come back in it, and are those of the level."""
     family, data = TinyNet(), tiny_data()
     params = initial_params(family, 2)
     specs = {"M1": SubmodelSpec.of({"hidden": 8}), "M2": SubmodelSpec.of({"hidden": 16}), "M3": FULL}

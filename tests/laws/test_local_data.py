@@ -41,9 +41,6 @@ def data_of(samples: int, start: int = 0, **more: Any) -> Data:
 SERVER = data_of(10, mean=(0.5,), std=(0.25,))
 
 
-# ------------------------------------------------------------------------------------------------------- reading
-
-
 @pytest.mark.parametrize(
     ("own", "said"),
     [
@@ -90,7 +87,6 @@ def test_clients_that_are_simulated_hold_what_their_folders_do() -> None:
     assert torch.equal(data.test_x, SERVER.test_x)
 
 
-# --------------------------------------------------------------------------------------------- what is said of them
 ALGORITHM = FlexFL(training=TRAINING)
 KNOWN = tiny_site(ALGORITHM)
 SITE = replace(KNOWN, most=20)
@@ -99,7 +95,6 @@ ORDER = PLAN.orders[0]
 
 
 def answered(**changes: Any) -> Outcome:
-    """What the coordinator makes of a device that signs whatever it likes."""
     store, key = MemoryStore(), key_of(b"secret")
     box = Mailbox(store, replace(SITE.rules, algorithm=ALGORITHM), key)
     box.put_outcome(PLAN, execute(ALGORITHM, ORDER, KNOWN))
@@ -120,7 +115,6 @@ def test_a_count_is_what_the_device_says_within_bounds() -> None:
 
 
 def test_more_samples_are_more_steps() -> None:
-    """A device that claims more samples than it has trained on has to claim their steps too, and both are bounded."""
     honest = answered()
     assert isinstance(honest, ClientUpdate)
     outcome = answered(num_examples=20)
@@ -139,7 +133,6 @@ def test_a_server_that_does_not_know_says_so() -> None:
     assert context.samples == () == context.draws
 
 
-# ---------------------------------------------------------------------------------------------- who is which client
 FLEET = [Device(c, tier, 100.0, 0.0) for c, tier in enumerate(["strong", "weak", "weak", "strong"])]
 
 

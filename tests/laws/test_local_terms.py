@@ -74,9 +74,7 @@ def assert_close(left: Params, right: Params) -> None:
         torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-6)
 
 
-# ------------------------------------------------------------------------------------- proximal, linear, clipped
 def test_the_proximal_term_pulls_towards_what_was_received() -> None:
-    """FedProx: grad F + mu * (w - w_received). It is zero in the first step; the second feels the first's way."""
     mu, rate = 0.7, 0.3
     sgd = SGD(rate)
     once = one_step(optimizer=sgd)
@@ -104,7 +102,6 @@ def test_the_gradient_is_clipped_to_its_norm_over_all_parameters() -> None:
     assert_close(moved(one_step(clip_norm=2 * norm)), plain)
 
 
-# ----------------------------------------------------------------------------------------------------- HeteroFL
 def test_absent_classes_have_logit_zero_and_no_gradient() -> None:
     """Labels 0, 1 and 3 occur. The logit of class 2 is 0: it takes part in the softmax, and learns nothing."""
     found = moved(one_step(mask_labels=True))
@@ -135,7 +132,6 @@ def test_rows_of_absent_classes_do_not_come_back() -> None:
 
 
 def test_the_scaler_divides_what_hidden_layers_put_out() -> None:
-    """At half width every hidden layer's output is doubled in training; the classifier's is not."""
     x, y = samples()
     leaves = {name: t.detach().clone().requires_grad_(True) for name, t in START.items()}
     conv = F.conv2d(x, leaves["conv.conv.weight"], leaves["conv.conv.bias"], padding=1) / 0.5
@@ -147,7 +143,6 @@ def test_the_scaler_divides_what_hidden_layers_put_out() -> None:
     assert_close(moved(one_step(scaler=0.5)), dict(zip(leaves, grads, strict=True)))
 
 
-# --------------------------------------------------------------------------------------------------- exits
 EXITS = TinyNet(exits=("conv", "fc"))
 EXITS_START = initial_params(EXITS, 1)
 
@@ -210,7 +205,6 @@ def test_what_each_exit_learns_by_hand() -> None:
             assert gradients(term, temperature) == pytest.approx([temperature * g for g in by_hand], rel=1e-5)
 
 
-# ---------------------------------------------------------------------------------------- numbers, not classes
 def test_exits_of_numbers_by_hand() -> None:
     """Exits say 1, 2 and 4, the target is 3. Errors are squared, at every temperature."""
     outputs, goal = [torch.tensor([[v]]) for v in (1.0, 2.0, 4.0)], Regression()
@@ -221,7 +215,6 @@ def test_exits_of_numbers_by_hand() -> None:
         assert mutual == pytest.approx(2 * (1 + 9 + 4) / 2), "each pair twice, over n - 1"
 
 
-# ------------------------------------------------------------------------------------------- ordered dropout
 HALF, QUARTER = SubmodelSpec.of({"conv": 4, "hidden": 16}), SubmodelSpec.of({"conv": 2, "hidden": 8})
 
 
@@ -237,7 +230,6 @@ def test_a_step_of_one_width_moves_its_slice_alone() -> None:
         assert not found[name].any(), f"{name}: something outside of the slice moved"
 
 
-# ------------------------------------------------------------------------------------------- what it costs
 def test_multiply_adds_of_a_step() -> None:
     """conv 9*8*16, fc 32*32, extra 32*32, classifier 32*4; half width: 9*4*16, 16*16 twice, 16*4."""
     full, half = 9 * 8 * 16 + 32 * 32 * 2 + 32 * 4, 9 * 4 * 16 + 16 * 16 * 2 + 16 * 4

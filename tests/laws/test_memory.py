@@ -83,7 +83,6 @@ def test_what_levels_need_leaves_room_for_them() -> None:
         assert trained(memory.free(memory.needed(PEAKS, [level]) - PEAKS.base, PEAKS, POOL)) >= level
 
 
-# ------------------------------------------------------------------------------------------------- measured
 VGG = VGG16((3, 32, 32), 10, width=0.25)
 GOAL = Classification(10)
 BATCH = 40
@@ -99,7 +98,6 @@ DATA = images(10)
 
 
 def flexfl_trials(kd_weight: float = 10.0) -> tuple[Pool, list[Trial]]:
-    """Of FlexFL's smallest, middle and largest level."""
     algorithm = FlexFL(training=Training(fraction=0.25, batch_size=BATCH), kd_weight=kd_weight, adaptive_size=None)
     site = replace(tiny_site(algorithm), family=VGG)
     pool = algorithm.pool(VGG, assumed(algorithm, VGG), None)  # type: ignore[arg-type]
@@ -150,7 +148,6 @@ def test_a_client_takes_what_was_planned_for_it(numerics: Numerics) -> None:
     assert planned < 1.35 * (peak - before)
 
 
-# ------------------------------------------------------------------------------------------------- what is tried
 def trials(algorithm: Algorithm) -> tuple[Pool, list[Trial]]:
     site = tiny_site(algorithm)
     run = Run(algorithm, site, RoundsConfig(stop=7))
@@ -170,7 +167,6 @@ def test_every_level_is_tried_as_its_client_trains_it() -> None:
 
 
 def test_a_rule_that_trains_what_is_larger_than_free_is_refused() -> None:
-    """FlexFL's `rule: authors` compares with the targets; room for a peak is told by the real sizes."""
     site = tiny_site(FLEXFL)
     pool = tuple(replace(m, share=share) for m, share in zip(site.pool, (0.29, 0.44, 0.54, 0.92, 1.0), strict=True))
 

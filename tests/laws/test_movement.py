@@ -29,7 +29,6 @@ def moved_by(weights: float, statistics: float = 0.0) -> ClientUpdate:
 
 
 def test_how_far_an_update_moved() -> None:
-    """Weights and statistics apart: what one kind did is not seen in the other."""
     weights = sum(t.numel() for name, t in ORDER.payload.items() if not is_statistic(name))
     assert movement(moved_by(0.0), ORDER, SITE.layout) == Moved(0.0, 0.0)
     assert movement(moved_by(2.0), ORDER, SITE.layout) == (pytest.approx(2 * weights**0.5), 0.0, 1.0)
@@ -44,7 +43,6 @@ def test_how_far_an_update_moved() -> None:
 
 
 def test_how_far_is_the_same_bits_in_whatever_order_of_axes() -> None:
-    """Networks train channels last; what comes from a file is not."""
     honest = execute(ALGORITHM, ORDER, SITE)
     assert isinstance(honest, ClientUpdate)
     last = torch.channels_last
@@ -55,7 +53,6 @@ def test_how_far_is_the_same_bits_in_whatever_order_of_axes() -> None:
 
 @pytest.mark.parametrize("held", [0, 2**20])
 def test_together_or_alone_updates_moved_as_far_to_the_bit(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
-    """Of two kinds, one after the other, whether one waits for others or not."""
     monkeypatch.setattr("fl_engine.rounds.movement.WAITING_BYTES", held)
     generator = torch.Generator().manual_seed(1)
     movements, alone = Movements(PLAN, SITE.layout), {}

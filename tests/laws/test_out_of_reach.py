@@ -31,7 +31,6 @@ NO_HOST = "http://s3.nowhere.invalid:8333"
 
 @pytest.fixture(autouse=True)
 def keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no try of boto3's after the first, none of which would wait less than a second."""
     monkeypatch.setattr(s3, "ATTEMPTS", 1)
     monkeypatch.setattr(s3, "READS", 1)
     for name in ("http_proxy", "no_proxy"):
@@ -43,7 +42,6 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def closed() -> str:
-    """The address of a port that nobody listens at."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{found.getsockname()[1]}"
@@ -51,8 +49,6 @@ def closed() -> str:
 
 @pytest.fixture
 def no_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name server that knows no name, and says so at once."""
-
     def unknown(host: str, *more: Any, **given: Any) -> Any:
         if host.endswith(".invalid"):
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -77,7 +73,6 @@ def test_a_server_that_nobody_reaches_may_answer_the_next_try(
 def test_role_without_fresh_credentials_is_unreachable(
     closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str
 ) -> None:
-    """As with a service account's role on EKS (IRSA): a signature asks STS for them."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     (tmp_path / "token").write_text("token")

@@ -61,7 +61,6 @@ def test_large_values_do_not_lie_in_memory_beside_each_other(size: int, most: in
 
 @given(st.lists(st.integers(0, 9), max_size=30), st.integers(0, 40), st.integers(0, 40))
 def test_results_come_in_order_until_the_first_error(items: list[int], broken: int, ends: int) -> None:
-    """As from a plain loop, whether `work` or the items fail first; and few are taken behind the error."""
     taken: list[int] = []
 
     def given_out() -> Iterator[tuple[int, int]]:
@@ -94,7 +93,6 @@ def test_results_come_in_order_until_the_first_error(items: list[int], broken: i
 
 @pytest.mark.parametrize("how", [KeyboardInterrupt, SystemExit])
 def test_ctrl_c_and_a_signal_wait_for_no_request(how: type[BaseException]) -> None:
-    """Of a server that does not answer they would wait for minutes."""
     answers = threading.Event()
 
     def given_out() -> Iterator[int]:
@@ -107,7 +105,6 @@ def test_ctrl_c_and_a_signal_wait_for_no_request(how: type[BaseException]) -> No
 
 
 def test_products_have_the_callers_bits() -> None:
-    """A new thread knows how many of torch's threads one product may take once it has asked for that."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -120,7 +117,6 @@ def test_products_have_the_callers_bits() -> None:
 
 
 def test_a_round_that_is_stopped_leaves_no_request_behind(tmp_path: Path) -> None:
-    """A traceback keeps what it has passed through alive, so `collect` closes what it has asked for."""
     closed: list[bool] = []
 
     class Asking(InProcess):

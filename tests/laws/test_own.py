@@ -88,7 +88,6 @@ def test_user_code_like_the_built_in_gives_the_same_bits(name: str, parts: tuple
 
 @pytest.mark.parametrize("family", [TinyNet(), TinyNet(dropout=0.5)], ids=["plain", "dropout"])
 def test_heterofl_keeps_its_scaler_and_its_masks(family: ModelFamily) -> None:
-    """Every round's clients, of all levels, with labels that a client lacks."""
     algorithm = HeteroFL(training=Training(fraction=0.5, epochs=1, batch_size=4, lr=0.1), static_bn=False)
     mine = replace(algorithm, training=replace(algorithm.training, objective=OBJECTIVE, optimizer=OPTIMIZER))
     site = tiny_site(algorithm, family)
@@ -104,7 +103,6 @@ def test_heterofl_keeps_its_scaler_and_its_masks(family: ModelFamily) -> None:
     assert compared > 3
 
 
-# ------------------------------------------------------------------------------------- what an objective is given
 def pull(model: nn.Module, x: Tensor, y: Tensor, start: Mapping[str, Tensor]) -> Tensor:
     near = sum((p - start[name]).square().sum() for name, p in model.named_parameters())
     return F.cross_entropy(model(x), y) + 0.05 * near
@@ -160,7 +158,6 @@ def test_the_schedule_sets_the_rate_and_groups_keep_their_ratio() -> None:
     assert low == pytest.approx(high / 10)
 
 
-# ------------------------------------------------------------------------------------------------- randomness
 def noisy(model: nn.Module, x: Tensor, y: Tensor, start: Mapping[str, Tensor]) -> Tensor:
     scale = 1 + 0.1 * random.random() + 0.1 * float(np.random.rand())
     return F.cross_entropy(model(x + 0.1 * torch.randn(x.shape)), y) * scale
@@ -192,7 +189,6 @@ def test_clients_train_one_at_a_time() -> None:
     assert [len(group) for group in groups_of] == [1] * (len(plan.orders) - len(failed))
 
 
-# ----------------------------------------------------------------------------------------------- what is refused
 @pytest.mark.parametrize(
     ("algorithm", "said"),
     [

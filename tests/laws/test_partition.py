@@ -74,7 +74,6 @@ def test_rules_that_draw_sizes_hold_the_minimum(
 @law
 @given(labels_st, st.integers(1, 40), st.integers(1, 6), seed_st)
 def test_disjoint_labels_gives_exactly_so_many_labels(labels: rules.Ints, clients: int, each: int, seed: int) -> None:
-    """It fails only where the counting argument says that no such partition exists."""
     classes, samples = np.unique(labels, return_counts=True)
     possible = clients <= len(labels) and each <= len(classes) <= clients * each <= np.minimum(samples, clients).sum()
     if not possible:

@@ -82,7 +82,6 @@ def test_every_metric_of_a_round_is_in_the_reference(tmp_path: Path) -> None:
 
 
 def test_what_coding_takes_on_the_server_is_its_own_phase(tmp_path: Path) -> None:
-    """Down once for all that are sent the same, encoded and decoded; up, decoded for each client."""
     ENCODED.clear()
     plain, coded = federate(tmp_path / "plain"), federate(tmp_path / "coded", Codecs(Slow(), Slow()))
     assert len(ENCODED) == len(coded) * (1 + CLIENTS)

@@ -52,7 +52,6 @@ def pictures(rectangles: list[tuple[int, int, int, int]]) -> tuple[Tensor, Tenso
 rectangle = st.tuples(st.integers(16, 36), st.integers(16, 36), st.integers(4, 12), st.integers(4, 12))
 
 
-# --------------------------------------------------------------------------------------------------- boxes follow
 @pytest.mark.parametrize("augmentation", MOVING, ids=str)
 @given(rectangles=st.lists(rectangle, min_size=1, max_size=3), seed=st.integers(0, 999))
 @settings(max_examples=15)
@@ -100,7 +99,6 @@ def test_scales_are_uniform_about_one() -> None:
         assert float(Scale().apply(x, seeded(seed)).sum()) == pytest.approx(whole * factor**2, rel=0.1)
 
 
-# ------------------------------------------------------------------------------------------------------- colours
 def test_hsv_changes_colours_as_the_standard_library_does() -> None:
     x = torch.rand(4, 3, 5, 6, generator=seeded(1))
     x[0, :, 0, 0], x[0, :, 0, 1], x[0, :, 0, 2] = 0.0, 1.0, 0.5
@@ -137,7 +135,6 @@ def test_compressed_is_what_a_jpeg_holds() -> None:
     assert grey.shape == (6, 1, 16, 16)
 
 
-# --------------------------------------------------------------------------------------------------------- mixup
 def test_mixup_blends_pictures_and_joins_boxes() -> None:
     x, y = pictures([(10, 10, 8, 8), (40, 40, 8, 8)])
     found, boxed = MixUp(share=1.0).apply_with_boxes(x, y, seeded(1))
@@ -146,9 +143,6 @@ def test_mixup_blends_pictures_and_joins_boxes() -> None:
         assert 0.3 < weight < 0.7
         torch.testing.assert_close(found[i], weight * x[i] + (1 - weight) * x[1 - i])
         assert torch.equal(boxed[i], torch.stack([y[i, 1], y[1 - i, 1]]))
-
-
-# -------------------------------------------------------------------------------------------------- in training
 
 
 def test_training_sees_the_boxes_where_they_have_gone() -> None:

@@ -44,8 +44,6 @@ HERE = __name__
 # ------------------------------------------------------------------------------------------- somebody's own things
 @dataclass(frozen=True)
 class Trimmed:
-    """An aggregation of one's own. It has no `name`, and does not refuse unknown options by itself."""
-
     share: float = 0.1
     bounds: tuple[float, ...] = ()
 
@@ -55,8 +53,6 @@ class Trimmed:
 
 @dataclass(frozen=True)
 class Half:
-    """A server optimizer of one's own: half of the way."""
-
     __pydantic_config__ = STRICT
     share: Positive = 0.5
 
@@ -66,23 +62,17 @@ class Half:
 
 @dataclass(frozen=True)
 class Everybody(Uniform):
-    """A selection of one's own, on top of one of the package's."""
-
     extra: int = 0
 
 
 @dataclass(frozen=True)
 class HalfAverage(Average):
-    """On top of one that the engine need not ask which elements were trained."""
-
     def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
         return Half().step(moments, old, mean, trained)
 
 
 @dataclass(frozen=True)
 class Quiet(Private):
-    """Says that it is private, and adds no noise."""
-
     def start(self, old: Params, layout: ParamLayout, public: Public) -> Any:
         return Middle(old, layout, 0.0)
 
@@ -109,7 +99,6 @@ def configured(*sets: str, name: str = "heterofl") -> Any:
 # ------------------------------------------------------------------------------------------------- it is found
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_every_algorithm_takes_ones_own(name: str) -> None:
-    """Where it lets one choose: FedNova's mean, say, is its own."""
     aggregation = (
         f"algorithm.aggregation.name={HERE}:Trimmed",
         "algorithm.aggregation.share=0.3",
@@ -129,7 +118,6 @@ def test_every_algorithm_takes_ones_own(name: str) -> None:
 
 
 def test_what_is_plugged_in_is_what_merges() -> None:
-    """A trimmed mean that trims nothing is the plain mean of the updates; the server then goes half of the way."""
     algorithm = configured(f"algorithm.aggregation={{name: {HERE}:Trimmed, share: 0.0}}", name="fedopt")
     algorithm = FedAvg(training=TRAINING, eligible="all", aggregation=algorithm.aggregation, server=Average())
     site = tiny_site(algorithm)
@@ -171,8 +159,6 @@ def test_subclass_of_private_aggregation_is_refused() -> None:
 # ------------------------------------------------------------------------------------------ an algorithm's contract
 @dataclass(frozen=True)
 class Own:
-    """An algorithm of one's own with all that it must have."""
-
     preparations: ClassVar[tuple[str, ...]] = ()
     training: Training = Training()
     selection: Uniform = field(default=Uniform(model="largest"))
@@ -246,8 +232,6 @@ def test_an_algorithm_that_does_not_fit_is_told_why(
 # ------------------------------------------------------------------------------------------------ a client's work
 @dataclass(frozen=True)
 class Backwards:
-    """A sampler of one's own: the last sample first. It has no `name`."""
-
     def check(self, goal: Task) -> None:
         pass
 
@@ -257,8 +241,6 @@ class Backwards:
 
 @dataclass(frozen=True)
 class Darker:
-    """An augmentation of one's own."""
-
     by: tuple[float, ...] = (0.5,)
 
     def check(self, x: torch.Tensor) -> None:
@@ -270,8 +252,6 @@ class Darker:
 
 @dataclass(frozen=True)
 class Falling:
-    """A schedule of one's own."""
-
     factor: float = 0.5
 
     def rate(self, lr: float, step: int, per_epoch: int, epochs: int) -> float:

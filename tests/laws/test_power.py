@@ -48,7 +48,6 @@ def rapl(zone: str, name: str, microjoules: int) -> dict[str, object]:
 
 
 def test_rapl_counts_joules(tmp_path: Path) -> None:
-    """The package and its memory; its cores are a part of the package. A domain without a counter is none."""
     zones = rapl("intel-rapl:0", "package-0", 3_000_000) | rapl("intel-rapl:0:0", "core", 2_000_000)
     zones |= rapl("intel-rapl:0:1", "dram", 500_000) | {"class/powercap/intel-rapl/enabled": 1}
     assert read(sensors(board(tmp_path, zones))) == {"package-0": 3.0, "dram": 0.5}
@@ -56,7 +55,6 @@ def test_rapl_counts_joules(tmp_path: Path) -> None:
     assert read(psys) == {"psys": 7.0}
 
 
-# ------------------------------------------------------------------------------------------------------- metered
 def test_watts_are_integrated_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ramp from 0 W, by 10 W a second: after t seconds 5 t^2 joules, whatever the readings' times. The clock goes on
     when it is read, by more each time."""

@@ -86,8 +86,6 @@ def half_by_hand(family: ModelFamily, goal: Task, job: Job, lr: float) -> Params
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_fp16_is_a_network_in_half(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One step of the published network, as it is in the training loop and as a person would write it. Kernels add up
-    in other orders in the two, and group norm makes much of that: what a step moves is compared as a whole."""
     monkeypatch.setattr(lanes.Dropout, "forward", lambda self, x: x)
     monkeypatch.setattr(torch.nn.Dropout, "forward", lambda self, x: x)
     kind = MODELS[name]
@@ -152,7 +150,6 @@ def test_what_half_cannot_hold_is_a_training_that_diverged() -> None:
 
 # ---------------------------------------------------------------------------------------------- the scaled loss
 def test_the_scale_follows_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of which some are not finite, with the growth interval cut short, against `torch.amp.GradScaler`."""
     monkeypatch.setattr(optimizers, "INTERVAL", 20)
     theirs_w = torch.tensor([[1.0, -2.0]], requires_grad=True)
     ours_w = theirs_w.detach().clone().requires_grad_()

@@ -46,7 +46,6 @@ def model(seed: int, size: float = 1.0) -> Params:
 
 @st.composite
 def updates(draw: st.DrawFn) -> tuple[Params, SubmodelSpec]:
-    """Of any sub-model, from a hair's breadth to a light year from the old model."""
     keep = {g: sorted(draw(st.sets(st.integers(0, n - 1), min_size=1))) for g, n in LAYOUT.groups.items()}
     spec = SubmodelSpec.of(keep, draw(st.none() | st.sets(st.sampled_from(LAYOUT.blocks), min_size=1)))
     sizes = st.sampled_from([1e-6, 0.1, 1.0, 30.0, 1e20])
@@ -74,7 +73,6 @@ def norm(params: Params) -> float:
 def test_any_one_client_moves_the_sum_by_at_most_the_clip(
     rest: list[tuple[Params, SubmodelSpec]], one: tuple[Params, SubmodelSpec], place: int, clip: float
 ) -> None:
-    """Added or removed, whatever the sub-model, whoever else is there; without slack but for the sum's own rounding."""
     with_it = sum_of([*rest[:place], one, *rest[place:]], clip)
     without = sum_of(rest, clip)
     assert norm({n: with_it[n] - without[n] for n in with_it}) <= clip * (1 + 1e-12) + 1e-15 * (1 + len(rest))
@@ -127,7 +125,6 @@ def test_noise_is_gaussian_with_stated_deviation_everywhere() -> None:
 
 
 def test_no_two_tensors_rounds_or_parts_have_the_same_noise() -> None:
-    """Else a difference of two releases would be free of it."""
     plan = replace(start_plan(), noise_seed=SECRET)
     pool = (PoolModel("full", FULL, 1, 1.0, 1, dispatched=True, reported=True),)
     seeds = [
@@ -163,7 +160,6 @@ def reference(seed: bytes, name: str, count: int) -> list[float]:
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3), (7,), (150, 5)])
 def test_the_stream_is_what_its_name_says(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In blocks, the last of which may be odd. libm and numpy may differ in a last bit."""
     monkeypatch.setattr(privacy, "BLOCK", 256)
     found = privacy.noise(SECRET, "conv.weight", shape)
     assert found.shape == shape and found.dtype == np.float64

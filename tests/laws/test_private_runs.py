@@ -72,7 +72,6 @@ def held_by(site: Site, specs: Sequence[SubmodelSpec]) -> dict[str, torch.Tensor
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_private_merge_repeats_and_moves_every_sendable_element(name: str) -> None:
-    """Also those that nobody trained, and where all have failed. The others, which no model of the pool has, stay."""
     algorithm = private(name)
     site = tiny_site(algorithm)
     state = start_of(algorithm, site)
@@ -108,7 +107,6 @@ def test_windows_that_move_count_for_all_elements_alike(name: str) -> None:
 
 
 def test_levels_of_decoupled_have_noise_of_their_own() -> None:
-    """Their tensors have the same names."""
     algorithm = private("decoupled", noise_multiplier=100.0)
     site = tiny_site(algorithm)
     state = start_of(algorithm, site)
@@ -120,7 +118,6 @@ def test_levels_of_decoupled_have_noise_of_their_own() -> None:
 
 @pytest.mark.parametrize("name", ["flexfl", "decoupled"])
 def test_resumed_private_run_has_same_noise_and_epsilon(name: str, tmp_path: Path) -> None:
-    """Another key gives another run, the same seed or not."""
     pytest.importorskip("dp_accounting", reason="pip install 'flexfleet[privacy]'")
     algorithm = private(name)
     site = tiny_site(algorithm)
@@ -177,7 +174,6 @@ def asked(tmp_path: Path) -> Callable[..., Asked]:
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_private_selection_follows_from_key_not_seed(name: str, asked: Callable[..., Asked]) -> None:
-    """The seed is in what every client gets to read."""
     public, one, other = asked(name, "public", None), asked(name, "one", SECRET), asked(name, "other", OTHER)
     assert asked(name, "again", SECRET) == one
     for left, right in ((public, one), (one, other)):
@@ -191,7 +187,6 @@ def test_a_resumed_private_run_asks_the_same_clients(asked: Callable[..., Asked]
 
 
 def test_nothing_that_a_private_run_stores_shows_its_key(tmp_path: Path, asked: Callable[..., Asked]) -> None:
-    """Nor what follows from it: whoever knows that of a round takes its noise off, or knows who was asked."""
     key = hashlib.sha256(b"a key").digest()
     asked("flexfl", "run", key, stop_in=4, keep_updates=True)
     secrets = [key, *(privacy.noise_seed(key, round) for round in range(6))]
@@ -207,7 +202,6 @@ def test_nothing_that_a_private_run_stores_shows_its_key(tmp_path: Path, asked: 
 # -------------------------------------------------------------------------------- what one client can change for others
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_one_clients_result_changes_no_later_private_plan(name: str) -> None:
-    """Whether it fails, or what it brings back: only the weights may differ, which are noisy."""
     algorithm = private(name)
     site = tiny_site(algorithm)
     state = start_of(algorithm, site)
@@ -258,8 +252,6 @@ def test_secret_selection_is_refused_if_clients_influence_others(name: str) -> N
 
 @dataclass(frozen=True)
 class Drawn:
-    """A selection that draws these clients."""
-
     clients: tuple[int, ...]
 
     def pick(self, state: Any, context: Any, count: int, rng: Any) -> list[tuple[int, int]]:
@@ -268,7 +260,6 @@ class Drawn:
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_one_client_decides_about_nobody_else_s_order(name: str) -> None:
-    """Neither by how many samples it holds, nor, where secret selection is taken, by being drawn instead of another."""
     algorithm = private(name, secret_selection=name not in ONE_DECIDES)
     fleet = tuple(replace(d, memory=200.0, speed=1e9 / (1 + d.client)) for d in tiny_fleet())
     site = tiny_site(algorithm, fleet=fleet)

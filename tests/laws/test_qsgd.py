@@ -73,7 +73,6 @@ def test_what_comes_back_is_right_on_average(codec: Qsgd) -> None:
 
 
 def test_tensors_and_seeds_have_random_numbers_of_their_own() -> None:
-    """Not the same ones, whose errors would add up; and a tensor's do not depend on what else is sent."""
     x = normal(300)
     a, b = (Qsgd(bits=2).encode({"a": x, "b": x}, seed) for seed in (0, 1))
     assert len({made[name].numpy().tobytes() for made in (a, b) for name in "ab"}) == 4
@@ -105,7 +104,6 @@ def test_the_coding_changes_the_length_alone(codec: Qsgd, drawn: list[float]) ->
 
 @pytest.mark.parametrize("s", [1, 2, 4, 5])
 def test_no_stream_is_longer_than_its_header_says(s: int) -> None:
-    """Every six numbers of levels from -s to s."""
     codec = Qsgd(levels=s, coding="elias")
     most, longest = coding.header(codec, HEADER)["x"][1][0], 0
     for levels in itertools.product(sorted({0, 1, -s, s}), repeat=6):
@@ -218,7 +216,6 @@ def test_a_norm_that_is_none_is_refused(norm: float) -> None:
 @settings(max_examples=60)
 @given(st.builds(Qsgd, st.integers(1, 16), coding=st.sampled_from(CODINGS)), st.data())
 def test_qsgd_decoding_never_exceeds_declared_memory(codec: Qsgd, data: st.DataObject) -> None:
-    """Valid ones in which bytes are others, and ones that never were any."""
     count = 3000
     header: Header = {"x": (torch.float32, (count,))}
     made = codec.encode({"x": normal(count) * (torch.arange(count) % data.draw(st.integers(1, 50)) == 0)}, 0)

@@ -97,7 +97,6 @@ def test_storage_settings_and_devices_may_change_at_resume(
 def test_what_a_round_refuses_is_refused_after_a_kill_as_before(
     job: Any, new_store: Make, dying: Any, killed: type[BaseException], timeless: Rows, mode: dict[str, Any]
 ) -> None:
-    """The bound is so low that the one that moved further is refused: with it gone, another would be."""
     terms = {"norm_bound": 1.0, "stop": 3, **mode}
     undisturbed = new_store()
     expected = job.federate(undisturbed, **terms)
@@ -116,7 +115,6 @@ def test_what_a_round_refuses_is_refused_after_a_kill_as_before(
 
 
 def remembered(store: Store) -> Any:
-    """How far the last commit says that updates moved."""
     ledger = ledger_in(store)
     return ledger.checkpoints.read(ledger.checkpoints.commits()[-1])[1].get(rounds.HISTORY)
 
@@ -141,7 +139,6 @@ class Lying:
 
 @pytest.mark.parametrize(("round", "times"), [(0, 1e4), (3, -90.0)])
 def test_liar_of_two_is_refused_from_the_first_round(job: Any, new_store: Make, round: int, times: float) -> None:
-    """The median of two is no measure: what came before is, and in the first round the size of what was sent."""
     store = new_store()
     job.federate(store, backend=Lying(job.backend, round, times, job.family.layout()), stop=4, norm_bound=5.0)
     rows = Checkpoints(store).rows()
@@ -161,7 +158,6 @@ def test_the_last_round_is_always_committed_and_evaluated(job: Any, new_store: M
 
 
 def test_a_run_does_not_end_at_a_round_that_was_not_evaluated(job: Any, new_store: Make) -> None:
-    """It was committed when a later round was to be the last."""
     for mode in ({"commit_every": 1}, {"commit_every": 1, "keep_updates": True}):
         store, undisturbed = new_store(), new_store()
         with pytest.raises(Stopped):

@@ -30,13 +30,8 @@ def federate(algorithm: Any, site: Any, folder: Path, backend: Any = None, **ter
     return played.federated(Run(algorithm, site, RoundsConfig(**(EVERY | terms))), FolderStore(folder), backend)
 
 
-# ------------------------------------------------------------------------------------------------ what is told
-
-
 @dataclass(frozen=True)
 class Twice(FedAvg):
-    """Reads the answers twice, and notes what plan and merge are told."""
-
     clocks: list[float] = field(default_factory=list)
 
     def plan(self, state: Any, context: Any) -> Any:
@@ -80,7 +75,6 @@ class Listening(Uniform):
 
 
 def test_a_selector_hears_of_every_order_failures_included(tmp_path: Path) -> None:
-    """In client order, with the seconds of the simulated clock."""
     selection = Listening(model="largest")
     algorithm = FedAvg(training=TRAINING, eligible="capable", selection=selection)
     site = tiny_site(algorithm)
@@ -99,11 +93,8 @@ def test_a_round_takes_as_many_updates_as_the_plan_wants(tmp_path: Path) -> None
     assert (row.metrics["clients_trained"], row.metrics["clients_late"]) == (5, 5)
 
 
-# ------------------------------------------------------------------------------------ what plan and merge may give
 @dataclass(frozen=True)
 class Merging(FedAvg):
-    """Gives what `into` makes of the merged weights."""
-
     into: Any = None
 
     def merge(self, state: Any, plan: Any, answers: Any, server: Any) -> Any:
@@ -145,8 +136,6 @@ def test_merge_with_other_tensors_is_refused_by_name(tmp_path: Path, into: Any, 
 
 @dataclass(frozen=True)
 class Diverging(FedAvg):
-    """From the third round on one weight is `value`."""
-
     value: float = math.nan
 
     def merge(self, state: Any, plan: Any, answers: Any, server: Any) -> Any:
@@ -178,8 +167,6 @@ def test_a_merge_that_diverges_stops_the_run_before_its_commit(
 
 
 def test_round_whose_scores_are_not_finite_says_diverged(tmp_path: Path) -> None:
-    """Finite weights so large that the loss overflows, while the accuracy stays a number."""
-
     def grown(state: Any) -> Any:
         return replace(state, params={name: 9e8 * torch.sign(t) for name, t in state.params.items()})
 
@@ -189,8 +176,6 @@ def test_round_whose_scores_are_not_finite_says_diverged(tmp_path: Path) -> None
 
 @dataclass(frozen=True)
 class Asking(FedAvg):
-    """Plans what `into` makes of the plan."""
-
     into: Any = None
 
     def plan(self, state: Any, context: Any) -> Any:

@@ -40,15 +40,12 @@ def drawn(sampler: Sampler, y: Tensor, epochs: int, goal: Task = FOUR) -> Tensor
 
 
 def chi_square(counts: Tensor) -> float:
-    """How far counts are from being all alike."""
     expected = counts.double().mean()
     return float((counts - expected).square().sum() / expected)
 
 
 @dataclass(frozen=True)
 class Uniform(Shuffle):
-    """With replacement, every sample equally likely: what `balanced` would be if it forgot the labels."""
-
     def epoch(self, goal: Task, y: Tensor, generator: torch.Generator) -> Tensor:
         return torch.randint(len(y), (len(y),), generator=generator)
 
@@ -88,7 +85,6 @@ def test_smoothing_1_weighs_as_fedaiots_code() -> None:
 
 
 def test_numbers_are_balanced_by_their_bins() -> None:
-    """A bin that holds most samples, as many targets are equal, is drawn as often as the others."""
     y = torch.cat([torch.zeros(80, 1), torch.arange(1.0, 21.0)[:, None]])
     bins = torch.from_numpy(Regression().labels(y))
     found = torch.bincount(bins[drawn(Balanced(), y, 90, Regression())])
@@ -113,8 +109,6 @@ def test_steps_and_samples_are_those_that_the_server_counts(sampler: Sampler, dr
 
 @dataclass(frozen=True)
 class Wrong(Shuffle):
-    """One's own, with a mistake."""
-
     draws: tuple[int, ...] = ()
 
     def epoch(self, goal: Task, y: Tensor, generator: torch.Generator) -> Tensor:
@@ -123,14 +117,12 @@ class Wrong(Shuffle):
 
 @pytest.mark.parametrize("draws", [(0, 1), (0, 1, 2, 3, 3), (0, 1, 2, 4), (-1, 0, 1, 2)], ids=str)
 def test_own_sampler_with_wrong_indices_is_refused(draws: Sequence[int]) -> None:
-    """An index beyond the client's samples would be a sample of whoever trains beside it."""
     tasks, targets = [replace(TASK, sampler=Wrong(draws=tuple(draws)))] * 2, [torch.arange(4)] * 2
     with pytest.raises(ModelError, match=r"Wrong\.epoch"):
         next(orders(FOUR, tasks, targets))
     assert len(list(orders(FOUR, [replace(TASK, sampler=Wrong(draws=(3, 3, 0, 1)))], targets[:1]))) == 2
 
 
-# ----------------------------------------------------------------------------------------------------------- schedules
 FAMILY, START = TinyNet(), initial_params(TinyNet(), 1)
 
 
@@ -170,7 +162,6 @@ def gradients(params: Params, x: Tensor, y: Tensor) -> Params:
 
 @pytest.mark.parametrize("optimizer", [SGD(0.1), SGD(0.1, 0.5, 0.01), Adam(0.01)], ids=str)
 def test_every_step_has_its_rate(optimizer: SGD | Adam) -> None:
-    """Four epochs of one step, by hand as in `test_local`, each with the rate of its own."""
     generator = torch.Generator().manual_seed(2)
     x, y = torch.randn(8, 1, 4, 4, generator=generator), torch.randint(0, 4, (8,), generator=generator)
 

@@ -64,7 +64,6 @@ def test_the_gradient_of_the_smallest_and_the_largest(weight: float, tau: float)
 
 
 def test_the_others_are_drawn_uniformly_and_by_seed() -> None:
-    """Which of the two between a step had shows in the gradient."""
     likely = {width: by_hand((0.25, width, 1.0), 1.0, 1.0)[0] for width in (0.5, 0.75)}
     counts = dict.fromkeys(likely, 0)
     for seed in range(60):
@@ -75,7 +74,6 @@ def test_the_others_are_drawn_uniformly_and_by_seed() -> None:
 
 
 def test_running_statistics_are_the_largest_sub_models() -> None:
-    """Those of the others are neither mixed into them nor lost: they are collected before a sub-model is scored."""
     family = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")
     x, start = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(1)), initial_params(family, 0)
     half = prefix(family.layout(), 0.5)

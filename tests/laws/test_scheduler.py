@@ -28,7 +28,6 @@ def in_round(scene: Scene, round: int) -> None:
 
 
 def counted(scene: Scene, monkeypatch: pytest.MonkeyPatch, name: str) -> Counter[str]:
-    """Requests from now on, by key."""
     seen, real = Counter[str](), getattr(type(scene.store), name)
 
     def request(store: Any, key: str, *more: Any) -> Any:
@@ -41,7 +40,6 @@ def counted(scene: Scene, monkeypatch: pytest.MonkeyPatch, name: str) -> Counter
 
 @pytest.mark.parametrize("orders, honest, its", [(100, 9, 20), (13, 9, 3), (100, 1, 99)])
 def test_fast_liar_gets_no_majority(scene_of: Scenes, orders: int, honest: int, its: int) -> None:
-    """It answers at once. One of two workers may have all orders."""
     scene = scene_of(orders)
     for _ in range(honest):
         scene.worker(scene.honest(30.0))
@@ -50,7 +48,6 @@ def test_fast_liar_gets_no_majority(scene_of: Scenes, orders: int, honest: int, 
 
 
 def test_last_worker_gets_the_orders_of_all_others(scene_of: Scenes) -> None:
-    """Nine were present: three end, three are silent, three cannot execute anything."""
     scene = scene_of(50, lease_s=20.0, attempts=4)
     good = scene.worker(scene.honest(1.0))
     others = [scene.worker(act) for act in (scene.leaving, scene.silent, scene.unable) for _ in range(3)]
@@ -62,7 +59,6 @@ def test_last_worker_gets_the_orders_of_all_others(scene_of: Scenes) -> None:
 @pytest.mark.parametrize("fault", [Scene.idle, Scene.silent])
 @pytest.mark.parametrize(("clients", "bad"), [(6, 2), (1, 10)])
 def test_untaken_leases_go_to_an_honest_worker(scene_of: Scenes, fault: Act, clients: int, bad: int) -> None:
-    """Heartbeats of the others are always newer, and all their leases together last longer than `wait_s`."""
     scene = scene_of(clients, lease_s=5.0, wait_s=100.0)
     for _ in range(bad):
         scene.worker(fault, takes=False)
@@ -80,7 +76,6 @@ def test_run_stops_if_no_worker_takes_an_order(scene_of: Scenes) -> None:
 
 
 def test_client_is_given_up_if_the_quorum_allows_it(scene_of: Scenes) -> None:
-    """Its own pod takes nothing, and no other pod may have its assignment."""
     scene = scene_of(10, lease_s=20.0, wait_s=100.0)
     scene.provisioner.quorum = 0.9
     scene.fleet[9] = Device(9, "own", 100.0, 0.0)
@@ -122,7 +117,6 @@ def stopped_half_way(scene: Scene) -> None:
 
 
 def test_restarted_coordinator_waits_for_missing_results(scene_of: Scenes) -> None:
-    """One of three orders had a result before. The message gets fresh URLs."""
     scene = scene_of(3, 3, attempts=1, lease_s=30)
     whole = scene.plan
 
@@ -141,7 +135,6 @@ def test_restarted_coordinator_waits_for_missing_results(scene_of: Scenes) -> No
 
 @pytest.mark.parametrize("differs", ["configuration", "orders", "process"])
 def test_other_lease_is_not_adopted(scene_of: Scenes, differs: str) -> None:
-    """Results that were trained in another configuration, or for other orders, do not count."""
     scene = scene_of(1)
     worker = scene.worker(scene.honest(20.0))
     stopped_half_way(scene)
@@ -158,7 +151,6 @@ def test_other_lease_is_not_adopted(scene_of: Scenes, differs: str) -> None:
 
 
 def test_replaced_coordinator_writes_no_message(scene_of: Scenes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one took over while this one was stopped. It starts no workers, and does not end the run."""
     scene, needed = scene_of(1, wait_s=60), list[float]()
     worker, numbers = scene.worker(scene.honest(20.0)), list[int]()
     monkeypatch.setattr(Enrolled, "need", lambda *_: needed.append(scene.clock.passed))
@@ -192,7 +184,6 @@ def test_device_invited_while_the_run_waits_gets_an_order(
 
 @pytest.mark.parametrize("holds", [True, False])
 def test_revoked_device_gets_no_order_in_the_next_round(scene_of: Scenes, holds: bool) -> None:
-    """With `holds`, the round had enough results before its own."""
     scene = scene_of(2)
     scene.worker(scene.honest(3.0))
     revoked = scene.worker(scene.works if holds else scene.honest(3.0))
@@ -220,7 +211,6 @@ def test_idle_and_absent_workers_cost_few_requests(scene_of: Scenes, monkeypatch
 
 
 def test_message_with_a_lease_holds_no_key(scene_of: Scenes) -> None:
-    """Anybody may read it, even without TLS."""
     scene, seen = scene_of(1), list[bytes]()
 
     def act(worker: Played, lease: Lease, worked: float) -> None:

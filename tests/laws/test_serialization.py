@@ -19,7 +19,6 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8
 
 
 def of_package(given: Params) -> bytes:
-    """Of no tensors with metadata, the package writes a header that it cannot read."""
     value: bytes = safetensors.torch.save(given, {} if given else None)
     return value
 

@@ -81,7 +81,6 @@ def test_classes_that_cannot_be_meant_are_refused(owned: tuple[int, ...]) -> Non
         cut(owned=owned)
 
 
-# -------------------------------------------------------------------------------------------------- scores
 def test_accuracy_by_owner_by_hand() -> None:
     """Classes 0, 1 are the devices', 2 the server's: 3 + 1 of 6, and 3 of 4 samples are right."""
     confusion = torch.tensor([[3, 0, 1], [1, 1, 0], [0, 1, 3]])

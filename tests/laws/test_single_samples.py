@@ -21,8 +21,6 @@ SAMPLES = 65
 
 
 class Vectors(nn.Module):
-    """Its batch norm has running statistics, as torch's has by default: it is of the batch in training only."""
-
     running = True
 
     def __init__(self, outputs: int = 4) -> None:

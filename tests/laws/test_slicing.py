@@ -46,7 +46,6 @@ SHAPES = {name: SHAPES[name] for name in LAYOUT.slots}
 
 
 def numbered() -> Params:
-    """Every element of every tensor another number."""
     start, out = 0, {}
     for name, shape in SHAPES.items():
         size = torch.Size(shape).numel()
@@ -109,8 +108,6 @@ def specs(draw: st.DrawFn, inside: SubmodelSpec = FULL) -> SubmodelSpec:
 
 
 class TestTinyNet(ModelSuite):
-    """The network of the other suites is held to what every network is held to."""
-
     @pytest.fixture(params=[TinyNet(), TinyNet((2, 6, 4), 3, dropout=0.3, conv=5, hidden=9)], ids=["4x4", "6x4"])
     def family(self, request: pytest.FixtureRequest) -> ModelFamily:
         return request.param  # type: ignore[no-any-return]
@@ -219,7 +216,6 @@ def test_counts_by_hand() -> None:
 
 
 def test_an_lstm_counts_each_matrix_once_a_step() -> None:
-    """Five steps of two numbers; twelve units, then seven of them, each with four gates."""
     family = TinyLSTM()
     for hidden in (12, 7):
         spec = SubmodelSpec.of({"lstm": hidden})
@@ -240,7 +236,6 @@ def choice_channels(layout: ParamLayout, spec: SubmodelSpec, group: str) -> list
 @law
 @given(size=st.integers(1, 20), widths=st.tuples(RATIOS, RATIOS).map(sorted), seed=st.integers(0, 2**32))
 def test_a_choice_draws_by_itself_as_many(size: int, widths: list[Fraction], seed: int) -> None:
-    """`between` is of the group `g` and follows it where a sub-model names no choice_channels for it."""
     g, between = Axis("g"), Axis("g", choice="between")
     layout = ParamLayout({"g": size, "classes": 2}, {"a": Slot("a", (between, g)), "b": Slot("b", (g, between))})
     rng, (small, large) = np.random.default_rng(seed), (float(w) for w in widths)

@@ -74,7 +74,6 @@ def restored(state: Any) -> Any:
     return unpack(state, *stored(state))
 
 
-# ------------------------------------------------------------------------------------------------- round trips
 @law
 @given(
     counts=st.lists(st.integers(), max_size=4).map(tuple),
@@ -134,7 +133,6 @@ def test_constants_are_not_stored_and_come_from_init() -> None:
     assert unpack(rich(fixed=("now",)), tensors, rest).fixed == ("now",)
 
 
-# ---------------------------------------------------------------------------------------------------- refusals
 @pytest.mark.parametrize(
     ("kind", "value"),
     [
@@ -188,7 +186,6 @@ def test_stored_tensors_of_another_model_are_refused(change: dict[str, Any], mes
         unpack(rich(), tensors, rest)
 
 
-# ---------------------------------------------------------------------------------------------------- in a run
 @dataclass(frozen=True)
 class Counting(PooledState):
     first: tuple[int, ...] = constant()

@@ -42,7 +42,6 @@ def clocks(store: Store) -> list[float]:
     return list(accumulate(row.metrics.get("seconds_simulated", 0.0) for row in Checkpoints(store).rows()))
 
 
-# ------------------------------------------------------------------------------------------------ the rule
 @pytest.mark.parametrize(
     ("stop", "limit", "seconds", "end"),
     [
@@ -66,7 +65,6 @@ def test_the_end_by_hand(stop: int, limit: float | None, seconds: Sequence[float
     st.lists(st.floats(0, 1e4), min_size=1, max_size=30), st.integers(1, 30), st.one_of(st.none(), st.floats(1e-3, 1e5))
 )
 def test_the_end_is_the_first_round_that_is_over(seconds: list[float], stop: int, limit: float | None) -> None:
-    """What is measured after the end does not move it, so a run knows its end from what it has measured so far."""
     terms = RoundsConfig(stop=stop, stop_simulated_s=limit)
     measured = [{"seconds_simulated": each} for each in seconds]
     over = [terms.over(i, clock) for i, clock in enumerate(accumulate(seconds, initial=0.0)) if i]
@@ -75,9 +73,6 @@ def test_the_end_is_the_first_round_that_is_over(seconds: list[float], stop: int
     for known in range(len(measured)):
         told = terms.end(measured[:known])
         assert told in (None, terms.end(measured))
-
-
-# ------------------------------------------------------------------------------------------------ the loop
 
 
 @modes

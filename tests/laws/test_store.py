@@ -52,7 +52,6 @@ def test_delete_removes_a_file_and_the_folder_that_it_empties(tmp_path: Path) ->
 
 
 def test_folder_removed_during_a_write_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by who deletes the last file in it at the same time."""
     opened, removed = os.open, list[str]()
 
     def open_late(path: str, *given: int) -> int:
@@ -103,7 +102,6 @@ def test_a_folder_store_is_a_mapping(
     assert store.list("b/") == sorted(key for key in model if key.startswith("b/"))
 
 
-# --------------------------------------------------------------------------------------- whole or not at all
 def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
     store, done = FolderStore(tmp_path), threading.Event()
     store.put("key", b"a" * SIZE)
@@ -148,7 +146,6 @@ def test_a_kill_before_the_replacement_leaves_the_old_value(tmp_path: Path, monk
 
 
 def test_a_write_is_durable_when_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes before the name, then the folder that holds the name."""
     events: list[tuple[str, str]] = []
     fsync, replace = posix.fsync, os.replace  # the real one, which other tests go without
 
@@ -172,9 +169,6 @@ def test_a_write_is_durable_when_it_returns(tmp_path: Path, monkeypatch: pytest.
     store.put("rounds/00000/key", b"x")
     synced = {path for what, path in events if what == "fsync"}
     assert {str(store.root / "rounds" / "00000"), str(store.root / "rounds"), str(store.root)} <= synced
-
-
-# ---------------------------------------------------------------------------------------------------- tensors
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 40, -1])

@@ -21,7 +21,6 @@ def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_but_show_prints_on_stdout() -> None:
-    """Else a reader that stops reading is an error of the system."""
     found = [
         dotted(path)
         for path in modules("flexfleet")

@@ -81,7 +81,6 @@ def test_a_look_at_all_clients_and_at_each_agree(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("turn", [0, 1, 3, 10**3, 10**6])
 def test_at_the_time_of_a_row_it_holds_however_late(turn: int) -> None:
-    """Sums of many periods are rounded; a wait that ended just before an arrival would wait again without end."""
     period = 518400.1
     trace = trace_of([[(0.1, *ON), (65881.3, *OFF)], [(70000.7, *ON), (518400.0, *OFF)]], period)
     at = turn * period
@@ -107,7 +106,6 @@ def test_an_order_takes_the_time_of_what_holds_by_hand() -> None:
 @law
 @given(st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)), min_size=1, max_size=8), st.floats(0, 60))
 def test_the_work_that_fits_is_the_work_that_is_done(rates: list[tuple[float, float]], macs: float) -> None:
-    """Integrates back: what holds, summed over the seconds that it took, is the work."""
     trace = trace_of([[(float(i), True, speed, bandwidth) for i, (speed, bandwidth) in enumerate(rates)]])
     found = took(trace, 0, 0.0, 0, macs, 0)
     assert found is not None and found.communication == 0
@@ -290,7 +288,6 @@ def test_the_wait_has_a_limit_and_finished_rounds_stay(tmp_path: Path) -> None:
 
 
 def test_who_leaves_before_it_is_done_has_dropped_out(tmp_path: Path) -> None:
-    """Its update, though it was trained, is not merged: the round is the one that it would be without it."""
     one = federate(ALGORITHM, SITE, tmp_path / "whole", trace_of([[(0.0, *alike())]] * CLIENTS), stop=1)[1][0]
     victim = one.clients[1]["client"]
     ends = {line["client"]: line["seconds_simulated"] for line in one.clients}

@@ -37,7 +37,6 @@ def federate(folder: Path, site: Any = SITE, **terms: Any) -> tuple[Any, list[An
     return played.federated(run, FolderStore(folder))
 
 
-# ------------------------------------------------------------------------------------------------ the formula
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
@@ -89,7 +88,6 @@ def test_the_figures_of_a_round_by_hand() -> None:
     assert measured([], [], alone=True) == {}
 
 
-# ------------------------------------------------------------------------------------------------ rounds
 def of_lines(row: Any) -> dict[str, float]:
     """A round's figures, computed from its lines about clients."""
     timed = [line for line in row.clients if "seconds_simulated" in line]
@@ -202,7 +200,6 @@ def test_kill_before_the_merge_keeps_times_of_stragglers(
 
 
 def test_lie_about_seconds_changes_only_uniformity_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worst that passes is the bound, a pod's life of seven days; the simulated clock does not listen."""
     whole, expected = federate(tmp_path / "honest", keep_updates=True)
     run: Callable[..., Any] = InProcess.run
     worst = reports.FIGURES["seconds"][1]

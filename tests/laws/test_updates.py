@@ -365,7 +365,6 @@ def test_result_with_other_metrics_still_counts() -> None:
 
 
 def test_measured_memory_within_bounds_is_accepted() -> None:
-    """The sub-model must be the one that fits."""
     rules = replace(SITE.rules, algorithm=ALGORITHM, seed=None)
 
     def said(free: float) -> str:

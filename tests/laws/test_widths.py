@@ -48,7 +48,6 @@ CIFAR = (3, 32, 32)
 
 
 def layout_of(*sizes: int) -> ParamLayout:
-    """A layer per size, and ten classes."""
     groups = {f"g{i}": size for i, size in enumerate(sizes)} | {"classes": 10}
     return ParamLayout(groups, {f"w{g}": Slot(g, (Axis(g),)) for g in groups})
 
@@ -64,7 +63,6 @@ def channels(layout: ParamLayout, spec: SubmodelSpec, group: str) -> list[int]:
 @law
 @given(size=st.integers(1, 8192), below=st.integers(1, 500), data=st.data())
 def test_counts_are_those_of_exact_fractions(size: int, below: int, data: st.DataObject) -> None:
-    """Of any ratio a / b as Python's division gives it."""
     above = data.draw(st.integers(1, below))
     exact = Fraction(above, below) * size
     assert kept(size, above / below, "floor") == max(1, math.floor(exact))
@@ -251,7 +249,6 @@ def blocks_at(family: ModelFamily, width: Fraction) -> list[tuple[str, int, int]
 
 
 def sizes_at(family: ModelFamily, width: Fraction) -> list[int]:
-    """Of a level that ends behind each point, with its head: one weight per channel and class, one bias per class."""
     points = exit_points(family)
     found = blocks_at(family, width)
     return [total + outputs * family.outputs + family.outputs for block, total, outputs in found if block in points]
@@ -262,7 +259,6 @@ def whole(family: ModelFamily) -> int:
 
 
 def allowed(family: ModelFamily, widths: Sequence[Fraction], targets: Sequence[int], ends: Sequence[int]) -> bool:
-    """Whether levels that end behind these points are within their targets, and each before the next one."""
     for level, end in enumerate(ends):
         if sizes_at(family, widths[level])[end] > Fraction(targets[level] + 5, 100) * whole(family):
             return False
