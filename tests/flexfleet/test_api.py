@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import subprocess
 import sys
@@ -199,24 +198,6 @@ def test_a_module_brings_its_weights_and_other_ones_do_not_go_on(store: Path) ->
     with torch.no_grad():
         READY.body[1].bias.copy_(before)
     assert len(ours.resume(3, progress=False).history) == 3
-
-
-def test_progress_is_lines_a_bar_in_a_notebook_or_nothing(
-    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    common = {key: value for key, value in TWO_ROUNDS.items() if key != "progress"}
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    ff.run(**common)
-    lines = capsys.readouterr().err
-    assert "round 1/2" in lines and "round 2/2" in lines and "2/2 [" not in lines
-    ff.run(**common, progress=False)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr("flexfleet.api.calls.in_notebook", lambda: True)
-    ff.run(**common)
-    bar = capsys.readouterr().err
-    assert "2/2 [" in bar and "full" in bar and "round 1/2" not in bar
-    ff.run(**common, progress=True)
-    assert "round 2/2" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------- a script's own code

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,18 +14,16 @@ import pytest
 
 import flexfleet as ff
 from fl_engine.algorithms.fedavg import FedAvg
-from fl_engine.core.errors import IntegrityError
 from fl_engine.data import heat_map
 from flexfleet.api.comparison_arguments import entries_of
 from flexfleet.config import flatten, load_config
 from flexfleet.config.comparison_runs import crossed, factors_of
 from flexfleet.config.overrides import parse_sets
-from flexfleet.experiments import compare, published_suites
+from flexfleet.experiments import published_suites
 from flexfleet.experiments.published_suites import PaperSuite
 from flexfleet.pipeline import run as run_module
 from tests.harness.from_python import OPTIONS, SMALL
 
-SETS = [f"{key}={json.dumps(value)}" for key, value in OPTIONS.items()]
 SETS += ["partition.clients=4", "rounds.stop=1", "training.epochs=1"]
 
 
@@ -49,19 +45,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(run_module, "report", page_stub)  # drawings have tests of their own
         patch.setattr(heat_map, "draw", lambda *_: None)
         yield here / "runs"
-
-
-@pytest.fixture
-def cell(monkeypatch: pytest.MonkeyPatch) -> type[FedAvg]:
-    """A class as a notebook's cell defines it."""
-
-    @dataclass(frozen=True)
-    class FromACell(FedAvg):
-        boost: float = 1.0
-
-    FromACell.__module__, FromACell.__qualname__ = "__main__", "FromACell"
-    monkeypatch.setattr(sys.modules["__main__"], "FromACell", FromACell, raising=False)
-    return FromACell
 
 
 @pytest.fixture(scope="module")
@@ -131,23 +114,6 @@ def test_resume_makes_what_is_missing(both: ff.Comparison) -> None:
     assert more.runs["heterofl", 1].model_sha256 == before
     with pytest.raises(ff.ConfigError, match="resume=True needs id"):
         ff.compare(["flexfl"], resume=True, **SMALL)
-
-
-# --------------------------------------------------------------------------------------------- code of a cell
-def test_what_fails_is_told_and_the_others_end(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = compare.run
-
-    def damaged(resolved: Any, name: str, **given: Any) -> Any:
-        if name == "heterofl-s0":
-            raise IntegrityError("a file is damaged")
-        return before(resolved, name, **given)
-
-    monkeypatch.setattr(compare, "run", damaged)
-    with pytest.raises(compare.RunsFailed, match=r"1 of 2 runs are finished, failed: heterofl-s0") as failed:
-        ff.compare(["heterofl", "all_large"], seeds=(0,), id="failed", **SMALL)
-    assert failed.value.exit_code == IntegrityError.exit_code
-    assert (store / "failed" / "heterofl-s0.log").read_text().endswith("error: a file is damaged\n")
-    monkeypatch.undo()
 
 
 # ------------------------------------------------------------------------------------------------ what is asked

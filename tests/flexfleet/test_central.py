@@ -22,11 +22,9 @@ from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import assert_same_bits
 from fl_engine.training.central import train_centrally
 from fl_engine.training.numerics import flushes_now
-from flexfleet.experiments import central_reference
-from flexfleet.experiments.comparison_file import Spread
 from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History, Result
 from flexfleet.pipeline import central as runs_central
-from flexfleet.pipeline.central import CentralFile, task_of
+from flexfleet.pipeline.central import task_of
 from flexfleet.pipeline.prepare import Resolved
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
@@ -146,24 +144,6 @@ def test_denormal_numbers_count_as_zero_and_one_that_kept_them_is_refused(
     file.write_text(json.dumps(told))
     refused = flexfleet("central", "--json", "--run-id", "a", "--resume", sets=SETS)
     assert refused.code == 6 and "flush_denormal: None there, True here" in refused.err
-
-
-def test_regression_has_its_own_figures(flexfleet: Any) -> None:
-    """Any data set and network: R2 decides, and the mean absolute error stands beside it."""
-    sets = [
-        "dataset.name=fl_engine.testing.kinds:TABLE", "model.name=aep_mlp", "model.width=0.1", "central.epochs=3",
-        "central.optimizer=adam", "central.lr=0.01", "tracking.mlflow=null",
-    ]  # fmt: skip
-    done = flexfleet("central", "--run-id", "a", sets=sets)
-    assert done.code == 0, done.err
-    assert done.out.startswith("a: r2 0.")
-    (level,) = EvaluationFile.read(Path("runs/a/evaluation.json")).levels.values()
-    assert list(level.metrics) == ["r2", "mae"]
-    mae = level.metrics["mae"]
-    found = Result.read(Path("runs/a/result.json"))
-    assert found.metrics["further"] == {"mae": {"full": mae, "levels": {"full": mae}}}
-    settings = CentralFile.read(Path("runs/a/central.json")).config
-    assert central_reference.read([Path("runs/a")], settings, ()).further == {"mae": Spread(mean=mae, std=None)}
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,6 @@ from tests.harness.processes import refused
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
 
-COMMANDS = ("run", "central", "pool", "report", "fetch", "status", "check", "doctor")
-
 
 # ------------------------------------------------------------------------------------------- help and version
 
@@ -181,15 +179,6 @@ def test_a_store_that_cannot_be_written_is_named(flexfleet: Any, quick: Sequence
         done = flexfleet("run", "--json", "--run-id", "a", sets=[*quick, f"run.store={store}"])
         assert done.code in (2, 6)
         assert store in refused(done, done.code)
-
-
-def test_run_in_which_all_training_diverges_has_figures(flexfleet: Any, quick: Sequence[str]) -> None:
-    done = flexfleet("run", "--json", "--run-id", "a", sets=[*quick, "training.lr=1e30", "rounds.stop=2"])
-    assert done.code == 7, done.err
-    rows = json.loads(Path("runs/a/history.json").read_bytes())["rounds"]
-    assert all(row["metrics"]["clients_failed"] == 3 for row in rows)
-    assert done.json["bytes"]["up"] == 0
-    assert done.json["waste"] == 1
 
 
 # ------------------------------------------------------------------------------------------- status and others

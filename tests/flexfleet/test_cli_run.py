@@ -155,34 +155,8 @@ def test_a_run_is_not_begun_again_where_its_rounds_are_not(
     assert again.json["model_sha256"] == done.json["model_sha256"], again.err
 
 
-def test_a_run_without_a_token_is_not_mixed_with_another_of_its_name(
-    flexfleet: Any, quick: Sequence[str], tmp_path: Path
-) -> None:
-    """A copy whose name another run has in run.remote. Nothing tracks them, so neither has a token."""
-    remote, store = tmp_path / "ledgers", tmp_path / "copies"
-    sets = [*quick, f"run.store={store}", f"run.remote={remote}"]
-    assert flexfleet("run", "--run-id", "a", sets=[*quick, "rounds.stop=1"]).code == 0
-    other = [*quick, "seed=5", "rounds.stop=2", f"run.remote={remote}"]
-    assert flexfleet("run", "--run-id", "b", sets=other).code == 0
-    shutil.copytree("runs/a", store / "b")
-    kept = [path for path in (remote / "b").rglob("*") if path.is_file() and path.parent.name != "lease"]
-    before = {path: path.read_bytes() for path in kept}
-    text = refused(flexfleet("run", "--json", "--run-id", "b", "--resume", sets=[*sets, "rounds.stop=3"]), 4)
-    assert f"copies/b/run.json is of another run than {remote}/b/site/run.json" in text
-    assert {path: path.read_bytes() for path in kept} == before
-    shutil.rmtree(store)  # a copy of the run itself goes on with it
-    shutil.copytree("runs/b", store / "b")
-    more = flexfleet("run", "--json", "--run-id", "b", "--resume", sets=[*sets, "seed=5", "rounds.stop=3"])
-    assert more.code == 0, more.err
-    assert (remote / "b" / "rounds" / "00002").is_dir()
-
-
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
 
 
 def other_json(path: Path) -> None:

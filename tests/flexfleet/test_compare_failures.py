@@ -189,20 +189,6 @@ def test_runs_that_differ_are_not_tabulated(compared: Compared) -> None:
 
 
 @pytest.mark.usefixtures("_no_manifests")
-def test_another_partition_is_not_tabulated(compared: Compared) -> None:
-    """The same parameters, but other samples: what a checksum is for."""
-    run = compared.folder / "all_large-s0"
-    shutil.rmtree(run / "partition")
-    shutil.copytree(compared.folder / "all_large-s1" / "partition", run / "partition")
-    file = RunFile.read(run / "run.json")
-    other = RunFile.read(compared.folder / "all_large-s1" / "run.json").partition_sha256
-    file.model_copy(update={"partition_sha256": other}).write(run / "run.json")
-    folders = {f"{label}-s0": compared.folder / f"{label}-s0" for label in LABELS}
-    with pytest.raises(ConfigError, match=r"seed 0 .* the partition itself \(sha256\)"):
-        summarise.read(LABELS, (0,), folders)
-
-
-@pytest.mark.usefixtures("_no_manifests")
 def test_other_data_are_not_tabulated(compared: Compared) -> None:
     """Of one seed, where the partitions differ as they are to, and of one label, where no seed cuts the data."""
     folders = {f"{label}-s{seed}": compared.folder / f"{label}-s{seed}" for label in LABELS for seed in SEEDS}

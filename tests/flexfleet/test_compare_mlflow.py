@@ -12,7 +12,6 @@ from fl_engine.core.errors import Stopped
 from flexfleet.experiments import compare as compare_module
 from flexfleet.experiments import comparison_report, executor
 from flexfleet.tracking.server import PARENT
-from tests.harness import platform
 from tests.harness.comparisons import LABELS, SEEDS, TWO, Compared
 
 pytestmark = pytest.mark.usefixtures("quick_comparisons")
@@ -85,16 +84,3 @@ def test_the_mlflow_run_of_a_comparison_is_there_before_its_runs_and_says_how_it
     done = flexfleet(*argv, "--resume", "--json", sets=given)
     assert (done.json["mlflow_run_id"], len(client.search_runs(["1"]))) == (run.info.run_id, 2)
     assert client.get_run(run.info.run_id).info.status == "FINISHED"
-
-
-def test_on_a_platform_a_comparison_and_its_runs_are_side_by_side_below_the_pipeline(
-    flexfleet: Any, sets: list[str], mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at = platform.begin(mlflow_uri, monkeypatch)
-    given = [*sets, f"tracking.mlflow={mlflow_uri}", "rounds.stop=1"]
-    done = flexfleet("compare", "--algorithms", "heterofl,all_large", "--id", "c", sets=given)
-    assert done.code == 0, done.err
-    assert {run.info.run_name for run in at.ours()} == {"c", "heterofl-s0", "all_large-s0"}
-    assert {run.data.tags[PARENT] for run in at.ours()} == {at.pipeline}
-    assert {run.data.tags["flexfleet.comparison"] for run in at.ours()} == {"c"}, "by which they belong together"
-    assert at.untouched()

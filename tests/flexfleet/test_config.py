@@ -20,9 +20,6 @@ from flexfleet.config import Config, flatten, load_config, parse
 from flexfleet.pipeline.prepare import Resolved
 from tests.harness.settings import refused, written
 
-ROOT = Path(__file__).parents[2]
-
-
 # --------------------------------------------------------------------------------------------------- defaults
 
 
@@ -102,19 +99,6 @@ def test_a_value_of_the_wrong_type_is_an_error_that_says_where_and_what(given: s
     assert "\n" not in text, "an error is one line"
 
 
-@pytest.mark.parametrize(
-    ("given", "path"),
-    [
-        ('model.width="0.5"', "model.width"),
-        ("model.width=0", "width"),
-        ("model.norm=batsh", "model.norm"),
-    ],
-)
-def test_a_wrong_option_of_the_network_is_an_error(given: str, path: str) -> None:
-    with pytest.raises((ConfigError, ModelError), match=path):
-        Resolved.load(None, [given]).network((1, 8, 8), 10)
-
-
 def test_a_list_of_a_network_is_checked_too() -> None:
     for wrong in ('["64", 64]', "[64.5, 64]", "64", "[true, 64]"):
         with pytest.raises((ConfigError, ModelError), match="fc"):
@@ -122,9 +106,6 @@ def test_a_list_of_a_network_is_checked_too() -> None:
 
 
 # -------------------------------------------------------------------------------------------- what comes of it
-def test_an_input_that_the_network_cannot_take_is_a_model_error() -> None:
-    with pytest.raises(ModelError):
-        Resolved.load(None, ["model.name=vgg16"]).network((3, 8, 8), 10)
 
 
 def test_a_configuration_survives_json_and_yaml() -> None:

@@ -6,13 +6,11 @@ import errno
 import os
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fl_engine.core.errors import DataError, EnvironmentFailure, IntegrityError
-from flexfleet.pipeline.prepare import Resolved
 from flexfleet.tracking import data_repository
 
 
@@ -107,15 +105,3 @@ def test_damaged_file_of_a_remote_is_refused(
         sent.write_bytes(b"two")
         shutil.rmtree(cache, ignore_errors=True)
     assert (data_repository.folder_of(root.format(repository)) / "a.txt").read_text() == "two"
-
-
-def test_run_reads_data_of_a_repository(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
-    monkeypatch.setattr("fl_engine.datasets.digits.load", lambda root: seen.append(root))
-    from fl_engine.datasets import DATASETS
-
-    monkeypatch.setitem(DATASETS, "digits", replace(DATASETS["digits"], load=lambda root: seen.append(root)))
-    with pytest.raises(DataError, match="its load gave NoneType"):
-        _ = Resolved.load(None, [f"dataset.root={repository}@v1:set"]).data
-    assert (seen[0] / "a.txt").read_text() == "one"

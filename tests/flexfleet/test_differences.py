@@ -11,7 +11,6 @@ from flexfleet.config import Config, algorithm, load_config
 from flexfleet.experiments.row_differences import differences, options_of
 
 FAMILY = SmallCNN((1, 8, 8), 10)
-TERMS = {"algorithm.weighting", "algorithm.static_bn", "algorithm.scaler", "algorithm.mask_labels"}
 
 
 def found(**rows: list[str]) -> dict[str, dict[str, Any]]:

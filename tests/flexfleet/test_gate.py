@@ -105,15 +105,6 @@ def test_a_label_with_another_partition_has_another_task() -> None:
         assert nightly_suite.task_of(cases, "uneven", "flexfl") == before
 
 
-def test_a_label_with_another_algorithm_has_another_task() -> None:
-    asked = nightly_suite.load(DIGITS)
-    before = nightly_suite.task_of(asked, "skewed", "flexfl")
-    for algorithms, same in (("flexfl=flexfl", True), ("flexfl=heterofl", False)):
-        case = asked.cases["skewed"].model_copy(update={"algorithms": algorithms})
-        cases = asked.model_copy(update={"cases": {"skewed": case}})
-        assert (nightly_suite.task_of(cases, "skewed", "flexfl") == before) is same
-
-
 @pytest.fixture(scope="module")
 def reference() -> NightFigures:
     return NightFigures.read(DIGITS.with_suffix(".json"))
@@ -239,7 +230,6 @@ def test_gate_fails_each_regression_after_one_passed_run(measured: NightFigures,
 
 
 # -------------------------------------------------------------------------------------------- a suite's file
-GOOD = DIGITS.read_text()
 
 
 @pytest.mark.parametrize("sets", [{"publish.models": True}, {}])

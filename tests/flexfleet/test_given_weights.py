@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +19,6 @@ from fl_engine.core.contracts import ModelFamily, PreparationContext, ServerCont
 from fl_engine.core.errors import ConfigError, IntegrityError, ModelError
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, SGD, LocalTask, Params, Pool, Prepared
-from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.preparation.weights import Weights, fitting
 from fl_engine.storage.store import decode, sha256
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
@@ -165,15 +164,6 @@ def test_steps_in_folders_of_their_own_and_a_run_make_the_same(flexfleet: Any, o
     assert sha256((out / "model.safetensors").read_bytes()) == whole
 
 
-def test_a_run_that_is_resumed_makes_the_same(flexfleet: Any, of: Any, tmp_path: Path) -> None:
-    whole = run(flexfleet, "whole", of("Warm"))
-    steps(tmp_path / "a", of("Warm"))
-    for stop in (1, 2):
-        resolved = Resolved.load(None, of("Warm", f"rounds.stop={stop}"))
-        federate(resolved, tmp_path / "a/partition", tmp_path / "a/pool", tmp_path / "a/run", resume=stop > 1)
-    assert sha256((tmp_path / "a" / "run" / "model.safetensors").read_bytes()) == whole
-
-
 # --------------------------------------------------------------------------------------------- it is damaged
 DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
     "a bit": lambda value: value[:-1] + bytes([value[-1] ^ 1]),
@@ -248,27 +238,3 @@ def test_what_is_not_the_whole_network_does_not_fit(what: str) -> None:
     weights, said = WRONG[what]
     with pytest.raises(ModelError, match=said):
         fitting(NET, weights)
-
-
-def test_what_fits_gets_the_networks_order() -> None:
-    family = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")
-    whole = initial_params(family, 0)
-    found = fitting(family, dict(sorted(whole.items(), reverse=True)))
-    assert list(found) == list(whole)
-    assert_same_bits(found, whole)
-
-
-def test_weights_that_do_not_fit_are_refused_when_they_are_made(
-    of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Train.prepare
-
-    def narrow(self: Train, family: ModelFamily, server: PreparationContext) -> Head:
-        head = made(self, family, server)
-        return replace(head, weights={name: t for name, t in head.weights.items() if "classifier" not in name})
-
-    monkeypatch.setattr(Train, "prepare", narrow)
-    said = rf"preparation '{HERE}:Train' gives weights that are not the whole network's: 2 missing"
-    with pytest.raises(ConfigError, match=said):
-        steps(tmp_path, of("Warm"))
-    assert not (tmp_path / "pretrain" / FILE).exists()

@@ -51,10 +51,6 @@ def test_every_client_is_in_a_bar(given: list[dict[int, int]]) -> None:
         assert heights(histogram, edges).sum() == sum(histogram.values())
 
 
-def shown(colour: str = "#0072b2", histogram: dict[int, float] | None = None) -> Shown:
-    return Shown(colour, 0.75, 0.1, {70: 1, 80: 1} if histogram is None else histogram)
-
-
 def run(mean: float, sd: float, histogram: dict[int, int] | None) -> Any:
     """With a full model `large`, the last of the pool; histogram None: of an older version. Negative mean: without
     local accuracies."""

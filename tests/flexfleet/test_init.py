@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,19 +24,6 @@ def test_the_parameters_are_the_defaults_with_their_meaning(flexfleet: Any, tmp_
     assert (done.code, json.loads(done.out)) == (0, {"files": ["new/place/params.yaml"]})
     assert load_config(tmp_path / "new/place/params.yaml") == Config()
     assert "# Epochs that a client trains per round." in (tmp_path / "new/place/params.yaml").read_text()
-
-
-def test_what_cannot_be_written_leaves_nothing_in_the_way(
-    flexfleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", full)
-        done = flexfleet("init")
-    assert done.code == 6 and "params.yaml" in done.err and list(tmp_path.iterdir()) == []
-    assert flexfleet("init").code == 0
 
 
 @pytest.mark.parametrize("argv", [("init",), ("init", "--algorithm", "mine")])

@@ -275,29 +275,6 @@ def test_private_run_without_a_lasting_key_is_refused(rounds: Step, bucket: Any,
     assert not [name for name in objects_of(bucket, "runs") if name.startswith("keys-w/")]
 
 
-IN_LEDGER = ["run.secrets=ledgers/keys", "run.remote=ledgers", *PRIVATE]
-IN_BUCKET = [["run.secrets=s3://safe/x", *PRIVATE], ["run.secrets=s3://safe/x", "run.backend=agents"]]
-
-
-@pytest.mark.parametrize(
-    ("command", "sets", "wanted"),
-    [
-        *((command, IN_LEDGER, "run.secrets") for command in ("check", "run")),
-        *(("run", sets, "set FLEXFLEET_SECRETS_AWS_ACC") for sets in IN_BUCKET),
-    ],
-)
-def test_place_of_the_key_is_checked_before_the_training(
-    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    command: str, sets: list[str], wanted: str,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("FLEXFLEET_SECRETS_AWS_ACCESS_KEY_ID", raising=False)
-    done = flexfleet(command, sets=[*quick, *sets])
-    assert done.code == 2 and wanted in done.err
-    assert flexfleet("check", sets=[*quick, sets[0]]).code == 0, "a run without a key needs no place for it"
-    assert not list(tmp_path.iterdir())
-
-
 def test_private_run_records_the_numerics_of_its_noise(rounds: Step, tmp_path: Path) -> None:
     """Another numpy or processor may round logarithms differently."""
     assert rounds(tmp_path / "a", sets=["rounds.stop=1"]).code == 0

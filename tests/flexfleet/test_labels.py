@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -131,25 +129,6 @@ def test_what_a_cpu_found_is_not_taken_over_on_a_gpu(
         inputs.append(inputs_of(resolved, "apoz", tmp_path / "a"))
     assert seen == ["cpu", "cuda:0"]
     assert inputs[0] == inputs[1] != inputs[2] == inputs[3]
-
-
-def test_the_share_that_is_reached_is_logged_tracked_and_reported(
-    flexfleet: Any, quick: Sequence[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "flexfleet")
-    tracked = [each for each in quick if not each.startswith("tracking.")]
-    done = flexfleet("run", "--json", "--run-id", "a", sets=[*tracked, *NOISE])
-    assert done.code == 0, done.err
-    manifest = partition_files.read_manifest(Path("runs/a/partition/partition.json"))
-    assert manifest.noise is not None and manifest.reached is not None and 0.1 < manifest.reached <= 0.5
-    assert done.json["metrics"]["label_noise"] == manifest.reached
-    said = f"{sum(manifest.noise.wrong)} of {sum(manifest.client_samples)} labels of clients are wrong"
-    assert any(said in message for message in caplog.messages)
-    page = Path("runs/a/report.html").read_text()
-    assert f"{100 * manifest.reached:.2f} % of the clients' labels are wrong (50.00 % asked for)" in page
-    with sqlite3.connect("mlflow.db") as base:
-        (logged,) = base.execute("select value from metrics where key = 'label_noise'").fetchall()
-    assert logged == (manifest.reached,)
 
 
 def test_numbers_are_refused_before_anything_trains(flexfleet: Any, plain: Sequence[str]) -> None:

@@ -10,14 +10,9 @@ from typing import Any
 import pytest
 
 from fl_engine.core.errors import ConfigError
-from fl_engine.data.partition_files import read_manifest
 from flexfleet.config import Config
 from flexfleet.config.run_names import LONGEST, new_name, plain
-from flexfleet.files.artifacts import RunFile
 from flexfleet.files.run_folder import folder_lock
-from flexfleet.pipeline import run as run_module
-from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.run import run
 
 GOOD = ("a", "flexfl-s0-20261122-101010", "my run", "größe", "package.module:NAME-s0", "a" * LONGEST, "_x", "a.b")
 BAD = (
@@ -57,26 +52,3 @@ def test_a_folder_has_one_lock(tmp_path: Path) -> None:
         pass
     with folder_lock(tmp_path):
         pass
-
-
-@pytest.mark.parametrize("step", ["pretrain", "federate", "evaluate", "conclude"])
-def test_two_runs_of_one_folder_do_not_mix(
-    quick: Sequence[str], no_drawings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    """Whenever the other one comes: before the first round it would leave its own partition there."""
-    monkeypatch.chdir(tmp_path)
-    mine, other = (
-        Resolved.load(None, [*quick, "rounds.stop=1", f"partition.rule={rule}"]) for rule in ("iid", "dirichlet")
-    )
-    before = getattr(run_module, step)
-
-    def meanwhile(*given: Any, **more: Any) -> Any:
-        monkeypatch.setattr(run_module, step, before)
-        with pytest.raises(ConfigError, match="runs/a is being run by another process"):
-            run(other, "a", resume=True)
-        return before(*given, **more)
-
-    monkeypatch.setattr(run_module, step, meanwhile)
-    assert run(mine, "a").status == "finished"
-    assert RunFile.read(Path("runs/a/run.json")).config["partition"]["rule"] == "iid"
-    assert read_manifest(Path("runs/a/partition/partition.json")).rule == "iid"

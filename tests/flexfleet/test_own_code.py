@@ -169,18 +169,3 @@ def test_workers_do_not_start_with_a_wheel_that_was_tampered_with(
     monkeypatch.setattr(Processes, "__init__", tampered)
     said = run("a", "run.backend=processes", "rounds.stop=1", status=4)
     assert f"{digest}.whl is damaged" in said
-
-
-@pytest.mark.parametrize(
-    ("sets", "said"),
-    [
-        (("run.code=nowhere",), "run.code must be"),
-        (("algorithm.name=theirs23.mine:Nobody",), "'theirs23.mine:Nobody' cannot be imported"),
-    ],
-)
-def test_what_cannot_be_imported_is_named_before_round_one(
-    flexfleet: Any, quick: Sequence[str], package: Path, sets: Sequence[str], said: str
-) -> None:
-    done = flexfleet("check", sets=[*quick, *SETS, f"run.code={package}", *sets])
-    assert done.code == 2
-    assert said in done.err

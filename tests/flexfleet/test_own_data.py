@@ -133,13 +133,6 @@ def test_a_folder_names_the_files_that_it_skips(tmp_path: Path, caplog: pytest.L
     assert "(7)" in left_out and all(name in left_out for name in (*skipped, "beside.png"))
 
 
-def objects(values: Any) -> Any:
-    """An array of objects, one for each of the values."""
-    found = np.empty(len(values), dtype=object)
-    found[:] = list(values)
-    return found
-
-
 @pytest.mark.parametrize(
     ("clients", "said"),
     [

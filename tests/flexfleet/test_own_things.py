@@ -88,22 +88,7 @@ def load(root):
     return Data("mine", Classification(3), x, y, x[:12], y[:12], (0.5,), (0.3,))
 
 
-def broken(root):
-    return torch.stack([])
-
-
-def worn(root):
-    raise OSError(5, "Input/output error")
-
-
-def forgetful(root):
-    load(root)
-
-
 DATA = Source("sixty made-up images", load)
-BROKEN = Source("no sample", broken)
-WORN = Source("a bad disk", worn)
-FORGETFUL = Source("no return", forgetful)
 NOT_AN_ALGORITHM = 3
 '''
 
@@ -180,11 +165,3 @@ def test_a_data_set_that_is_none_is_named(flexfleet: Any, plugin: str, name: str
     done = flexfleet("check", sets=[f"dataset.name={name}"])
     assert done.code == 2
     assert name in done.err
-
-
-def test_a_reader_that_fails_is_told_of_with_its_folder_and_line(flexfleet: Any, plugin: str, tmp_path: Path) -> None:
-    done = flexfleet("check", sets=[f"dataset.name={plugin}:BROKEN", "dataset.root=nowhere"])
-    line = 1 + PLUGIN[: PLUGIN.index("return torch.stack")].count("\n")
-    assert done.code == 2
-    assert f"'{plugin}:BROKEN' failed to read nowhere (dataset.root): RuntimeError: stack expects" in done.err
-    assert done.err.rstrip().endswith(f"(line {line} of {tmp_path / 'ownpackage' / 'things.py'})")

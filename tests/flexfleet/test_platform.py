@@ -163,17 +163,3 @@ def test_a_night_is_flat_below_the_pipeline(at: Platform, tiny_suite: dict[str, 
         begun = nightly.begin(night, {"kfp.job_id": job})
         tried.append(begun and begun.run_id)
     assert tried[0] == tried[1] != tried[2] and len(at.ours()) == 4
-
-
-def test_a_study_is_flat_below_the_pipeline(at: Platform) -> None:
-    from flexfleet.experiments.tune_storage import PARENT, open_study, parent, tags
-
-    begun = open_study(form(), Path("runs/a"), "a")
-    study = parent(form(), begun, {"kfp.job_id": "job"})
-    assert study is not None and study.parent == at.pipeline
-    assert at.client.get_run(study.run_id).data.tags["kfp.job_id"] == "job"
-    begun.set_user_attr(PARENT, study.run_id)
-    trial = track.tracker(form(), "trial", tags(begun, trial="0"))
-    assert trial is not None and trial.parent == at.pipeline
-    assert at.client.get_run(trial.run_id).data.tags["flexfleet.study"] == "a"
-    assert at.untouched()

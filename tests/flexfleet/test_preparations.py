@@ -82,17 +82,6 @@ def test_the_pool_may_ask_the_server(flexfleet: Any, quick: Sequence[str]) -> No
     assert "asks for the server's data" in done.err and "leave out --input" in done.err
 
 
-def test_the_pool_command_prepares_and_leaves_nothing(flexfleet: Any, sets: list[str], tmp_path: Path) -> None:
-    done = flexfleet("pool", "--json", sets=sets)
-    found = Resolved.load(None, sets)
-    folder = prepared_in(tmp_path / "runs" / "a", sets)
-    width = json.loads((folder / MADE).read_bytes())["width"]
-    assert done.json["levels"][0]["name"] == f"{width:g}x"
-    assert found.algorithm.preparations == ("searched:Search",)
-    done = flexfleet("pool", "--input", "1x8x8", "--classes", "10", sets=sets)
-    assert done.code == 2 and "asks for searched:Search, which takes data" in done.err
-
-
 @dataclass(frozen=True)
 class Looks:
     """Says what it sees."""
@@ -148,22 +137,6 @@ def test_a_shared_proxy_may_be_all_training_data(tmp_path: Path, quick: Sequence
 
 # --------------------------------------------------------------------------------------------- it is refused
 @dataclass(frozen=True)
-class Options:
-    """Nothing sets its field."""
-
-    width: float = 0.5
-    settings: ClassVar[tuple[str, ...]] = ()
-    needs_data: ClassVar[bool] = False
-    artifact: ClassVar[Any] = dict
-
-    def prepare(self, family: ModelFamily, server: PreparationContext) -> dict[str, Any]:
-        return {}
-
-    def assumed(self, family: ModelFamily) -> dict[str, Any]:
-        return {}
-
-
-@dataclass(frozen=True)
 class Asks(Looks):
     settings: ClassVar[tuple[str, ...]] = ("algorithm.epsilom",)
 
@@ -177,7 +150,6 @@ WRONG = {
     "nowhere:Search": "cannot be imported",
     "apos": "did you mean 'apoz'?",
     f"{HERE}:NoPrepare": "does not fit: it has no 'needs_data', and it has no 'artifact', and it has no prepare(",
-    f"{HERE}:Options": "has the fields width, which nothing sets",
     f"{HERE}:Asks": "'algorithm.epsilom'",
 }
 
@@ -198,17 +170,3 @@ def test_a_server_without_data_is_refused_where_data_are_needed(sets: list[str],
     for step in (lambda: check(resolved), lambda: prepared_in(tmp_path / "a", [*sets, "partition.proxy=0"])):
         with pytest.raises(Exception, match=r"partition\.proxy"):
             step()
-
-
-@pytest.mark.parametrize("made", [{"width": float("nan"), "scores": {}}, {"width": 0.5}, None], ids=str)
-def test_what_the_file_cannot_hold_is_refused(sets: list[str], tmp_path: Path, made: Any, monkeypatch: Any) -> None:
-    import searched  # type: ignore[import-not-found]
-
-    class Other:
-        width, scores = 0.5, "none"
-
-    given = Other() if made is None else made
-    monkeypatch.setattr(searched.Search, "prepare", lambda *_: given)
-    with pytest.raises(ConfigError, match=f"'searched:Search' made what {MADE} cannot hold"):
-        prepared_in(tmp_path / "a", sets)
-    assert not (tmp_path / "a" / "pretrain" / MADE).exists()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import errno
 import io
 import logging
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flexfleet.files.progress import CLEAR, Live, counted_warnings
+from flexfleet.files.progress import Live, counted_warnings
 from flexfleet.tracking.console import Console
 
 log = logging.getLogger("flexfleet")
@@ -50,11 +48,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     yield screen
     log.setLevel(before)
     root.removeHandler(handler)
-
-
-def seen(screen: io.StringIO) -> list[str]:
-    """The lines that remain on the screen: what was written after the last clearing of each line."""
-    return [line.rpartition(CLEAR)[2] for line in screen.getvalue().split("\n")]
 
 
 # ------------------------------------------------------------------------------------------- a round's line
@@ -116,13 +109,3 @@ def test_a_repeated_warning_is_told_once_and_counted(caplog: pytest.LogCaptureFi
     assert caplog.messages == [said, "another one", "round 1/2", "round 2/2", "client 1", "client 2", more]
     log.warning("client 2: after it")
     assert caplog.messages[-1] == "client 2: after it"
-
-
-def test_a_run_counts_its_warnings(flexfleet: Any, quick: list[str], tmp_path: Path, caplog: Any) -> None:
-    sets = [each for each in quick if not each.startswith("run.store")] + [f"run.store={tmp_path}"]
-    with caplog.at_level(logging.INFO, "flexfleet"):
-        done = flexfleet("run", "--json", "--run-id", "a", "--faults", "drop=0.6", "--rounds", "6", sets=[
-            each for each in sets if not each.startswith("rounds.stop")])  # fmt: skip
-    assert done.code == 0, done.err
-    warned = [message for message in caplog.messages if "failed (" in message]
-    assert len(warned) == 2 and re.match(r"\d+ more like this", warned[1]), warned

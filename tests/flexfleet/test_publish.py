@@ -14,7 +14,6 @@ import mlflow
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from fl_engine.algorithms.heterofl import HeteroFL
 from fl_engine.core.errors import ConfigError, IntegrityError
@@ -27,7 +26,6 @@ from fl_engine.training.evaluation import weights_of
 from flexfleet.config import Config, load_config
 from flexfleet.files.artifacts import EvaluationFile, PoolFile, Result
 from flexfleet.pipeline import publish
-from flexfleet.pipeline.check import check
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.run import conclude, run
 from flexfleet.tracking import dvc_remote, dvc_runs
@@ -333,42 +331,6 @@ def test_a_run_that_pushed_nothing_and_one_that_is_not_there(ran: Ran, flexfleet
     assert (done.code, "has no run ffff" in done.err) == (2, True)
     done = flexfleet("fetch", "f" * 32, sets=["tracking.mlflow=null"])
     assert (done.code, "tracking.mlflow is null" in done.err) == (2, True)
-
-
-def test_a_network_of_a_notebook_is_not_registered(
-    tmp_path: Path, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody could load it elsewhere. This is told before anything trains, also where a run goes on."""
-
-    class FromACell(nn.Module):
-        def __init__(self, num_classes: int) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, num_classes))
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.body(x)
-
-    FromACell.__module__, FromACell.__qualname__ = "__main__", "FromACell"
-    monkeypatch.setattr(sys.modules["__main__"], "FromACell", FromACell, raising=False)
-    monkeypatch.chdir(tmp_path)
-    sets = [each for each in quick if not each.startswith("model.")]
-    sets += ["model.name=__main__:FromACell", "algorithm.name=heterofl", f"run.store={tmp_path}/runs"]
-    tracked = f"tracking.mlflow=sqlite:///{tmp_path}/mlflow.db"
-    published = ["publish.models=true", "publish.onnx=false"]
-    refused = Resolved.load(None, [*sets, tracked, *published])
-    said = "FromACell is defined in this notebook or script, .* cannot import: write it to a file, fromacell.py "
-    with pytest.raises(ConfigError, match=said):
-        check(refused)
-    with pytest.raises(ConfigError, match=said):
-        run(refused, "cell")
-    assert not (tmp_path / "runs" / "cell").exists()
-    run(Resolved.load(None, [*sets, tracked]), "cell")
-    with pytest.raises(ConfigError, match=said):
-        run(refused, "cell", resume=True)
-    check(refused, publishes=False)  # as trials, which register nothing
-    run(Resolved.load(None, [*sets, *published, "tracking.mlflow=null"]), "exported")
-    (level, *_) = sorted((tmp_path / "runs" / "exported" / "export").iterdir())
-    assert export.load(level)(torch.zeros(1, 1, 8, 8, dtype=torch.uint8)).shape == (1, 10), "in this process it loads"
 
 
 def test_decoupled_levels_are_exported_with_their_own_weights(tmp_path: Path, quick: tuple[str, ...]) -> None:

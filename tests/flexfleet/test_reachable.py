@@ -6,7 +6,7 @@ import base64
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -117,12 +117,6 @@ def test_server_that_is_not_the_users_mlflow_is_refused(status: int, body: str) 
     assert isinstance(error, Refused) and str(error).startswith("tracking.mlflow")
 
 
-def test_login_by_a_plugin_is_left_to_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_AUTH", "kubernetes")
-    with answering(403, "") as mlflow:
-        assert unusable(None, mlflow, None) == []
-
-
 def form(**given: Any) -> dict[str, Any]:
     return {"store_uri": "", "mlflow_uri": "", "advanced": {}, **given}
 
@@ -147,13 +141,6 @@ def test_faults_of_form_and_places_are_one_error(bucket: str, tmp_path: Path) ->
         check_form(given, refuse)
     assert found.value.exit_code == ConfigError.exit_code
     assert [str(error).split()[0] for error in found.value.errors] == ["algorithm.name", "publish.dvc"]
-
-
-@pytest.mark.parametrize("advanced", [5, ["x"], {"publish.dvc": 5}, {"publish.dvc": "s3:/b"}])
-def test_malformed_values_are_left_to_the_forms_own_check(tmp_path: Path, advanced: Any) -> None:
-    given = form(store_uri=str(tmp_path), mlflow_uri="http:/x", advanced=advanced)
-    check: Callable[[str], str] = lambda store: store  # noqa: E731
-    assert check_form(given, check) == str(tmp_path)
 
 
 def test_address_with_a_password_is_not_asked(tmp_path: Path) -> None:

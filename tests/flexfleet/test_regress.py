@@ -16,7 +16,6 @@ import mlflow
 import pytest
 import yaml
 
-from fl_engine.core.errors import IntegrityError
 from flexfleet.experiments import nightly, nightly_suite
 from flexfleet.experiments.nightly import Verdict
 from flexfleet.experiments.nightly_gate import PASSED, REFERENCE
@@ -270,31 +269,6 @@ def test_passed_since_gives_the_newest_of_this_reference(night: nightly.Night, m
     assert [figures.id for figures in nightly.passed_since(night, own)] == ["c", "b", "a"]
     monkeypatch.setattr(nightly, "HISTORY", 2)
     assert [figures.id for figures in nightly.passed_since(night, own)] == ["c", "b"]
-
-
-def test_damaged_earlier_figures_are_an_error(night: nightly.Night, tmp_path: Path) -> None:
-    uri = str(night.config.tracking.mlflow)
-    before, own = judged(night, "before"), MLflow(uri, "nights", "own", {})
-    mlflow.MlflowClient(uri).log_text(before.run_id, "{", "figures.json")
-    with pytest.raises(IntegrityError) as told:
-        nightly.passed_since(night, own)
-    assert before.run_id in str(told.value)
-    night.path.with_suffix(".json").write_text("{")
-    with pytest.raises(IntegrityError) as told:
-        nightly.reference_of(night)
-    assert "digits.json" in str(told.value)
-
-
-def test_a_killed_publication_is_finished_by_the_same_verdict(
-    night: nightly.Night, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kill comes after the verdict, and the resumed run publishes without judging again."""
-    tracked, published = judged(night, "n"), list[Path]()
-    monkeypatch.setattr(nightly, "begin", lambda *_: tracked)
-    monkeypatch.setattr(nightly, "measure", lambda *_: pytest.fail("it is judged again"))
-    monkeypatch.setattr(nightly, "_publish", lambda night, folders, out, uri: published.append(out))
-    (out := tmp_path / "resumed").mkdir()
-    assert nightly.settle(night, {}, out).passed and published == [out]
 
 
 def test_what_could_not_be_exported_is_said_before_anything_trains(place: Place, first: Verdict) -> None:

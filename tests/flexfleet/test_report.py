@@ -13,9 +13,6 @@ import pytest
 
 from fl_engine.core.errors import ConfigError, IntegrityError
 from flexfleet.files import prepared
-from flexfleet.files.artifacts import (
-    EvaluationFile,
-)
 from flexfleet.reports import report as r
 from tests.harness.run_folders import write_run
 
@@ -76,27 +73,6 @@ def test_the_table_has_the_numbers_of_the_run_folders(two: list[Path]) -> None:
     assert cells[2] == "b|all_large|3|-|72.00|-/72.00 (3)|18.00|50.00|6.0".replace("-", r.NONE)
     assert note.startswith(f"{r.NONE}:")
     assert len({len(head), len(flexfl), len(all_large)}) == 1
-
-
-def test_further_metrics_are_told_where_a_run_has_them(two: list[Path], tmp_path: Path) -> None:
-    before = page_of(two, tmp_path)
-    assert "mae" not in before and "better when" not in before
-    path = two[0] / "evaluation.json"
-    evaluation = EvaluationFile.read(path)
-    more = [{"mae": 0.25 + i, "top5": 0.5 + i / 10, r"a\d<script>": 7.0} for i in range(len(evaluation.levels))]
-    levels = {
-        name: each.model_copy(update={"metrics": {**each.metrics, **own}})
-        for (name, each), own in zip(evaluation.levels.items(), more, strict=True)
-    }
-    evaluation.model_copy(update={"levels": levels}).write(path)
-    html = page_of(two, tmp_path)
-    flexfl, all_large = summary_of(html)
-    assert (flexfl["full mae"], flexfl["full top5 %"]) == ("2.2500", "70.00")
-    assert (all_large["full mae"], all_large["full top5 %"]) == (r.NONE, r.NONE)
-    assert "mae (better when lower) is that of" in html and "top5 is that of" in html
-    assert all(f"<td>{each['mae']:.4f}</td>\n<td>{100 * each['top5']:.2f}</td>" in html for each in more)
-    assert html.count('<th scope="col">mae</th>') == 1, "in the tables of the levels, the first run's alone"
-    assert "<script" not in html
 
 
 def test_the_page_has_the_numbers_of_the_run_folders(html: str) -> None:

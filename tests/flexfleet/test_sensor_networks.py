@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from fl_engine.core.samples import Data
 from fl_engine.datasets import Source
 from fl_engine.tasks import Classification, Regression
 from flexfleet.files.artifacts import RunFile
-from tests.data import sensors
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -82,29 +80,6 @@ def test_two_rounds(
     assert strategy == ("single" if name == "widar_resnet18" else "batched")
 
 
-WRITES: dict[str, tuple[str, Callable[[Path], None]]] = {
-    "widar": ("widar_resnet18", sensors.write_widar),
-    "wisdm_watch": ("wisdm_lstm", sensors.write_wisdm),
-}
-
-
-@pytest.mark.parametrize("data", sorted(WRITES))
-def test_flexfl_on_files_of_the_official_forms(
-    flexfleet: Any, quick: Sequence[str], data: str, tmp_path: Path, no_drawings: None
-) -> None:
-    name, write = WRITES[data]
-    write(tmp_path / "data")
-    sets = [each for each in quickly(quick, name, "flexfl") if not each.startswith(("dataset.", "partition."))]
-    sets += [f"dataset.name={data}", f"dataset.root={tmp_path / 'data'}", "partition.rule=iid", "partition.minimum=5"]
-    done = flexfleet("run", "--json", "--run-id", "a", sets=[*sets, "partition.clients=4", "partition.proxy=0.3"])
-    assert done.code == 0, done.err
-    assert list(done.json["metrics"]["levels"])[-1] == "M3"
-    scores = json.loads((tmp_path / "runs" / "a" / "pretrain" / "apoz.json").read_text())["layers"]
-    measured = [layer["apoz"] for layer in scores if layer["group"] != "lstm"]
-    assert min(measured) > 0 and max(measured) < 1, "a ReLU is measured"
-    assert [layer["apoz"] for layer in scores if layer["group"] == "lstm"] == [0.5] * (data == "wisdm_watch")
-
-
 def test_numbers_have_no_labels_to_mask(flexfleet: Any, quick: Sequence[str]) -> None:
     done = flexfleet("run", "--run-id", "a", sets=quickly(quick, "aep_mlp", "heterofl"))
     assert done.code == 2
@@ -125,18 +100,6 @@ def test_pool_takes_what_a_network_was_published_for(
     found = flexfleet("pool", "--json", "--algorithm", "all_large", "--model", name).json
     assert (found["input_chw"], found["classes"]) == (shape, outputs)
     assert [level["params"] for level in found["levels"]] == [params]
-
-
-def test_pool_prefers_what_is_asked_for(flexfleet: Any, tmp_path: Path) -> None:
-    wisdm = ("pool", "--json", "--algorithm", "all_large", "--model", "wisdm_lstm")
-    said = flexfleet(*wisdm, "--input", "50x3", "--classes", "4").json
-    assert (said["input_chw"], said["classes"]) == ([50, 3], 4)
-    named = flexfleet(*wisdm, "--set", f"dataset.name={__name__}:WISDM").json
-    assert (named["input_chw"], named["classes"]) == ([20, 6], 3)
-    (tmp_path / "mine.yaml").write_text(f"dataset: {{name: '{__name__}:WISDM'}}\n")
-    assert flexfleet(*wisdm, "--config", "mine.yaml").json["input_chw"] == [20, 6]
-    (tmp_path / "mine.yaml").write_text("dataset: {name: digits, root: elsewhere}\n")
-    assert flexfleet(*wisdm, "--config", "mine.yaml").json["input_chw"] == [200, 6], "digits are the default"
 
 
 def test_pool_measures_on_data_what_takes_data(flexfleet: Any) -> None:

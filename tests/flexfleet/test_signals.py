@@ -8,15 +8,7 @@ import time
 import pytest
 
 from fl_engine.core.errors import Stopped
-from flexfleet.files.signals import stop_on_signals, stopping_at_once
-
-
-def test_second_ctrl_c_ends_at_once() -> None:
-    with pytest.raises(KeyboardInterrupt), stop_on_signals() as asked:
-        signal.raise_signal(signal.SIGINT)
-        assert asked()
-        signal.raise_signal(signal.SIGINT)
-        pytest.fail("it went on")
+from flexfleet.files.signals import stopping_at_once
 
 
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, Stopped), (signal.SIGINT, KeyboardInterrupt)])

@@ -70,14 +70,6 @@ def test_every_row_is_a_configuration(name: str) -> None:
     published_suites.central_of(suite, None, None, {}, partial(load_config, None), "id")
 
 
-@pytest.mark.parametrize("name", published_suites.names())
-def test_every_head_says_what_the_suite_is(name: str) -> None:
-    suite = published_suites.load(name)
-    assert suite.paper and suite.shows and suite.cost
-    if name.endswith(published_suites.SMALL):
-        assert suite.lacks and name.removesuffix(published_suites.SMALL) in published_suites.names()
-
-
 SERVER_RATES = {"visdrone": 0.1, "aep": 0.1}
 """Section 2.3.1: the server's learning rate in FedOPT; .01 for the others."""
 CENTRAL = {
@@ -242,19 +234,3 @@ def test_a_suite_with_its_reference_in_one_table(
     before = Path("runs/one/central-s0.log").read_text()
     again = flexfleet(*argv, "--resume", sets=sets)
     assert again.json == done.json and Path("runs/one/central-s0.log").read_text() == before, "nothing is trained again"
-
-
-def test_the_reference_is_picked_like_a_row(write: Write) -> None:
-    name = write("mine", f"central: true\n{BASE}")
-    suite, load = published_suites.load(name), partial(load_config, None)
-    picked = {
-        only: published_suites.central_of(suite, only, "4", {}, load, "id") for only in (None, "flex", "flex,central")
-    }
-    assert {only: [entry.name for entry in found] for only, found in picked.items()} == {
-        None: ["central-s4"],
-        "flex": [],
-        "flex,central": ["central-s4"],
-    }
-    assert list(runs(name, "flex,central", "4")) == ["flex-s4"]
-    with pytest.raises(ConfigError, match="name a row beside the reference, of large, flex"):
-        runs(name, "central")

@@ -108,17 +108,3 @@ def test_tables_3_to_7() -> None:
     clients = {label.split("-")[2]: entry.config.partition.clients for label, entry in found.items()}
     assert clients == {"femnist": 180, "widar": 100}
     assert found["decoupled-resnet34-femnist"].config.partition.rule == "natural"
-
-
-def test_figure_9_has_the_four_variants() -> None:
-    found = {label.removeprefix("flexfl-"): algorithm(e.config) for label, e in runs("figure9").items()}
-    assert len(found) == 5 * 3
-    for label, made in found.items():
-        assert isinstance(made, FlexFL)
-        says = {
-            "no-kd": made.kd_weight == 0,
-            "no-adaptive": made.adaptive_size is None,
-            "no-apoz": not made.use_apoz,
-            "no-adjustment": not made.use_adjustment,
-        }
-        assert [name for name, said in says.items() if said] == [name for name in says if label.startswith(name)]

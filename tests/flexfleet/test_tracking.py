@@ -309,16 +309,3 @@ def test_eight_processes_log_the_same_at_once(kind: str, tmp_path: Path, mlflow_
             runs = client.search_runs([at])
             assert len(runs) == processes and all(len(run.inputs.dataset_inputs) == 1 for run in runs)
             assert len(client.search_model_versions(f"name = 'test {number}'")) == processes
-
-
-@pytest.mark.parametrize("call", ["get_metric_history", "log_batch"])
-def test_outage_as_the_mlflow_run_begins_can_be_resumed(
-    flexfleet: Any, quick: Sequence[str], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    def gone(*_: Any, **__: Any) -> None:
-        raise mlflow.exceptions.MlflowException("connection refused")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mlflow.MlflowClient, call, gone)
-    stopped = flexfleet("run", "--run-id", "a", sets=[*quick, f"tracking.mlflow={mlflow_uri}", "run.patience_s=0.1"])
-    assert stopped.code == 6 and stopped.err.count("go on with --resume") == 1

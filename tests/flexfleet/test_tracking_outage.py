@@ -121,25 +121,6 @@ def test_metrics_are_sent_in_one_batch_when_mlflow_answers_again(
     assert len(lines(caplog, "Rounds continue")) == 2
 
 
-def test_server_that_hangs_does_not_hold_up_rounds(
-    mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tracker, answers, send = begin(mlflow_uri), threading.Event(), mlflow.MlflowClient.log_batch
-
-    def hangs(*args: Any, **kwargs: Any) -> Any:
-        answers.wait(60)
-        return send(*args, **kwargs)
-
-    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", hangs)
-    began = time.monotonic()
-    for step in range(1, 50):
-        tracker.metrics([(step, ROW)])
-    assert time.monotonic() - began < 5
-    answers.set()
-    tracker.finish("FINISHED")
-    assert steps(tmp_path) == list(range(1, 50))
-
-
 def test_answer_that_was_lost_does_not_double_the_metrics(
     mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -21,8 +20,6 @@ from fl_engine.core.errors import (
 from flexfleet.config import Config, load_config
 from flexfleet.experiments import tune as steps
 from flexfleet.experiments import tune_report, tune_space, tune_storage, tune_trials, tune_worker
-from flexfleet.experiments.compare import RunsFailed
-from flexfleet.experiments.executor import Command
 from flexfleet.experiments.tune_worker import work
 
 
@@ -223,29 +220,6 @@ def test_a_waiting_trial_is_given_to_one_worker_alone(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(given) == list(range(many))
-
-
-def test_the_command_line_has_as_many_workers_as_the_parameter_says(
-    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that was killed is no failure where the others did its work."""
-    started: list[Command] = []
-
-    def side_by_side(jobs: Sequence[Command], at_once: int) -> dict[str, int]:
-        started.extend(jobs)
-        assert at_once == 3
-        work(untrained, tmp_path, "a", 1, prepared[0])
-        return {job.name: 137 if job is jobs[0] else 0 for job in jobs}
-
-    monkeypatch.setattr(steps, "side_by_side", side_by_side)
-    three = untrained.model_copy(update={"tune": untrained.tune.model_copy(update={"workers": 3})})
-    steps._work_all(three, tmp_path, tune_storage.open_study(three, tmp_path, "a"))
-    assert [job.argv[-2:] for job in started] == [("--worker", "0"), ("--worker", "1"), ("--worker", "2")]
-    more = three.model_copy(update={"tune": three.tune.model_copy(update={"trials": 9})})
-    (tmp_path / "worker0.log").write_text("\n$ a\nerror: no space left\n")
-    with pytest.raises(RunsFailed, match="workers ended before the study was done: worker0") as failed:
-        steps._work_all(more, tmp_path, tune_storage.open_study(more, tmp_path, "a"))
-    assert failed.value.exit_code == 137
 
 
 def test_pods_share_a_study_by_a_data_base_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,15 +20,9 @@ from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import Params
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.storage.store import decode, encode, sha256
+from fl_engine.storage.store import decode, encode
 from fl_engine.testing.tiny import assert_same_bits
-from flexfleet.files.artifacts import PoolFile
-from flexfleet.pipeline.model_pool import model_pool
-from flexfleet.pipeline.partition import partition
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.pretrain import pretrain
-from flexfleet.pipeline.site import given_weights, initial_state, site_of
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
 
@@ -107,20 +101,6 @@ def test_warm_start_takes_state_dict_of_result_model(
     assert_same_bits(found, result.params)
 
 
-def test_the_rounds_start_from_the_file_and_its_sha256_is_recorded(
-    quick: Sequence[str], tmp_path: Path, file: Path
-) -> None:
-    resolved = Resolved.load(None, [*quick, *PLAIN, f"model.init={file}"])
-    partition(resolved, tmp_path / "partition")
-    pretrain(resolved, tmp_path / "partition", tmp_path / "pretrain")
-    model_pool(resolved, tmp_path / "pretrain", tmp_path / "pool")
-    site = site_of(resolved, tmp_path / "partition", tmp_path / "pool")
-    first = initial_state(resolved, site, given_weights(tmp_path / "pool", site.family)).params
-    assert_same_bits(first, decode(file.read_bytes(), "file"))
-    stored = (tmp_path / "pool" / "weights.safetensors").read_bytes()
-    assert PoolFile.read(tmp_path / "pool" / "pool.json").weights_sha256 == sha256(stored)
-
-
 def test_fresh_weights_from_a_file_change_no_bit(run: Any, quick: Sequence[str], tmp_path: Path) -> None:
     """Also in worker processes; other weights make another model."""
     fresh = tmp_path / "fresh.safetensors"
@@ -140,18 +120,6 @@ def test_a_run_by_its_folder_or_its_name(run: Any) -> None:
     assert by_name == by_folder
     first, pool = Path("runs/first/model.safetensors"), Path("runs/second/pool/weights.safetensors")
     assert_same_bits(decode(first.read_bytes(), "first"), decode(pool.read_bytes(), "pool"))
-
-
-def test_of_levels_with_weights_of_their_own_it_is_the_global_model(
-    flexfleet: Any, quick: Sequence[str], run: Any
-) -> None:
-    done = flexfleet("run", "--run-id", "levels", sets=[*quick, "algorithm.name=decoupled"])
-    assert done.code == 0, done.err
-    stored = decode(Path("runs/levels/model.safetensors").read_bytes(), "levels")
-    run("next", "model.init=levels")
-    found = decode(Path("runs/next/pool/weights.safetensors").read_bytes(), "next")
-    assert_same_bits(found, {name: tensor for name, tensor in stored.items() if "/" not in name})
-    assert len(found) < len(stored)
 
 
 @pytest.mark.long
@@ -218,15 +186,6 @@ def test_a_changed_file_does_not_resume_and_one_that_is_gone_does(
 
 
 # ------------------------------------------------------------------------------------------------------- refused
-
-
-def test_another_network_is_refused_by_check(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
-    path = tmp_path / "other.safetensors"
-    path.write_bytes(encode(initial_params(SmallCNN((1, 8, 8), 7), 0)))
-    done = flexfleet("check", sets=[*quick, *PLAIN, f"model.init={path}"])
-    assert done.code == 2
-    assert "model.init" in done.err and "of another type or shape" in done.err
-    assert not Path("runs").exists()
 
 
 class Harmful:
