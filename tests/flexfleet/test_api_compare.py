@@ -24,8 +24,6 @@ from flexfleet.experiments.published_suites import PaperSuite
 from flexfleet.pipeline import run as run_module
 from tests.harness.from_python import OPTIONS, SMALL
 
-SETS += ["partition.clients=4", "rounds.stop=1", "training.epochs=1"]
-
 
 @dataclass(frozen=True)
 class Ours(FedAvg):
