@@ -36,10 +36,6 @@ def vgg_pool() -> Pool:
     return tiny_pool(AdaptiveFL(), VGG)
 
 
-def names(pool: Pool) -> list[str]:
-    return [m.name for m in pool]
-
-
 # ================================================================================================== the pool
 TABLE_1 = [
     # name, r_w, I, parameters, multiply-adds; as printed: millions of parameters and of FLOPs.

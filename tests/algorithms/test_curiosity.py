@@ -6,7 +6,6 @@ column per client.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
@@ -198,27 +197,3 @@ def test_a_model_that_nobody_can_train_is_not_drawn() -> None:
     rng = seeds.rng(3, "curiosity test")
     models = {m for _ in range(200) for _, m in picked(Curiosity(), tables, fleet_of(2), pool_of(7), rng, 2)}
     assert models == {S3, S2, S1}
-
-
-@law
-@given(clients=st.integers(1, 8), k=st.integers(1, 10), p=st.integers(1, 3), seed=st.integers(0, 2**30), data=st.data())
-def test_clients_are_distinct_in_order_and_as_many_as_asked(
-    clients: int, k: int, p: int, seed: int, data: st.DataObject
-) -> None:
-    models = 2 * p + 1
-    selector = Curiosity(per_type=p)
-    tables = selector.init(fleet_of(clients), pool_of(models))
-    for _ in range(data.draw(st.integers(0, 15))):
-        sent = data.draw(st.integers(0, models - 1))
-        tables = learned(
-            selector, tables, sent, data.draw(st.integers(0, sent)), data.draw(st.integers(0, clients - 1))
-        )
-    before = copy.deepcopy(tables)
-    picks = picked(selector, tables, fleet_of(clients), pool_of(models), np.random.default_rng(seed), k)
-    asked = [client for client, _ in picks]
-    assert asked == sorted(set(asked))
-    assert len(asked) == min(k, clients)
-    assert all(0 <= model < models for _, model in picks)
-    assert tables == before, "a selection learns nothing"
-    again = picked(selector, tables, fleet_of(clients), pool_of(models), np.random.default_rng(seed), k)
-    assert again == picks

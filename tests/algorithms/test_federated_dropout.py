@@ -14,7 +14,6 @@ from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import (
     ClientUpdate,
     ParamLayout,
-    RoundPlan,
     SubmodelSpec,
     WorkOrder,
 )
@@ -27,7 +26,6 @@ from fl_engine.testing.tiny import (
     SEED,
     TRAINING,
     TinyNet,
-    assert_same_orders,
     context_of,
     start_of,
     tiny_site,
@@ -70,16 +68,6 @@ def test_dropout_sets_are_of_the_right_size_and_differ() -> None:
         assert len(pairs) > 10
         for a, b in pairs:
             assert channels(LAYOUT, a.spec, "hidden") != channels(LAYOUT, b.spec, "hidden")
-
-
-def test_dropout_sets_follow_from_the_seed() -> None:
-    first, again, other = dropped(1, 4), dropped(1, 4), dropped(2, 4)
-    assert first.keys() == again.keys()
-    for at, order in first.items():
-        assert_same_orders(RoundPlan(at[0], (order,)), RoundPlan(at[0], (again[at],)))
-    both = [at for at in first.keys() & other.keys() if first[at].level == other[at].level < AT_WHOLE]
-    assert both
-    assert all(first[at].spec != other[at].spec for at in both)
 
 
 def test_convolutions_draw_alone_unless_a_shortcut_ties_them() -> None:

@@ -297,3 +297,12 @@ def test_without_adjustment_every_weight_is_one() -> None:
         if without.gamma is not None:
             assert without.ratios == pytest.approx([min(max(without.gamma * (1 - a), 0.01), 1) for a in scores])
     assert task_at(plain) == task_at(ablated)
+
+
+def test_without_apoz_every_layer_counts_as_half_zero() -> None:
+    plain, ablated = FlexFL(), FlexFL(use_apoz=False)
+    expected = tiny_pool(plain, TINY, (0.5, 0.5))
+    for scores in ((0.3, 0.6), (0.9, 0.1), ()):
+        assert tiny_pool(ablated, TINY, scores) == expected
+    assert tiny_pool(plain, TINY, (0.3, 0.6)) != expected
+    assert task_at(plain) == task_at(ablated)

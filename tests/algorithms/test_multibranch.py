@@ -125,12 +125,6 @@ def test_only_the_selected_clients_are_tiered() -> None:
     assert in_tiers([(0, 0), (2, 0), (3, 0)], context, mu=1.0) == [(0, 1), (2, 4), (3, 3)]
 
 
-def test_what_a_device_can_hold_is_never_exceeded() -> None:
-    context = round_of([(5.0, 1.0, 30.0), (4.0, 1.0, 41.0), (3.0, 1.0, 20.0), (2.0, 1.0, 110.0), (1.0, 1.0, 110.0)])
-    # Tiers 4, 3, 2, 1, 0; the first holds .25, the second .4, the third nothing.
-    assert in_tiers([(c, 4) for c in range(5)], context, mu=1.0) == [(0, 0), (1, 1), (2, 0), (3, 1), (4, 0)]
-
-
 def test_mu_weighs_the_speed_and_not_the_bandwidth() -> None:
     """T = mu P + S (Algorithm 1, lines 2 to 4), normalised: speeds 1, .6, 0, bandwidths 0, .5, 1. mu = 0 goes by the
     bandwidth: 0, .5, 1; mu = .5: .5, .8, 1; mu = 1e6 by the speed; mu = 2: 2, 1.7, 1. Tiers of three: 1, 3, 4."""

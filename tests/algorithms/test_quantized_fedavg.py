@@ -13,9 +13,8 @@ import torch
 from fl_engine.algorithms import QuantizedFedAvg
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.costs import count_params
-from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import take
-from fl_engine.core.types import Codecs, Device
+from fl_engine.core.types import Codecs
 from fl_engine.core.widths import prefix
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site
@@ -72,17 +71,3 @@ def test_only_the_sub_network_moves_and_is_reported(tmp_path: Path) -> None:
         assert row.metrics["bits_down"] < 11 * site.pool[0].params * len(row.clients), "10 bits a number, and norms"
         assert row.metrics["seconds_encode"] > 0
     assert rows[-1].metrics["loss/small"] < rows[0].metrics["loss/small"]
-
-
-def test_who_cannot_hold_it_takes_part_only_where_all_do() -> None:
-    fleet = tuple(Device(c, "a", 20.0 if c else 40.0, 0.0) for c in range(4))
-    capable = QuantizedFedAvg(training=replace(TRAINING, fraction=1.0), level="small", eligible="capable")
-    site = tiny_site(capable, fleet=fleet)
-    assert 20 < 100 * site.pool[0].share < 40
-    plan = capable.plan(start_of(capable, site), context_of(site, 0))
-    assert [order.client for order in plan.orders] == [0]
-    everyone = replace(capable, eligible="all")
-    assert len(everyone.plan(start_of(everyone, site), context_of(site, 0)).orders) == 4
-    weak = tiny_site(capable, fleet=fleet[1:2])
-    with pytest.raises(ConfigError, match=r"algorithm\.eligible"):
-        start_of(capable, weak)

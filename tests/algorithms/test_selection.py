@@ -66,19 +66,6 @@ def test_devices_of_a_level_are_drawn_uniformly() -> None:
         assert tiers[key] / 2000 == pytest.approx(share, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("tiers", "levels"),
-    [
-        ({"weak": 12}, {"M1"}),
-        ({"medium": 12}, {"M1", "M2"}),
-        ({"strong": 12}, {"M1", "M2", "M3"}),
-        ({"weak": 6, "medium": 6}, {"M1", "M2"}),
-    ],
-)
-def test_a_fleet_is_sent_what_it_can_hold(tiers: dict[str, int], levels: set[str]) -> None:
-    assert {level for picks in draw(devices(**tiers), 4, 100) for _, level in picks} == levels
-
-
 def test_a_capacity_equal_to_the_size_is_too_little() -> None:
     """r <= size is insufficient: a device of exactly 50 % is sent M1."""
     from fl_engine.core import seeds
@@ -174,21 +161,6 @@ def test_tiers_by_hand() -> None:
     assert tiers(speed, bandwidth, 4, mu=0.0) == [3, 0, 2, 1]
     assert tiers(speed, bandwidth, 4, mu=1e6) == [0, 2, 1, 3], "the speed alone"
     assert tiers(speed, bandwidth, 2, mu=0.5) == [1, 0, 1, 0]
-
-
-@pytest.mark.parametrize(
-    ("clients", "count", "expected"),
-    [
-        pytest.param(0, 3, [], id="nobody"),
-        pytest.param(1, 10, [9], id="one client"),
-        pytest.param(2, 10, [4, 9], id="fewer clients than tiers"),
-        pytest.param(3, 10, [3, 6, 9], id="three clients"),
-        pytest.param(5, 3, [0, 1, 1, 2, 2], id="not a multiple"),
-        pytest.param(4, 1, [0, 0, 0, 0], id="one tier"),
-    ],
-)
-def test_all_alike_in_the_order_of_their_numbers(clients: int, count: int, expected: list[int]) -> None:
-    assert tiers([7.0] * clients, [3.0] * clients, count, mu=1.0) == expected
 
 
 @given(FEW, COUNTS, MUS)

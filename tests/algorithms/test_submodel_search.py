@@ -13,7 +13,6 @@ from fl_engine.preparation.submodel_search import (
     Kind,
     Rule,
     search,
-    smaller_gets_more_bits,
     spread,
 )
 
@@ -70,17 +69,6 @@ def test_an_early_end_measures_less() -> None:
     _, some = search([STRONG], PARAMS, BITS, of, WHOLE, Rule(accept=0.10))
     # 400 small in 4 bits; 800 medium in 4 and small in 8, of equals in the order of names; small in 8 is good enough.
     assert [(each.level, each.bits) for each in some] == [("small", 4), ("small", 8), ("medium", 4)]
-
-
-def test_whether_smaller_ones_get_more_bits() -> None:
-    def told(*taken: tuple[str, int]) -> bool | None:
-        return smaller_gets_more_bits({str(i): of(*each) for i, each in enumerate(taken)}, PARAMS)
-
-    assert told(("small", 11), ("medium", 8)) is True
-    assert told(("small", 11), ("medium", 8), ("large", 4)) is True
-    assert told(("small", 11), ("medium", 4), ("large", 8)) is False
-    assert told(("small", 8), ("medium", 8)) is False
-    assert told(("small", 8), ("small", 11)) is None
 
 
 ACCURACIES = st.floats(0, 1, allow_nan=False).map(lambda x: round(x, 3))

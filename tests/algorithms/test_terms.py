@@ -9,19 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fl_engine.algorithms import (
     Decoupled,
     DepthFL,
     FedAvg,
     HeteroFL,
-    MultiBranch,
     ScaleFL,
 )
 from fl_engine.algorithms.pooled import kernels
-from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import (
     FULL,
@@ -38,7 +35,6 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.exchange.client import Site
-from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds.server import ServerSite
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import (
@@ -48,15 +44,9 @@ from fl_engine.testing.tiny import (
     assert_same_bits,
     context_of,
     start_of,
-    tiny_data,
-    tiny_fleet,
     tiny_site,
 )
-from fl_engine.training.evaluation import evaluate_pool
 from fl_engine.training.local import Job, train
-from flexfleet.config import load_config
-from flexfleet.pipeline.check import check
-from flexfleet.pipeline.prepare import Resolved
 
 NET = TinyNet()
 START = initial_params(NET, 1)
@@ -106,17 +96,6 @@ def test_each_layer_is_divided_by_its_own_share() -> None:
     assert_gradient(gradient(FULL, scaler="by_layer"), F.cross_entropy(by_hand(alone), LABELS), alone)
 
 
-LEVELS = "level1, level2, level3"
-FULL_WIDTH = {"all_large": "full", "fedprox": "full", "fedx_large": "large", "quantized_fedavg": "large"}
-
-
-@pytest.mark.parametrize(("name", "sent"), (FULL_WIDTH | {"depthfl": LEVELS}).items())
-def test_check_refuses_a_scaler_where_nothing_is_narrower(name: str, sent: str) -> None:
-    config = load_config(None, [f"algorithm.name={name}", "algorithm.scaler=true", "partition.proxy=0.1"])
-    with pytest.raises(ConfigError, match=r"algorithm\.scaler"):
-        check(Resolved.of(config))
-
-
 # ----------------------------------------------------------------------------------------------------- the masks
 def test_a_teacher_s_absent_classes_are_masked_too() -> None:
     """FlexFL's loss, with logits of class 2 at 0 in the student and in its teacher, a part of it."""
@@ -160,52 +139,6 @@ def test_feddyn_remembers_the_rows_that_a_client_holds() -> None:
     assert_same_bits({"b": again.params["classifier.bias"][[1, 2]]}, {"b": state.params["classifier.bias"][[1, 2]]})
     orders = algorithm.plan(after, context_of(site, 1, SEED)).orders
     assert all(order.memory[n].shape == order.payload[n].shape for order in orders for n in order.memory)
-
-
-# ----------------------------------------------------------------------------------------------- the statistics
-@pytest.mark.parametrize("kind", [FedAvg, DepthFL, MultiBranch])
-def test_static_statistics_are_those_of_the_training_samples(kind: Any) -> None:
-    """All training samples are one batch here: at every batch norm, the mean and the unbiased variance of its input,
-    where the layers before it take the batch's own (biased) ones."""
-    algorithm = kind(training=TRAINING, static_bn=True)
-    data = tiny_data((1, 8, 8), 4, clients=6)
-    family = SmallCNN((1, 8, 8), 4, width=0.25)
-    site = tiny_site(algorithm, family, data=data, fleet=tiny_fleet(6))
-    params = initial_params(site.family, 2)
-    found = evaluate_pool(site.family, params, site.pool, data)
-    for model in site.pool:
-        network = _frozen(site, take(params, site.layout, model.spec), model.spec)
-        with torch.no_grad():
-            out = network(data.normalise(data.test_x))
-        exits = out if isinstance(out, tuple) else (out,)
-        logits = torch.stack(exits).mean(0) if model.ensemble else exits[-1]
-        assert found[model.name].loss == pytest.approx(float(F.cross_entropy(logits, data.test_y)), rel=1e-5)
-    plain = tiny_site(replace(algorithm, static_bn=False), family, data=data, fleet=tiny_fleet(6))
-    assert all(s != found[name] for name, s in evaluate_pool(plain.family, params, plain.pool, data).items())
-
-
-def _frozen(site: Site, params: Params, spec: SubmodelSpec) -> nn.Module:
-    """The sub-model whose batch norms have the statistics of the training samples, worked out layer by layer."""
-    family: ModelFamily = site.family
-    network = family.module(spec)
-    network.load_state_dict(params)
-    network.eval()
-    norms = [m for m in network.modules() if isinstance(m, nn.BatchNorm2d)]
-    seen: dict[nn.Module, Tensor] = {}
-    hooks = [m.register_forward_pre_hook(lambda m, given: seen.update({m: given[0]})) for m in norms]
-    with torch.no_grad():
-        network(site.data.normalise(site.data.train_x))
-    for hook in hooks:
-        hook.remove()
-    for norm in norms:
-        x = seen[norm]
-        mean, var = x.mean((0, 2, 3)), x.var((0, 2, 3), unbiased=True)
-
-        def forward(x: Tensor, norm: Any = norm, mean: Tensor = mean, var: Tensor = var) -> Tensor:
-            return F.batch_norm(x, mean, var, norm.weight, norm.bias, False, 0.0, norm.eps)
-
-        norm.forward = forward  # type: ignore[method-assign]
-    return network
 
 
 # -------------------------------------------------------------------------------------------------- the weights

@@ -91,8 +91,6 @@ def test_codecs_of_assignment_override_level_and_run() -> None:
     [
         ('"name":"half"', '"name":"hlaf"'),
         ('"float32"', '"float33"'),
-        ('"float32"', '"float64"'),
-        ('"float32"', '"Tensor"'),
         ('"up":{', '"sideways":{'),
         ('"conv1.conv.weight":', '"conv9.conv.weight":'),
     ],

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fl_engine.core import boxes
-from fl_engine.core.errors import DataError, PartitionError
-from fl_engine.data import partitioning
+from fl_engine.core.errors import DataError
 from fl_engine.tasks import Detection
 from fl_engine.tasks.detection import BOX_WEIGHT, DETECTIONS, PRIOR
-from fl_engine.testing.kinds import tiny_boxes
 from fl_engine.training.losses import self_distillation
 
 NOTHING = [-1.0, 0, 0, 0, 0]
@@ -222,16 +220,6 @@ def test_distillation_by_hand() -> None:
     assert self_distillation(task, student, [teacher], 1.0).tolist() == [pytest.approx((3 + kl) / 5)]
 
 
-def test_partition_rules_use_the_label_of_boxes() -> None:
-    data = tiny_boxes()
-    cut = partitioning.partition(data, "dirichlet", 6, 0.1, 3, alpha=0.3)
-    assert cut.counts.shape == (3, 6) and cut.counts.sum() > 0 and cut.counts[2].sum() == 0
-    with pytest.raises(
-        PartitionError, match=r"disjoint_labels .* tiny_boxes has several \(detection\): take one of iid"
-    ):
-        partitioning.partition(data, "disjoint_labels", 6, 0.1, 3, labels_per_client=1)
-
-
 @pytest.mark.parametrize(
     ("y", "said"),
     [
@@ -239,12 +227,8 @@ def test_partition_rules_use_the_label_of_boxes() -> None:
         (torch.zeros(2, 3, 5, dtype=torch.int64), "got int64"),
         (torch.tensor([[NOTHING] * 3]), "no image holds a box"),
         (torch.tensor([[[2.0, 0.5, 0.5, 0.1, 0.1], NOTHING, NOTHING]]), r"0\.\.1 .* image 0 has \[2\.0"),
-        (torch.tensor([[[0.5, 0.5, 0.5, 0.1, 0.1], NOTHING, NOTHING]]), "0..1"),
-        (torch.tensor([[[-2.0, 0.5, 0.5, 0.1, 0.1], NOTHING, NOTHING]]), "0..1"),
         (torch.tensor([[[0.0, 0.9, 0.5, 0.3, 0.1], NOTHING, NOTHING]]), "lies in the image"),
-        (torch.tensor([[[0.0, 0.5, 0.5, 0.0, 0.1], NOTHING, NOTHING]]), "lies in the image"),
         (torch.tensor([[NOTHING, [0.0, math.nan, 0.5, 0.1, 0.1], NOTHING]]), "lies in the image"),
-        (torch.tensor([[NOTHING, [math.nan, 0.5, 0.5, 0.1, 0.1], NOTHING]]), "a category in"),
     ],
 )
 def test_what_are_no_boxes_is_refused(y: Tensor, said: str) -> None:

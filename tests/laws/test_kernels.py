@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -48,28 +47,6 @@ def test_unfolded_convolution_equals_conv2d_with_gradients(
         torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
     ):
         torch.testing.assert_close(got, wanted)
-
-
-@pytest.mark.parametrize(
-    ("pixels", "channels", "kernel", "expected"),
-    [
-        (4, (128, 128), 3, True),  # 16 output pixels
-        (5, (128, 128), 3, False),  # 25
-        (4, (127, 128), 3, False),  # too few channels
-        (4, (128, 128), 1, False),  # a matrix product already
-    ],
-)
-def test_unfolding_is_for_wide_convolutions_with_small_maps(
-    pixels: int, channels: tuple[int, int], kernel: int, expected: bool
-) -> None:
-    x, weight = torch.zeros(2, channels[0], pixels, pixels), torch.zeros(channels[1], channels[0], kernel, kernel)
-    padding = (kernel // 2, kernel // 2)
-    assert kernels.suits_unfolding(x, weight, (1, 1), padding) is expected
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not kernels.suits_unfolding(x, weight, (1, 1), padding)
-    # A stride of 2 makes one of 8 pixels fit.
-    wide = torch.zeros(2, channels[0], 2 * pixels, 2 * pixels)
-    assert kernels.suits_unfolding(wide, weight, (2, 2), padding) is expected
 
 
 @settings(max_examples=25)

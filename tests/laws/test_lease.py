@@ -100,31 +100,6 @@ def test_slow_store_does_not_take_the_lease_from_its_holder(
             pass
 
 
-def test_outage_for_both_does_not_count_as_silence(memory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "TTL_S", 0.5)
-    answers = threading.Event()
-    answers.set()
-
-    def late(ask: Any) -> Any:
-        def asked(*given: Any) -> Any:
-            answers.wait()
-            return ask(*given)
-
-        return asked
-
-    with lease.held(memory_store):
-        for name in ("get", "put", "list"):
-            monkeypatch.setattr(memory_store, name, late(getattr(memory_store, name)))
-        monkeypatch.setattr(lease, "_machine", lambda: "another")
-        timers = [threading.Timer(0.1, answers.clear), threading.Timer(0.9, answers.set)]
-        for timer in timers:
-            timer.start()
-        with pytest.raises(InUse, match=r"is being run by process"), lease.held(memory_store):
-            pass
-        for timer in timers:
-            timer.join()
-
-
 @pytest.mark.parametrize("kind", ["memory", "folder"])
 def test_of_many_that_start_at_once_one_proceeds(kind: str, memory_store: Store, tmp_path: Path) -> None:
     store = memory_store if kind == "memory" else FolderStore(tmp_path)

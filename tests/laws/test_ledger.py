@@ -14,7 +14,7 @@ from fl_engine.core.types import ClientFailure, ClientUpdate, RoundPlan, Submode
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import Store
-from tests.harness.ledgers import DAMAGES, KEPT, STATE, commit, damage, files_of, rows, state
+from tests.harness.ledgers import DAMAGES, KEPT, STATE, commit, damage, rows, state
 
 Make = Callable[[], Store]
 
@@ -44,23 +44,6 @@ def test_a_commit_reads_back_as_it_was(memory_store: Store) -> None:
     assert found_rest == rest
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
-
-
-def test_after_many_commits_two_states_and_all_metrics_stay(memory_store: Store) -> None:
-    ledger = ledger_in(memory_store)
-    for round in range(60):
-        plan = plan_of(round)
-        ledger.mailbox.open_round(plan)
-        for client in range(2):
-            ledger.mailbox.put_outcome(plan, update(plan, client))
-        ledger.mailbox.close(plan, [0, 1])
-        commit(ledger, round)
-    assert ledger.checkpoints.rows() == rows(*range(60))
-    assert [r for r in range(60) if files_of(memory_store, r) & STATE] == [58, 59]
-    assert all(files_of(memory_store, r) == KEPT for r in range(58))
-    assert all(files_of(memory_store, r) == KEPT | STATE for r in (58, 59))
-    states = sum(len(memory_store.get(k)) for k in memory_store.list("") if k.rsplit("/")[-1] in STATE)
-    assert states < 2 * 1000, "two states of 404 bytes each, and their headers"
 
 
 def answered(ledger: Ledger, plan: RoundPlan) -> set[int]:

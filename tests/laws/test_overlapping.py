@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.algorithms import FedAvg
-from fl_engine.backends.in_process import InProcess
-from fl_engine.core.contracts import Algorithm
-from fl_engine.core.errors import EnvironmentFailure, IntegrityError, Stopped
-from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import Outcome, RoundPlan
-from fl_engine.rounds.acceptance import History
-from fl_engine.rounds.collect import Clients, collect
-from fl_engine.rounds.run import Run
-from fl_engine.rounds.server import ServerSite
-from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.core.errors import EnvironmentFailure, IntegrityError
 from fl_engine.storage.overlapping import AT_ONCE_BYTES, overlapped
 from fl_engine.storage.store import MemoryStore
-from fl_engine.testing.tiny import TRAINING, tiny_site
 
 
 class Waiting(MemoryStore):
@@ -114,23 +102,3 @@ def test_products_have_the_callers_bits() -> None:
         assert all(map(torch.equal, found, ours))
     finally:
         torch.set_num_threads(before)
-
-
-def test_a_round_that_is_stopped_leaves_no_request_behind(tmp_path: Path) -> None:
-    closed: list[bool] = []
-
-    class Asking(InProcess):
-        def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
-            try:
-                yield from super().run(algorithm, plan)
-            finally:
-                closed.append(True)
-
-    algorithm = FedAvg(training=TRAINING, eligible="all")
-    site = tiny_site(algorithm)
-    state = algorithm.init(initial_params(site.family, 0), site.layout, site.fleet, site.pool, ServerSite(site))
-    run = Run(algorithm, site, RoundsConfig(stop=1))
-    plan = algorithm.plan(state, run.context(0, 0.0))
-    with pytest.raises(Stopped) as stopped:
-        collect(run, plan, History(), Clients(Asking(site), None, should_stop=lambda: True))
-    assert closed and stopped.value is not None

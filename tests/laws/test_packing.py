@@ -3,9 +3,7 @@ loses none."""
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +12,7 @@ from fl_engine.core.errors import IntegrityError
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.storage import checkpoints
 from fl_engine.storage.checkpoints import Checkpoints, Row
-from fl_engine.storage.store import FolderStore, Store
-from fl_engine.training.memory import resident_peak, restart_peak
+from fl_engine.storage.store import Store
 from tests.harness.ledgers import DAMAGES, KEPT, STATE, commit, damage, files_of, rows, state
 
 Make = Callable[[], Store]
@@ -51,25 +48,6 @@ def test_packed_rounds_keep_some_lines_evenly_spread(memory_store: Store, small_
     assert all(row.clients[5]["loss"] == row.round + 0.5 for row in found if row.clients)
     assert all(row.metrics == {"avg": 0.5} for row in found)
     assert ledger.checkpoints.rows(lines=False) == [row.model_copy(update={"clients": ()}) for row in found]
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counting the peak anew is Linux's")
-def test_packing_and_resuming_hold_the_lines_of_one_commit(tmp_path: Path) -> None:
-    """All 150,000 lines at once took 66 MB, a commit of 5,000 takes 13."""
-    with multiprocessing.get_context("spawn").Pool(1) as alone:
-        assert alone.apply(added_by_large_rounds, (tmp_path,)) < 40e6
-
-
-def added_by_large_rounds(folder: Path) -> int:
-    checkpoints.PACKED = 20
-    ledger = ledger_in(FolderStore(folder))
-    lines = tuple({"client": c, "sent": "full", "loss": c / 3, "seconds": 0.1 * c, "free": 77.7} for c in range(5000))
-    row = Row(round=0, metrics={"avg": 0.5}, clients=lines)
-    held, _ = restart_peak()
-    for round in range(30):
-        ledger.checkpoints.commit(round, *state(round), [row.model_copy(update={"round": round})])
-    assert len(ledger.checkpoints.rows(lines=False)) == 30 and ledger.store.list("metrics/")
-    return resident_peak() - held
 
 
 def test_a_kill_between_any_two_writes_of_packing_and_cutting_loses_no_measurement(

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from fl_engine.core.errors import ConfigError, Stopped
-from fl_engine.core.slicing import take
-from fl_engine.core.types import ClientFailure, Outcome, ParamLayout, RoundPlan
+from fl_engine.core.types import ClientFailure, Outcome, RoundPlan
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.storage.checkpoints import Checkpoints
@@ -117,35 +116,6 @@ def test_what_a_round_refuses_is_refused_after_a_kill_as_before(
 def remembered(store: Store) -> Any:
     ledger = ledger_in(store)
     return ledger.checkpoints.read(ledger.checkpoints.commits()[-1])[1].get(rounds.HISTORY)
-
-
-class Lying:
-    """A backend one of whose updates in one round says a multiple of what it trained."""
-
-    durable = False
-
-    def __init__(self, inner: Any, round: int, times: float, layout: ParamLayout) -> None:
-        self.inner, self.round, self.times, self.layout = inner, round, times, layout
-
-    def run(self, algorithm: Any, plan: RoundPlan) -> Any:
-        for i, order in enumerate(plan.orders):
-            (outcome,) = self.inner.run(algorithm, replace(plan, orders=(order,)))
-            if i == 0 and plan.round == self.round:
-                sent = take(order.payload, self.layout, outcome.spec, have=order.spec)
-                grown = {n: sent[n] + self.times * (t - sent[n]) for n, t in outcome.payload.items()}
-                outcome = replace(outcome, payload=grown)
-            yield outcome
-
-
-@pytest.mark.parametrize(("round", "times"), [(0, 1e4), (3, -90.0)])
-def test_liar_of_two_is_refused_from_the_first_round(job: Any, new_store: Make, round: int, times: float) -> None:
-    store = new_store()
-    job.federate(store, backend=Lying(job.backend, round, times, job.family.layout()), stop=4, norm_bound=5.0)
-    rows = Checkpoints(store).rows()
-    failed = {row.round: [line["failure"] for line in row.clients if "failure" in line] for row in rows}
-    assert [r for r in failed if failed[r]] == [round]
-    (reason,) = failed[round]
-    assert reason.startswith("validate: norm: ")
 
 
 def test_the_last_round_is_always_committed_and_evaluated(job: Any, new_store: Make) -> None:

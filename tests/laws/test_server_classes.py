@@ -67,14 +67,6 @@ def test_proxy_has_the_servers_classes_clients_the_others(rule: str, owned: tupl
     assert found.server_classes == tuple(sorted(owned))
 
 
-def test_a_rule_by_labels_deals_the_labels_that_are_left() -> None:
-    found = cut("disjoint_labels")
-    held = found.counts > 0
-    assert (held.sum(0) == 3).all() and held[:8].any(1).all()
-    with pytest.raises(PartitionError, match="labels_per_client must be 1 to 8"):
-        p.partition(DATA, "disjoint_labels", 5, 0, 0, labels_per_client=9, server_classes=OWNED)
-
-
 @pytest.mark.parametrize("owned", [(8, 10), (-1,), (8, 9, 8), tuple(range(10))])
 def test_classes_that_cannot_be_meant_are_refused(owned: tuple[int, ...]) -> None:
     with pytest.raises(PartitionError, match=r"partition\.server_classes"):

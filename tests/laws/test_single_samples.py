@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.pool import measure_apoz
-from fl_engine.core.samples import Data, split
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
 from fl_engine.models.traced import from_module
 from fl_engine.tasks import Classification
@@ -64,25 +62,3 @@ def test_activations_are_measured_of_every_sample(network: type[nn.Module]) -> N
     assert np.array_equal(last_layer_inputs(family, params, data, batch_size=32), wanted.numpy())
     (found,) = measure_apoz(family, params, data.train_x, batch_size=32)
     assert found == int((wanted == 0).sum()) / wanted.numel()
-
-
-def test_last_sample_joins_a_batch_only_if_it_cannot_run_alone() -> None:
-    x = torch.arange(9).view(9, 1)
-    asked: list[list[int]] = []
-
-    def answers(part: Tensor) -> None:
-        asked.append(part.flatten().tolist())
-
-    def refuses(part: Tensor) -> None:
-        raise ValueError
-
-    def sizes(count: int, batch: int, answer: Callable[[Tensor], object]) -> Sequence[int]:
-        parts = split(x[:count], batch, answer)
-        assert torch.equal(torch.cat(list(parts)), x[:count])
-        return [len(part) for part in parts]
-
-    assert sizes(9, 4, answers) == [4, 4, 1] and asked == [[8]]
-    assert sizes(9, 4, refuses) == [4, 5]
-    for answer in (answers, refuses):
-        assert sizes(8, 4, answer) == [4, 4] and sizes(1, 4, answer) == [1] and sizes(7, 4, answer) == [4, 3]
-    assert asked == [[8]], "only a last single one is tried"

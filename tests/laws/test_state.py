@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from dataclasses import dataclass, field, make_dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -137,29 +136,18 @@ def test_constants_are_not_stored_and_come_from_init() -> None:
     ("kind", "value"),
     [
         (list[int], (1, 2)),
-        (Any, {"a": (1, 2)}),
         (dict, {1: 0.5}),
         (float, np.float64(0.5)),
-        (tuple[float, ...], (0.5, np.float64(1))),
         (dict[int, float], {np.int64(1): 1.0}),
         (int, True),
-        (float, 3),
         (Best, Best(1, 2)),
         (set[int], {1}),
-        (Any, Phase.LATE),
-        (dict[str, int], defaultdict(int, a=1)),
-        (int, "many"),
-        (tuple[float, ...], (float("nan"),)),
         (torch.Tensor, torch.ones(1)),
-        (Any, object()),
         (bytes, b"\xff"),
-        (Params, [torch.ones(1)]),
         (Params, {1: torch.ones(1)}),
         (Params, {"w": np.ones(1)}),
         (Params, {"w": torch.nn.Parameter(torch.ones(1))}),
-        (Params, {"w": torch.ones(1, requires_grad=True)}),
         (Params, {"w": torch.ones(2).to_sparse()}),
-        (Params, {"w": torch.ones(2, dtype=torch.complex128)}),
         (Params, {"w": torch.ones(2, device="meta")}),
     ],
     ids=lambda value: str(value)[:20],
