@@ -11,23 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure
+from fl_engine.core.errors import ConfigError
 from fl_engine.remote.kubernetes import jobs
 from fl_engine.remote.settings import KubernetesConfig, NodePool
-from fl_engine.training import cgroup
 from flexfleet.config import Config, flatten, load_config, parse
 from flexfleet.config.comparison_runs import accuracies_of, entries_from, label_overrides, labels_of, seeds_of
 from flexfleet.config.form import config_from, parameters_of, write_config
 from flexfleet.config.form_fields import SHORT
 from flexfleet.config.overrides import parse_sets
 from flexfleet.experiments import nightly_suite
-from flexfleet.tracking import data_repository, dvc_remote
-from flexfleet.tracking.server import connect
+from flexfleet.tracking import dvc_remote
 from tests.fuzz.mutations import altered, answer, anything, damaged, law, nested, texts
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +106,6 @@ values = st.sampled_from(ODD_YAML) | anything.map(lambda value: json.dumps(value
 
 @law(40)
 @given(st.lists(st.tuples(paths, values).map("=".join) | texts(odd=("seed", "=", "=1")), min_size=1, max_size=3))
-@example(["run.store=2001-99-99"])
 @example(["seed=" + "9" * 5000])
 @example(["dataset.root=" + "[" * 1000])
 def test_what_is_set_is_taken_as_it_is_or_named(tmp_path: Path, sets: list[str]) -> None:
@@ -147,11 +143,6 @@ def test_a_form_is_taken_as_it_is_or_what_is_wrong_is_named(tmp_path: Path, form
             assert config_from(*json.loads(json.dumps(again))).partition == found.partition
 
 
-def test_a_form_that_is_nested_without_end_is_refused() -> None:
-    with pytest.raises(ConfigError, match="advanced"):
-        config_from(FORM, {"training.momentum": nested(900)})
-
-
 @law(25)
 @given(
     texts(odd=("flexfl", "a=flexfl,b=flexfl", "shared=flexfl", "a=,b", ",", "a=b=c")),
@@ -175,20 +166,14 @@ def test_lists_of_a_command_line_are_taken_or_named(algorithms: str, seeds: str,
 
 # ------------------------------------------------------------------------------------------------------ suites
 SUITE = (ROOT / "flexfleet" / "experiments" / "nightly_suites" / "digits.yaml").read_text()
-ODD_SUITES = (
-    SUITE + "\nwhen: 2001-99-99\n", SUITE.replace("seeds:", "seeds: &a [*a]\nx:"), "[" * 1000, "a: !!int x",
-)  # fmt: skip
 
 
 @law(15)
 @given(yaml_like(SUITE))
 @example(SUITE.replace("settings:", "settings:\n  run.store: 2001-01-01", 1).encode())
 @example(b"\xff\xfe")
-@example(ODD_SUITES[0].encode())
-@example(ODD_SUITES[1].encode())
-@example(ODD_SUITES[2].encode())
-@example(ODD_SUITES[3].encode())
-@example(LAUGHS.encode())
+@example((SUITE + "\nwhen: 2001-99-99\n").encode())
+@example(b"[" * 1000)
 def test_a_suite_is_read_or_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(content)
@@ -209,7 +194,6 @@ POINTER = "outs:\n- md5: d41d8cd98f00b204e9800998ecf8427e.dir\n  size: 12\n  has
 @given(yaml_like(POINTER))
 @example(b"outs:\n- md5: 2001-99-99\n")
 @example(b"[" * 1000)
-@example(b"outs:\n- md5: {a: b}\n")
 @example(b"outs:\n- md5: ../../etc/passwd\n")
 def test_a_pointer_names_a_checksum_or_is_refused(tmp_path: Path, content: bytes) -> None:
     text = content.decode(errors="replace")
@@ -219,26 +203,11 @@ def test_a_pointer_names_a_checksum_or_is_refused(tmp_path: Path, content: bytes
         assert len(bytes.fromhex(digest)) == 16 and rest in ("", "dir")
 
 
-@law(30)
-@given(
-    texts(odd=("x.dvc", "~", "~nobody-of-this-name", "~nobody-of-this-name/x.dvc", "/dev/null", "x" * 5000, ".", "a:b"))
-    | texts(odd=("x" * 5000, "~nobody-of-this-name")).map(lambda text: f"{text}.dvc")
-)
-@example("~nobody-of-this-name")
-@example("x" * 5000)
-def test_a_data_root_is_a_folder_or_is_named(scratch: Path, root: str) -> None:
-    if data_repository.REV.fullmatch(root):
-        return  # an address: DVC's to ask for
-    found = answer(lambda: data_repository.folder_of(root), "dataset.root", root[:50], kind=DataError)
-    assert found is None or isinstance(found, Path)
-
-
 # ------------------------------------------------------------------------------------ what a configuration names
 @law(15)
 @given(yaml_like(jobs.TEMPLATE.read_text()))
 @example(b"\xff\xfe")
 @example(b"[" * 1000)
-@example(b"kind: 2001-99-99")
 @example(b"kind: Job\nspec: {template: {spec: {containers: [{name: client}]}}}")
 def test_a_template_is_filled_in_or_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "job.yaml"
@@ -248,37 +217,3 @@ def test_a_template_is_filled_in_or_named(tmp_path: Path, content: bytes) -> Non
         weak = jobs.PodClass("weak", NodePool())
         filled = jobs.job(found, KubernetesConfig(), "run", "0", weak, 0, 3, {"kind": "ConfigMap"})
         assert filled["spec"]["completions"] == 3
-
-
-TRACKING = (
-    "http://127.0.0.1:9", "https://me:pass@127.0.0.1:9", "http://[", "http://:99999999", "postgresql://x", "sqlite://",
-    "mysql+nonsense://x", "sqlite:///:memory:", "sqlite:///x/../m.db", "nonsense://x", "databricks", "uc:x", "x:y", "",
-)  # fmt: skip
-
-
-@law(6)  # a database in memory takes a second
-@given(
-    st.sampled_from(TRACKING)
-    | st.sampled_from(TRACKING).flatmap(
-        lambda address: damaged(address.encode()).map(lambda value: value.decode(errors="ignore").replace("/", ""))
-    )
-)
-@example("http://[")
-@example("http://:99999999")
-@example("postgresql://x")
-def test_a_tracking_address_is_used_or_named(scratch: Path, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
-    monkeypatch.setattr("mlflow.store.db.utils.MAX_RETRY_COUNT", 1)
-    answer(lambda: connect(address, "x"), "tracking.mlflow")
-
-
-@law(60)
-@given(st.sampled_from((b"max", b"1073741824", b"9223372036854771712", b"")).flatmap(damaged))
-@example(b"9" * 5000)
-@example("\u0663".encode())
-@example(b"\xff")
-def test_a_memory_limit_is_a_number_or_there_is_none(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "memory.max").write_bytes(content)
-    found = answer(lambda: cgroup.limit(tmp_path), "memory limit", kind=EnvironmentFailure)
-    assert found is None or 0 <= found < cgroup.NO_LIMIT

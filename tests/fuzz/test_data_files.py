@@ -17,7 +17,7 @@ from fl_engine.core.samples import Data
 from fl_engine.data.downloads import extract
 from fl_engine.data.files import read
 from fl_engine.data.image_files import parse_idx
-from fl_engine.datasets import cifar10, fashion_mnist
+from fl_engine.datasets import fashion_mnist
 from fl_engine.storage.store import sha256
 from tests.fuzz.mutations import answer, damaged, law
 
@@ -84,18 +84,6 @@ def test_a_gzip_file_that_swells_to_gigabytes_is_refused(tmp_path: Path) -> None
     test_fashion_mnist_is_whole_or_refused_by_the_name_of_a_file.hypothesis.inner_test(  # type: ignore[attr-defined]
         tmp_path, ("train-images-idx3-ubyte.gz", BOMB)
     )
-
-
-@law(15)
-@given(st.sampled_from((*cifar10.TRAIN, *cifar10.TEST)), damaged(CIFAR))
-def test_cifar10_is_whole_or_refused_by_the_name_of_a_file(tmp_path: Path, name: str, broken: bytes) -> None:
-    folder = tmp_path / "cifar10" / cifar10.BATCHES
-    folder.mkdir(parents=True, exist_ok=True)
-    for each in (*cifar10.TRAIN, *cifar10.TEST):
-        (folder / each).write_bytes(broken if each == name else CIFAR)
-    found = answer(lambda: cifar10.load(tmp_path, {}, RECORDS), name, kind=DataError)
-    if found is not None:
-        whole(found)
 
 
 @law(20)

@@ -326,12 +326,6 @@ def test_foreign_file_is_left_alone_or_named(
     check_ledger(job, runs, new_store(), runs["own"] | {key: b"{}"})
 
 
-def test_exchanged_round_folders_are_noticed(job: Any, new_store: Callable[[], Any], runs: dict[str, Any]) -> None:
-    names = {"rounds/00004": "rounds/00005", "rounds/00005": "rounds/00004"}
-    files = {f"{names.get(k[:12], k[:12])}{k[12:]}": value for k, value in runs["own"].items()}
-    check_ledger(job, runs, new_store(), files)
-
-
 @law(8)
 @given(st.data())
 def test_interrupted_round_finishes_with_the_right_bits(

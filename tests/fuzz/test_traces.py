@@ -16,7 +16,6 @@ from fl_engine.core.errors import ConfigError, DataError
 from fl_engine.core.types import Device
 from fl_engine.fleet.trace import Trace
 from fl_engine.fleet.trace_files import FedScale, TraceFile
-from fl_engine.fleet.trace_sources import digest
 from tests.fuzz.mutations import altered, answer, damaged, json_like, law
 
 FLEET = tuple(Device(c, "t", 50.0, 0.0, speed=2e9 + c, bandwidth=3e6 + c) for c in range(4))
@@ -82,37 +81,21 @@ def test_rows_say_who_is_online_and_how_fast(tmp_path: Path, text: str) -> None:
         ("", ""),
         ("client,time,compute,bandwidth\n0,0,1,1\n", "line 1.*online"),
         ("client,time,online,time\n0,0,1,1\n", "line 1.*time"),
-        ("client,tiem,online\n", "line 1.*time"),
         ("client,time,online\n0,0\n", "line 2"),
         ("client,time,online\n\n4,0,1\n", "line 3.*partition.clients"),
-        ("client,time,online\n0.0,0,1\n", "line 2: client"),
         ("client,time,online\n0,-1,1\n", "line 2: time"),
         ("client,time,online\n0,nan,1\n", "line 2: time"),
-        ("client,time,online\n0,1_0,1\n", "line 2: time"),
-        ("client,time,online\n0,0,2\n", "line 2: online"),
         ("client,time,online\n0,5,1\n1,0,1\n0,4,0\n", "line 4"),
-        ("client,time,online\n0,5,1\n0,5,0\n", "line 3"),
         ("client,time,online,compute\n0,0,1,0\n", "line 2: compute"),
         ('{"client": 0, "time": 0, "online": 1}', "line 1: online"),
         ('{"client": 0, "time": 0, "online": true, "x": 1}', "line 1: x"),
         (LINES.replace("\n", "\n0,0,1,1,1\n", 1), "line 2"),
-        (CSV + LINES, "line 7"),
-        ("client,time,online\n" + "0" * 2000, "line 2"),
         (b"client,time,online\n\xff\n", "line 2"),
     ],
 )
 def test_wrong_row_is_refused_with_its_line(tmp_path: Path, text: str | bytes, said: str) -> None:
     with pytest.raises(DataError, match=f"t.csv.*{said}"):
         rows(tmp_path / "t.csv", text)
-
-
-def test_unreadable_file_is_named(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.csv", tmp_path):
-        answer(lambda path=path: TraceFile(path=str(path)).trace(FLEET, [1] * 4, 0), "fleet.trace", kind=DataError)  # type: ignore[misc]
-    with pytest.raises(DataError, match=r"none\.csv"):
-        digest(TraceFile(path=str(tmp_path / "none.csv")))
-    with pytest.raises(DataError, match=r"line 6.*fleet\.trace\.repeat_s"):
-        rows(tmp_path / "t.csv", CSV, repeat_s=500.0)
 
 
 @law(80)
@@ -162,10 +145,8 @@ def test_fedscale_overlapping_intervals_are_joined(tmp_path: Path) -> None:
     [
         {},
         [],
-        {"1": {"active": [1], "inactive": [2]}},
         {"1": BEHAVIOUR | {"active": [1]}},
         {"1": BEHAVIOUR | {"active": [], "inactive": []}},
-        {"1": BEHAVIOUR | {"active": [-5, 1, 2]}},
     ],
 )
 def test_wrong_behaviour_is_refused_with_its_file(tmp_path: Path, values: Any) -> None:

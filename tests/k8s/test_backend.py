@@ -5,14 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
-import re
 import shutil
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +45,6 @@ from tests.k8s.pods import (
     Rounds,
     Rows,
     class_of,
-    failures,
     jobs_of,
     killed,
     model,
@@ -152,56 +148,6 @@ def test_job_grows_with_the_need_for_pods(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("first", "then"), [("lifetime=run", "image=other:1"), ("lifetime=run", "lifetime=round")])
-def test_pods_of_other_settings_are_deleted(
-    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected, first: str, then: str
-) -> None:
-    go = threading.Event()
-    with pytest.MonkeyPatch.context() as patch:
-        killed_at_work(patch, pods, go)
-        with pytest.raises(Killed):
-            rounds("other", *remote, f"kubernetes.{first}")
-    (before,) = jobs_of(cluster)
-    go.set()
-    there = list[str]()
-
-    def at_work(pod: Pod, given: Any) -> None:
-        if not pod.name.startswith(before["metadata"]["name"]):
-            there.extend(name for kind, name in list(cluster.objects) if kind == "jobs")
-
-    pods.at_work = staticmethod(at_work)
-    assert model(rounds("other", *remote, f"kubernetes.{then}", resume=True)) == expected(1)
-    assert len(jobs_of(cluster)) == 2 and before["metadata"]["name"] not in there
-
-
-@pytest.mark.long
-def test_stopped_run_names_what_is_left_and_resumes(
-    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected, caplog: Any
-) -> None:
-    sent = list[int]()
-
-    def script(job: Any, index: int, before: int) -> str:
-        if not sent:
-            sent.append(index)
-            os.kill(os.getpid(), signal.SIGTERM)
-        return "hang"
-
-    cluster.script = script
-    with pytest.raises(Stopped):
-        rounds("stopped", *remote)
-    (left,) = re.findall(r"kubectl -n flexfleet-clients delete (\S+) -l (\S+)$", caplog.text, re.MULTILINE)
-    with cluster.lock:
-        assert {"jobs", "secrets", "configmaps"} <= {kind for kind, _ in cluster.objects}
-        for kind in left[0].split(","):
-            where = f"/{'apis/batch' if kind == 'jobs' else 'api'}/v1/namespaces/flexfleet-clients/{kind}"
-            for item in cluster.ask("GET", where, {"labelSelector": [left[1]]}, None)[1]["items"]:
-                cluster.ask("DELETE", f"{where}/{item['metadata']['name']}", {}, None)
-        assert not leftovers(cluster)
-    cluster.script = lambda job, index, before: "run"
-    assert model(rounds("stopped", *remote, resume=True)) == expected(1)
-
-
-@pytest.mark.long
 def test_run_resumes_elsewhere_with_its_store_and_the_cluster(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
 ) -> None:
@@ -238,27 +184,6 @@ def test_run_without_a_store_or_cluster_is_refused(
 
 
 @pytest.mark.long
-def test_round_ends_with_as_many_updates_as_wanted(
-    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, rows: Rows
-) -> None:
-    """A pod that is too slow executes assignments of the next round."""
-    slow, sets = list[Pod](), ("rounds.stop=2", "rounds.over_provision=2.0")
-
-    def at_work(pod: Pod, given: Any) -> None:
-        if not slow:
-            slow.append(pod)
-            pod.dead.wait(60)  # until it reads that its lease has ended
-
-    pods.at_work = staticmethod(at_work)
-    rounds("more", *remote, *sets)
-    first, second = rows(remote, "more")
-    assert any("straggle" in failure for failure in failures(first).values())
-    for row in (first, second):
-        assert sum("failure" not in line for line in row.clients) == 3
-    assert not leftovers(cluster)
-
-
-@pytest.mark.long
 def test_pod_gets_the_memory_that_its_largest_sub_model_needs(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, rows: Rows, prepared: Path, peaks: Peaks
 ) -> None:
@@ -282,44 +207,6 @@ def test_pod_gets_the_memory_that_its_largest_sub_model_needs(
 
 ROOM = "kubernetes.pools={weak: {memory: 1000Mi}, medium: {memory: 1000Mi}, strong: {memory: 1000Mi}}"
 LOOKS = ("kubernetes.observe=cgroup", ROOM, *EVERYBODY)
-
-
-class After:
-    """A watcher that calls `then[n]` after round n, counted from 1."""
-
-    def __init__(self, then: dict[int, Callable[[], None]]) -> None:
-        self._then = then
-
-    def update(self, *_: Any) -> None:
-        pass
-
-    def round(self, number: int, *_: Any) -> bool:
-        self._then.get(number, lambda: None)()
-        return False
-
-
-def pruned(row: Any, names: Sequence[str], needs: Sequence[int], room: int) -> int:
-    """Return how many clients trained less than they were sent: each trains the largest level that fits."""
-    fitting = max(i for i, need in enumerate(needs) if need <= room)
-    for line in row.clients:
-        assert names.index(line["trained"]) == min(names.index(line["sent"]), fitting)
-    return sum(line["trained"] != line["sent"] for line in row.clients)
-
-
-@pytest.mark.long
-def test_pod_prunes_each_order_to_its_free_memory(
-    cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, prepared: Path, peaks: Peaks
-) -> None:
-    """The pods are processes, with little memory in the second round only."""
-    cluster.slots = threading.Semaphore(6)
-    taken: Callable[[int], None] = lambda mib: cluster.say({"memory.current": str(mib * MIB)})  # noqa: E731
-    taken(100)
-    then = {1: lambda: taken(940), 2: lambda: taken(100)}
-    rounds("looks", *remote, *LOOKS, "rounds.stop=3", watcher=After(then))
-    names = [level.name for level in PoolFile.read(prepared / "pool" / "pool.json").levels]
-    found = zip(rows(remote, "looks"), (900, 60, 900), strict=True)
-    few, most, none = [pruned(row, names, peaks.needs, room * MIB) for row, room in found]
-    assert few == none == 0 < most
 
 
 @pytest.mark.long

@@ -35,14 +35,6 @@ train(**json.loads(given))
 """
 
 
-FONTS = """
-from flexfleet.reports import figure
-figure.use_font_cache()
-import matplotlib, pathlib
-print(len([*pathlib.Path(matplotlib.get_cachedir()).glob("fontlist-*.json")]))
-"""
-
-
 def docker(*argv: str) -> str:
     done = subprocess.run(["docker", "run", "--rm", *argv], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -62,10 +54,6 @@ def test_image_runs_as_nobody_and_has_all_packages() -> None:
     assert user == "10001"
     extras = json.loads(told)["extras"]
     assert extras["engine"]["missing"] == extras["tracking"]["missing"] == []
-
-
-def test_pods_use_the_font_cache_of_the_image() -> None:
-    assert docker("--read-only", "--tmpfs=/tmp", IMAGE, "python", "-c", FONTS).strip() == "1"
 
 
 def test_the_graph_in_containers_gives_what_one_process_gives(plain: Any, tmp_path: Path) -> None:

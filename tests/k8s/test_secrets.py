@@ -124,22 +124,6 @@ def test_tracked_run_leaves_no_secret(
     assert not found_in({"card": track.card(config, "a", "runs/a").encode()})
 
 
-def test_comparison_writes_no_password(
-    flexfleet: Callable[..., Any],
-    quick: tuple[str, ...],
-    addresses: tuple[str, ...],
-    mlflow_server: tuple[str, Path],
-    scratch: Path,
-) -> None:
-    """Its runs are processes, whose arguments, files and logs hold no password."""
-    light = [pair for pair in quick if not pair.startswith(("tracking.", "algorithm.", "rounds."))]
-    sets = [*light, *addresses, "rounds.stop=1"]
-    done = flexfleet("compare", "--algorithms", "heterofl", "--id", "c", sets=sets)
-    assert done.code == 0, done.err
-    assert (scratch / "runs" / "c" / "heterofl-s0.log").read_bytes().startswith(b"$ python -m flexfleet.cli.main run")
-    assert not found_in(said(done) | files_of(scratch) | files_of(mlflow_server[1]))
-
-
 def test_password_of_a_database_is_nowhere(
     flexfleet: Callable[..., Any],
     quick: tuple[str, ...],
@@ -221,12 +205,6 @@ def test_address_is_shown_without_its_password(address: str, shown: str) -> None
     config = load_config(None, [f"tracking.mlflow={json.dumps(address)}"])
     assert public(config).tracking.mlflow == shown
     assert public(load_config(None)) == load_config(None), "nothing else changes"
-
-
-def test_compiled_pipeline_holds_no_secret() -> None:
-    from pipelines import compile as compiler  # takes seconds
-
-    assert not found_in({name: compiler.compiled(name).encode() for name in compiler.PIPELINES})
 
 
 BUCKET = "looked-through"

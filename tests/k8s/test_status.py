@@ -96,11 +96,8 @@ def test_last_event_of_a_job_counts() -> None:
     [
         ('pods "a" is forbidden: violates PodSecurity "restricted:latest": hostPath', True),
         ('pods "a" is forbidden: [maximum memory usage per Container is 512Mi, but limit is 1Gi]', True),
-        ('pods "a" is forbidden: minimum nvidia.com/gpu usage per Pod is 1. No request is specified', True),
-        ('pods "a" is forbidden: cpu max limit to request ratio per Container is 2, but provided ratio is 4', True),
         ('pods "a" is forbidden: failed quota: team: must specify limits.cpu for: client', True),
         ('Error creating: Pod "a" is invalid: spec.containers[0].resources.requests: must be less than cpu', True),
-        ("exceeded quota: clients, used: pods=9", False),
         ('admission webhook "quota.team.io" denied the request: the label team is invalid: try later', False),
     ],
 )

@@ -16,7 +16,7 @@ import kubernetes
 import pytest
 import yaml
 
-from fl_engine.core.errors import EnvironmentFailure, Unreachable
+from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.remote.kubernetes import cluster
 from tests.harness import tls
 
@@ -171,18 +171,6 @@ def test_busy_or_broken_server_is_retried(server: Server, api: cluster.Cluster) 
     assert api.get("pods", "a") == JOBS and len(server.asked) == 7
 
 
-def test_waits_double_and_add_up_to_about_a_minute(
-    server: Server, api: cluster.Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waited: list[float] = []
-    server.answers = [(503, {})] * cluster.TRIES
-    monkeypatch.setattr(cluster, "FIRST_WAIT_S", 0.5)
-    monkeypatch.setattr(SLEEP, SimpleNamespace(sleep=waited.append))
-    with pytest.raises(Unreachable, match="503"):
-        api.get("pods", "a")
-    assert waited == [0.5, 1, 2, 4, 8, 15, 15, 15]
-
-
 def test_missing_or_existing_object_is_not_an_error(server: Server, api: cluster.Cluster) -> None:
     server.answers = [(404, {}), (409, {"reason": "AlreadyExists"}), (404, {})]
     assert api.get("jobs", "a") is None
@@ -211,32 +199,3 @@ def test_labels_select_objects_and_expired_list_is_read_again(server: Server, ap
     assert api.select("jobs", {"flexfleet.io/run": "a b", "round": "1"}) == [{"kind": "Pod"}, {"kind": "Job"}]
     assert ["continue=more" in path for _, path in server.asked] == [False, True, False, True]
     assert server.asked[0][1].endswith("/jobs?labelSelector=flexfleet.io%2Frun%3Da+b%2Cround%3D1&limit=500")
-
-
-@pytest.mark.parametrize("content", [b"- a list", b"a: ["])
-def test_invalid_kubeconfig_is_refused_at_once(
-    server: Server, configure: Configure, content: bytes, tmp_path: Path
-) -> None:
-    api = configure({})
-    (tmp_path / "kubeconfig").write_bytes(content)
-    with pytest.raises(EnvironmentFailure, match="KUBECONFIG"):
-        api.get("pods", "a")
-
-
-def test_each_warning_of_the_server_is_logged_once(
-    server: Server, api: cluster.Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    server.headers = [("Warning", '299 - "unknown field", 299 - "would violate PodSecurity"')]
-    with caplog.at_level("WARNING", "flexfleet"):
-        api.create("jobs", {})
-        api.get("jobs", "a")
-    assert len(caplog.records) == 2 and "unknown field" in caplog.text and "PodSecurity" in caplog.text
-
-
-def test_server_of_another_authority_is_refused_at_once(server: Server, configure: Configure, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    other, _ = tls.certificates(tmp_path / "other")
-    api = configure({"token": "good"}, **{"certificate-authority": str(other)})
-    with pytest.raises(EnvironmentFailure, match="certificate-authority-data"):
-        api.get("jobs", "a")
-    assert server.asked == []

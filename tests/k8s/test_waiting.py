@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 from fl_engine.core.errors import Stopped
 from fl_engine.remote.kubernetes import controller
-from fl_engine.remote.kubernetes.provisioner import Pods
 from tests.k8s.pods import (
     APART,
     BOUND,
@@ -55,13 +53,6 @@ def test_pods_that_cannot_start_are_given_up_with_the_reason(
     assert lines and "2 x" in lines[0] and len(jobs_of(cluster)) == 2
 
 
-def test_larger_pods_execute_what_waits_for_smaller_ones(
-    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
-) -> None:
-    cluster.script = lambda job, index, before: "image" if class_of(job) == "strong" else "run"
-    assert model(rounds("larger", *remote, "kubernetes.pools={strong: {cpu: 500m}}")) == expected(1)
-
-
 def test_refused_pods_are_given_up_at_once_until_settings_change(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
 ) -> None:
@@ -77,26 +68,6 @@ def test_refused_pods_are_given_up_at_once_until_settings_change(
     assert SECURITY in str(stopped.value) and time.monotonic() < began + 30
     assert [kind for kind, _ in cluster.objects if kind == "jobs"]
     assert model(rounds("refused", *remote, resume=True)) == expected(1) and len(jobs_of(cluster)) == 2
-
-
-def test_old_refusal_does_not_count_after_a_restart(
-    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """The event still exists, but its cause was fixed."""
-    need, looks, go = Pods.need, itertools.count(), threading.Event()
-    cluster.refuse = lambda job, index: SECURITY
-    with pytest.raises(Stopped):
-        rounds("mended", *remote)
-
-    def looked(self: Pods, *given: Any) -> None:
-        need(self, *given)
-        if next(looks) > 10:
-            go.set()
-
-    cluster.refuse = lambda job, index: "" if go.wait(60) else "late"
-    monkeypatch.setattr(Pods, "need", looked)
-    assert model(rounds("mended", *remote, resume=True)) == expected(1) and len(jobs_of(cluster)) == 1
 
 
 def test_full_quota_is_waited_for_and_named(

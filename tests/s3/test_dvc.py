@@ -10,7 +10,7 @@ from typing import Any
 import boto3.session
 import pytest
 
-from fl_engine.core.errors import EnvironmentFailure, IntegrityError
+from fl_engine.core.errors import IntegrityError
 from flexfleet.tracking import dvc_remote
 
 
@@ -53,16 +53,3 @@ def test_a_task_pushes_and_another_machine_pulls(server: str, tmp_path: Path) ->
     assert not (tmp_path / "again").exists()
     dvc_remote.push({"pool": tmp_path / "pool"}, remote)
     dvc_remote.pull({"pool": pointer}, remote, tmp_path / "again")
-
-
-def test_a_wrong_secret_and_a_missing_bucket_are_said(
-    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "m").write_text("m")
-    with pytest.raises(EnvironmentFailure, match=r"DVC at s3://nowhere/x: FileNotFoundError"):
-        dvc_remote.push({"m": tmp_path / "m"}, "s3://nowhere/x")
-    if server == "radosgw":  # moto takes any secret
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-        with pytest.raises(EnvironmentFailure, match="DVC at s3://runs/x") as told:
-            dvc_remote.push({"m": tmp_path / "m"}, "s3://runs/x")
-        assert "wrong" not in str(told.value)
