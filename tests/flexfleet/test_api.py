@@ -20,7 +20,6 @@ import flexfleet as ff
 from fl_engine.algorithms.fedavg import FedAvg
 from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import assert_same_bits
-from flexfleet.api.tables import Rows, to_html
 from tests.harness.from_python import OPTIONS, SMALL
 
 TWO_ROUNDS: dict[str, Any] = {**SMALL, "rounds": 2}
@@ -280,15 +279,3 @@ def test_code_of_a_script_counts_with_all_that_it_uses(tmp_path: Path) -> None:
     first = digest()
     assert digest(unused="a = 2") == first
     assert len({first, digest(shift=1.5), digest(scale=3.0)}) == 3
-
-
-# ---------------------------------------------------------------------------------------------------------- tables
-def test_tables_without_pandas_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flexfleet.api.tables import table
-
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    found = table([{"a": 1}, {"a": 2, "b": 0.5}])
-    assert isinstance(found, Rows) and found.rows == ({"a": 1}, {"a": 2, "b": 0.5}) and found.columns == ["a", "b"]
-    assert [row["a"] for row in found] == [1, 2] and len(found) == 2 and found[1]["b"] == 0.5
-    assert found._repr_html_().count("<tr>") == 3
-    assert to_html(["<a>"], [["<b>"]]).count("&lt;") == 2

@@ -19,7 +19,6 @@ from flexfleet.experiments import compare as compare_module
 from flexfleet.experiments import comparison_report
 from flexfleet.experiments.comparison_file import ComparisonFile
 from flexfleet.files.artifacts import Apoz, Result
-from flexfleet.reports import report
 from flexfleet.tracking.record import experiment
 from tests.harness.comparisons import LABELS, SEEDS, TWO, Compared
 from tests.harness.processes import refused
@@ -192,17 +191,6 @@ def test_the_page_needs_nothing_from_outside(compared: Compared) -> None:
     assert drawing.strip() in page
     assert drawing.startswith("<svg ") and all(label in drawing for label in (*LABELS, "avg", "full", "range of seeds"))
     assert sha_of(compared.folder / "flexfl-s0") in page and "partition.clients" in page
-
-
-def test_a_comparison_without_json_prints_tables_and_where_things_are(
-    compared: Compared, flexfleet: Any, sets: list[str]
-) -> None:
-    done = flexfleet("compare", *TWO, "--id", "both", "--resume", "--to", "0.01,0.999", sets=sets)
-    assert done.code == 0, done.err
-    assert "runs/both/comparison.html" in done.out
-    assert "1 %" in done.out and "99.9 %" in done.out
-    last = [line for line in done.out.splitlines() if line.startswith("  flexfl")][-1]
-    assert last.rstrip().endswith(report.NONE), "not reached"
 
 
 # ---------------------------------------------------------------------------------------------------- variants

@@ -97,14 +97,6 @@ def test_changed_code_is_refused_before_anything_trains(
     assert flexfleet(*argv, "--resume", sets=[*sets, "rounds.stop=1"]).code == 0
 
 
-def test_a_comparison_is_made_by_one_process_at_a_time(compared: Compared, flexfleet: Any, sets: list[str]) -> None:
-    from flexfleet.files.run_folder import folder_lock
-
-    with folder_lock(compared.folder):
-        text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=sets))
-    assert "another process" in text
-
-
 # ---------------------------------------------------------------------------------------------------- failures
 BREAKS = """
 from collections.abc import Iterable

@@ -89,12 +89,6 @@ def test_status_shows_a_device_that_is_not_obeyed(tmp_path: Path, invited: Invit
     assert row(tmp_path)["state"] == "unknown" and row(tmp_path)["said"]
 
 
-def test_configuration_names_no_torch_device_of_enrolled_devices() -> None:
-    assert parse({"run": {"backend": "agents", "devices": ["cpu", "cpu"]}}).run.apart
-    with pytest.raises(ConfigError, match=r"run\.devices"):
-        parse({"run": {"backend": "agents", "devices": ["cuda:0"]}})
-
-
 @pytest.mark.parametrize("address", ["http://s3.example/message", "https://[s3.example/message"])
 def test_invitation_with_a_wrong_address_is_not_stored(tmp_path: Path, invited: Invitation, address: str) -> None:
     """Otherwise the device would continue with it when the invitation has been mended."""

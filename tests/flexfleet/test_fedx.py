@@ -72,22 +72,6 @@ def test_model_is_the_same_on_any_backend_and_after_a_stop(flexfleet: Any, sets:
     assert len(set(found.values())) == 1, found
 
 
-def test_pool_is_listed_with_and_without_a_search(flexfleet: Any, sets: list[str]) -> None:
-    argv = ("pool", "--algorithm", "fedx", "--model", "small_cnn", "--json")
-    done = flexfleet(*argv, "--input", "1x8x8", "--classes", "10")
-    assert done.code == 0, done.err
-    assert [level["name"] for level in done.json["levels"]] == ["small", "medium", "large"]
-    assert all("tiers" not in level for level in done.json["levels"]), "as before there were any"
-    assigned = "algorithm.assigned={weak: {level: small, bits: 11}, medium: {level: medium, bits: 9}}"
-    told = flexfleet(*argv, "--input", "1x8x8", "--classes", "10", "--set", assigned).json["levels"]
-    assert told[0]["tiers"]["weak"]["down"] == {
-        "name": "qsgd", "bits": 11, "levels": None, "bucket": 512, "coding": "shorter",
-    }  # fmt: skip
-    assert [level["dispatched"] for level in told] == [True, True, False]
-    found = flexfleet("pool", "--json", sets=sets)
-    assert {tier for level in found.json["levels"] for tier in level.get("tiers", {})} == {"weak", "medium", "strong"}
-
-
 @pytest.mark.parametrize(
     ("change", "code", "message"),
     [

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from fl_engine.core.errors import ConfigError
-from flexfleet.experiments import nightly, nightly_figures, nightly_suite
-from flexfleet.experiments.nightly_figures import machine
+from flexfleet.experiments import nightly, nightly_suite
 from flexfleet.experiments.nightly_gate import PASSED, REFERENCE, Check, Z, judge, pooled_spread
 from flexfleet.experiments.nightly_suite import NightFigures, OfLabel
 from flexfleet.files.artifacts import History
@@ -143,20 +142,6 @@ def test_the_reference_is_of_this_code(
         assert history.rounds[-1]["metrics"][metric] == pytest.approx(before[metric][0], abs=0.03)
     refused = [line["failure"] for row in history.rounds for line in row["clients"] if "failure" in line]
     assert refused == [], "nobody lies here"
-
-
-@pytest.mark.parametrize("backend", ["in_process", "processes"])
-def test_memory_is_compared_with_the_same_backend_only(reference: NightFigures, backend: str) -> None:
-    """The memory that is measured is the coordinator's."""
-    asked = nightly_suite.load(DIGITS)
-    before = reference.model_copy(
-        update={"machine": {**machine(), "runs in": nightly_figures.PROCESSES, "backend": "in_process"}}
-    )
-    runs = nightly_suite.runs_of(asked, "digits", asked.seeds, {"run.backend": backend}, "x")
-    night = nightly.Night(DIGITS, asked, "x", runs)
-    now = before.model_copy(update={"machine": nightly_figures._machine(night, nightly_figures.PROCESSES)})
-    checks = judge(now, before, [], THRESHOLDS)
-    assert ("pace" in {check.metric for check in checks}) is (backend == "in_process")
 
 
 # ------------------------------------------------------------------------------- unchanged code, and what is caught

@@ -297,14 +297,6 @@ def test_private_runs_of_one_name_share_a_key_and_no_noise(rounds: Step, tmp_pat
     assert model(tmp_path / "one" / "a") != model(tmp_path / "two" / "a")
 
 
-def test_run_that_needs_no_key_has_none(step: Step, prepared: Path, quick: Sequence[str], tmp_path: Path) -> None:
-    given = ("--partition", f"{prepared}/partition", "--pool", f"{prepared}/pool", "--out", str(tmp_path / "a"))
-    assert step(federate_module.main, *given, sets=[*quick, "rounds.stop=1"]).code == 0
-    file = RunFile.read(tmp_path / "a" / "run.json")
-    assert (file.key_at, file.key_sha256, file.noise_stream) == (None, None, None)
-    assert not (tmp_path / "a" / "secret").exists()
-
-
 def test_key_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     InStore(FolderStore(tmp_path), IN_RUN).create(KEY)
     file = tmp_path / IN_RUN

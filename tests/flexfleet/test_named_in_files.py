@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,18 +212,6 @@ class Task(Classification):
 def net():
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
 """
-
-
-def test_own_task_works_once_its_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / f"{NAME}.py").write_text(OWN)
-    module = importlib.import_module(NAME)
-    named = stored_data.store(replace(data(), task=module.Task(4)), tmp_path / "data", TASKS)
-    assert type(stored_data.read(tmp_path / "data", named, TASKS).task) is module.Task
-    sys.modules.pop(NAME)
-    with pytest.raises(ConfigError):
-        stored_data.read(tmp_path / "data", named, TASKS)
-    monkeypatch.setenv(ALLOWED, NAME)
-    assert type(stored_data.read(tmp_path / "data", named, TASKS).task).__name__ == "Task"
 
 
 def test_own_network_loads_once_its_module_is_imported(

@@ -19,7 +19,6 @@ from flexfleet.experiments.comparison_tasks import PairsFile
 from flexfleet.experiments.executor import Command
 from flexfleet.experiments.nightly_run import Night, keep_commit
 from flexfleet.experiments.nightly_suite import NightFigures, OfLabel
-from flexfleet.files.run_folder import folder_lock
 
 Code = Callable[[str], None]
 Nights = Callable[[], Night]
@@ -69,21 +68,6 @@ def test_a_night_is_resumed_by_the_commit_that_began_it_alone(night: Nights, cod
     assert files(tmp_path) == before, "what is refused leaves nothing"
     code("aaaa")
     nightly.take_folder(asked, resume=True)
-
-
-@pytest.mark.parametrize("work", [nightly.regress, nightly.update])
-def test_a_night_is_one_process_s_also_while_it_is_judged(
-    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[..., object]
-) -> None:
-    """Then no comparison of it is at work, whose folder would be locked: two would judge it, and promote it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(nightly, "REFERENCE_SEEDS", ())
-    monkeypatch.setattr(nightly, "begin", lambda *_: pytest.fail("MLflow is told of it"))
-    monkeypatch.setattr(nightly, "make", lambda *_: pytest.fail("it begins"))
-    night = nightly.prepare(str(suite), "n", {"tracking.mlflow": None}, update=True)
-    nightly.take_folder(night, resume=False)
-    with folder_lock(night.folder), pytest.raises(ConfigError, match="n is being run by another process"):
-        work(night, resume=True)
 
 
 @pytest.mark.parametrize("kept", ["comparison.token", ".lock"])

@@ -119,21 +119,3 @@ def test_table_3_has_its_proportions() -> None:
                 assert [own.memory, *own.sigma, *own.limits] == pytest.approx(
                     [published.memory, *published.sigma, *published.limits], rel=1e-5
                 )
-
-
-def test_table_4_has_three_sizes_a_level_and_one() -> None:
-    found = rows("table4")
-    assert len(found) == 24
-    for label, entry in found.items():
-        assert algorithm(entry)["p"] == (1 if label.startswith("coarse") else 3)
-        assert tiers_of(entry) == FLEETS["adaptivefl_resnet18" if "resnet18" in label else "adaptivefl"]
-
-
-def test_figure_6_has_the_devices_of_table_5() -> None:
-    found = rows("figure6")
-    assert set(found) == {"all_large", "decoupled", "heterofl", "scalefl", "adaptivefl"}
-    for entry in found.values():
-        counts = Counter(device.tier for device in fleet(tiers_of(entry), 17, 0))
-        assert sorted(counts.values()) == [3, 4, 10] and counts["medium"] + counts["jetson-nano"] == 10
-        assert (entry.config.model["name"], entry.config.dataset.name) == ("mobilenetv2", "widar")
-        assert (entry.config.partition.rule, entry.config.partition.alpha) == ("dirichlet", 0.2)

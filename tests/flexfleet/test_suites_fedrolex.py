@@ -100,20 +100,6 @@ def test_smallest_and_largest_are_the_ends_of_table_3_6() -> None:
             assert widths(found[f"{row}-low"]) == (1.0,) and [t.share for t in tiers_of(found[f"{row}-low"])] == [1.0]
 
 
-def test_table_3_4_has_its_weightings() -> None:
-    for name in ("table3.4", "table3.4-cifar100", "table3.4-small"):
-        found = rows(name)
-        ends = {f"{end}-high" for end in BOUNDS}
-        assert found.keys() & ends == (set() if "small" in name else ends)
-        assert {n: e.config.algorithm["weighting"] for n, e in found.items() if n not in ends} == {
-            "none-high": "uniform",
-            "model_size-high": "model_size",
-            "updates-high": "updates",
-            "hybrid-high": "hybrid",
-        }
-        assert {entry.config.partition.labels_per_client for entry in found.values()} == {20 if "100" in name else 2}
-
-
 @pytest.mark.parametrize("of", ["", "-cifar100"])
 def test_figure_3_3_has_rho_from_0_to_1(of: str) -> None:
     """Tables 3.9 and 3.10: rates fall at 500 and 1,000 (1,250 rounds), for rho from .3 to .7 at 700 and 1,200 (1,500
@@ -138,19 +124,3 @@ def test_figure_3_3_has_rho_from_0_to_1(of: str) -> None:
         assert entry.config.rounds.stop == (2000 if of else 1500) and 1250 % entry.config.rounds.evaluate_every == 0
         labels = {"high": 20, "low": 50} if of else {"high": 2, "low": 5}
         assert entry.config.partition.labels_per_client == labels[case]
-
-
-def test_figure_3_4_has_servers_2_to_16_times_as_wide() -> None:
-    """Table 3.11: 1,500 rounds, rates fall at 800 and 1,200."""
-    found = rows("figure3.4")
-    assert len(found) == 32 and {label.split("-")[0] for label in found} == {"fedrolex", "federated_dropout"}
-    for label, entry in found.items():
-        _, data, heterogeneity, times = label.split("-")
-        assert widths(entry) == (1 / int(times),) and entry.config.dataset.name == data
-        family = network(entry)
-        pool = FedRolex(widths=widths(entry)).pool(family, None, None)  # type: ignore[arg-type]
-        assert [model.dispatched for model in pool] == [True, False]
-        assert {level_of(device, pool) for device in fleet(tiers_of(entry), 100, 0, family)} == {0}
-        assert (entry.config.rounds.stop, tuple(entry.config.training.lr_steps)) == (1500, (800, 1200))
-        of_data = {"high": 2, "low": 5} if data == "cifar10" else {"high": 20, "low": 50}
-        assert entry.config.partition.labels_per_client == of_data[heterogeneity]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -24,9 +23,8 @@ from fl_engine.core.errors import (
     Stopped,
     Unreachable,
 )
-from fl_engine.storage import lease
 from fl_engine.storage.checkpoints import Checkpoints, Row
-from fl_engine.storage.store import FolderStore, MemoryStore
+from fl_engine.storage.store import FolderStore
 from flexfleet.config import form, load_config
 from flexfleet.files.artifacts import History, RunFile
 from flexfleet.kubeflow import task_end
@@ -154,31 +152,6 @@ def test_what_another_try_does_not_mend_is_not_tried_again(clock: Clock, error: 
     with pytest.raises(type(error)):
         patiently(failing(clock, (1, error)))
     assert clock.slept == []
-
-
-def test_a_task_goes_on_when_the_coordinator_that_has_the_run_lets_go(
-    clock: Clock, memory_store: MemoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its pod was deleted by force, and it still works on a node that is cut off from the cluster."""
-    monkeypatch.setattr(lease, "BEAT_S", 0.02)
-    monkeypatch.setattr(lease, "POLL_S", 0.01)
-    with ExitStack() as cut_off:
-        cut_off.enter_context(lease.held(memory_store))
-        monkeypatch.setattr(lease, "_machine", lambda: "another")
-
-        def sleep(seconds: float) -> None:
-            clock.slept.append(seconds)
-            if len(clock.slept) == 2:
-                cut_off.close()
-
-        def work() -> int:
-            with lease.held(memory_store) as mine:
-                return mine.number
-
-        monkeypatch.setattr(clock, "sleep", sleep)
-        assert patiently(work) == 2
-    assert clock.slept == list(task_end.WAITS_S[:2])
-    assert "is being run by process" in caplog.text and "trying again in 10 s (1 of 4)" in caplog.text
 
 
 class Outage(FolderStore):
