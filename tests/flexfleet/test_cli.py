@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +15,16 @@ from typing import Any
 import pytest
 
 import fl_engine
+from fl_engine.core.errors import Stopped
+from fl_engine.datasets import DATASETS
 from flexfleet.cli import host
+from flexfleet.files.signals import stopping_at_once
 from tests.harness.processes import refused
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
 
 
 # ------------------------------------------------------------------------------------------- help and version
-
-
 @pytest.mark.parametrize("argv", [[], ["runn"], ["run", "--sett", "a=b"], ["pool", "--classes", "ten"], ["report"]])
 def test_a_wrong_command_line_is_bad_input(flexfleet: Any, argv: list[str]) -> None:
     done = flexfleet(*argv)
@@ -246,3 +250,71 @@ def test_the_module_is_the_command() -> None:
     for module in ("flexfleet", "flexfleet.cli.main"):
         done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (0, f"flexfleet {fl_engine.__version__}\n")
+
+
+def test_status_finds_the_runs_of_comparisons_and_studies(
+    flexfleet: Any, finished: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A study deletes the ledger of a trial that has ended, and its runs have no result.json."""
+    run, _ = finished
+    for place in ("c/one-s0", "c/two-s0", "s/trials/0-s0", "s/held-out/best-t0-s7"):
+        shutil.copytree(run, Path("runs", place))
+    for place in ("s/trials/0-s0", "s/held-out/best-t0-s7"):
+        for name in ("result.json", "manifest.json"):
+            Path("runs", place, name).unlink()
+    shutil.rmtree("runs/s/trials/0-s0/rounds")
+    Path("runs/c/two-s0/run.json").write_text("torn")
+    (Path("runs") / "begun").mkdir()
+    assert "runs/begun" in refused(flexfleet("status", "runs/begun"))
+    alone = flexfleet("status", "runs/a", "--json").json
+    found = flexfleet("status", "--json").json["runs"]
+    assert [row["run_id"] for row in found] == ["a", "c/one-s0", "c/two-s0", "s/trials/0-s0", "s/held-out/best-t0-s7"]
+    assert found[2]["status"] == "unreadable" and "run.json" in found[2]["why"]
+    assert [row | {"run_id": "a"} for row in (found[1], *found[3:])] == [alone] * 3
+    assert flexfleet("status", "runs/s", "--json").json == {"runs": found[3:]}
+    lines = flexfleet("status", "runs/c").out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["c/one-s0", "finished"], ["c/two-s0", "unreadable"]]
+    shutil.rmtree(run)
+    assert len(flexfleet("status").out.splitlines()) == 4, "a store that holds no run of its own"
+    monkeypatch.chdir(run.parent / "s" / "trials")
+    assert flexfleet("status", "0-s0", "--json").json | {"run_id": "a"} == alone
+
+
+def test_fetch_lists_what_there_is(flexfleet: Any, tmp_path: Path) -> None:
+    done = flexfleet("fetch", "--root", str(tmp_path))
+    assert done.code == 0
+    lines = {line.split()[0]: line for line in done.out.splitlines()}
+    assert lines.keys() == DATASETS.keys()
+    assert "there" in lines["digits"]
+    assert "missing" in lines["cifar10"]
+    assert all(source.address in lines[name] for name, source in DATASETS.items())
+    part = tmp_path / DATASETS["cifar10"].files[0]
+    part.parent.mkdir(parents=True)
+    part.touch()
+    assert "1 of 6 files" in flexfleet("fetch", "--root", str(tmp_path)).out
+    assert "nothing to fetch" in flexfleet("fetch", "digits").out
+    assert "did you mean 'cifar10'" in refused(flexfleet("fetch", "cifar"))
+    by_hand = refused(flexfleet("fetch", "casas", "--root", str(tmp_path)))
+    assert f"{tmp_path}/casas/cairo/data" in by_hand
+    assert "Download the data sets cairo, milan, " in by_hand
+
+
+@pytest.mark.parametrize("argv", [(), ("digits",)])
+def test_fetch_as_json(flexfleet: Any, tmp_path: Path, argv: tuple[str, ...]) -> None:
+    found = flexfleet("fetch", *argv, "--root", str(tmp_path), "--json").json
+    assert found["datasets"]["digits"] is True
+    assert found["about"]["digits"] == DATASETS["digits"].about
+    assert found["source"]["digits"] == DATASETS["digits"].address
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, Stopped), (signal.SIGINT, KeyboardInterrupt)])
+def test_signal_ends_what_is_inside_with_its_own_error(number: signal.Signals, raised: type[BaseException]) -> None:
+    ended = False
+    with pytest.raises(raised, match="resume it"), stopping_at_once("resume it"):
+        try:
+            signal.raise_signal(number)
+        finally:
+            signal.raise_signal(signal.SIGTERM)  # does not disturb the end
+            time.sleep(0.01)
+            ended = True
+    assert ended

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fl_engine.core.errors import IntegrityError, Stopped
+from fl_engine.core.errors import ConfigError, IntegrityError, Stopped
 from fl_engine.storage.store import sha256
 from flexfleet.api.results import load
+from flexfleet.config import Config
+from flexfleet.config.run_names import LONGEST, new_name, plain
 from flexfleet.files.artifacts import RunFile
+from flexfleet.files.run_folder import folder_lock
 from flexfleet.pipeline import federate
 from flexfleet.pipeline import run as run_module
 from flexfleet.pipeline.prepare import Resolved
@@ -250,3 +255,72 @@ def test_a_machine_that_computes_other_bits_is_refused_unless_accepted(
 @pytest.mark.parametrize("command", ["run", "central"])
 def test_resume_needs_the_name_of_a_run(command: str, flexfleet: Any) -> None:
     assert "--resume needs --run-id" in refused(flexfleet(command, "--resume"))
+
+
+GOOD = ("a", "flexfl-s0-20261122-101010", "my run", "größe", "package.module:NAME-s0", "a" * LONGEST, "_x", "a.b")
+BAD = (
+    "", ".", "..", ".hidden", "-rf", "a/b", "/tmp/x", "a\\b", "a\nb", "a\n", "\ra", "a\tb", "a\0b", "a\x1b[31m", " a",
+    "a ", "a\u202eb", "a\u200bb", "a\u2028b", "\ud800", "a" * (LONGEST + 1), "é" * (LONGEST // 2 + 1), "a" * 100_000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_plain_name_is_taken_as_it_is(name: str) -> None:
+    assert plain(name, "run_id") == name
+
+
+@pytest.mark.parametrize("name", BAD, ids=lambda name: ascii(name)[:20])
+def test_what_is_no_plain_name_is_refused_in_one_short_line(name: str) -> None:
+    with pytest.raises(ConfigError, match="run_id is a plain name") as error:
+        plain(name, "run_id")
+    assert str(error.value).isprintable() and len(str(error.value)) < 400
+
+
+def test_runs_of_the_same_second_get_different_names(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path, no_drawings: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda *_: "20261122-101010")
+    sets = [*quick, "rounds.stop=1", "central.epochs=1"]
+    with ThreadPoolExecutor(8) as threads:
+        assert len(set(threads.map(lambda _: new_name(Config()), range(64)))) == 64
+    names = [flexfleet("central", "--json", sets=sets).json["run_id"] for _ in range(2)]
+    assert len({*names, *(path.name for path in Path("runs").iterdir())}) == 2
+
+
+# ------------------------------------------------------------------------------------------------------ the lock
+def test_a_folder_has_one_lock(tmp_path: Path) -> None:
+    with folder_lock(tmp_path), pytest.raises(ConfigError, match="another process"), folder_lock(tmp_path):
+        pass
+    with folder_lock(tmp_path):
+        pass
+
+
+@pytest.mark.long
+def test_run_is_published_from_paths_of_any_script(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None
+) -> None:
+    here, scratch = tmp_path / "Möbel 中文 x", tmp_path / "tmp ü 中"
+    for folder in (here, scratch, here / "ß code"):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    (here / "ß code" / "rate.py").write_text("RATE = 0.1\n")
+    sets = [
+        *(text for text in quick if not text.startswith(("tracking.", "run.store"))),
+        "run.store=Läufe 中",
+        "run.code=ß code/rate.py",
+        "tracking.mlflow=sqlite:///möbel 中.db",
+        "tracking.experiment=Versuch ü 中",
+        "publish.dvc=Ablage ü 中",
+        "publish.models=true",
+        "rounds.stop=1",
+    ]
+    done = flexfleet("run", "--json", "--run-id", "a", sets=sets)
+    assert done.code == 0, done.err
+    fetched = flexfleet("fetch", "--json", done.json["mlflow_run_id"], "--out", "zurück 中", sets=sets)
+    assert fetched.code == 0, fetched.err
+    model = Path("Läufe 中/a/model.safetensors").read_bytes()
+    assert Path("zurück 中/model.safetensors").read_bytes() == model
+    assert flexfleet("report", "Läufe 中/a", "--out", "Bericht ü.html").code == 0

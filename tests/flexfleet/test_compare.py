@@ -74,8 +74,6 @@ def test_bad_input_is_found_before_anything_trains(flexfleet: Any, sets: list[st
 
 
 # ------------------------------------------------------------------------------------------- a comparison of four
-
-
 @pytest.mark.parametrize("label", LABELS)
 def test_every_figure_is_what_the_histories_say(compared: Compared, label: str) -> None:
     each = [rounds_of(compared.folder, label, seed) for seed in SEEDS]

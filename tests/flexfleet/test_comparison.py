@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.storage.checkpoints import Row
+from fl_engine.testing.tiny import tiny_pool
+from flexfleet.config import Config, Range, algorithm, load_config
 from flexfleet.experiments import comparison_curves, comparison_report
 from flexfleet.experiments.comparison_file import (
     ComparisonFile,
@@ -17,6 +22,9 @@ from flexfleet.experiments.comparison_file import (
     spread,
 )
 from flexfleet.experiments.comparison_tables import cell
+from flexfleet.experiments.row_differences import differences, options_of
+from flexfleet.experiments.tune_conclusion import beats
+from flexfleet.experiments.tune_report import Tuned, markdown, told
 from flexfleet.files.measure import highest
 from flexfleet.reports import report
 
@@ -184,3 +192,99 @@ def test_the_clock_of_a_curve_is_the_mean_over_the_seeds() -> None:
     assert comparison_curves.clock(runs, "full") == [15, 30, 60, 75]
     untimed: Any = [Fake(rows((0.5, 1), simulated=False))]
     assert comparison_curves.clock(untimed, "full") == []
+
+
+FAMILY = SmallCNN((1, 8, 8), 10)
+
+
+def found(**rows: list[str]) -> dict[str, dict[str, Any]]:
+    """Of rows by label, each with its settings, the first of which is the algorithm."""
+    configs = {label: load_config(None, [f"algorithm.name={name}", *sets]) for label, (name, *sets) in rows.items()}
+    return differences(configs, {label: _pool(config) for label, config in configs.items()})
+
+
+def _pool(config: Config) -> Any:
+    method: Any = algorithm(config)
+    return tiny_pool(method, method.network(FAMILY) if hasattr(method, "network") else FAMILY)
+
+
+# ------------------------------------------------------------------------------------------------- what is found
+def test_defaults_that_differ_are_found_and_equal_ones_are_not() -> None:
+    apart = found(heterofl=["heterofl"], fedrolex=["fedrolex"], flexfl=["flexfl"])
+    assert apart == {
+        "algorithm.weighting": {"heterofl": "examples", "fedrolex": "uniform", "flexfl": "examples"},
+        "algorithm.static_bn": {"heterofl": True, "fedrolex": True, "flexfl": False},
+        "algorithm.scaler": {"heterofl": True, "fedrolex": True, "flexfl": False},
+        "algorithm.mask_labels": {"heterofl": True, "fedrolex": False, "flexfl": False},
+        "algorithm.selection": {"heterofl": "by_capacity", "fedrolex": "by_capacity", "flexfl": "resource_table"},
+    }, "widths are equal, and overlap, rounding, rule, kd_weight are options of one row"
+
+
+def test_training_precision_and_data_of_a_row_are_found() -> None:
+    sets = ["training.epochs=2", "run.precision=bf16", "partition.alpha=0.7", "algorithm.server={name: yogi, lr: 0.02}"]
+    apart = found(plain=["fedavg"], other=["fedavg", *sets, "run.store=elsewhere", "seed=0"])
+    assert apart == {
+        "training.epochs": {"plain": 5, "other": 2},
+        "run.precision": {"plain": "fp32", "other": "bf16"},
+        "partition.alpha": {"plain": load_config(None, []).partition.alpha, "other": 0.7},
+        "algorithm.server": {"plain": "average", "other": {"name": "yogi", "lr": 0.02}},
+    }, "where runs are kept is no difference"
+
+
+def test_what_an_algorithm_makes_of_a_setting_counts() -> None:
+    """FedSGD trains one step on all samples, whatever the section says; a selection is told although it is null."""
+    apart = found(fedsgd=["fedsgd"], all_large=["all_large", "algorithm.eligible=capable"], adaptivefl=["adaptivefl"])
+    assert apart["training.epochs"] == {"fedsgd": 1, "all_large": 5, "adaptivefl": 5}
+    for label in ("fedsgd", "all_large"):
+        assert apart["algorithm.selection"][label] == {"name": "uniform", "model": "largest"}
+    assert apart["algorithm.selection"]["adaptivefl"]["name"] == "curiosity"
+    assert apart["algorithm.eligible"] == {"fedsgd": "all", "all_large": "capable"}, "AdaptiveFL has no such option"
+
+
+def test_every_option_of_a_row_is_looked_at() -> None:
+    """No list of names: what the algorithm and the configuration have is there, but places and the row's identity."""
+    config = load_config(None, ["algorithm.name=fedx"])
+    options = options_of(config, algorithm(config), _pool(config))
+    for key in ("algorithm.fine_tuning", "algorithm.bits", "training.lr", "partition.rule", "run.precision"):
+        assert key in options
+    assert not {"algorithm.name", "seed", "run.store", "run.backend", "tracking.mlflow"} & options.keys()
+    json.dumps(options)
+
+
+FOUND = Tuned(
+    id="a", metric="avg", trials={"complete": 3, "pruned": 1, "infeasible": 0, "diverged": 2},
+    space={"algorithm.kd_weight": Range(low=0.1, high=100.0, log=True).model_dump(mode="json"),
+           "training.nesterov": Range(choices=(True, "a|b")).model_dump(mode="json")},
+    symbols={"algorithm.kd_weight": "λ"},
+    importance={"algorithm.kd_weight": 0.25, "training.nesterov": 0.75},
+    default={"algorithm.kd_weight": 10.0}, default_value=0.8,
+    best={"algorithm.kd_weight": 31.4159, "training.nesterov": "a|b"}, best_trial=2, best_value=0.84,
+    held_out={"seeds": [7, 8], "default": [0.80, 0.82], "best": [0.83, 0.84]}, gain=0.025, better=True, tried=(),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("gain", [-0.004, 0.0, 0.004, None])
+def test_a_setting_that_is_not_better_is_no_gain_and_not_shown(gain: float | None) -> None:
+    worse = FOUND.model_copy(update={"gain": gain, "better": False})
+    first, *_, last = told(worse, Path("runs/a")).splitlines()
+    assert first.startswith("Nothing better than the default was found") and "31.42" not in first
+    assert "over the default" not in first and last.endswith("params.yaml (the default)")
+    assert ("may be noise" in first) == (gain == 0.004)
+    assert "```" not in markdown(worse, "{}\n")
+
+
+@pytest.mark.parametrize(
+    ("best", "default", "better"),
+    [
+        ([0.84, 0.85, 0.86], [0.80, 0.82, 0.82], True),
+        ([0.84, 0.81, 0.86], [0.80, 0.82, 0.82], False),  # +2.3 points, but the differences are +4, -1 and +4
+        ([0.80, 0.82, 0.82], [0.84, 0.85, 0.86], False),
+        ([0.90], [0.80], False),
+        ([0.84, None, 0.86], [0.80, 0.82, 0.82], False),
+        ([0.84, 0.85, 0.86], [0.80, None, 0.82], True),
+        ([0.84, None, 0.86], [None, 0.80, 0.82], False),
+    ],
+    ids=["better", "within the noise", "worse", "one seed", "best diverged", "default diverged", "both diverged"],
+)
+def test_the_best_setting_has_to_beat_the_noise(best: Any, default: Any, better: bool) -> None:
+    assert beats(best, default) is better

@@ -13,16 +13,18 @@ import yaml
 from fl_engine.aggregation.server_opt import Yogi
 from fl_engine.algorithms import FedAvg
 from fl_engine.core.errors import ConfigError, ModelError, masked
+from fl_engine.core.text import at_home
 from fl_engine.fleet.devices import FLEETS
 from fl_engine.selection import Curiosity
 from flexfleet import config as configs
 from flexfleet.config import Config, flatten, load_config, parse
+from flexfleet.experiments import tune_storage
 from flexfleet.pipeline.prepare import Resolved
+from flexfleet.worker.mailbox import folder_of
 from tests.harness.settings import refused, written
 
+
 # --------------------------------------------------------------------------------------------------- defaults
-
-
 def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
     assert load_config(written(tmp_path, "# nothing\n")) == Config()
 
@@ -106,8 +108,6 @@ def test_a_list_of_a_network_is_checked_too() -> None:
 
 
 # -------------------------------------------------------------------------------------------- what comes of it
-
-
 def test_a_configuration_survives_json_and_yaml() -> None:
     sets = ["model.name=vgg16", "model.fc=[64, 64]", "training.lr=1e-3", "algorithm.kd_weight=3", "dataset.pad=32"]
     config = load_config(None, sets)
@@ -218,3 +218,96 @@ def test_the_address_of_data_holds_no_password(address: str) -> None:
 # --------------------------------------------------------------------------------------------- what a value moves
 def test_sections_with_addresses_are_not_told_to_clients() -> None:
     assert set(configs.PRIVATE) == {"tracking", "tune", "publish"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("tune.space={training.lr: {lo: 0.01, high: 1}}",
+         "unknown parameter 'tune.space.training.lr.lo' (did you mean 'low'?)"),
+        ("kubernetes.pools={weak: {selectr: {a: b}}}",
+         "unknown parameter 'kubernetes.pools.weak.selectr' (did you mean 'selector'?)"),
+        ("codec.up.bits=4",
+         "unknown parameter 'codec.up.bits': codec.up.name=identity has no options; codec.up.name=qsgd has it"),
+        ("algorithm.selection={name: uniform, exploration: 3}",
+         "unknown parameter 'algorithm.selection.exploration' (known: model); algorithm.selection.name=oort has it"),
+        ("publish.precision=[fp32, fp8]",
+         "publish.precision.1: input should be 'fp32', 'fp16', 'int8' or 'int8_static', got 'fp8'"),
+        ("algorithm={name: multibranch, exits: 3}",
+         "algorithm.exits: input should be a valid string, or a list, such as [3], got 3"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_with_a_hint_that_holds(given: str, said: str) -> None:
+    told = refused(given)
+    assert told.startswith(said) if said.endswith(" ") else told.endswith(said)
+    assert ";" not in told.removesuffix(said), "one mistake is told once"
+
+
+PATHS = {
+    "dataset.root": "~/data",
+    "partition.map": "~/map.json",
+    "partition.folders": "~/clients",
+    "partition.features": "~/features.npy",
+    "model.init": "~/model.safetensors",
+    "fleet.trace": "~/trace.csv",
+    "run.store": "~/x",
+    "run.remote": "~/remote",
+    "run.secrets": "~/keys",
+    "tracking.mlflow": "sqlite:///~/mlflow.db",
+    "publish.dvc": "~/dvc",
+    "tune.storage": "sqlite:///~/study.db",
+    "kubernetes.template": "~/job.yaml",
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    found = tmp_path / "home"
+    found.mkdir()
+    monkeypatch.setenv("HOME", str(found))
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_parameter_with_tilde_names_the_home_folder(name: str, home: Path) -> None:
+    local = ("partition.rule=local",) if name == "partition.folders" else ()
+    shown = flatten(load_config(None, [*local, f"{name}={PATHS[name]}"]))
+    found = shown["fleet.trace.path" if name == "fleet.trace" else name]
+    assert found == PATHS[name].replace("~", str(home))
+
+
+def test_code_with_tilde_is_found_in_the_home_folder(home: Path) -> None:
+    (home / "theirs.py").write_text("LEVELS = 3\n")
+    assert load_config(None, ["run.code=~/theirs.py"]).run.code == str(home / "theirs.py")
+
+
+def test_variables_with_tilde_name_the_home_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STATE_DIRECTORY", "~/state")
+    monkeypatch.setenv("FLEXFLEET_TUNE_STORAGE", "sqlite:///~/study.db")
+    assert folder_of("a") == home / "state"
+    assert tune_storage.address(load_config(None)) == f"sqlite:///{home}/study.db"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("~", "{home}"),
+        ("~/möbel/x", "{home}/möbel/x"),
+        ("file://~/mlruns", "file://{home}/mlruns"),
+        ("sqlite+pysqlite:///~/m.db?timeout=9", "sqlite+pysqlite:///{home}/m.db?timeout=9"),
+        ("./~/x", "./~/x"),
+        ("s3://bucket/~/x", "s3://bucket/~/x"),
+        ("https://host/~user", "https://host/~user"),
+        ("a~b", "a~b"),
+    ],
+)
+def test_only_a_leading_tilde_is_the_home_folder(given: str, expected: str, home: Path) -> None:
+    assert at_home(given) == expected.format(home=home)
+
+
+def test_home_of_an_unknown_user_is_refused(home: Path) -> None:
+    for setting in ("run.store=~nobody-of-this-name/x", "model.init=~nobody-of-this-name/x"):
+        with pytest.raises(ConfigError) as refused:
+            load_config(None, [setting])
+        assert str(refused.value).startswith(setting.partition(".")[0])

@@ -215,8 +215,6 @@ def test_gate_fails_each_regression_after_one_passed_run(measured: NightFigures,
 
 
 # -------------------------------------------------------------------------------------------- a suite's file
-
-
 @pytest.mark.parametrize("sets", [{"publish.models": True}, {}])
 def test_runs_of_refuse_to_publish_before_the_gate(sets: dict[str, Any]) -> None:
     asked = nightly_suite.load(DIGITS)

@@ -62,8 +62,6 @@ def test_a_line_tells_each_level_loss_clients_seconds_and_what_is_left(caplog: p
 
 
 # ------------------------------------------------------------------------------------------- on a terminal
-
-
 def test_a_terminal_that_was_closed_ends_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(_: str) -> int:
         raise OSError(errno.EIO, "Input/output error")

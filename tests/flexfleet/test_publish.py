@@ -62,8 +62,6 @@ NAME = "digits-small_cnn-dirichlet-flexfl"
 
 
 # ------------------------------------------------------------------------------------------------- export
-
-
 def test_both_accuracies_of_a_level_are_what_is_measured(ran: Ran) -> None:
     scores = EvaluationFile.read(ran.out / "evaluation.json").levels
     run_of = ran.client.get_run(ran.result.mlflow_run_id)

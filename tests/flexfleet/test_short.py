@@ -47,8 +47,6 @@ def option(name: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------- short options
-
-
 @pytest.mark.parametrize("command", ["run", "check"])
 def test_all_short_options_together_set_what_their_dotted_names_set(command: str) -> None:
     given = [word for name, value in VALUES.items() for word in (option(name), value)]

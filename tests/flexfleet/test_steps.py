@@ -178,8 +178,6 @@ def test_evaluate_refuses_a_damaged_model(
 
 
 # -------------------------------------------------------------------------------------------- the control, APoZ
-
-
 def test_a_reference_gives_the_pools_similarity(
     step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:

@@ -40,8 +40,6 @@ ROW = {
 
 
 # ----------------------------------------------------------------------------------------- memory and console
-
-
 def test_console_skips_the_rounds_of_an_earlier_start(
     job: Any, memory_store: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -186,8 +186,6 @@ def test_a_changed_file_does_not_resume_and_one_that_is_gone_does(
 
 
 # ------------------------------------------------------------------------------------------------------- refused
-
-
 class Harmful:
     def __reduce__(self) -> Any:
         return Path.touch, (Path("harm"),)
