@@ -57,7 +57,6 @@ def test_options_of_what_a_keyword_names_are_kept(tmp_path: Path, monkeypatch: p
 
 
 def test_data_with_owners_stay_with_their_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless a keyword, an option or the configuration says otherwise."""
     monkeypatch.chdir(tmp_path)
     x, y = np.arange(96, dtype=np.float32).reshape(48, 2), np.arange(48) % 2
     owned, nobodys = ff.from_arrays(x, y, clients=np.arange(48) % 3), ff.from_arrays(x, y)

@@ -82,7 +82,6 @@ sys.exit(main())
 
 @pytest.mark.long
 def test_a_killed_one_goes_on_with_the_same_bits(flexfleet: Any) -> None:
-    """Asked to stop, which ends it after an epoch; then killed without warning, wherever it is."""
     slow = [*SETS, "central.epochs=20"]
     whole = flexfleet("central", "--json", "--run-id", "whole", sets=slow)
     assert whole.code == 0, whole.err

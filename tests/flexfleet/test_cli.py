@@ -155,7 +155,6 @@ STOPPED = ("unknown parameter", "more clients than samples", "alpha of zero", "G
 def test_a_run_with_bad_input_ends_before_it_starts(
     flexfleet: Any, quick: Sequence[str], what: str, tmp_path: Path
 ) -> None:
-    """Also before pre-training, which may take an hour, and without a folder that would be in the way afterwards."""
     sets, said = BAD[what]
     text = refused(flexfleet("run", "--json", "--run-id", "a", sets=[*quick, *sets]))
     assert all(part in text for part in said), text
@@ -255,7 +254,6 @@ def test_the_module_is_the_command() -> None:
 def test_status_finds_the_runs_of_comparisons_and_studies(
     flexfleet: Any, finished: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A study deletes the ledger of a trial that has ended, and its runs have no result.json."""
     run, _ = finished
     for place in ("c/one-s0", "c/two-s0", "s/trials/0-s0", "s/held-out/best-t0-s7"):
         shutil.copytree(run, Path("runs", place))

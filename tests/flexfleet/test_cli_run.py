@@ -196,7 +196,6 @@ def test_other_damaged_files_of_a_run_are_named(
 
 
 def test_status_of_a_damaged_run_names_the_file(flexfleet: Any, finished: Any) -> None:
-    """And hides no other one."""
     run, _ = finished
     shutil.copytree(run, run.with_name("b"))
     flip(run / "rounds" / "00001" / "metrics.json")
@@ -217,7 +216,6 @@ def test_a_run_that_is_killed_before_its_results_is_not_finished(
     flexfleet: Any, quick: Sequence[str], no_drawings: None, finished: Any, monkeypatch: pytest.MonkeyPatch,
     where: str, more: bool,
 ) -> None:  # fmt: skip
-    """Nor one that got more rounds, and has the results of fewer."""
 
     def killed(*_: Any, **__: Any) -> None:
         raise Stopped("as by a kill")

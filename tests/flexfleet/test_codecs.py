@@ -68,7 +68,6 @@ def test_qsgd_gives_the_same_bits_in_every_backend_and_resumed(
 def test_assignment_codecs_give_same_bits_on_every_backend(
     flexfleet: Any, quick: Sequence[str], algorithm: str, tmp_path: Path
 ) -> None:
-    """Each client's own levels or bits, the next round's after what this one says; then the server fine-tunes."""
     kept = [each for each in quick if not each.startswith("algorithm.name")]
     sets = [*kept, f"algorithm.name={algorithm}", "algorithm.fine_tuning={gamma: 0}"]
     found = {name: run_of(flexfleet, name, [*sets, f"run.backend={name}"]) for name in ("in_process", "processes")}

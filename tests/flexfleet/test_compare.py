@@ -212,7 +212,6 @@ def test_variants_of_one_algorithm(flexfleet: Any, sets: list[str]) -> None:
 
 
 def test_labels_may_vary_any_parameter(flexfleet: Any, sets: list[str]) -> None:
-    """One algorithm at two alphas, and with another precision at the second one, with two seeds."""
     argv = ("--algorithms", "even=flexfl,skewed=flexfl,rough=flexfl", "--seeds", "0,1", "--id", "a", "--json")
     own = ["skewed:partition.alpha=0.1", "rough:partition.alpha=0.1", "rough:run.precision=bf16"]
     done = flexfleet("compare", *argv, sets=[*sets, "rounds.stop=2", *own])

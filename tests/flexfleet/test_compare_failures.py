@@ -83,7 +83,6 @@ def test_fewer_rounds_are_refused_before_anything_trains(compared: Compared, fle
 def test_changed_code_is_refused_before_anything_trains(
     flexfleet: Any, sets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A finished run is not made again, and still was made with its code: that of the algorithm, or of the network."""
     (tmp_path / "kept_on.py").write_text(BREAKS)
     monkeypatch.syspath_prepend(tmp_path)
     argv = ("compare", "--algorithms", "mine=kept_on:Breaks", "--id", "a")
@@ -182,7 +181,6 @@ def test_runs_that_differ_are_not_tabulated(compared: Compared) -> None:
 
 @pytest.mark.usefixtures("_no_manifests")
 def test_other_data_are_not_tabulated(compared: Compared) -> None:
-    """Of one seed, where the partitions differ as they are to, and of one label, where no seed cuts the data."""
     folders = {f"{label}-s{seed}": compared.folder / f"{label}-s{seed}" for label in LABELS for seed in SEEDS}
 
     def change(name: str, section: str, **data: Any) -> None:
@@ -210,7 +208,6 @@ def test_other_data_are_not_tabulated(compared: Compared) -> None:
 # ----------------------------------------------------------------------------------------------- real processes
 @pytest.mark.long
 def test_a_stopped_comparison_goes_on(sets: list[str], flexfleet: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """The command as people type it, ended by SIGTERM in the middle of its runs."""
     given = [*sets, "rounds.stop=400", "rounds.commit_every=1", "rounds.evaluate_every=200"]
     argv = ["compare", *TWO[:2], "--id", "a", "--jobs", "2", *(word for one in given for word in ("--set", one))]
     command = subprocess.Popen(

@@ -49,7 +49,7 @@ def near(found: Spread | None, mean: float, std: float | None) -> bool:
 
 
 def test_the_highest_value_until_half_of_the_rounds_four_fifths_and_all() -> None:
-    """Of five rounds 50 % are the first three, 80 % the first four."""
+    """With five rounds, 50 % are the first three and 80 % the first four."""
     slow, fast = ([row.metrics for row in rows] for rows in (SLOW, FAST))
     assert highest(slow, "full") == {50: 0.4, 80: 0.5, 100: 0.5}
     assert highest(slow, "avg") == pytest.approx({50: 0.3, 80: 0.4, 100: 0.4})
@@ -147,7 +147,7 @@ def compared(**results: Summary) -> ComparisonFile:
 
 
 def test_rounds_simulated_time_and_mb_to_accuracies_have_a_table_each() -> None:
-    """By hand: 40 % after (2, 1) rounds of 10 s and (2, 2) MB; 60 % in the second seed alone, after 3; 80 % never."""
+    """40 % after (2, 1) rounds of 10 s and (2, 2) MB; 60 % in the second seed only, after 3 rounds; 80 % never."""
     c = compared(a=summary((SLOW, FAST), (0.4, 0.6, 0.8)))
     *_, both, rounds, clock, mb = comparison_report.tables(c)
     assert both.title == "MB down / up to reach an accuracy with the full model"
@@ -198,7 +198,6 @@ FAMILY = SmallCNN((1, 8, 8), 10)
 
 
 def found(**rows: list[str]) -> dict[str, dict[str, Any]]:
-    """Of rows by label, each with its settings, the first of which is the algorithm."""
     configs = {label: load_config(None, [f"algorithm.name={name}", *sets]) for label, (name, *sets) in rows.items()}
     return differences(configs, {label: _pool(config) for label, config in configs.items()})
 
@@ -242,7 +241,6 @@ def test_what_an_algorithm_makes_of_a_setting_counts() -> None:
 
 
 def test_every_option_of_a_row_is_looked_at() -> None:
-    """No list of names: what the algorithm and the configuration have is there, but places and the row's identity."""
     config = load_config(None, ["algorithm.name=fedx"])
     options = options_of(config, algorithm(config), _pool(config))
     for key in ("algorithm.fine_tuning", "algorithm.bits", "training.lr", "partition.rule", "run.precision"):

@@ -56,7 +56,6 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
-    """The second would silently win."""
     with pytest.raises(ConfigError, match="seed"):
         load_config(written(tmp_path, "seed: 1\nrounds: {stop: 3}\nseed: 2\n"))
 
@@ -140,7 +139,6 @@ def test_later_pools_change_only_the_keys_that_they_name(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("sets", [["model.name=vgg16", "model.width=0.25"], ["model.width=0.25", "model.name=vgg16"]])
 def test_overrides_mean_the_same_in_any_order(sets: Sequence[str], tmp_path: Path) -> None:
-    """Whoever writes --set model.width=0.25 --set model.name=vgg16 means both; dropping one silently is worst."""
     for path in (None, written(tmp_path, "model: {name: small_cnn, norm: static}\n")):
         assert load_config(path, sets).model == {"name": "vgg16", "width": 0.25}
 

@@ -78,7 +78,6 @@ def stages() -> dict[str, Any]:
 
 
 def test_dvc_keeps_all_that_a_stage_writes() -> None:
-    """Git ignores work/: what DVC does not keep either, `dvc push` leaves out and `dvc metrics diff` cannot compare."""
     written = {}
     for stage in stages().values():
         for each in (*stage["outs"], *stage.get("metrics", ())):
@@ -88,7 +87,6 @@ def test_dvc_keeps_all_that_a_stage_writes() -> None:
 
 
 def lacks(names: Iterable[str], listed: Iterable[str], mark: str) -> list[str]:
-    """Those of `names` that are not listed, nor in something that is; `mark` stands between its name and theirs."""
     within = tuple(f"{each}{mark}" for each in listed)
     return sorted(name for name in names if not f"{name}{mark}".startswith(within))
 
@@ -181,7 +179,6 @@ def test_repro_runs_what_a_change_concerns(checkout: Repo) -> None:
 def test_a_stage_fails_if_its_parameters_changed_while_it_ran(
     name: str, step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DVC reads them when it has ended, and would take its outcome for that of the new ones, for good."""
 
     def meanwhile(changes: dict[str, Any]) -> Any:
         def work(*given: Any) -> Any:
@@ -268,7 +265,6 @@ def test_an_interrupted_run_goes_on_and_another_configuration_does_not_meet_it(
 def test_a_kill_while_the_rounds_are_deleted_leaves_nothing_that_is_in_the_way(
     tmp_path: Path, job: tuple[Config, Path, Path], monkeypatch: pytest.MonkeyPatch, files: int
 ) -> None:
-    """A part of them is no run: it would be resumed, found damaged, and refused for ever."""
     config, parts, pool = job
     out, unfinished = tmp_path / "federate", tmp_path / "federate.unfinished"
 
@@ -306,7 +302,6 @@ def test_the_identity_depends_on_what_decides_the_model(job: tuple[Config, Path,
 def test_the_identity_depends_on_the_content_of_files_and_code_that_are_named(
     job: tuple[Config, Path, Path], quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupted rounds of another content could only be refused, and DVC has no way to leave them."""
     monkeypatch.syspath_prepend(tmp_path)
     trace, network = tmp_path / "trace.csv", tmp_path / "of_identity.py"
     trace.write_text("client,time,online\n")

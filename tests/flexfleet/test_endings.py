@@ -91,7 +91,6 @@ def test_comparison_with_a_diverged_run_has_no_table(runs: Path) -> None:
 def test_rounds_of_a_pipeline_fail_without_update(
     name: str, quick: Sequence[str], flexfleet: Any, runs: Path, tmp_path: Path
 ) -> None:
-    """`dvc repro` and Kubeflow call this function: the steps after it must not run."""
     sets, status = ENDINGS[name]
     given = [*quick, *sets, "rounds.stop=1"]
     flexfleet("run", "--run-id", "first", sets=given)

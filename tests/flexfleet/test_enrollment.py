@@ -68,7 +68,6 @@ def test_device_without_a_written_invitation_is_not_invited(tmp_path: Path, monk
 def test_status_shows_a_failed_device_and_its_wrong_clock(
     tmp_path: Path, capsys: Any, invited: Invitation, hours: int
 ) -> None:
-    """A clock that is ahead does not make a dead device look alive."""
     assert row(tmp_path)["state"] == "never seen"
     at = int(time.time()) + hours * 3600
     beat(invited, state="failed", error="no data here", at=at)
@@ -79,7 +78,6 @@ def test_status_shows_a_failed_device_and_its_wrong_clock(
 
 @pytest.mark.parametrize("who", ["with another key", "second"])
 def test_status_shows_a_device_that_is_not_obeyed(tmp_path: Path, invited: Invitation, who: str) -> None:
-    """It has lost its folder, or uses another device's invitation."""
     if who == "second":
         registry = enrollment.registry_of(parse({"run": {"store": str(tmp_path / "runs")}}))
         registry.put(registry.member(invited.name).model_copy(update={"id": ID}))
@@ -91,7 +89,6 @@ def test_status_shows_a_device_that_is_not_obeyed(tmp_path: Path, invited: Invit
 
 @pytest.mark.parametrize("address", ["http://s3.example/message", "https://[s3.example/message"])
 def test_invitation_with_a_wrong_address_is_not_stored(tmp_path: Path, invited: Invitation, address: str) -> None:
-    """Otherwise the device would continue with it when the invitation has been mended."""
     file, folder = tmp_path / "device-1.json", tmp_path / "device"
     heartbeat = Upload(verb="PUT", url="https://s3.example/heartbeat", fields={}, size=9)
     wrong = {"folder": None, "message": address, "heartbeat": heartbeat}

@@ -131,7 +131,6 @@ SCALED = {name: [value / 100 for value in each] for name, each in {"a": A, "near
 
 
 def test_labels_are_compared_within_a_case() -> None:
-    """By hand: in each case `a` is first, and over both `near` of the easy one would be above `a` of the hard one."""
     hard, easy = ({"partition.alpha": alpha} for alpha in (0.1, 1.0))
     base = compared(
         a=SCALED["a"],

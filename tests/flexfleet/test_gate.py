@@ -32,7 +32,6 @@ def made(values: Values, machine: Mapping[str, str] = HERE, label: str = "x", me
 
 
 def one(now: Sequence[float], reference: Sequence[float], metric: str = "full", *passed: Sequence[float]) -> Check:
-    """The comparison with the reference."""
     runs = [made({metric: each}) for each in passed]
     return judge(made({metric: now}), made({metric: reference}), runs, THRESHOLDS)[0]
 
@@ -93,7 +92,6 @@ def test_a_slow_decline_stops_at_the_reference() -> None:
 
 # -------------------------------------------------------------------------------------------- the digits suite
 def test_a_label_with_another_partition_has_another_task() -> None:
-    """Its figures are not compared with those of before; what an algorithm is set to is what is measured."""
     asked = nightly_suite.load(DIGITS)
     before = nightly_suite.task_of(asked, "uneven", "all_large")
     for key, same in (("all_large:training.lr", False), ("all_large:algorithm.eligible", True)):
@@ -173,7 +171,6 @@ def tonight(reference: NightFigures, rng: np.random.Generator, other_bits: bool 
 
 
 def worse(figures: NightFigures, label: str, metric: str) -> NightFigures:
-    """The regression that must be caught."""
     factor, shift = {"full": (1, -0.02), "avg": (1, -0.02), "rounds": (1.3, 0), "mb": (1.3, 0)}.get(metric, (1.5, 0))
     of = figures.labels[label]
     values = {**of.values, metric: tuple(value * factor + shift for value in of.values[metric])}

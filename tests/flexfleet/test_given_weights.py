@@ -39,8 +39,6 @@ HERE = __name__
 
 @dataclass(frozen=True)
 class Head:
-    """What a warm start makes."""
-
     score: float
     weights: Weights = field(default_factory=dict, compare=False, repr=False)
 
@@ -76,8 +74,6 @@ class Warm(FedAvg):
 
 
 class Sketch(BaseModel):
-    """As a pydantic model."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
     note: str
     weights: Weights = {}
@@ -122,7 +118,6 @@ def of(quick: Sequence[str]) -> Callable[..., list[str]]:
 
 
 def steps(folder: Path, sets: Sequence[str], known: Path | None = None) -> Resolved:
-    """Those before the rounds."""
     resolved = Resolved.load(None, sets)
     partition(resolved, folder / "partition")
     pretrain(resolved, folder / "partition", folder / "pretrain", known)
@@ -155,7 +150,6 @@ def test_the_weights_that_a_run_has_anyway_change_no_bit(flexfleet: Any, of: Any
 
 
 def test_steps_in_folders_of_their_own_and_a_run_make_the_same(flexfleet: Any, of: Any, tmp_path: Path) -> None:
-    """As `dvc repro` and Kubeflow run them: what the pool's folder does not hold, the rounds do not get."""
     whole = run(flexfleet, "whole", of("Warm"))
     resolved = steps(tmp_path / "made", of("Warm"))
     shutil.rmtree(tmp_path / "made" / "pretrain")

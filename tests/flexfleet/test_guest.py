@@ -60,7 +60,6 @@ def _float64() -> None:
 
 
 def precisions() -> dict[str, str]:
-    """In what each operation computes with float32."""
     at: Any = torch.backends
     return {name: attrgetter(name)(at).fp32_precision for name in OPERATIONS}
 

@@ -235,7 +235,6 @@ def objects_of(client: Any, bucket: str) -> dict[str, bytes]:
 
 @pytest.mark.long
 def test_private_run_resumes_on_another_machine(rounds: Step, bucket: Any, tmp_path: Path) -> None:
-    """With the store and the credentials, and without files of the first machine."""
     sets = ["run.remote=s3://runs/keys-x", "run.secrets=s3://safe/keys"]
     done = rounds(tmp_path / "whole" / "a", sets=sets)
     assert done.code == 0, done.err
@@ -256,7 +255,6 @@ def test_private_run_resumes_on_another_machine(rounds: Step, bucket: Any, tmp_p
 def test_private_run_warns_of_a_copy_on_another_machine(
     rounds: Step, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once for each move, because two copies would draw the same noise."""
     first, copy = tmp_path / "first", tmp_path / "copy"
     assert rounds(first, sets=["rounds.stop=1"]).code == 0
     shutil.copytree(first, copy)
@@ -276,7 +274,6 @@ def test_private_run_without_a_lasting_key_is_refused(rounds: Step, bucket: Any,
 
 
 def test_private_run_records_the_numerics_of_its_noise(rounds: Step, tmp_path: Path) -> None:
-    """Another numpy or processor may round logarithms differently."""
     assert rounds(tmp_path / "a", sets=["rounds.stop=1"]).code == 0
     file = RunFile.read(tmp_path / "a" / "run.json")
     found = file.noise_numerics
@@ -288,7 +285,6 @@ def test_private_run_records_the_numerics_of_its_noise(rounds: Step, tmp_path: P
 
 
 def test_private_runs_of_one_name_share_a_key_and_no_noise(rounds: Step, tmp_path: Path) -> None:
-    """With equal noise, the difference of two models would not have any."""
     sets = [f"run.secrets={tmp_path}/keys", "rounds.stop=1"]
     assert rounds(tmp_path / "one" / "a", sets=sets).code == 0
     assert rounds(tmp_path / "two" / "a", sets=sets).code == 0

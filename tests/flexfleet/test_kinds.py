@@ -82,7 +82,6 @@ def test_every_backend_and_a_resumed_run_give_the_same_model(
 def test_levels_are_exported_whatever_the_samples_are(
     flexfleet: Any, sets: list[str], kind: str, tmp_path: Path, no_drawings: None
 ) -> None:
-    """The folder alone gives the network back; the file alone answers raw test samples as the network does."""
     done = flexfleet("run", "--json", "--run-id", "a", sets=[*sets, "publish.models=true"])
     assert done.code == 0, done.err
     scores = EvaluationFile.read(tmp_path / "runs" / "a" / "evaluation.json").levels

@@ -113,7 +113,6 @@ def test_no_client_gets_labels_of_the_servers_classes(quick: Sequence[str], no_d
 def test_what_a_cpu_found_is_not_taken_over_on_a_gpu(
     quick: Sequence[str], no_drawings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Neither the matrix nor a preparation; which GPU it was does not matter."""
     monkeypatch.setattr(labels, "check_device", lambda name: None)
     counts, seen = tuple(tuple(int(i != j) for j in range(10)) for i in range(10)), list[str]()
 
@@ -158,7 +157,6 @@ def test_a_run_deals_by_clusters_of_a_networks_features(
 def test_clusters_of_a_files_features_belong_to_its_content(
     plain: Sequence[str], no_drawings: None, tmp_path: Path
 ) -> None:
-    """Also of data whose targets are numbers."""
     samples = len(tiny_table().train_y)
     np.save("f.npy", np.eye(3)[np.arange(samples) % 3])
     more = ("partition.features=f.npy", "partition.clusters=3", "partition.minimum=2")

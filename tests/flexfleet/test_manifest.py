@@ -78,7 +78,6 @@ def test_files_added_after_the_end_change_nothing(finished: Any, flexfleet: Any)
 
 
 def test_run_without_its_manifest_has_not_finished(finished: Any, flexfleet: Any, quick: Sequence[str]) -> None:
-    """As after a kill before the last write."""
     run, done = finished
     (run / "manifest.json").unlink()
     edit(run / "result.json")

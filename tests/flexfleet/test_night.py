@@ -72,7 +72,6 @@ def test_a_night_is_resumed_by_the_commit_that_began_it_alone(night: Nights, cod
 
 @pytest.mark.parametrize("kept", ["comparison.token", ".lock"])
 def test_what_is_not_a_night_is_not_resumed_as_one(night: Nights, code: Code, tmp_path: Path, kept: str) -> None:
-    """A comparison's folder, for example, whose id looks like a night's."""
     code("aaaa")
     night().store.put(kept, b"")
     before = files(tmp_path)
@@ -86,7 +85,6 @@ def test_what_is_not_a_night_is_not_resumed_as_one(night: Nights, code: Code, tm
 def test_an_image_of_another_commit_neither_makes_runs_of_a_night_nor_judges_them(
     suite: Path, code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One pod may get another image of the same name than the first task's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(nightly, "reference_of", lambda _: None)
     code("aaaa")
@@ -134,7 +132,6 @@ def figures_of(night: Night) -> NightFigures:
 def test_prepare_refuses_what_the_reference_does_not_have(
     suite: Path, tiny_suite: dict[str, Any], cases: dict[str, str], seeds: list[int], fine: bool
 ) -> None:
-    """The reference knows other cases, labels or seeds, or another algorithm behind a label."""
 
     def prepared(cases: dict[str, str], seeds: list[int], update: bool = False) -> Night:
         asked = {case: {"algorithms": algorithms, "to": 0.2} for case, algorithms in cases.items()}
@@ -149,7 +146,6 @@ def test_prepare_refuses_what_the_reference_does_not_have(
 def test_regress_fails_the_gate_if_a_run_diverged(
     suite: Path, tmp_path: Path, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 7 of a run becomes a failed gate. The nightly regression run is FAILED in MLflow, without a verdict."""
 
     def diverged(jobs: Sequence[Command], _: int) -> dict[str, int]:
         for job in jobs:

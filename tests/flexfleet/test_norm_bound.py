@@ -51,7 +51,6 @@ def failures_of(bound: dict[str, Any], folder: Path) -> tuple[float, list[str]]:
 
 
 def test_an_honest_large_client_is_merged_by_default(tmp_path: Path, no_drawings: None) -> None:
-    """The client with 89 % of the data moves further than the square root of its steps suggests."""
     free, none = failures_of({}, tmp_path)
     bounded, refused = failures_of({"rounds.norm_bound": 5.0}, tmp_path)
     assert none == [] and free > 0.9
@@ -78,7 +77,6 @@ def test_auto_bounds_the_updates_of_strangers(sets: Sequence[str], bound: float 
 
 
 def test_a_resumed_run_keeps_the_recorded_bound(tmp_path: Path) -> None:
-    """Whatever backend it continues with, unless another bound is given."""
     began = load_config(None, ["run.backend=agents"]).settled()
     assert load_config(None).settled(began).rounds.norm_bound == 5.0
     record = RunFile(run_id="a", config=began.model_dump(mode="json"), numerics={}, pool_sha256="", partition_sha256="")

@@ -138,7 +138,6 @@ def test_bad_input_is_a_clear_error(parameters: dict[str, object], advanced: dic
     ],
 )
 def test_advanced_replaces_a_name_of_the_forms_lists(field: str, listed: str, path: str, own: str) -> None:
-    """The lists have the registered names alone, so a class of one's own cannot be chosen there."""
     assert flatten(config_from({field: listed}, {path: own}))[path] == own
 
 
@@ -173,7 +172,6 @@ def test_run_names_and_folders() -> None:
 
 @pytest.mark.parametrize("given", [[], ["rounds.stop"], "rounds.stop", '{"rounds.stop": 3}', 3.0, True, None])
 def test_advanced_that_is_no_object_is_said(given: Any) -> None:
-    """Kubeflow's API takes any JSON value for it."""
     for refused in (
         lambda: config_from({}, given),
         lambda: comparison_from({}, given, "flexfl", "0", "a"),
@@ -193,7 +191,6 @@ def test_advanced_that_is_no_object_is_said(given: Any) -> None:
     ],
 )  # fmt: skip
 def test_what_was_meant_as_an_address_is_no_folder(address: str) -> None:
-    """A pod would make a folder of that name, which is gone with it."""
     for refused in (
         lambda: config_from({"store_uri": address}, {}),
         lambda: comparison_from({"store_uri": address}, {}, "flexfl", "0", "a"),

@@ -73,7 +73,6 @@ def test_every_process_imports_from_the_wheel_of_the_run(
 def test_steps_that_write_folders_of_their_own_hand_on_the_wheel(
     package: Path, quick: Sequence[str], tmp_path: Path
 ) -> None:
-    """As those of `dvc repro` and of a pipeline, where the last step reads what `run.code` names."""
     resolved = Resolved.load(None, [*quick, *SETS, f"run.code={package}", "rounds.stop=1"])
     parts, before, pool, scores = (tmp_path / name for name in ("partition", "pretrain", "pool", "evaluation"))
     partition(resolved, parts)
@@ -124,7 +123,6 @@ def test_looking_at_a_run_executes_none_of_its_code(run: Any, package: Path, fle
 
 
 def test_from_python_it_is_imported_while_it_is_needed(run: Any, package: Path, quick: Sequence[str]) -> None:
-    """And it comes from the run's folder: the source may have changed, or be gone."""
     expected = run("a")
     code.disable()
     path = list(sys.path)
@@ -155,7 +153,6 @@ def test_a_run_whose_code_is_not_allowed_here_is_not_imported(
 def test_workers_do_not_start_with_a_wheel_that_was_tampered_with(
     run: Any, monkeypatch: pytest.MonkeyPatch, package: Path
 ) -> None:
-    """The file of the run's folder is another one when the workers start."""
     began, digest = Processes.__init__, code.pack(package).sha256
 
     def tampered(self: Processes, *given: Any) -> None:

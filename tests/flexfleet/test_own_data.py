@@ -217,8 +217,6 @@ def test_images_of_every_mode_are_the_same_pixels_however_they_come(mode: str, t
 
 
 class Table:
-    """As `datasets.Dataset`."""
-
     def __init__(self, **columns: list[Any]) -> None:
         self.columns = columns
 
@@ -294,7 +292,6 @@ def test_a_client_without_samples_is_refused_by_its_number() -> None:
 
 @pytest.mark.parametrize("ids", [(10_000, 2_000_000, 7), (-1, 1, 0), (-5, 900, 1000), (2**62, 3, 1001)])
 def test_labels_that_are_ids_become_classes_with_names(ids: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
-    """Two million classes would need 32 TB for the confusion matrix."""
     y = np.array(ids)[LABELS]
     data = ff.from_arrays(NUMBERS, y, test=(NUMBERS[:9], y[:9]))
     names = tuple(map(str, sorted(ids)))
@@ -372,7 +369,6 @@ def test_processes_and_a_later_command_have_the_same_data(
 
 @pytest.mark.parametrize("inside", [".", "compared"])
 def test_data_are_found_in_a_store_that_was_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str) -> None:
-    """Also those of a run that lies deeper in the store, as a comparison's do."""
     monkeypatch.chdir(tmp_path)
     options = {"tracking.mlflow": None, "partition.proxy": 0.2, "training.batch_size": 5, "partition.minimum": 5}
     common: dict[str, Any] = {"algorithm": "heterofl", "clients": 4, "local_epochs": 1, "progress": False}

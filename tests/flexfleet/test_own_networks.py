@@ -65,7 +65,6 @@ def test_algorithm_that_sends_whole_model_needs_no_trace(algorithm: str, network
 
 @pytest.mark.parametrize("algorithm", ["{name: heterofl}", "{name: fedavg, mask_labels: true}"])
 def test_algorithm_that_cuts_traces_the_network(algorithm: str, networks: str) -> None:
-    """Masked labels cut the rows of the output layer, which a trace finds."""
     sets = ["dataset.name=digits", f"model.name={networks}:Plain", f"algorithm={algorithm}"]
     assert "first" in Resolved.load(None, sets).family.layout().groups
     with pytest.raises(ModelError):

@@ -41,8 +41,6 @@ def adam(parameters, lr):
 
 @dataclass(frozen=True)
 class Deaf(HeteroFL):
-    """Makes tasks without the objective of `training`."""
-
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         return replace(super().task(order, ctx), objective=None)
 

@@ -112,7 +112,6 @@ def test_registered_models_have_the_name_of_the_experiment_that_the_run_is_in(at
 
 
 def test_a_first_task_that_is_tried_again_goes_on_with_the_mlflow_run_that_it_had_begun(at: Platform) -> None:
-    """Its pod was deleted before anything else knew of the run; the new pod has nothing of the old one's folder."""
     config, of_job = form(), {"kfp.job_id": "first"}
     first = track.begin(config, "a", FolderStore("runs/a"), of_job)
     assert track.begin(config, "a", FolderStore("runs/a"), of_job) == first

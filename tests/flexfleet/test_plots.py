@@ -27,7 +27,6 @@ pytestmark = pytest.mark.pictures
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every figure that is drawn."""
     found: list[Any] = []
     save = plots.heat_map.save_figure
 
@@ -76,7 +75,6 @@ def test_a_long_curve_keeps_its_lowest_and_highest_points() -> None:
 
 
 def test_the_page_of_ten_thousand_rounds_is_small() -> None:
-    """Ten thousand evaluated rounds make no larger drawing than those of the most points that are drawn."""
     measured = [({"M1": 0.3 + i % 7 / 100, "M3": 0.5 + i % 11 / 100}, 2.0, 2.0, 3, 0, 0) for i in range(10_000)]
     series = [("long", rows(measured))]
     for drawing in (

@@ -77,7 +77,6 @@ def test_every_level_has_its_files_and_figures(ran: Ran) -> None:
 
 
 def test_another_precision_takes_no_other_run(ran: Ran, flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder of the first is used by other tests, so a copy goes on."""
     monkeypatch.chdir(ran.runs.parent)
     shutil.copytree(ran.out, ran.runs / "kept")
     done = flexfleet("run", "--run-id", "mine", "--resume", sets=[*ran.sets, "publish.precision=auto"])

@@ -58,8 +58,6 @@ def test_what_is_found_decides_the_pool(flexfleet: Any, sets: list[str]) -> None
 # ------------------------------------------------------------------------------------------- what the pool gets
 @dataclass(frozen=True)
 class Counts(FlexFL):
-    """Its pool asks the server, and nothing else."""
-
     preparations: ClassVar[tuple[str, ...]] = ()  # type: ignore[assignment, misc]
 
     def pool(self, family: ModelFamily, made: Prepared, server: ServerContext) -> Pool:
@@ -84,8 +82,6 @@ def test_the_pool_may_ask_the_server(flexfleet: Any, quick: Sequence[str]) -> No
 
 @dataclass(frozen=True)
 class Looks:
-    """Says what it sees."""
-
     settings: ClassVar[tuple[str, ...]] = ()
     needs_data: ClassVar[bool] = True
     artifact: ClassVar[Any] = dict

@@ -35,7 +35,6 @@ def sets(quick: Sequence[str]) -> list[str]:
 
 @pytest.fixture
 def unused(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From now on a search is a mistake."""
 
     def refuse() -> None:
         import searched  # type: ignore[import-not-found]
@@ -125,7 +124,6 @@ def edit(tmp_path: Path) -> Iterator[Callable[[str], None]]:
 def test_another_source_of_a_network_computes_again(
     tmp_path: Path, quick: Sequence[str], edit: Callable[[str], None], where: str
 ) -> None:
-    """Scores of its layers, its mistakes, clusters of its features: its name is the same as before."""
     sets = [each for each in quick if not each.startswith("model.")] + OWN_NETWORK[where]
     network = OWN_NETWORK[where][0].partition("=")[2]
     more = {
@@ -154,7 +152,6 @@ def test_what_is_no_input_computes_nothing(tmp_path: Path, sets: list[str], what
 
 
 def test_an_algorithm_without_it_leaves_nothing_of_it(tmp_path: Path, quick: Sequence[str], sets: list[str]) -> None:
-    """What a step's folder holds follows from its inputs alone."""
     folder = prepared_in(tmp_path / "a", sets)
     prepared_in(tmp_path / "a", [*quick, "algorithm.name=all_large"])
     assert sorted(path.name for path in folder.iterdir()) == ["prepared.json"]
@@ -238,7 +235,6 @@ class Twice(Searched):
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["preparation", "round"])
 def test_a_killed_run_goes_on_with_what_was_prepared(nursery: Any, tmp_path: Path, sets: list[str], where: str) -> None:
-    """Killed in the second preparation the first is there; killed in a round both are."""
     (tmp_path / "dying.py").write_text(DYING)
     given = [*sets, "algorithm.name=dying:Twice", "rounds.commit_every=1"]
 
@@ -262,7 +258,6 @@ def test_a_killed_run_goes_on_with_what_was_prepared(nursery: Any, tmp_path: Pat
 
 # --------------------------------------------------------------------------------------- several runs share it
 def test_runs_share_what_has_the_same_inputs(tmp_path: Path, sets: list[str], unused: Any) -> None:
-    """By the preparation's own inputs: the algorithm may have other settings that it does not ask for."""
     shared = tmp_path / "shared-s0"
     first, same, other = (
         Resolved.load(None, [*sets, more])

@@ -254,7 +254,6 @@ def test_a_version_whose_registration_was_killed_becomes_candidate_later(
 
 
 def test_a_lost_answer_leaves_one_version(mlflow_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow's client repeats the request, and its server makes one more version."""
     client, create = client_of(mlflow_uri), mlflow.MlflowClient.create_model_version
     run_id = client.create_run(client.create_experiment("test")).info.run_id
     publish._version(client, "m", "here", run_id, "before", "about")

@@ -146,7 +146,6 @@ def test_in_mlflow_a_night_has_its_runs_and_their_comparison_below_it(place: Pla
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is planted takes the place of FlexFL's code, of which a suite knows the name alone."""
     monkeypatch.setattr("flexfleet.experiments.nightly_suite.labels_of", lambda algorithms: {})
 
 

@@ -69,7 +69,6 @@ def test_so_many_at_once_and_no_more(job: Any, at_once: int) -> None:
 
 @pytest.fixture
 def hangs_up() -> Iterator[None]:
-    """As in a terminal, and without an end of the tests where nobody handles it."""
 
     def unhandled(*_: object) -> None:
         raise AssertionError("nobody handles SIGHUP")

@@ -115,7 +115,6 @@ def test_chained_steps_are_what_run_does(
 def test_the_last_step_publishes_what_it_is_asked_for(
     step: Step, chained: dict[str, Any], folder: Path, tmp_path: Path, quick: Sequence[str]
 ) -> None:
-    """Not what the rounds were; for the rest the run is as it was."""
     given = ("partition", folder / "partition"), ("pretrain", folder / "pretrain"), ("pool", folder / "pool")
     argv = [f"--{option}={path}" for option, path in (*given, ("run", folder / "run"))]
     argv += [f"--evaluation={folder / 'evaluate'}", f"--out={tmp_path / 'whole'}"]
@@ -157,20 +156,13 @@ def _copy(folder: Path, to: Path) -> Path:
     return to
 
 
-@pytest.mark.parametrize("how", ["flipped", "truncated", "deleted"])
 def test_evaluate_refuses_a_damaged_model(
-    step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path, tmp_path: Path, how: str
+    step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     run = _copy(folder, tmp_path / "run")
     path = run / "model.safetensors"
-    value = bytearray(path.read_bytes())
-    if how == "flipped":
-        value[-1] ^= 1
-        path.write_bytes(value)
-    elif how == "truncated":
-        path.write_bytes(value[:-10])
-    else:
-        path.unlink()
+    value = path.read_bytes()
+    path.write_bytes(value[:-1] + bytes([value[-1] ^ 1]))
     done = step(evaluate_module.main, *scored(folder, run, tmp_path / "out"), sets=quick)
     assert done.code == 4
     assert str(path) in done.err

@@ -53,7 +53,6 @@ def runs(name: str, only: str | None = None, seeds: str | None = None, *sets: st
 
 @cache
 def all_runs(name: str) -> dict[str, Entry]:
-    """Those of a suite that comes with the package, with another seed than its own: rows do not depend on it."""
     return runs(name, None, "7")
 
 

@@ -74,7 +74,6 @@ def test_no_line_says_a_password(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_first_task_refuses_what_the_rounds_would_refuse(
     quick: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else partition, pre-training and pool are paid first."""
     config = load_config(None, [*quick, "rounds.stop=3"])
     given, advanced = form.parameters_of(config)
     fields = {name: given[name] for name in form.PARAMETERS} | {"store_uri": f"{tmp_path}/ledgers", "run_id": "a"}

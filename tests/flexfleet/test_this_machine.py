@@ -40,8 +40,6 @@ def test_auto_is_cuda_where_it_is_there(monkeypatch: pytest.MonkeyPatch, there: 
 def test_a_run_keeps_the_precision_that_auto_was(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None
 ) -> None:
-    """Begun where the processor multiplies bfloat16, resumed where it does not: refused by name; accepted, the run goes
-    on in bf16."""
     sets = [
         *(text for text in quick if not text.startswith("run.store")),
         "run.precision=auto",
@@ -73,7 +71,6 @@ def test_every_extra_is_told() -> None:
 
 @pytest.mark.long
 def test_the_extra_for_a_run_is_enough_for_the_digits(quick: Sequence[str], tmp_path: Path) -> None:
-    """Everything that other extras bring is hidden; MLflow is the default, and a line says that it is not there."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
     modules = {"scikit-learn": "sklearn"}

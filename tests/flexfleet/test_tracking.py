@@ -93,7 +93,6 @@ def test_parameters_may_be_many_and_long(mlflow_uri: str) -> None:
 
 
 def test_names_that_mlflow_refuses_stay_distinct(mlflow_uri: str) -> None:
-    """Those of tiers and levels, which anybody may choose."""
     tiers = ["Pi 4 (2 GB)", "Pi 4 [2 GB]", "../a", ".", "x" * 300, "x" * 301, "größe"]
     names = [f"on_clients/mean/tier/{tier}" for tier in tiers]
     run_id = None
@@ -128,7 +127,6 @@ def test_metrics_are_logged_per_round_and_once(mlflow_uri: str) -> None:
 def test_a_kill_between_two_batches_leaves_every_metric_once(
     mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, killed: type[BaseException]
 ) -> None:
-    """Many rounds at once, as after a long time without MLflow, are more than one batch."""
     rows = [(step, {f"m{i:02}": 1.0 for i in range(30)} | ROW) for step in range(1, 61)]
     tracker = start(mlflow_uri)
     send, batches = mlflow.MlflowClient.log_batch, []

@@ -97,7 +97,6 @@ def test_rounds_continue_while_a_server_is_down(
 def test_metrics_are_sent_in_one_batch_when_mlflow_answers_again(
     mlflow_uri: str, tmp_path: Path, goes: Callable[[bool], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also if no further round ends meanwhile."""
     tracker, batches = begin(mlflow_uri), list[int]()
     send = mlflow.MlflowClient.log_batch
 
@@ -143,7 +142,6 @@ def test_answer_that_was_lost_does_not_double_the_metrics(
 def test_server_that_refuses_metrics_fails_the_end_and_no_round(
     mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A proxy whose server is replaced answers with 404 for a while."""
 
     def refuses(*_: Any, **__: Any) -> None:
         raise MlflowException("quota", error_code=INVALID_PARAMETER_VALUE)

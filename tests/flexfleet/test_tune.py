@@ -110,7 +110,6 @@ def test_a_finished_study_has_nothing_left_to_do(done: tuple[Tuned, Path, Config
 def test_a_new_best_has_held_out_figures_of_its_own(
     done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More trials on a resume may find a better setting than the one that ran on the held-out seeds."""
     monkeypatch.setattr(tune_report.plots, "study", lambda *_, **__: [])
     _, before, config = done
     folder = shutil.copytree(before, tmp_path / "a")
@@ -131,7 +130,6 @@ def test_a_new_best_has_held_out_figures_of_its_own(
 def test_params_yaml_has_the_best_values_only_if_better(
     done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float | None, better: bool
 ) -> None:
-    """The default, which is outside of this space, has a value or was pruned."""
     monkeypatch.setattr(tune_report.plots, "study", lambda *_, **__: [])
     sets = ("tune.space={training.lr: {low: 0.1, high: 1.0}}", "tune.held_out=[]", "tracking.mlflow=null")
     config = load_config(None, sets)
@@ -150,7 +148,6 @@ def test_params_yaml_has_the_best_values_only_if_better(
 
 
 def test_trial_0_is_the_run_of_the_configuration(done: tuple[Tuned, Path, Config], tmp_path: Path) -> None:
-    """Its adaptive models too, which FlexFL solves for other sizes if gammas are given."""
     _, folder, config = done
     own = {
         "run": config.run.model_copy(update={"store": str(tmp_path)}),
@@ -163,7 +160,6 @@ def test_trial_0_is_the_run_of_the_configuration(done: tuple[Tuned, Path, Config
 def test_a_study_that_knows_nothing_of_its_trials_does_not_go_on(
     done: tuple[Tuned, Path, Config], tmp_path: Path
 ) -> None:
-    """Its storage is another one, or study.log is lost: numbers would begin at 0 again."""
     _, folder, config = done
     other = config.tune.model_copy(update={"storage": f"sqlite:///{tmp_path / 'other.db'}"})
     with pytest.raises(ConfigError, match=r"holds trials that the study in sqlite:.*other\.db does not know"):
@@ -172,7 +168,6 @@ def test_a_study_that_knows_nothing_of_its_trials_does_not_go_on(
 
 
 def test_a_killed_study_goes_on_and_workers_share_it(nursery: Any, quick: tuple[str, ...], tmp_path: Path) -> None:
-    """The kill hits a trial in its rounds; two workers do the rest."""
     slow = "training.epochs=30"  # else the rounds could be over before the kill
     sets = [word for s in (*quick, *FEW, slow) for word in ("--set", s)]
     child = nursery.start("flexfleet", "tune", "--id", "a", *sets, cwd=tmp_path)

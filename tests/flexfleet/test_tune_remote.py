@@ -63,7 +63,6 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def values(study: Any) -> dict[int, tuple[float, float]]:
-    """Of finished trials, by number: what was drawn, and what came of it."""
     return {t.number: (t.params["training.lr"], t.value) for t in study.trials if t.state.name == "COMPLETE"}
 
 
@@ -74,7 +73,6 @@ def ledgers(tmp_path: Path, kind: str = "trials") -> list[str]:
 def test_a_study_that_draws_other_values_under_the_same_numbers_trains_them(
     config: Config, pod: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[int]
 ) -> None:
-    """The first pod gave trial 1 back, since MLflow did not answer: from then on it drew what no other pod draws."""
     outages = iter([False, True])
 
     def flaky(*given: Any, **named: Any) -> Path:
@@ -106,7 +104,6 @@ def test_a_study_that_draws_the_same_values_takes_their_rounds_from_the_bucket(
 def test_a_study_trains_again_where_another_machine_computes_other_bits(
     pod: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, trained: list[int]
 ) -> None:
-    """No machine of its kind could go on with the rounds in the bucket."""
     pod()
     for module in (federation, retry):
         here: Any = module

@@ -133,7 +133,6 @@ def test_values_that_no_worker_survives_are_left_and_only_one_worker_gives_them_
 def test_a_worker_whose_trial_was_given_to_another_goes_on_with_the_next(
     untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it learns that with a round or in the end."""
 
     def silent(config: Config, study: Any, trial: Any, ready: Any) -> float:
         if trial.number in (0, 1):
@@ -176,7 +175,6 @@ def test_what_may_be_the_fault_of_values_counts_and_what_may_be_that_of_runs_beg
     untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     error: BaseException, counts: bool, goes_on: bool,
 ) -> None:  # fmt: skip
-    """A run that cannot go on would end every worker in the same way, and its values would be left for it."""
 
     def broken(*_: Any) -> float:
         raise error

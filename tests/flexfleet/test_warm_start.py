@@ -102,7 +102,6 @@ def test_warm_start_takes_state_dict_of_result_model(
 
 
 def test_fresh_weights_from_a_file_change_no_bit(run: Any, quick: Sequence[str], tmp_path: Path) -> None:
-    """Also in worker processes; other weights make another model."""
     fresh = tmp_path / "fresh.safetensors"
     fresh.write_bytes(encode(weights_of([*quick, *PLAIN], seeds.derive(0, "init"))))
     expected = run("plain")
@@ -124,7 +123,6 @@ def test_a_run_by_its_folder_or_its_name(run: Any) -> None:
 
 @pytest.mark.long
 def test_a_registered_model_and_an_exported_level(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
-    """Of a network that normalises by its batch, an export has statistics besides."""
     uri = f"tracking.mlflow=sqlite:///{tmp_path}/mlflow.db"
     published = ["publish.models=true", "publish.onnx=false", "publish.name=mine", uri]
     done = flexfleet("run", "--json", "--run-id", "first", sets=[*quick, *published])

@@ -85,7 +85,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 def test_older_message_is_not_obeyed(place: Place) -> None:
-    """Also after a restart of the device."""
     device = place.device()
     old = place.write(device, run="a")
     place.write(device, run="b")
@@ -104,7 +103,6 @@ def test_lease_of_another_process_is_not_obeyed(place: Place) -> None:
 
 @pytest.mark.parametrize("why", ["revoked", "enrolled"])
 def test_device_that_is_not_wanted_ends_with_42(place: Place, flexfleet: Callable[..., Any], why: str) -> None:
-    """It was revoked, or another device has enrolled with the same invitation."""
     if why == "revoked":
         place.mailboxes.revoke(place.registry, "weak-1")
     else:
@@ -177,7 +175,6 @@ def test_device_ends_when_the_lock_of_the_coordinator_is_silent(place: Place, li
 
 
 def test_long_assignment_is_not_silence(place: Place) -> None:
-    """No message arrives during the assignment; the next lease comes a little later."""
     ends = list[float]()
     place.write(device := place.device(), lease=LEASE)
 
@@ -214,7 +211,6 @@ def test_failure_is_shown_until_the_coordinator_has_read_it(place: Place) -> Non
 
 @pytest.mark.parametrize("done", [LEASE.id, ""])
 def test_process_is_replaced_after_many_orders(place: Place, done: str) -> None:
-    """The new process does not execute the same lease again."""
     place.write(device := place.device(), lease=LEASE)
     place.patch.setattr(server, "RECYCLE", 1)
     place.patch.setenv(server.DONE, done)
@@ -223,7 +219,6 @@ def test_process_is_replaced_after_many_orders(place: Place, done: str) -> None:
 
 
 def test_invitation_is_needed_once(place: Place) -> None:
-    """After the first start the folder is found in the place of systemd or of the user."""
     device = place.device()
     place.file.unlink()
     assert device_of(str(place.file), place.folder) == (device.device, place.folder)
@@ -249,7 +244,6 @@ def test_device_key_is_readable_by_its_owner_only(place: Place) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_ended_device_reports_it(place: Place, unstopped: None, number: signal.Signals) -> None:
-    """However often it gets the signal."""
     put = FolderStore.put
 
     def serve(*_: Any) -> None:
