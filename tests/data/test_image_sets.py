@@ -22,7 +22,7 @@ from fl_engine.data import moments
 from fl_engine.data.downloads import Remote
 from fl_engine.data.moments import byte_statistics
 from fl_engine.data.transforms import fingerprint
-from fl_engine.datasets import cifar100, data_root, emnist, femnist, tiny_imagenet
+from fl_engine.datasets import cifar100, emnist, femnist, tiny_imagenet
 from fl_engine.testing.datasets import DatasetSuite
 from tests.data import made
 
@@ -266,17 +266,3 @@ class TestMadeSets(DatasetSuite):
         root = tmp_path_factory.mktemp("emnist")
         made.idx_files(root, SPLIT.files, (30, 10), 5)
         return partial(emnist.load, root, SPLIT)
-
-
-class TestPartOfTinyImageNet(DatasetSuite):
-    """20 real classes, 50 training and 50 validation images of each."""
-
-    @pytest.fixture(scope="module")
-    def load(self) -> Callable[[], Data]:
-        root = data_root() / "tiny-imagenet-subset"
-        if not (root / "tiny-imagenet-200").is_dir():
-            pytest.skip(f"no real pictures: {root / 'tiny-imagenet-200'} is not there")
-        return partial(tiny_imagenet.load, root)
-
-    def test_has_as_many_pictures_as_were_cut(self, data: Data) -> None:
-        assert data.train_y.bincount().tolist() == data.test_y.bincount().tolist() == [50] * 20

@@ -82,10 +82,3 @@ def test_it_works_beside_components_and_pipelines_of_a_project(
     assert json.loads(command(script, "run", "--json", "--run-id", "a", *sets, *chosen))["status"] == "finished"
     asked = ("--algorithms", "heterofl,all_large", "--seeds", "0", "--id", "both", "--json")
     assert json.loads(command(script, "compare", *asked, *sets))["labels"] == ["heterofl", "all_large"]
-
-
-def test_the_installed_command_starts(installed: Path, tmp_path: Path) -> None:
-    script = installed / "bin" / "flexfleet"
-    done = run(str(script), "--version", cwd=tmp_path, PYTHONPATH=str(installed))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["flexfleet", fl_engine.__version__]

@@ -1,4 +1,4 @@
-"""What steps hand to each other: JSON with a schema, the partition, exported levels, assignments, whole run folders.
+"""What steps hand to each other: JSON with a schema, partitions and assignments.
 
 What is read is what was written, or valid all through; else the error names the file.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -16,22 +15,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fl_engine.algorithms import FlexFL
 from fl_engine.core.errors import ConfigError, IntegrityError, ModelError
-from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import SubmodelSpec
 from fl_engine.data import partition_files, partitioning
 from fl_engine.data.label_noise import made_wrong
-from fl_engine.models import export
 from fl_engine.remote.messages import Assignment, Message, read_message
-from fl_engine.storage.store import sha256
 from fl_engine.storage.urls import Upload
-from fl_engine.testing.tiny import TRAINING, tiny_pool, tiny_site
+from fl_engine.testing.tiny import TRAINING, tiny_site
 from fl_engine.training.evaluation import Score
 from fl_engine.training.memory import Peaks
 from flexfleet.config import Config
@@ -56,7 +51,6 @@ from flexfleet.files.artifacts import (
 )
 from flexfleet.files.prepared import Entry, Index
 from flexfleet.pipeline.evaluate import told
-from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.share import Shared
 from tests.fuzz.mutations import answer, damaged, json_like, law
 
@@ -225,34 +219,3 @@ def test_read_message_has_a_valid_assignment_or_is_refused(content: bytes) -> No
         if (lease := Message.model_validate_json(content).lease) is not None:
             assert min(lease.assignment.clients) >= 0 <= lease.assignment.round and lease.seconds > 0
             answer(lease.assignment.open, "s3://", "store", kind=ConfigError)
-
-
-# ------------------------------------------------------------------------------------------------------ export
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("exported")
-    resolved = Resolved.load(None, ("model.width=0.25",))
-    data, family = resolved.data, resolved.family
-    params = initial_params(family, 0)
-    pool = tiny_pool(resolved.algorithm, family)
-    export.export("small_cnn", family, params, pool[-1], data, torch.arange(20), 0.5, out)
-    return out
-
-
-@law(15)
-@given(st.data())
-def test_an_exported_level_is_the_one_or_named(exported: Path, tmp_path: Path, data: st.DataObject) -> None:
-    for name in (export.ABOUT, export.WEIGHTS):
-        shutil.copy(exported / name, tmp_path / name)
-    about = json.loads((exported / export.ABOUT).read_bytes())
-    if data.draw(st.booleans(), label="about"):
-        (tmp_path / export.ABOUT).write_bytes(data.draw(json_like(about), label="content"))
-    else:
-        weights = data.draw(damaged((exported / export.WEIGHTS).read_bytes()[:4000]), label="content")
-        (tmp_path / export.WEIGHTS).write_bytes(weights)
-        if data.draw(st.booleans(), label="its checksum"):
-            (tmp_path / export.ABOUT).write_text(json.dumps(about | {"weights_sha256": sha256(weights)}))
-    answer(lambda: export.load(tmp_path), "submodel.json", "model.safetensors", kind=IntegrityError)
-
-
-# --------------------------------------------------------------------------------------------- a run's folder

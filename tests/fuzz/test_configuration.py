@@ -1,4 +1,4 @@
-"""What people write: params.yaml, `--set`, suites, forms, lists of a comparison, `.dvc` pointers.
+"""What people write: params.yaml, `--set`, suites, forms and `.dvc` pointers.
 
 What is read is a configuration that is written and read again as it was; else a named error says the parameter or the
 file.
@@ -7,7 +7,6 @@ file.
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.remote.kubernetes import jobs
 from fl_engine.remote.settings import KubernetesConfig, NodePool
 from flexfleet.config import Config, flatten, load_config, parse
-from flexfleet.config.comparison_runs import accuracies_of, entries_from, label_overrides, labels_of, seeds_of
 from flexfleet.config.form import config_from, parameters_of, write_config
 from flexfleet.config.form_fields import SHORT
-from flexfleet.config.overrides import parse_sets
 from flexfleet.experiments import nightly_suite
 from flexfleet.tracking import dvc_remote
 from tests.fuzz.mutations import altered, answer, anything, damaged, law, nested, texts
@@ -141,27 +138,6 @@ def test_a_form_is_taken_as_it_is_or_what_is_wrong_is_named(tmp_path: Path, form
         again = parameters_of(found)
         if found.tracking.mlflow is None and "://" not in found.run.store:
             assert config_from(*json.loads(json.dumps(again))).partition == found.partition
-
-
-@law(25)
-@given(
-    texts(odd=("flexfl", "a=flexfl,b=flexfl", "shared=flexfl", "a=,b", ",", "a=b=c")),
-    texts(odd=("0", "0,1", "1_0")),
-    texts(odd=("0.4", "0.4,1.1", "nan", "1e-400", "inf")),
-    st.lists(st.tuples(texts(odd=("a:algorithm.x", "b:seed", "seed", "a:b:c")), values).map("=".join), max_size=2),
-)
-@example("a" * 10_000 + "=flexfl", "9" * 5000, "0.5", [])
-def test_lists_of_a_command_line_are_taken_or_named(algorithms: str, seeds: str, to: str, sets: list[str]) -> None:
-    labels = answer(lambda: labels_of(algorithms), "algorithms", kind=ConfigError)
-    answer(lambda: seeds_of(seeds), "seeds", kind=ConfigError)
-    found = answer(lambda: accuracies_of(to), "accuracies", kind=ConfigError)
-    assert found is None or all(0 < value <= 1 for value in found)
-    if labels:
-        named = words(*(text.partition("=")[0].strip() for text in sets), *labels)
-        answer(
-            lambda: entries_from(label_overrides(labels, parse_sets(sets)), (0,), partial(load_config, None), "c"),
-            "--set", "label", "seeds", *named, *(text.partition("=")[0].strip() for text in sets), kind=ConfigError,
-        )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------ suites

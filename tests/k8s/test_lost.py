@@ -67,20 +67,6 @@ def test_orders_of_killed_pods_go_to_others(
     assert len(seen) == 6 and len(jobs_of(cluster)) == 1
 
 
-def test_orders_lost_together_have_not_failed(cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote) -> None:
-    """Each pod is killed once, with both of its orders."""
-    killed = set[str]()
-
-    def at_work(pod: Pod, given: Any) -> None:
-        if pod.mailbox.device.name not in killed and len(given.clients) == 2:
-            killed.add(pod.mailbox.device.name)
-            pod.kill()
-
-    pods.at_work = staticmethod(at_work)
-    assert model(rounds("killed", *remote, *PACKED, WATCHED)) == model(rounds("here", *EVERYBODY))
-    assert len(killed) == 3 and len(jobs_of(cluster)) == 1
-
-
 @pytest.mark.parametrize(("quorum", "befalls"), [(1.0, "OOMKilled"), (0.5, "OOMKilled"), (0.5, "no data here")])
 def test_order_that_ends_every_pod_fails_its_client_only(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, rows: Rows, quorum: float, befalls: str

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch import Tensor
 
 from fl_engine.algorithms import FlexFL
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
@@ -49,11 +46,6 @@ class Scene:
         return self.order.client
 
     @property
-    def key(self) -> bytes:
-        """The liar's key for this order."""
-        return CLIENTS(self.order)
-
-    @property
     def base(self) -> str:
         return f"rounds/{self.plan.round:05d}/leases/{LEASE}/{self.client}"
 
@@ -61,26 +53,18 @@ class Scene:
         return Mailbox(store, rules=replace(self.site.rules, algorithm=ALGORITHM), key=CLIENTS, lease=LEASE)
 
     # --------------------------------------------------------------------------------------------- lies
-    def payload(self, change: Callable[[str, Tensor], Tensor]) -> bytes:
-        """The honest update's tensors, each changed by `change`."""
-        return encode({name: change(name, t.clone()).contiguous() for name, t in self.honest.payload.items()})
-
     def tensors(self, change: Callable[[Params], Params]) -> bytes:
         return encode(change({name: t.clone() for name, t in self.honest.payload.items()}))
 
-    def files(self, *, key: bytes | None = None, payload: bytes | None = None, **said: Any) -> dict[str, bytes]:
-        """The files of the honest answer, with another payload or other fields of the manifest; signed with the order's
-        own key or another `key`."""
+    def files(self, payload: bytes | None = None) -> dict[str, bytes]:
+        """Return the files of the honest result, or of a result with another payload, signed by the client."""
         store = MemoryStore()
         self.ledger(store).put_outcome(self.plan, self.honest)
         manifest = Manifest.model_validate_json(store.files[f"{self.base}.json"])
         value = store.files[f"{self.base}.safetensors"] if payload is None else payload
-        manifest = manifest.model_copy(update={"sha256": sha256(value), "signature": None, **said})
-        text = signed(manifest, self.key if key is None else key).model_dump_json().encode()
+        manifest = manifest.model_copy(update={"sha256": sha256(value), "signature": None})
+        text = signed(manifest, CLIENTS(self.order)).model_dump_json().encode()
         return {f"{self.base}.safetensors": value, f"{self.base}.json": text}
-
-    def metrics(self, **changes: float) -> dict[str, float]:
-        return {**self.honest.metrics, **changes}
 
     # ---------------------------------------------------------------------------------- what becomes of them
     def taken(self, files: Mapping[str, bytes]) -> str | None:

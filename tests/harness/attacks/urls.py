@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -101,56 +100,10 @@ def another_key(world: World) -> str | None:
     return _wrote(world, other)
 
 
-def two_keys(world: World) -> str | None:
-    upload, other = world.grant(), "rounds/00000/updates/5.safetensors"
-    if upload.verb == "POST":
-        world.send(upload, fields=[("key", PREFIX + other)])
-    else:
-        world.send(upload.model_copy(update={"url": f"{upload.url}&key={PREFIX}{other}"}))
-    return _wrote(world, other)
-
-
-def a_key_made_of_the_files_name(world: World) -> str | None:
-    upload = world.grant()
-    if upload.verb == "PUT":
-        return another_key(world)
-    world.send(upload, instead={"key": PREFIX + "rounds/00000/updates/${filename}"})
-    return _wrote(world, "rounds/00000/updates/update")
-
-
-def a_key_with_dots(world: World) -> str | None:
-    upload, other = world.grant(), "rounds/00000/updates/6.safetensors"
-    dotted = f"{OWN}/../6.safetensors"
-    if upload.verb == "POST":
-        world.send(upload, instead={"key": PREFIX + dotted})
-    else:
-        world.send(upload.model_copy(update={"url": upload.url.replace(OWN, dotted.replace("..", "%2e%2e"))}))
-    return _wrote(world, other) or _wrote(world, dotted)
-
-
 def another_bucket(world: World) -> str | None:
     upload = world.grant()
     world.send(upload.model_copy(update={"url": upload.url.replace(f"/{BUCKET}", f"/{OTHER}", 1)}))
     return None if world.written(bucket=OTHER) is None else "wrote into another bucket"
-
-
-def another_policy(world: World) -> str | None:
-    """Changes a form's policy and keeps the old signature; of a URL, prolongs the time that it is valid."""
-    upload, other = world.grant(), "rounds/00000/updates/7.safetensors"
-    if upload.verb == "POST":
-        said = json.dumps(json.loads(base64.b64decode(upload.fields["policy"]))).replace(OWN, other)
-        changed = base64.b64encode(said.encode()).decode()
-        world.send(upload, instead={"policy": changed, "key": PREFIX + other})
-        return _wrote(world, other)
-    world.send(upload.model_copy(update={"url": upload.url.replace("X-Amz-Expires=600", "X-Amz-Expires=6000")}))
-    return _wrote(world, OWN)
-
-
-def no_policy(world: World) -> str | None:
-    upload = world.grant()
-    bare = {name: value for name, value in upload.fields.items() if name == "key"}
-    world.send(upload.model_copy(update={"url": upload.url.partition("?")[0], "fields": bare}))
-    return _wrote(world, OWN)
 
 
 def upload_with_a_wrong_signature(world: World) -> str | None:
@@ -177,28 +130,6 @@ def _wrote(world: World, key: str) -> str | None:
 
 
 # -------------------------------------------------------------------------------------------- another request
-def read_with_leave_to_upload(world: World) -> str | None:
-    upload = world.grant()
-    world.send(upload)
-    answers = [world.ask("GET", upload.url), world.ask("GET", world.address())]
-    return next((f"read {a.data[:60]!r}" for a in answers if a.status == 200), None)
-
-
-def delete_with_leave_to_upload(world: World) -> str | None:
-    upload = world.grant()
-    world.send(upload)
-    query = upload.url.partition("?")[2]
-    world.ask("DELETE", f"{world.address()}?{query}" if query else world.address())
-    listed = f"<Delete><Object><Key>{PREFIX}{OWN}</Key></Object></Delete>".encode()
-    world.ask("POST", f"{world.address('').removesuffix(PREFIX)}?delete", listed)
-    return None if world.is_there() else "deleted an object"
-
-
-def begin_an_upload_in_parts(world: World) -> str | None:
-    upload = world.grant()
-    url = upload.url if upload.verb == "PUT" else world.address()
-    answer = world.ask("POST", f"{url}{'&' if '?' in url else '?'}uploads")
-    return "began an upload in parts, of any size" if b"UploadId" in answer.data else None
 
 
 def write_with_leave_to_read(world: World) -> str | None:
@@ -219,27 +150,6 @@ def read_another_key(world: World) -> str | None:
     return None
 
 
-def list_the_bucket(world: World) -> str | None:
-    query = world.link().partition("?")[2]
-    bucket = f"{world.s3.meta.endpoint_url}/{BUCKET}"
-    for url in (bucket, f"{bucket}?{query}", f"{bucket}?list-type=2&{query}", f"{bucket}?uploads&{query}"):
-        answer = world.ask("GET", url)
-        if answer.status == 200:
-            return f"listed: {answer.data[:60]!r}"
-    return None
-
-
-def ask_for_more_than_the_object(world: World) -> str | None:
-    for more, told in {"acl": b"AccessControlPolicy", "tagging": b"TagSet", "versions": b"Version"}.items():
-        if told in world.ask("GET", f"{world.link()}&{more}").data:
-            return f"read the object's {more}"
-    return None
-
-
-def read_without_a_signature(world: World) -> str | None:
-    return "read without a signature" if world.ask("GET", world.address(READ)).status == 200 else None
-
-
 def read_with_a_wrong_signature(world: World) -> str | None:
     return "read with a wrong signature" if world.ask("GET", _forged(world.link())).status == 200 else None
 
@@ -248,11 +158,6 @@ def read_too_late(world: World) -> str | None:
     url = world.link(1)
     time.sleep(2.1)
     return "read after the URL had expired" if world.ask("GET", url).status == 200 else None
-
-
-def prolong(world: World) -> str | None:
-    url = world.link().replace("X-Amz-Expires=600", "X-Amz-Expires=604800")
-    return "gave the URL a longer life" if world.ask("GET", url).status == 200 else None
 
 
 def _forged(url: str) -> str:
@@ -270,7 +175,6 @@ ATTACKS = (
     ),
     _attack("acl public-read", "to show objects to the world", partial(shows, {"x-amz-acl": "public-read"})),
     _attack("grant-read", "the same", partial(shows, {"x-amz-grant-read": EVERYBODY})),
-    _attack("grant-full-control", "the same", partial(shows, {"x-amz-grant-full-control": EVERYBODY})),
     _attack("grant-read-acp", "to take its update from its owner", partial(hides, {"x-amz-grant-read-acp": EVERYBODY})),
     _attack("storage-class", "to put its update out of reach", partial(hides, {"x-amz-storage-class": "GLACIER"})),
     _attack("customer's key", "to encrypt its update with a key of its own", partial(hides, ENCRYPTED)),
@@ -278,23 +182,11 @@ ATTACKS = (
     _attack("more bytes", "to fill the bucket", partial(more_bytes, False)),
     _attack("more bytes, chunked", "the same, with no length told", partial(more_bytes, True)),
     _attack("another key", "to write another client's update", another_key),
-    _attack("two keys", "the same", two_keys),
-    _attack("a key made of the file's name", "the same", a_key_made_of_the_files_name),
-    _attack("a key with dots", "the same", a_key_with_dots),
     _attack("another bucket", "to write elsewhere", another_bucket),
-    _attack("another policy", "to change what was signed", another_policy),
-    _attack("no policy", "to write unsigned", no_policy),
     _attack("upload, wrong signature", "to write with a signature made up", upload_with_a_wrong_signature),
     _attack("upload, expired", "to write after its time", upload_too_late),
-    _attack("leave to upload: read", "another verb", read_with_leave_to_upload),
-    _attack("leave to upload: delete", "another verb", delete_with_leave_to_upload),
-    _attack("leave to upload: parts", "an upload of any size", begin_an_upload_in_parts),
     _attack("leave to read: write", "another verb", write_with_leave_to_read),
     _attack("leave to read: another key", "to read what others were sent", read_another_key),
-    _attack("leave to read: list", "to see what there is", list_the_bucket),
-    _attack("leave to read: sub-resources", "to see who may read it", ask_for_more_than_the_object),
-    _attack("read unsigned", "to read without leave", read_without_a_signature),
     _attack("read, wrong signature", "to read with a signature made up", read_with_a_wrong_signature),
     _attack("read, expired", "to read after its time", read_too_late),
-    _attack("read, prolonged", "to read for longer", prolong),
 )
