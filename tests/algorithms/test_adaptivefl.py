@@ -3,7 +3,6 @@ device, and which selection each variant is. The selection's own arithmetic is i
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from fl_engine.algorithms import AdaptiveFL
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import ClientError, PoolError
+from fl_engine.core.errors import ClientError
 from fl_engine.core.types import FULL, Device, Pool, TaskContext, WorkOrder
 from fl_engine.models.aep_mlp import AepMLP
 from fl_engine.models.mobilenetv2 import MobileNetV2
@@ -192,16 +191,9 @@ def test_s1_and_m1_have_at_most_30_and_60_percent(
         assert {name: share for name, share in found.items() if name[0] == level} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("widths", [(0.66, 0.4), (0.4, 0.4), (0.4, 1.0), (1.0, 1.0)])
-def test_wrong_widths_are_an_error(widths: tuple[float, float]) -> None:
-    with pytest.raises(PoolError, match=r"algorithm\.widths") as error:
-        tiny_pool(AdaptiveFL(widths=widths), VGG)
-    assert str(list(widths)) in str(error.value)
-
-
 # ============================================================================== the search on the device, Sec. 3.2
 SPLIT = {row[0]: widths_of(row[1], row[2]) for row in TABLE_1}
-SIZE = {row[0]: 100 * row[3] / 33_646_666 for row in TABLE_1}
+SIZE = {row[0]: 100 * (row[3] / 33_646_666) for row in TABLE_1}
 """In % of the full model."""
 
 
@@ -223,17 +215,9 @@ def expected_of(received: str, free: float) -> str | None:
 
 
 @law
-@given(received=st.sampled_from(SEVEN), free=st.floats(0, 130))
+@given(received=st.sampled_from(SEVEN), free=st.floats(0, 130) | st.sampled_from(sorted(SIZE.values())))
 def test_device_trains_the_largest_inner_model_that_fits(received: str, free: float) -> None:
     assert trained_by(AdaptiveFL(), received, free) == (expected_of(received, free) or "S3")
-
-
-@pytest.mark.parametrize(("received", "at"), itertools.product(SEVEN, SEVEN))
-def test_a_model_fits_above_its_size_and_not_at_it(received: str, at: str) -> None:
-    share = next(m.share for m in vgg_pool() if m.name == at)
-    for free in (100 * share, 100 * share + 0.01, 100 * share - 0.01):
-        fitting = [m.name for m in vgg_pool() if is_inside(m.name, received) and free > 100 * m.share]
-        assert trained_by(AdaptiveFL(), received, free) == (fitting[-1] if fitting else "S3")
 
 
 @pytest.mark.parametrize("received", SEVEN)

@@ -229,3 +229,23 @@ def test_fine_tuning_seed_hides_the_first_client(secret: bool) -> None:
     one = after(1, bytes(32))
     assert any(not torch.equal(one[n], t) for n, t in after(2, bytes(32)).items()) is not secret
     assert any(not torch.equal(one[n], t) for n, t in after(1, bytes([1] * 32)).items()) is secret
+
+
+def test_updates_that_make_the_server_diverge_do_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    """As long as an update may be, without a bound on norms."""
+    algorithm = fedx(assigned=SOME)
+    site = with_server(tiny_site(algorithm))
+    state, server = start_of(algorithm, site), ServerSite(site)
+    plan = algorithm.plan(state, context_of(site, 0))
+    updates = [update_of(o, o.spec, {n: torch.full_like(t, 9e8) for n, t in o.payload.items()}) for o in plan.orders]
+    tuned = replace(algorithm, fine_tuning=FineTuning(lr=0.1)).merge(state, plan, updates, server)
+    assert_same_bits(tuned.params, algorithm.merge(state, plan, updates, server).params)
+    assert "round 1: not fine-tuned: training on the server diverged (learning rate 0.1)" in caplog.text
+
+
+def test_a_tier_that_cannot_hold_its_sub_network_is_named() -> None:
+    algorithm = fedx(assigned={**SOME, "weak": Assigned("large", 8)})
+    with pytest.raises(
+        ConfigError, match=r"tier 'weak' is assigned large, which needs 100.0 %.* its devices hold 35 %"
+    ):
+        start_of(algorithm, tiny_site(algorithm))

@@ -129,3 +129,10 @@ def test_a_server_without_data_is_refused_before_the_first_round(kind: Any) -> N
     start_of(replace(algorithm, fine_tuning=None), site)
     parts = replace(site.partition, proxy_train=site.partition.clients[0][:1])
     start_of(algorithm, replace(site, partition=parts))
+
+
+def test_at_the_aggregate_the_first_step_is_a_plain_one() -> None:
+    """Neither norm has a gradient there: no NaN from 0 / 0."""
+    plain = tuned(gamma=0.0)
+    assert tuned(norm="squared") == plain
+    assert tuned(norm="printed") == plain

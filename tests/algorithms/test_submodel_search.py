@@ -63,14 +63,6 @@ def test_what_a_tier_takes_by_hand(rule: dict[str, float], weak: tuple[str, int]
     assert chosen([WEAK, STRONG], **rule) == {"weak": weak, "strong": strong}
 
 
-def test_an_early_end_measures_less() -> None:
-    _, whole = search([STRONG], PARAMS, BITS, of, WHOLE, Rule())
-    assert [(each.level, each.bits) for each in whole] == [(n, b) for n in PARAMS for b in (4, 8)], "in this order"
-    _, some = search([STRONG], PARAMS, BITS, of, WHOLE, Rule(accept=0.10))
-    # 400 small in 4 bits; 800 medium in 4 and small in 8, of equals in the order of names; small in 8 is good enough.
-    assert [(each.level, each.bits) for each in some] == [("small", 4), ("small", 8), ("medium", 4)]
-
-
 ACCURACIES = st.floats(0, 1, allow_nan=False).map(lambda x: round(x, 3))
 
 

@@ -24,7 +24,7 @@ from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.preparation.submodel_search import best
 from fl_engine.preparation.supernet import Supernet, TrainSupernet
 from fl_engine.rounds.server import PreparingServer
-from fl_engine.testing.tiny import CLIENTS, SEED, TRAINING, TinyNet, tiny_data, tiny_site
+from fl_engine.testing.tiny import CLIENTS, SEED, TRAINING, TinyNet, assert_same_bits, tiny_data, tiny_site
 from fl_engine.training.evaluation import evaluate, recalibrated
 from tests.algorithms.test_fedx import NestedNet
 
@@ -175,3 +175,12 @@ def test_each_sub_network_is_scored_with_statistics_of_its_own() -> None:
         for each, static_bn in ((own_statistics, False), (weights, True))
     )
     assert (score.value, score.loss) == (wanted.value, pytest.approx(wanted.loss, rel=1e-6))
+
+
+def test_it_is_a_function_of_its_inputs(found: Supernet) -> None:
+    torch.manual_seed(5)
+    again = prepared(TinyNet())
+    assert_same_bits(again.weights, found.weights)
+    assert again.model_copy(update={"weights": {}, "seconds": 0.0}) == found.model_copy(
+        update={"weights": {}, "seconds": 0.0}
+    )

@@ -45,3 +45,14 @@ def commit(ledger: Ledger, *numbers: int) -> None:
 
 def files_of(store: Store, round: int) -> set[str]:
     return {key.split("/", 2)[2] for key in store.list(f"rounds/{round:05d}/")}
+
+
+def after(calls: int) -> Callable[[], bool]:
+    """Return a `should_stop` that is true from the n-th call on. The loop calls it after each client."""
+    left = [calls]
+
+    def should_stop() -> bool:
+        left[0] -= 1
+        return left[0] <= 0
+
+    return should_stop

@@ -16,6 +16,7 @@ from fl_engine.core.types import FULL, ClientFailure, RoundPlan, WorkOrder
 from fl_engine.rounds.acceptance import (
     AVERAGED,
     FIRST,
+    REMEMBERED,
     Arrival,
     History,
     Moved,
@@ -197,3 +198,13 @@ def test_the_order_in_which_updates_arrive_decides_nothing(
     assert refused(asking(0, 31, over), came, terms) == refused(asking(0, 31, over), backwards, terms)
     taken = len(came) - len(refused(asking(0, 31, over), came, terms))
     assert taken == 0 or taken >= quorum * 31 / over - 1 - 1e-6
+
+
+def test_a_run_whose_honest_updates_come_to_move_further_goes_on() -> None:
+    """What is refused is remembered: after as many as are remembered of before, they are the usual."""
+    history, terms = of_others(Moved(0.01), REMEMBERED), RoundsConfig(norm_bound=8.0)
+    rounds = 0
+    while refused(asking(rounds, 2), moving(1.0, 1.0), terms, history, SIZE):
+        history = remembered(history, {0: Moved(1.0), 1: Moved(1.0)}, SIZE)
+        rounds += 1
+    assert rounds == REMEMBERED // 2

@@ -26,7 +26,7 @@ from fl_engine.aggregation.robust import Middle
 from fl_engine.aggregation.rules import Aggregate, Mean, Median, TrimmedMean
 from fl_engine.aggregation.spool import Spool
 from fl_engine.algorithms import DepthFL
-from fl_engine.core.errors import ModelError
+from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.slicing import take
 from fl_engine.core.types import FULL, Axis, ParamLayout, Params, Slot, SubmodelSpec
 from fl_engine.rounds.server import ServerSite
@@ -319,3 +319,12 @@ def test_feddyn_remembers_what_was_clipped() -> None:
             torch.testing.assert_close(memory, torch.full_like(memory, -0.1 * step), rtol=2e-3, atol=1e-8)
     unclipped = DepthFL(training=TRAINING).merge(state, plan, updates, server)
     assert all(float(found.h[n].abs().max()) < 0.05 * float(unclipped.h[n].abs().max()) for n in found.h)
+
+
+@pytest.mark.parametrize("aggregation", [Median(), TrimmedMean(), Private()], ids=lambda a: a.name)
+def test_what_feddyn_would_undo_is_refused_with_a_way_out(aggregation: Any) -> None:
+    algorithm = DepthFL(training=TRAINING, aggregation=aggregation)
+    site = tiny_site(algorithm)
+    with pytest.raises(ConfigError, match=r"algorithm\.alpha=0"):
+        start_of(algorithm, site)
+    start_of(DepthFL(training=TRAINING, aggregation=aggregation, alpha=0.0), site)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fl_engine.aggregation.privacy import Private
-from fl_engine.algorithms import ALGORITHMS, DepthFL, FedAvg, FlexFL, HeteroFL
+from fl_engine.algorithms import ALGORITHMS, Decoupled, DepthFL, FedAvg, FlexFL, HeteroFL
 from fl_engine.backends import InProcess, Processes
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.types import ClientUpdate, Codecs
@@ -213,3 +213,9 @@ def test_a_damaged_file_is_named(memory_store: Any) -> None:
 def test_what_does_not_go_together_is_refused(algorithm: Any, terms: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         buffer.check(algorithm, RoundsConfig(stop=1, **(TERMS | terms)))
+
+
+def test_levels_with_weights_of_their_own_are_refused(memory_store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InProcess, "run", lambda *_: pytest.fail("clients train"))
+    with pytest.raises(ConfigError, match=r"levels of Decoupled have weights of their own.* rounds\.mode=synchronous"):
+        federated(Decoupled(training=ASKED), memory_store)

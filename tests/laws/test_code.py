@@ -200,3 +200,19 @@ def test_configuration_names_only_what_the_owner_allows(
         with pytest.raises(ConfigError, match=rf"model 'here9:Net' is not imported on this machine \({ALLOWED} ="):
             resolve({}, "here9:Net", "model")
         assert "here9" not in sys.modules
+
+
+def test_what_is_enabled_inside_is_gone_afterwards(package: Path) -> None:
+    first = code.pack(package)
+    (package / "deep" / "inner.py").write_text("VALUE = 2\n")
+    second = code.pack(package)
+    with code.enabled_within():
+        enable(first)
+        assert importlib.import_module(NAME).VALUE == 1
+        path = list(sys.path)
+        with code.enabled_within():
+            enable(second)
+            assert importlib.import_module(NAME).VALUE == 2
+        assert code.enabled(first.sha256) and not code.enabled(second.sha256)
+        assert sys.path == path and importlib.import_module(NAME).VALUE == 1
+    assert not code.enabled(first.sha256) and NAME not in sys.modules

@@ -78,13 +78,6 @@ def test_what_is_missing_is_half_normal(sigma: float) -> None:
     assert (missing > 2 * sigma).mean() == pytest.approx(0.0455, abs=0.012)
 
 
-def test_the_sheet_how_often_a_strong_device_is_short() -> None:
-    """The values as sigma: r <= 100 for 19 % of the strong devices' dispatches; as variances, for 0.07 %."""
-    members = [Device(c, "strong", 110.0, (5.0, 8.0, 10.0)[c % 3]) for c in range(60)]
-    short = np.mean([observe(d, 2, round) <= 100 for d in members for round in range(80)])
-    assert short == pytest.approx(0.19, abs=0.02)
-
-
 @pytest.mark.parametrize(
     "tiers",
     [

@@ -122,3 +122,12 @@ def test_static_statistics_are_means_over_training_batches(norm: Any) -> None:
         outs = [conv(data.normalise(data.train_x[chunk])) for chunk in torch.split(order, 50)]
     torch.testing.assert_close(bn.running_mean, torch.stack([o.mean((0, 2, 3)) for o in outs]).mean(0))
     torch.testing.assert_close(bn.running_var, torch.stack([o.var((0, 2, 3)) for o in outs]).mean(0))
+
+
+def test_dropout_is_off() -> None:
+    plain, data = initial_params(FAMILY, 1), data_of(30)
+    scores = [
+        evaluate(family, plain, FULL, data, data.test_x, data.test_y)
+        for family in (TinyNet(dropout=0.0), TinyNet(dropout=0.9))
+    ]
+    assert scores[0] == scores[1]

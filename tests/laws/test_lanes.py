@@ -313,3 +313,15 @@ def test_the_strategy_follows_from_the_size() -> None:
     assert strategy.choose(large, TEN, 20, 6, "bf16", ("cpu", "cpu")) == Numerics("batched", 3, "bf16")
     assert strategy.choose(large, TEN, 20, 6, "bf16", ("cuda:0",)) == Numerics(precision="bf16")
     assert strategy.batched(FAMILIES["tiny"], 1, 1, "fp32").lanes == 2, "one client has a copy beside it"
+
+
+def test_ordered_dropout_trains_one_client_at_a_time() -> None:
+    family = FAMILIES["tiny"]
+    task = replace(TASK, widths=(prefix(family.layout(), 0.5), FULL))
+    jobs = [job(family, task, i) for i in range(3)]
+    for a, b in zip(
+        train(family, Classification(family.outputs), jobs, BATCHED),
+        train(family, Classification(family.outputs), jobs, SINGLE),
+        strict=True,
+    ):
+        assert_same_bits(a.params, b.params)

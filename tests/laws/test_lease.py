@@ -344,3 +344,10 @@ def test_silent_holder_elsewhere_is_replaced_after_the_ttl(memory_store: Store) 
     started = time.monotonic()
     with lease.held(memory_store) as found:
         assert found.number == 2 and time.monotonic() - started > 0.3
+
+
+def test_a_lease_that_is_no_lease_is_replaced_after_a_while(memory_store: Store) -> None:
+    memory_store.put("lease/00041.json", b"{half")
+    started = time.monotonic()
+    with lease.held(memory_store) as found:
+        assert found.number == 42 and time.monotonic() - started > 0.3

@@ -158,3 +158,14 @@ def test_message_numbers_rise_if_the_last_message_is_lost(monkeypatch: pytest.Mo
 def test_invitation_without_a_way_to_the_mailbox_is_refused(value: bytes) -> None:
     with pytest.raises(ConfigError):
         Invitation.of(value, "x.json")
+
+
+def test_second_device_with_an_invitation_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    coordinator = Coordinator()
+    worker = coordinator.meet()
+    assert coordinator.hears(worker)
+    for number in (5, 6):
+        assert not coordinator.hears(worker, id="2d" * 16, number=number)
+    assert coordinator.registry.member("weak-1").id == ID
+    assert [record.getMessage().count("invite --revoke weak-1") for record in caplog.records] == [1]
+    assert coordinator.hears(worker, number=2), "the first one is still obeyed"

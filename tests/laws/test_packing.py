@@ -25,9 +25,7 @@ def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "LINES", 20)
 
 
-def test_however_many_rounds_there_are_the_files_are_few_and_the_measurements_all_there(
-    memory_store: Store, small_packs: None
-) -> None:
+def test_many_rounds_are_packed_into_few_files(memory_store: Store, small_packs: None) -> None:
     ledger, most = ledger_in(memory_store), 0
     for round in range(237):
         commit(ledger, round)
@@ -50,7 +48,7 @@ def test_packed_rounds_keep_some_lines_evenly_spread(memory_store: Store, small_
     assert ledger.checkpoints.rows(lines=False) == [row.model_copy(update={"clients": ()}) for row in found]
 
 
-def test_a_kill_between_any_two_writes_of_packing_and_cutting_loses_no_measurement(
+def test_a_kill_while_packing_loses_no_measurement(
     new_store: Make, dying: Any, killed: type[BaseException], small_packs: None
 ) -> None:
     for writes in range(1000):
@@ -74,7 +72,7 @@ def test_a_kill_between_any_two_writes_of_packing_and_cutting_loses_no_measureme
     assert writes > 100
 
 
-def test_a_kill_while_old_rounds_are_deleted_leaves_no_mark_without_what_it_vouches_for(
+def test_a_kill_while_deleting_leaves_no_mark_without_metrics(
     new_store: Make, dying: Any, killed: type[BaseException], small_packs: None
 ) -> None:
     for writes in range(1000):
@@ -105,7 +103,7 @@ def test_a_damaged_pack_is_named_and_can_be_got_over(memory_store: Store, small_
     assert ledger.checkpoints.rows() == rows(*range(8))
 
 
-def test_a_listing_that_does_not_show_the_last_commits_yet_loses_none(memory_store: Store, small_packs: None) -> None:
+def test_a_stale_listing_loses_no_commit(memory_store: Store, small_packs: None) -> None:
     """An S3 server is consistent today; a cache in front of it may not be."""
 
     class Stale(type(memory_store)):  # type: ignore[misc]

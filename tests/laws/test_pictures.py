@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import colorsys
 import io
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,16 @@ from torch import Tensor
 
 from fl_engine.core import boxes
 from fl_engine.core.augmentation import (
+    Augmentation,
     Compress,
+    Crop,
     Flip,
     Hsv,
     MixUp,
     Scale,
     Shear,
 )
+from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, SGD, LocalTask
 from fl_engine.testing.kinds import KINDS
@@ -33,6 +36,17 @@ SIDE = 64
 NOTHING = [-1.0, 0, 0, 0, 0]
 TASK = LocalTask(FULL, SGD(0.1), epochs=2, batch_size=4, drop_last=True, seed=5)
 MOVING = (Flip(share=1.0, vertical=1.0), Flip(share=0.5, vertical=0.5), Shear(degrees=20.0), Scale(change=0.4))
+
+
+@dataclass(frozen=True)
+class Own:
+    """One's own, which does not know of boxes."""
+
+    def check(self, x: Tensor) -> None:
+        pass
+
+    def apply(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
+        return x_bchw
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -147,3 +161,11 @@ def test_training_sees_the_boxes_where_they_have_gone() -> None:
     ]
     torch.testing.assert_close(found[0], found[1])
     assert not torch.allclose(found[0], found[2])
+
+
+@pytest.mark.parametrize(("augmentation", "name"), [(Crop(), "crop"), (Own(), "Own")])
+def test_what_does_not_say_where_boxes_go_is_refused(augmentation: Augmentation, name: str) -> None:
+    family, data = KINDS["detection"]
+    job = Job(replace(TASK, augment=(augmentation,)), initial_params(family, 1), data.train_x.float(), data.train_y)
+    with pytest.raises(ModelError, match=f"{name}.*flip, hsv, compress, shear, scale, mixup"):
+        train(family, data.task, [job])

@@ -15,6 +15,7 @@ from fl_engine.rounds.ledger import ledger_in
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import Store
 from fl_engine.testing.tiny import Memory
+from tests.harness.ledgers import after
 
 Make = Callable[[], Store]
 Rows = Callable[[Store], list[Any]]
@@ -30,17 +31,6 @@ ROUNDS = 4
 storage = pytest.mark.parametrize(
     "mode", STORAGE, ids=lambda mode: f"keep_updates={mode['keep_updates']}-commit_every={mode['commit_every']}"
 )
-
-
-def after(calls: int) -> Callable[[], bool]:
-    """Asks to stop from the n-th time on that the loop looks: once after each client."""
-    left = [calls]
-
-    def should_stop() -> bool:
-        left[0] -= 1
-        return left[0] <= 0
-
-    return should_stop
 
 
 @storage

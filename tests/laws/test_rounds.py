@@ -119,14 +119,12 @@ def changed(change: Any) -> Any:
     [
         (lambda state: None, "Merging.merge gave None, where a state with `params` is expected: return"),
         (lambda state: dict(state.params), "Merging.merge gave a dict, where a state with `params` is expected"),
-        (lambda s: replace(s, params=None), "Merging.merge gave None as state.params, where tensors by name are"),
         (changed(lambda t: t[:1]), f"gave {NAME} as torch.float32 (1, 1, 3, 3), where torch.float32 (8, 1, 3, 3) is"),
-        (changed(lambda t: t.double()), f"gave {NAME} as torch.float64 (8, 1, 3, 3), where torch.float32"),
         (changed(lambda t: t.numpy()), f"gave {NAME} as numpy.ndarray, where torch.float32 (8, 1, 3, 3) is"),
         (changed(None), f"gave no {NAME}: what nobody trained keeps its value in state.params"),
         (lambda s: replace(s, params=s.params | {"more": torch.ones(1)}), "gave more, which state.params does not"),
     ],
-    ids=["nothing", "a dict", "no weights", "a shape", "a type", "numpy", "too few", "too many"],
+    ids=["nothing", "a dict", "a shape", "numpy", "too few", "too many"],
 )
 def test_merge_with_other_tensors_is_refused_by_name(tmp_path: Path, into: Any, said: str) -> None:
     algorithm = Merging(training=TRAINING, eligible="all", into=into)
@@ -204,18 +202,14 @@ def at_level(level: Any) -> Any:
         (lambda plan: list(plan.orders), "Asking.plan gave a list, where a RoundPlan is expected"),
         (asking(1, 3, 1), "Asking.plan gave two orders for client 1: in a round each client has one at most"),
         (asking(99), "Asking.plan gave an order for client 99; there are the clients 0 to 19"),
-        (asking(-1), "Asking.plan gave an order for client -1; there are the clients 0 to 19"),
         (asking(*np.arange(2)), f"Asking.plan gave an order for client {np.int64(0)!r}, where an int is expected"),
         (at_level(3), "Asking.plan gave an order of level 3, where an int of 0 to 0 is expected"),
-        (at_level("full"), "Asking.plan gave an order of level 'full', where an int of 0 to 0 is expected"),
         (hinting(width=(1, 2)), "Asking.plan gave client 0 hints that no other process gets: hints holds "),
-        (hinting(by={1: 0.5}), "hints holds {"),
         (hinting(lr=np.float64(0.5)), "hints holds {"),
         (hinting(x=torch.ones(1)), "hints holds {"),
     ],
-    ids=["nothing", "a list", "one twice", "one too many", "one from the end", "of numpy", "no such level", "a name",
-         "a tuple", "a key", "a number of numpy", "a tensor"],
-)  # fmt: skip
+    ids=["nothing", "a list", "twice", "too many", "numpy", "level", "a tuple", "a number of numpy", "a tensor"],
+)
 def test_a_plan_that_no_backend_can_carry_out_is_refused(tmp_path: Path, into: Any, said: str) -> None:
     algorithm = Asking(training=TRAINING, eligible="all", into=into)
     with pytest.raises(ModelError, match=re.escape(said)):

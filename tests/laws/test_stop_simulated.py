@@ -14,6 +14,7 @@ from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import Store
+from tests.harness.ledgers import after
 
 Make = Callable[[], Store]
 Rows = Callable[[Store], list[Any]]
@@ -24,17 +25,6 @@ MODES: list[dict[str, Any]] = [
     {"commit_every": 1, "mode": "buffered", "buffer": 1, "norm_bound": None},
 ]
 modes = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.get("mode", str(mode["commit_every"])))
-
-
-def after(calls: int) -> Callable[[], bool]:
-    """Asks to stop from the n-th time on that the loop looks: once after each client."""
-    left = [calls]
-
-    def should_stop() -> bool:
-        left[0] -= 1
-        return left[0] <= 0
-
-    return should_stop
 
 
 def clocks(store: Store) -> list[float]:
