@@ -12,11 +12,13 @@ the first, which names the row; a cell of several figures has them parted by com
 comparison, `FIGURE of NAME` of another label, in which * stands for the row's own. `behind.FIGURE` is how far the row
 is behind the highest. `paper` is a column that quotes a paper, and says so in its head. An empty cell says nothing, a
 dash that there is no such figure. A table that quotes papers alone has `<!-- paper -->`, one of
-docs/evidence/uniformity.json `<!-- uniformity -->`.
+docs/evidence/uniformity.json `<!-- uniformity -->`. The table of claims has `<!-- claims -->`; its last two columns are
+the seeds and the comparisons of a claim.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import re
@@ -142,6 +144,13 @@ def looked_up(written: str, id: str, row: str) -> list[list[Value] | None]:
     return found
 
 
+def seeds(comparisons: str) -> str:
+    """Return the seeds of the comparisons that a cell names; a dash if results.json has none of them."""
+    ids = [id for id in RESULTS for name in re.findall("`([^`]+)`", comparisons) if fnmatch.fnmatch(id, name)]
+    runs = [run for id in ids for each in RESULTS[id]["comparison"]["results"].values() for run in each["runs"]]
+    return ", ".join(str(seed) for seed in sorted({run["seed"] for run in runs})) or NONE
+
+
 def wrong(page: str) -> list[str]:
     """A line for each cell that is not in its results, and for each table that does not say where it comes from."""
     lines = []
@@ -149,6 +158,9 @@ def wrong(page: str) -> list[str]:
         head, *body = cells
         title = " | ".join(head)
         if about == "paper":
+            continue
+        if about == "claims":
+            lines += [f"{row[0]}: {row[-1]} has other seeds" for row in body if seeds(row[-1]) != row[-2]]
             continue
         if about == "uniformity":
             found = json.loads((DOCS / "evidence" / "uniformity.json").read_text())["found"]
