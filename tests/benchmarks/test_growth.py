@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import subprocess
-import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +12,6 @@ from benchmarks import growth, large
 from benchmarks.networks import family_of
 from benchmarks.workloads import WORKLOADS
 from fl_engine.training import strategy
-
-
-@pytest.mark.parametrize("selection", growth.SELECTIONS)
-def test_a_point_says_what_a_round_takes(selection: str) -> None:
-    """In a process of its own, as points are measured: in one that has given memory back, peaks may fall."""
-    command = [sys.executable, "-m", "benchmarks.growth", "--point", selection, "40", "4"]
-    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    assert found.keys() == {
-        "fleet", "plan", "train", "merge", "round", "resume", "mb_before", "mb_rounds", "mb_peak", "mb_ledger"
-    }  # fmt: skip
-    assert all(value > 0 for value in found.values())
-    peaks = [found[name] for name in ("mb_before", "mb_rounds", "mb_peak")]
-    assert all(later > earlier - 1 for earlier, later in pairwise(peaks)), "the kernel counts pages in batches"
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="elsewhere the peak is the parent's too")

@@ -31,7 +31,7 @@ LONG = {
     "harness": ("attacks", "kills"),
     "k8s": ("alike", "backend", "lost", "secrets", "suite", "waiting"),
     "laws": ("limits",),
-    "pipelines": ("compare_local", "nightly_local", "platform_local", "train_local", "tune_local"),
+    "pipelines": ("compare_local", "nightly_local", "train_local", "tune_local"),
     "s3": ("answers", "dvc", "faulty", "probe", "s3"),
 }
 """By folder, the files of which `make test-all` holds the tests: commands of the documentation, nights, pipelines of

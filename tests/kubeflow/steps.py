@@ -1,5 +1,5 @@
 """What the suite does with a Kubeflow: follow runs, terminate them, try them again; find a task's pods, delete one,
-kill the process in one; read artifacts. `test_steps.py` holds all of it to stand-ins, where there is no Kubeflow."""
+kill the process in one; read artifacts."""
 
 from __future__ import annotations
 
