@@ -68,12 +68,6 @@ def test_what_training_says_of_local_work_changes_nothing() -> None:
     other = replace(PLAIN, epochs=7, batch_size=3, drop_last=False, sampler=Balanced(1.0))
     one, two = FedSGD(training=PLAIN), FedSGD(training=other)
     assert_same_bits(after_a_round(one, site_of(one)), after_a_round(two, site_of(two)))
-    slower = FedSGD(training=replace(PLAIN, lr=PLAIN.lr / 2))
-    name = "classifier.weight"
-    assert not torch.equal(
-        after_a_round(slower, site_of(slower))[name],
-        after_a_round(one, site_of(one))[name],
-    )
 
 
 def test_client_with_too_many_samples_is_refused() -> None:

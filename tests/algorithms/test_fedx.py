@@ -115,10 +115,8 @@ def test_level_sends_one_sub_network_to_all(level: str) -> None:
     ("options", "message"),
     [
         ({"assigned": {"weak": Assigned("smal")}}, "algorithm.assigned.weak.level: there is no sub-network 'smal'"),
-        ({"level": "larg"}, "algorithm.level: there is no sub-network 'larg'"),
         ({"assigned": SOME, "level": "small"}, "algorithm.assigned and algorithm.level both say"),
         ({"widths": (0.5, 1.0)}, "in algorithm.names as many different names, are expected"),
-        ({"widths": (0.25, 0.5, 0.75)}, "in ascending order to 1"),
     ],
 )
 def test_bad_sub_networks_are_named(options: dict[str, Any], message: str) -> None:

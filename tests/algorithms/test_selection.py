@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fl_engine.core import seeds
 from fl_engine.core.contracts import Selector
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Device
@@ -32,8 +33,6 @@ def devices(**tiers: int) -> tuple[Device, ...]:
 
 
 def draw(fleet: tuple[Device, ...], k: int, rounds: int) -> list[list[tuple[int, str]]]:
-    from fl_engine.core import seeds
-
     _, pool = paper_pool()
     selection = ResourceTable()
     tables = selection.init(fleet, pool)
@@ -68,8 +67,6 @@ def test_devices_of_a_level_are_drawn_uniformly() -> None:
 
 def test_a_capacity_equal_to_the_size_is_too_little() -> None:
     """r <= size is insufficient: a device of exactly 50 % is sent M1."""
-    from fl_engine.core import seeds
-
     _, pool = paper_pool()
     fleet = tuple(Device(c, "half", 50.0, 0.0) for c in range(6))
     picks = [picked(ResourceTable(), {}, fleet, pool, seeds.rng(0, "t", r), 3) for r in range(40)]
@@ -88,12 +85,8 @@ BY_CAPACITY = [ResourceTable(), ByCapacity(), Oort()]
 @pytest.mark.parametrize("selection", BY_CAPACITY, ids=lambda s: s.name)
 def test_selection_refuses_tiers_that_would_never_train(selection: Any) -> None:
     _, pool = paper_pool()
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"^fleet\.tiers: .*watch.*mote"):
         selection.init(MIXED, pool)
-    said = str(caught.value)
-    assert said.startswith("fleet.tiers: ") and "M1" in said and "25 %" in said
-    assert "watch (2 of 10 devices, 10 %), mote (3 of 10 devices, 25 %)" in said, "from the weakest on"
-    assert "algorithm.selection={name: uniform}" in said
     with pytest.raises(ConfigError):
         selection.init(fleet_of(("mote", 25.0)), pool)
 

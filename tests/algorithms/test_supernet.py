@@ -143,7 +143,6 @@ def test_search_tries_some_sub_networks_and_reports_regret() -> None:
     [
         ({"seconds": 1e-9}, "algorithm.seconds"),
         ({"q_max": {"waek": 8}}, r"algorithm\.q_max.*'weak'"),
-        ({"level": "larg"}, "algorithm.level"),
         ({"level": "large", "fleet.tiers": OTHER_FLEET}, "tier 'weak'|tier 'medium'"),
         ({"widths": (0.5, 1.0)}, "algorithm.names"),
     ],
