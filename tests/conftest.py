@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import gc
-import importlib.util
 import io
 import logging
 import os
@@ -72,7 +71,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--image", default="python:3.11-slim", help="image that clients run in")
     group.addoption("--client-python", metavar="hostpath:DIR", help="folder of the nodes with src/ and venv/")
     group.addoption("--pods-endpoint", metavar="URL", help="what pods call the S3 server")
-    group.addoption("--fake-edge", metavar="NODE", help="a node that is labelled and tainted for a test")
     group.addoption("--lose-node", metavar="CMD", help="what makes the node $NODE vanish, kubelet and pods (a shell's)")
     group.addoption("--restore-node", metavar="CMD", help="what brings the node $NODE back")
 
@@ -291,12 +289,9 @@ def timeless() -> Callable[[Store], list[Any]]:
 @pytest.fixture
 def kubeflow() -> Iterator[tuple[Any, str]]:
     """A stand-in for Kubeflow Pipelines (tests/pipelines/kubeflow.py), and its address."""
-    path = Path(__file__).parent / "pipelines" / "kubeflow.py"
-    spec = importlib.util.spec_from_file_location("kubeflow_stand_in", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    with module.serving() as found:
+    from tests.pipelines.kubeflow import serving  # imports kfp_server_api
+
+    with serving() as found:
         yield found
 
 

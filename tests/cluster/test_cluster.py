@@ -136,32 +136,6 @@ def test_pool_without_nodes_is_named(rounds: Rounds, settings: Settings) -> None
     assert said and all("weak" in failure and "Unschedulable" in failure for failure in said)
 
 
-def test_tainted_arm64_pool_runs_its_tier(
-    rounds: Rounds, settings: Settings, api: Api, request: pytest.FixtureRequest
-) -> None:
-    """On nodes with these labels and this taint, or with (--fake-edge NODE) on a node that pretends to have them."""
-    node = request.config.getoption("--fake-edge")
-    found = api("GET", "/api/v1/nodes?labelSelector=flexfleet.io/tier=weak")["items"]
-    if not found and node is None:
-        pytest.skip("no node is labelled flexfleet.io/tier=weak; --fake-edge NODE labels one for the test")
-    before: list[Any] = []
-    if not found:
-        before = api("GET", f"/api/v1/nodes/{node}")["spec"].get("taints", [])
-        taint = {"key": "flexfleet.io/edge", "value": "true", "effect": "NoSchedule"}
-        changed = {"metadata": {"labels": {"flexfleet.io/tier": "weak"}}, "spec": {"taints": [*before, taint]}}
-        api("PATCH", f"/api/v1/nodes/{node}", changed)
-    try:
-        pool = "{weak: {taint: flexfleet.io/edge, selector: {flexfleet.io/tier: weak}}}"
-        sets = ("training.fraction=1.0", "rounds.stop=1", "kubernetes.quorum=0.1", "run.patience_s=60")
-        rounds("edge", f"kubernetes.pools={pool}", *sets)
-        (row,) = rows(settings, "edge")
-        assert not any("weak" in line.get("failure", "") for line in row.clients)
-    finally:
-        if not found:
-            changed = {"metadata": {"labels": {"flexfleet.io/tier": None}}, "spec": {"taints": before}}
-            api("PATCH", f"/api/v1/nodes/{node}", changed)
-
-
 def test_role_grants_no_more_than_the_backend_calls(namespace: str, api: Api) -> None:
     def may(verb: str, resource: str, where: str, group: str = "", sub: str = "") -> bool:
         asked = {"namespace": where, "verb": verb, "group": group, "resource": resource, "subresource": sub}

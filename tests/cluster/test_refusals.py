@@ -17,16 +17,13 @@ import pytest
 from fl_engine.core.errors import Stopped
 from fl_engine.remote.kubernetes import jobs
 from fl_engine.remote.kubernetes.cluster import Cluster
+from tests.cluster.test_cluster import model
 
 Api = Callable[..., Any]
 Rounds = Callable[..., Path]
 Model = Callable[..., bytes]
 
 CONTROL = "node-role.kubernetes.io/control-plane"
-
-
-def model(out: Path) -> bytes:
-    return (out / "model.safetensors").read_bytes()
 
 
 def running(api: Api, namespace: str) -> list[Any]:

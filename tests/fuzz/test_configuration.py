@@ -84,7 +84,7 @@ def yaml_like(draw: Any, text: str) -> bytes:
 @law(30)
 @given(yaml_like(PARAMS))
 @example(LAUGHS.encode())
-def test_params_yaml_is_taken_as_it_is_or_the_file_or_a_parameter_is_named(tmp_path: Path, content: bytes) -> None:
+def test_params_yaml_is_taken_or_the_parameter_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "params.yaml"
     path.write_bytes(content)
     found = answer(lambda: load_config(path), "params.yaml", *words(), "unknown parameter", "the configuration")

@@ -30,8 +30,7 @@ from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import FolderStore
 from flexfleet.worker import execute as execution
 
-When = Literal["before", "middle", "after", "forgotten"]
-"""`forgotten`: the operation does nothing and reports success. Nothing is killed, but the store lies."""
+When = Literal["before", "middle", "after"]
 
 READS = ("get", "uri", "presign", "upload")
 """Methods of a store that change nothing. They have no fault points, because a kill there is like one at any time."""
@@ -152,8 +151,6 @@ class _Points:
         when = self._reached(operation)
         if when == "before":
             _die()
-        if when == "forgotten":
-            return None
         if when == "middle":
             if operation == "write":
                 os.ftruncate(args[0], os.fstat(args[0]).st_size // 2)
