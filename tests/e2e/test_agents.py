@@ -136,19 +136,6 @@ def test_devices_with_a_gpu_give_the_bits_of_one_process(scene: Scene) -> None:
     assert found == scene.expected("cuda") != scene.expected()
 
 
-def test_restarted_coordinator_finds_the_devices_assignments(scene: Scene) -> None:
-    expected = scene.expected()
-    for invitation in scene.invite("--count", "2"):
-        scene.agent(invitation)
-    run = scene.run()
-    until(scene.at_work, "an order at work")
-    run.kill()
-    run.wait()
-    again = scene.run("--resume")
-    assert finished(again)["model_sha256"] == expected
-    assert "has the assignment already" in again.err
-
-
 def test_revoked_device_ends_and_the_others_continue(scene: Scene) -> None:
     expected = scene.expected()
     for invitation in scene.invite("--count", "2"):

@@ -167,6 +167,7 @@ def test_an_algorithm_that_wants_early_exits_gets_them() -> None:
         ("https://me:secret@mlflow:5000/x", "https://mlflow:5000/x"),
         ("postgresql://me:secret@host/db", "postgresql://host/db"),
         ("https://token@git.example.com/repo@v1:data", "https://git.example.com/repo@v1:data"),
+        ("https://me:a@b@host/x", "https://host/x"),
         ("sqlite:///mlflow.db", "sqlite:///mlflow.db"),
         ("s3://bucket/a@b", "s3://bucket/a@b"),
         ("/folder/me@home", "/folder/me@home"),

@@ -19,8 +19,7 @@ import boto3.session
 import pytest
 
 from fl_engine.aggregation import privacy
-from fl_engine.core.errors import masked
-from flexfleet.config import load_config, public
+from flexfleet.config import load_config
 from flexfleet.tracking import record as track
 from tests.harness import postgres
 from tests.harness.mlflow_server import serving
@@ -185,26 +184,6 @@ def test_failed_command_shows_no_secret(
     done = flexfleet(*argv, sets=[*light, *sets])
     assert done.code in (2, 6) and done.err.rstrip().splitlines()[-1].startswith("error: "), done.err
     assert not found_in(said(done) | files_of(scratch) | told())
-
-
-@pytest.mark.parametrize(
-    ("address", "shown"),
-    [
-        (UI, "https://ui.example"),
-        (STUDY, "postgresql://host/studies"),
-        (UNREACHABLE, "http://127.0.0.1:9"),
-        ("https://me:a@b@host/x", "https://host/x"),
-        ("https://token@host:8080/repo@v1:data", "https://host:8080/repo@v1:data"),
-        ("https://host:8080/repo@v1:data", "https://host:8080/repo@v1:data"),
-        ("https://host:8080", "https://host:8080"),
-        ("sqlite:///folder@home/mlflow.db", "sqlite:///folder@home/mlflow.db"),
-    ],
-)
-def test_address_is_shown_without_its_password(address: str, shown: str) -> None:
-    assert masked(address) == shown
-    config = load_config(None, [f"tracking.mlflow={json.dumps(address)}"])
-    assert public(config).tracking.mlflow == shown
-    assert public(load_config(None)) == load_config(None), "nothing else changes"
 
 
 BUCKET = "looked-through"
