@@ -22,7 +22,7 @@ def test_branches_make_rounds_more_even_and_shorter(rows: dict[str, Any]) -> Non
     assert rows["oort"].round_s < rows["random"].round_s
 
 
-def test_the_time_to_a_number_of_samples_is_that_of_the_round_that_reached_it(rows: dict[str, Any]) -> None:
+def test_time_to_samples_is_that_of_the_round_that_reached_it(rows: dict[str, Any]) -> None:
     row = rows["random"]
     assert row.until(row.samples[2]) == row.clock[2] and row.until(row.samples[2] + 1) == row.clock[3]
     assert list(row.clock) == sorted(row.clock) and list(row.samples) == sorted(row.samples)

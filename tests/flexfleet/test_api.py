@@ -221,7 +221,7 @@ except ff.ConfigError as error:
 
 
 @pytest.mark.long
-def test_a_scripts_class_trains_here_and_workers_do_not_run_the_script_again(tmp_path: Path) -> None:
+def test_class_of_a_script_trains_without_running_it_again(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(CELL.format(options=OPTIONS))
     command = [sys.executable, "mine.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)

@@ -27,7 +27,7 @@ def config_of(config: Any = None, options: Any = None, keywords: Any = None) -> 
     return arguments.load(arguments.overrides)[0]
 
 
-def test_keywords_win_over_options_and_options_over_the_configuration(tmp_path: Path) -> None:
+def test_keywords_override_options_and_options_the_file(tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     file.write_text("rounds: {stop: 7}\ntraining: {lr: 0.5}\nalgorithm: {name: heterofl}\nseed: 3\n")
     found = config_of(file, {"training.lr": 0.25}, {"rounds": 9, "algorithm": None, "seed": None})

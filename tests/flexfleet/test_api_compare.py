@@ -59,7 +59,7 @@ def asked(algorithms: Any, over: Any = None, **common: Any) -> dict[str, dict[st
 
 # ---------------------------------------------------------------------------------------------- a comparison
 @pytest.mark.long
-def test_processes_of_the_command_line_give_the_same_bits_and_files(both: ff.Comparison) -> None:
+def test_compare_in_processes_gives_the_same_bits_and_files(both: ff.Comparison) -> None:
     two = ff.compare(["heterofl"], seeds=[0], id="processes", jobs=2, **SMALL)
     assert two.runs["heterofl", 0].model_sha256 == both.runs["heterofl", 0].model_sha256
     assert len({both.runs[pair].model_sha256 for pair in both.runs}) == 4
@@ -148,7 +148,7 @@ COMMON: dict[str, dict[str, Any]] = {
     [{"learning_rate": 0.1}, {"training.lr": 0.1}, {"training": {"lr": 0.1}}],
     ids=["keyword", "option", "section"],
 )
-def test_a_label_takes_the_place_of_what_all_runs_have_in_every_spelling(common: str, own: dict[str, Any]) -> None:
+def test_setting_of_a_label_replaces_that_of_all_runs(common: str, own: dict[str, Any]) -> None:
     found = asked({"a": "flexfl", "b": {"algorithm": "flexfl", **own}}, **COMMON[common])
     assert [found[label]["training.lr"] for label in "ab"] == [0.2, 0.1]
     assert len({found[label]["training.momentum"] for label in "ab"}) == 1

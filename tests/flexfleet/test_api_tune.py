@@ -128,7 +128,7 @@ def numbers(id: str, rates: Sequence[float], lr: float = 0.1, **more: Any) -> ff
     )  # fmt: skip
 
 
-def test_a_trial_that_diverges_is_an_outcome_and_the_study_goes_on(store: Path) -> None:
+def test_diverged_trial_is_an_outcome_and_the_study_continues(store: Path) -> None:
     found = numbers("diverges", [0.1, 1e30], lr=1e30, trials=6, held_out=())
     told = json.loads((found.folder / "tune.json").read_text())
     outcomes = [line["outcome"] for line in told["tried"]]
@@ -146,7 +146,7 @@ def test_a_trial_that_diverges_is_an_outcome_and_the_study_goes_on(store: Path) 
     assert [line["outcome"] for line in json.loads((again.folder / "tune.json").read_text())["tried"]] == outcomes
 
 
-def test_a_default_that_no_trial_beats_is_trained_once_on_each_held_out_seed(store: Path) -> None:
+def test_unbeaten_default_is_trained_once_per_held_out_seed(store: Path) -> None:
     found = numbers("once", [0.1, 1e30], lr=0.1, trials=1, held_out=(7,))
     assert [run.name for run in (found.folder / "held-out").iterdir()] == ["default-s7"]
     assert list(found.table["best"]) == list(found.table["default"]) and found.gain == 0

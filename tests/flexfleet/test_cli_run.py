@@ -236,7 +236,7 @@ def test_a_run_that_is_killed_before_its_results_is_not_finished(
 
 
 # ------------------------------------------------------------------------------------------- numerics: exit 6
-def test_a_machine_that_computes_other_bits_is_refused_unless_accepted(
+def test_resume_with_other_numerics_is_refused_unless_accepted(
     flexfleet: Any, finished: Any, quick: Sequence[str]
 ) -> None:
     run, done = finished

@@ -23,9 +23,7 @@ def run_of(flexfleet: Any, name: str, sets: Sequence[str], *argv: str) -> Any:
     return done.json
 
 
-def test_half_gives_same_model_on_every_backend_for_half_the_bytes(
-    flexfleet: Any, quick: Sequence[str], tmp_path: Path
-) -> None:
+def test_half_gives_equal_models_for_half_the_bytes(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
     plain = run_of(flexfleet, "plain", quick)
     ways = {"memory": (), "processes": ("run.backend=processes",)}
     found = {name: run_of(flexfleet, name, [*quick, *HALF, *more]) for name, more in ways.items()}

@@ -256,7 +256,7 @@ def test_runs_of_other_networks_are_tracked_in_one_experiment() -> None:
     assert found == ["digits-small_cnn-dirichlet"] * 2
 
 
-def test_labels_that_are_measured_by_different_metrics_are_refused() -> None:
+def test_compare_refuses_labels_with_different_metrics() -> None:
     kinds = "fl_engine.testing.kinds"
 
     def configure(label: str, seed: int) -> Config:

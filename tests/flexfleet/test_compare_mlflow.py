@@ -66,7 +66,7 @@ def test_tabulating_again_is_the_same_mlflow_run(
     assert len(mlflow.MlflowClient(compared_template.uri).search_runs(["1"])) == before == 5
 
 
-def test_the_mlflow_run_of_a_comparison_is_there_before_its_runs_and_says_how_it_ended(
+def test_mlflow_run_of_a_comparison_has_its_status(
     flexfleet: Any, sets: list[str], mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, seen = mlflow.MlflowClient(mlflow_uri), []

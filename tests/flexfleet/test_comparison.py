@@ -48,7 +48,7 @@ def near(found: Spread | None, mean: float, std: float | None) -> bool:
     return found is not None and found.model_dump() == {"mean": pytest.approx(mean), "std": pytest.approx(std)}
 
 
-def test_the_highest_value_until_half_of_the_rounds_four_fifths_and_all() -> None:
+def test_highest_value_until_half_four_fifths_and_all_rounds() -> None:
     """With five rounds, 50 % are the first three and 80 % the first four."""
     slow, fast = ([row.metrics for row in rows] for rows in (SLOW, FAST))
     assert highest(slow, "full") == {50: 0.4, 80: 0.5, 100: 0.5}
@@ -146,7 +146,7 @@ def compared(**results: Summary) -> ComparisonFile:
     return ComparisonFile(id="x", labels=tuple(results), seeds=(0, 1), rounds=5, settings={}, results=results)
 
 
-def test_rounds_simulated_time_and_mb_to_accuracies_have_a_table_each() -> None:
+def test_costs_to_reach_accuracies_have_a_table_each() -> None:
     """40 % after (2, 1) rounds of 10 s and (2, 2) MB; 60 % in the second seed only, after 3 rounds; 80 % never."""
     c = compared(a=summary((SLOW, FAST), (0.4, 0.6, 0.8)))
     *_, both, rounds, clock, mb = comparison_report.tables(c)

@@ -95,7 +95,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         ("schema_version=2", "schema_version"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_an_error_that_says_where_and_what(given: str, path: str) -> None:
+def test_value_of_the_wrong_type_is_refused_with_its_path(given: str, path: str) -> None:
     text = refused(given)
     assert path in text
     assert "\n" not in text, "an error is one line"

@@ -29,18 +29,6 @@ def test_numbers_as_people_write_them(tmp_path: Path, text: str, value: float) -
         assert isinstance(config.partition.alpha, float)
 
 
-def test_whole_numbers_stay_whole() -> None:
-    assert load_config(None, ["rounds.stop=12"]).rounds.stop == 12
-    assert "rounds.stop" in refused("rounds.stop=1e2"), "a float, even where its value is whole"
-
-
-@pytest.mark.parametrize("text", ["- a\n- b\n", "3\n"])
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match="mapping") as error:
-        load_config(written(tmp_path, text))
-    assert "params.yaml" in str(error.value)
-
-
 @pytest.mark.parametrize("text", ["a: [1, 2\n", "rounds: {stop: 3\n"])
 def test_a_file_that_is_no_yaml_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="not valid YAML") as error:
@@ -100,11 +88,6 @@ def test_an_override_that_yaml_would_cut_off_is_refused(given: str) -> None:
 def test_a_value_in_quotes_may_hold_what_begins_a_comment(given: str) -> None:
     assert load_config(None, [f"run.store={given}"]).run.store == "/data/exp #3/runs"
     assert load_config(None, ["run.store=a#3"]).run.store == "a#3"
-
-
-@pytest.mark.parametrize("given", ["seed.x=3", "rounds.stop.x=3", "rounds..stop=3", "rounds.=3", ".stop=3"])
-def test_an_override_that_leads_nowhere_is_refused(given: str) -> None:
-    assert given.split("=")[0] in refused("seed=1", "rounds.stop=2", given) or "unknown parameter" in refused(given)
 
 
 def test_a_value_may_hold_an_equals_sign() -> None:

@@ -100,7 +100,7 @@ def test_the_rounds_depend_on_every_parameter_that_changes_them() -> None:
     assert lacks(names, stages()["federate"]["params"], ".") == []
 
 
-def test_the_partition_depends_on_what_is_held_out_where_labels_are_made_wrong() -> None:
+def test_partition_stage_depends_on_held_out_samples() -> None:
     assert lacks(share.HELD_OUT, stages()["partition"]["params"], ".") == []
 
 
@@ -231,7 +231,7 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
     monkeypatch.setattr(loop, "play", stopping)
 
 
-def test_an_interrupted_run_goes_on_and_another_configuration_does_not_meet_it(
+def test_interrupted_rounds_are_resumed_by_their_configuration(
     tmp_path: Path, job: tuple[Config, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, parts, pool = job
@@ -262,7 +262,7 @@ def test_an_interrupted_run_goes_on_and_another_configuration_does_not_meet_it(
 
 
 @pytest.mark.parametrize("files", [0, 3])
-def test_a_kill_while_the_rounds_are_deleted_leaves_nothing_that_is_in_the_way(
+def test_kill_while_rounds_are_deleted_blocks_no_later_run(
     tmp_path: Path, job: tuple[Config, Path, Path], monkeypatch: pytest.MonkeyPatch, files: int
 ) -> None:
     config, parts, pool = job
@@ -299,7 +299,7 @@ def test_the_identity_depends_on_what_decides_the_model(job: tuple[Config, Path,
     assert name() != before
 
 
-def test_the_identity_depends_on_the_content_of_files_and_code_that_are_named(
+def test_identity_depends_on_the_content_of_named_files(
     job: tuple[Config, Path, Path], quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)

@@ -47,7 +47,7 @@ def test_by_hand() -> None:
     assert alone.behind["far"].p_holm == alone.behind["far"].p
 
 
-def test_holm_counts_only_the_labels_that_the_highest_is_compared_with() -> None:
+def test_holm_counts_the_labels_below_the_highest() -> None:
     """Differences of mean d and std 1 over three seeds have t = d sqrt 3. At d = 5 p is .013; of four such labels the
     smallest p times four is above 5 %, of three it is below."""
     others = {f"x{i}": [a - 5 - e for a, e in zip(A, (-1, 0, 1), strict=True)] for i in range(4)}

@@ -45,7 +45,7 @@ def kept(name: str) -> list[Path]:
 
 
 # ------------------------------------------------------------------------------------------------ wrong labels
-def test_every_backend_and_a_resumed_run_train_on_the_same_wrong_labels(
+def test_backends_and_resumed_run_use_the_same_wrong_labels(
     flexfleet: Any, quick: Sequence[str], no_drawings: None
 ) -> None:
     sets = [*quick, *NOISE, "algorithm.name=heterofl"]  # whose clients send the rows of the labels that they hold
@@ -60,7 +60,7 @@ def test_every_backend_and_a_resumed_run_train_on_the_same_wrong_labels(
     assert len(kept("confusion")) == 1, "trained once, for all of them"
 
 
-def test_without_noise_nothing_is_trained_and_a_run_keeps_its_bits(
+def test_partition_without_noise_keeps_its_bits(
     quick: Sequence[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(labels, "measure_confusion", None)
@@ -73,9 +73,7 @@ def test_without_noise_nothing_is_trained_and_a_run_keeps_its_bits(
     assert not Path("runs").exists()
 
 
-def test_the_matrix_is_kept_by_its_inputs_and_computed_again_to_the_same_labels(
-    quick: Sequence[str], no_drawings: None, tmp_path: Path
-) -> None:
+def test_confusion_matrix_is_cached_by_its_inputs(quick: Sequence[str], no_drawings: None, tmp_path: Path) -> None:
     def made(name: str, *more: str) -> bytes:
         partition(Resolved.load(None, [*quick, *NOISE, *more]), tmp_path / name)
         return (tmp_path / name / partition_files.TENSORS).read_bytes()

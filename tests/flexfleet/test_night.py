@@ -82,7 +82,7 @@ def test_what_is_not_a_night_is_not_resumed_as_one(night: Nights, code: Code, tm
     assert files(tmp_path) == before, "what is refused leaves nothing"
 
 
-def test_an_image_of_another_commit_neither_makes_runs_of_a_night_nor_judges_them(
+def test_image_of_another_commit_is_refused_by_a_night(
     suite: Path, code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -53,21 +53,7 @@ def test_parameters_and_advanced_do_what_set_does() -> None:
 
 
 ODD = ("1e3", "12e5", "1e-3", "089", "+5", ".5", "1:30", "0x1f", "null", "~", "yes", "=", "<<", "2001-01-01", "", " a ")
-ODD += (
-    "\U0001f600",
-    "\x85",
-    "\x7f",
-    "\ufeff",
-    "a\n\n b\r\n",
-    "\u2028",
-    "#",
-    "a: b",
-    "on",
-    ".inf",
-    "1_000",
-    "- a",
-    "'\"",
-)
+ODD += ("\U0001f600", "\x85", "\x7f", "\ufeff", "a\n\n b\r\n", "\u2028", "#", "a: b", "on", ".inf", "1_000", "- a")
 TEXTS = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0")) | st.text("-+019.eE_:", max_size=6)
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False) | TEXTS,
@@ -86,7 +72,7 @@ def test_plain_data_are_read_as_they_were_written(value: object) -> None:
 
 
 @pytest.mark.parametrize("text", ODD)
-def test_a_configuration_with_an_odd_text_is_read_as_it_was_written(text: str, tmp_path: Path) -> None:
+def test_configuration_with_an_odd_text_survives_the_file(text: str, tmp_path: Path) -> None:
     config = parse({"tracking": {"experiment": text}})
     assert load_config(write_config(config, tmp_path / "params.yaml")) == config
     assert load_config(None, overrides_of("", "runs", {"tracking.experiment": text})).tracking.experiment == text
@@ -146,7 +132,7 @@ def test_the_resolved_configuration_survives_the_file(tmp_path: Path) -> None:
     assert load_config(write_config(config, tmp_path / "new" / "config")) == config
 
 
-def test_a_label_of_a_comparison_may_have_its_own_value_of_what_the_form_asks_for() -> None:
+def test_label_may_override_a_field_of_the_form() -> None:
     advanced = {"b:partition.alpha": 0.1, "b:algorithm.kd_weight": 0, "training.momentum": 0.9}
     runs = comparison_from({"dirichlet_alpha": 0.3}, advanced, "a=flexfl,b=flexfl", "0", "x")
     assert [run.config.partition.alpha for run in runs] == [0.3, 0.1]
@@ -207,12 +193,12 @@ def test_what_was_meant_as_an_address_is_no_folder(address: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["run.remote", "run.secrets", "publish.dvc"])
-def test_every_parameter_that_names_a_place_refuses_what_was_meant_as_an_address(name: str) -> None:
+def test_parameters_of_places_refuse_malformed_addresses(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} must be"):
         check(Resolved.of(load_config(None, [f"{name}=s3:/b"])))
 
 
-def test_a_comparison_has_no_more_runs_than_a_pipeline_can_gather() -> None:
+def test_comparison_with_too_many_runs_is_refused() -> None:
     seeds = ",".join(map(str, range(MOST_RUNS // 2 + 1)))
     with pytest.raises(ConfigError, match=r"2 algorithms with 41 seeds are 82 runs, and a pipeline makes at most 80"):
         comparison_from({}, {}, "flexfl,all_large", seeds, "a")

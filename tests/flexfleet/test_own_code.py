@@ -150,9 +150,7 @@ def test_a_run_whose_code_is_not_allowed_here_is_not_imported(
         ff.load("a").model()
 
 
-def test_workers_do_not_start_with_a_wheel_that_was_tampered_with(
-    run: Any, monkeypatch: pytest.MonkeyPatch, package: Path
-) -> None:
+def test_workers_refuse_a_changed_wheel(run: Any, monkeypatch: pytest.MonkeyPatch, package: Path) -> None:
     began, digest = Processes.__init__, code.pack(package).sha256
 
     def tampered(self: Processes, *given: Any) -> None:

@@ -37,7 +37,7 @@ def test_images_become_bytes_with_the_channel_in_front() -> None:
     assert odd.train_x.dtype == torch.float32 and len(odd.mean) == 1
 
 
-def test_numbers_are_normalised_by_the_training_samples_and_floats_are_predicted() -> None:
+def test_numbers_are_normalised_and_floats_are_regression() -> None:
     data = ff.from_arrays(torch.from_numpy(NUMBERS), NUMBERS[:, 0])
     assert data.task == Regression(1)
     np.testing.assert_allclose(data.mean, data.train_x.numpy().mean(0), atol=1e-5)
@@ -195,7 +195,7 @@ def _colours(i: int) -> Image.Image:
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "CMYK"])
-def test_images_of_every_mode_are_the_same_pixels_however_they_come(mode: str, tmp_path: Path) -> None:
+def test_images_of_every_mode_have_equal_pixels_from_all_sources(mode: str, tmp_path: Path) -> None:
     images = [_colours(i).quantize(8) if mode == "P" else _colours(i).convert(mode) for i in range(10)]
     labels = [i % 2 for i in range(10)]
     wanted = np.stack([np.array(image.convert("L" if mode in ("1", "L") else "RGB")) for image in images])

@@ -84,9 +84,7 @@ def test_algorithm_without_a_base_class_runs(flexfleet: Any, plugin: str, quick:
     assert flexfleet("run", "--json", "--run-id", "own", "--resume", sets=sets).json == done.json
 
 
-def test_a_state_that_no_ledger_holds_is_refused_before_anything_trains(
-    flexfleet: Any, plugin: str, tmp_path: Path
-) -> None:
+def test_state_that_cannot_be_stored_is_refused_before_training(flexfleet: Any, plugin: str, tmp_path: Path) -> None:
     sets = [f"algorithm.name={plugin}:Remembers", "algorithm.eligible=all", "tracking.mlflow=null"]
     for command in ("check", "run"):
         done = flexfleet(command, sets=sets)

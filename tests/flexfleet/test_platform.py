@@ -58,7 +58,7 @@ def test_an_empty_address_is_the_platforms_and_a_given_one_wins(monkeypatch: pyt
     assert form().tracking.mlflow is None
 
 
-def test_the_configuration_has_the_platforms_address_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configuration_has_no_password_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     given = "https://me:pl4nted@mlflow.kubeflow/"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", given)
     config = form()
@@ -70,7 +70,7 @@ def test_the_configuration_has_the_platforms_address_without_its_password(monkey
 
 
 # ------------------------------------------------------------------------------------------------- the tree
-def test_a_run_goes_into_the_platforms_experiment_below_the_pipelines_run(at: Platform) -> None:
+def test_run_is_a_child_of_the_pipelines_mlflow_run(at: Platform) -> None:
     run = begun(at, form(), **{"kfp.job_id": "job"})
     assert (run.info.experiment_id, run.info.status) == (at.experiment, "SCHEDULED")
     assert (run.data.tags[PARENT], run.data.tags["kfp.job_id"]) == (at.pipeline, "job")
@@ -104,14 +104,14 @@ def test_a_task_run_without_a_parent_gives_ours_none(at: Platform, monkeypatch: 
     assert PARENT not in run.data.tags and run.info.experiment_id == at.experiment
 
 
-def test_registered_models_have_the_name_of_the_experiment_that_the_run_is_in(at: Platform) -> None:
+def test_registered_models_have_the_name_of_the_experiment(at: Platform) -> None:
     assert publish.name_of(form()) == "kubeflow-flexfl"
     assert publish.name_of(form(tracking__experiment="mine")) == "mine-flexfl"
     assert publish.name_of(form(publish__name="shipped")) == "shipped"
     assert publish.name_of(load_config(None)) == "digits-small_cnn-dirichlet-flexfl"
 
 
-def test_a_first_task_that_is_tried_again_goes_on_with_the_mlflow_run_that_it_had_begun(at: Platform) -> None:
+def test_retried_first_task_continues_its_mlflow_run(at: Platform) -> None:
     config, of_job = form(), {"kfp.job_id": "first"}
     first = track.begin(config, "a", FolderStore("runs/a"), of_job)
     assert track.begin(config, "a", FolderStore("runs/a"), of_job) == first
@@ -130,7 +130,7 @@ def test_a_first_task_that_is_tried_again_goes_on_with_the_mlflow_run_that_it_ha
     assert begun[0] == begun[1] != begun[2] and len(at.ours()) == 5
 
 
-def test_a_tracked_and_published_run_writes_nothing_into_the_tasks(
+def test_published_run_leaves_the_tasks_mlflow_run_alone(
     at: Platform, flexfleet: Any, quick: Sequence[str], mlflow_uri: str, no_drawings: None
 ) -> None:
     sets = [*quick, f"tracking.mlflow={mlflow_uri}", "publish.models=true", "publish.onnx=false", "rounds.stop=1"]

@@ -93,7 +93,7 @@ def test_another_precision_takes_no_other_run(ran: Ran, flexfleet: Any, monkeypa
     shutil.move(ran.runs / "kept", ran.out)
 
 
-def test_figures_of_another_model_are_not_told_and_damaged_ones_are_named(ran: Ran, tmp_path: Path) -> None:
+def test_figures_of_another_or_damaged_model_are_not_reported(ran: Ran, tmp_path: Path) -> None:
     assert len(precisions.of_run(ran.out, LEVELS, ran.printed["model_sha256"])) == 3
     assert precisions.of_run(ran.out, LEVELS, "0" * 64) == ()
     shutil.copytree(ran.out, tmp_path / "a")

@@ -104,7 +104,7 @@ class Looking(Counts):
     preparations: ClassVar[tuple[str, ...]] = (f"{HERE}:Looks",)  # type: ignore[assignment, misc]
 
 
-def test_a_preparation_sees_the_proxy_in_two_parts_and_its_own_settings(tmp_path: Path, quick: Sequence[str]) -> None:
+def test_preparation_gets_both_proxy_parts_and_its_settings(tmp_path: Path, quick: Sequence[str]) -> None:
     sets = [*quick, f"algorithm.name={HERE}:Looking"]
     resolved = Resolved.load(None, sets)
     parts, x = cut(resolved), resolved.data.train_x.flatten(1).sum(1)

@@ -201,12 +201,6 @@ from typing import Any, ClassVar
 from searched import Found, Searched
 
 
-def die_once(where):
-    if os.environ.get("DIES_IN") == where and not Path("died").exists():
-        Path("died").write_text("")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 @dataclass(frozen=True)
 class Last:
     settings: ClassVar[tuple[str, ...]] = ()
@@ -214,46 +208,38 @@ class Last:
     artifact: ClassVar[Any] = Found
 
     def prepare(self, family, server):
-        die_once("preparation")
+        if "DIES" in os.environ and not Path("died").exists():
+            Path("died").write_text("")
+            os.kill(os.getpid(), signal.SIGKILL)
         return Found(0.5, {str(server.seed): float(len(server.samples))})
 
     def assumed(self, family):
         return Found(0.5, {})
 
 
-@dataclass(frozen=True)
 class Twice(Searched):
     preparations: ClassVar[tuple[str, ...]] = ("searched:Search", "dying:Last")
-
-    def task(self, order, ctx):
-        if order.round == 1:
-            die_once("round")
-        return super().task(order, ctx)
 """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("where", ["preparation", "round"])
-def test_a_killed_run_goes_on_with_what_was_prepared(nursery: Any, tmp_path: Path, sets: list[str], where: str) -> None:
+def test_killed_preparation_is_resumed(nursery: Any, tmp_path: Path, sets: list[str]) -> None:
+    """The first preparation is finished when the process is killed in the second one."""
     (tmp_path / "dying.py").write_text(DYING)
-    given = [*sets, "algorithm.name=dying:Twice", "rounds.commit_every=1"]
+    given = [*sets, "algorithm.name=dying:Twice"]
 
-    def run(run_id: str, *more: str, env: dict[str, str]) -> Any:
+    def run(run_id: str, *more: str, **env: str) -> Any:
         argv = ("run", "--json", "--run-id", run_id, *more)
         return nursery.start("flexfleet", *argv, cwd=tmp_path, sets=given, env=env).wait(120)
 
     folder = tmp_path / "runs" / "a"
-    assert run("a", env={"DIES_IN": where}).code == -signal.SIGKILL
-    known = prepared.index(folder / "pretrain")
-    assert list(known) == (["searched:Search"] if where == "preparation" else ["searched:Search", "dying:Last"])
-    assert (folder / "run.json").exists() == (where == "round")
-    done, whole = run("a", "--resume", env={"DIES_IN": where}), run("whole", env={})
+    assert run("a", DIES="1").code == -signal.SIGKILL
+    assert list(prepared.index(folder / "pretrain")) == ["searched:Search"] and not (folder / "run.json").exists()
+    done, whole = run("a", "--resume", DIES="1"), run("whole")
     assert (done.code, whole.code) == (0, 0), done.err + whole.err
-    assert ("searched:Search is taken from" in done.err) == (where == "preparation")
+    assert "searched:Search is taken from" in done.err
     assert done.json["model_sha256"] == whole.json["model_sha256"]
     assert prepared.index(folder / "pretrain") == prepared.index(tmp_path / "runs" / "whole" / "pretrain")
-    last = json.loads((folder / "pretrain" / "dying.Last.json").read_bytes())
-    assert last == {"schema_version": 1, "width": 0.5, "scores": {"0": 6.0}}
 
 
 # --------------------------------------------------------------------------------------- several runs share it

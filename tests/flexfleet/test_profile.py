@@ -119,7 +119,7 @@ def resolved(quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return Resolved.load(None, list(quick))
 
 
-def test_a_level_without_room_is_not_timed_and_the_entry_has_no_room_for_it(resolved: Resolved) -> None:
+def test_level_without_room_is_not_timed(resolved: Resolved) -> None:
     found = device.profile(resolved, name="pi", room=60 * 10**6)
     fits = [level.fits for level in found.levels]
     assert fits == [level.size <= 60 for level in found.levels] and True in fits and False in fits

@@ -1,17 +1,13 @@
-"""What a person sees of a run: a line per round, the line below them, repeated warnings, runs side by side."""
+"""Progress of a run: a line for each round, and repeated warnings."""
 
 from __future__ import annotations
 
-import errno
-import io
 import logging
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flexfleet.files.progress import Live, counted_warnings
+from flexfleet.files.progress import counted_warnings
 from flexfleet.tracking.console import Console
 
 log = logging.getLogger("flexfleet")
@@ -21,37 +17,8 @@ LEVELS = {"accuracy/M1": 0.7, "loss/M1": 1.0, "accuracy/M2": 0.8, "loss/M2": 0.9
 ROW = {"avg": 0.8, "full": 0.9, **LEVELS, **WORK, "seconds_round": 2.0}
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
-    """A terminal as stderr, to which the log goes as well."""
-    screen = Terminal()
-    monkeypatch.setattr("flexfleet.files.progress.sys", SimpleNamespace(stderr=screen))
-    monkeypatch.setenv("COLUMNS", "100")
-    handler = logging.StreamHandler(screen)
-    root = logging.getLogger()
-    root.addHandler(handler)
-    before = log.level
-    log.setLevel(logging.INFO)
-    yield screen
-    log.setLevel(before)
-    root.removeHandler(handler)
-
-
 # ------------------------------------------------------------------------------------------- a round's line
-def test_a_line_tells_each_level_loss_clients_seconds_and_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_round_line_has_levels_loss_clients_and_eta(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "flexfleet"):
         console = Console(40)
         console.metrics([(1, ROW), (2, ROW | {"seconds_round": 4.0})])
@@ -62,16 +29,6 @@ def test_a_line_tells_each_level_loss_clients_seconds_and_what_is_left(caplog: p
 
 
 # ------------------------------------------------------------------------------------------- on a terminal
-def test_a_terminal_that_was_closed_ends_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(_: str) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    live = Live(clock := Clock())
-    live.show("round 1/2")
-    monkeypatch.setattr(terminal, "write", gone)
-    clock.now += 60
-    live.show("round 2/2")
-    live.close()
 
 
 def test_the_loop_tells_how_many_have_answered(job: Any, memory_store: Any) -> None:

@@ -179,7 +179,7 @@ def test_each_level_is_registered_and_loads_from_there(
 
 
 @pytest.mark.long
-def test_one_model_answers_for_any_level_in_a_process_without_this_package(ran: Ran, tmp_path: Path) -> None:
+def test_registered_model_predicts_without_this_package(ran: Ran, tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", ran.data.test_x[:5].numpy())
     code = (
         "import sys, numpy, mlflow, json\n"
@@ -208,7 +208,7 @@ def test_one_model_answers_for_any_level_in_a_process_without_this_package(ran: 
     assert wrong == "level is one of M1, M2, M3, got 'M9'"
 
 
-def test_done_again_it_makes_no_second_version_and_another_run_makes_one(ran: Ran) -> None:
+def test_publishing_twice_creates_one_version_per_run(ran: Ran) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ran.out.parents[1])
         again = conclude(Resolved.of(ran.config), ran.out, FolderStore(ran.out))
@@ -231,7 +231,7 @@ def test_done_again_it_makes_no_second_version_and_another_run_makes_one(ran: Ra
     assert aliases(ran, f"{NAME}-M1")["champion"] == "2", "what a newer version has stays there"
 
 
-def test_a_version_whose_registration_was_killed_becomes_candidate_later(
+def test_killed_registration_becomes_candidate_later(
     mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, killed: type[BaseException]
 ) -> None:
     client = client_of(mlflow_uri)

@@ -78,7 +78,7 @@ def test_what_is_no_reference_is_refused_before_anything_trains(flexfleet: Any, 
     assert "result.json does not exist" in refused("runs/c0")
 
 
-def test_a_training_with_other_settings_is_not_the_one_that_a_suite_asks_for(trained: Any, tmp_path: Path) -> None:
+def test_suite_trains_again_if_central_settings_differ(trained: Any, tmp_path: Path) -> None:
     def left(*sets: str) -> list[str]:
         config = load_config(None, [*SETS, *SHORT, *sets])
         return [each.name for each in commands([Entry("central", config.seed, config)], tmp_path, (), {})]

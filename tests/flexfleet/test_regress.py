@@ -135,7 +135,7 @@ def test_a_night_like_the_reference_passes_and_becomes_champion(place: Place, fi
     }  # fmt: skip
 
 
-def test_in_mlflow_a_night_has_its_runs_and_their_comparison_below_it(place: Place, first: Verdict) -> None:
+def test_mlflow_has_runs_and_comparison_below_the_night(place: Place, first: Verdict) -> None:
     client = mlflow.MlflowClient(tracking_uri=place.uri)
     (experiment,) = client.search_experiments(filter_string="name = 'regression-tiny'")
     filter = f"tags.`mlflow.parentRunId` = '{first.mlflow_run_id}'"
@@ -270,7 +270,7 @@ def test_passed_since_gives_the_newest_of_this_reference(night: nightly.Night, m
     assert [figures.id for figures in nightly.passed_since(night, own)] == ["c", "b"]
 
 
-def test_what_could_not_be_exported_is_said_before_anything_trains(place: Place, first: Verdict) -> None:
+def test_unexportable_suite_is_refused_before_training(place: Place, first: Verdict) -> None:
     cases = {"quick": {"algorithms": "all_large", "to": 0.9}}
     path = place.suite("bare/tiny", settings=place.tiny["settings"] | {"partition.proxy": 0.0}, cases=cases)
     done = place.night(path, "bare")

@@ -91,7 +91,7 @@ def test_the_same_runs_give_the_same_bytes(two: list[Path], tmp_path: Path) -> N
     assert page_of(two[:1], tmp_path) == page_of(two[:1], tmp_path)
 
 
-def test_runs_that_differ_in_more_than_the_algorithm_are_called_out(html: str, two: list[Path]) -> None:
+def test_report_lists_differences_beside_the_algorithm(html: str, two: list[Path]) -> None:
     # Another dataset.root is another place, not other data.
     assert r.differences([r.load(run) for run in two]) == []
     assert "<li>seed: 0 (a, b); 1 (c)</li>" in html and "<li>partition.alpha: 0.6 (a, b); 0.3 (c)</li>" in html

@@ -80,12 +80,6 @@ def test_two_rounds(
     assert strategy == ("single" if name == "widar_resnet18" else "batched")
 
 
-def test_numbers_have_no_labels_to_mask(flexfleet: Any, quick: Sequence[str]) -> None:
-    done = flexfleet("run", "--run-id", "a", sets=quickly(quick, "aep_mlp", "heterofl"))
-    assert done.code == 2
-    assert "regression has no classes whose outputs could be masked: set algorithm.mask_labels=false" in done.err
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "outputs", "params"),
     [

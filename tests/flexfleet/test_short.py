@@ -48,7 +48,7 @@ def option(name: str) -> str:
 
 # ------------------------------------------------------------------------------------------- short options
 @pytest.mark.parametrize("command", ["run", "check"])
-def test_all_short_options_together_set_what_their_dotted_names_set(command: str) -> None:
+def test_short_options_set_their_dotted_names(command: str) -> None:
     given = [word for name, value in VALUES.items() for word in (option(name), value)]
     sets = [word for name, value in VALUES.items() for word in ("--set", f"{SHORT[name]}={value}")]
     config = config_of(parsed(command, *given))
@@ -76,7 +76,7 @@ def test_a_parameter_given_twice_is_an_error(argv: tuple[str, ...]) -> None:
         parsed("run", *argv)
 
 
-def test_beside_a_short_option_a_section_may_set_other_parameters() -> None:
+def test_section_beside_a_short_option_sets_other_parameters() -> None:
     config = config_of(parsed("check", "--rounds", "5", "--set", "rounds={evaluate_every: 2}"))
     assert (config.rounds.stop, config.rounds.evaluate_every) == (5, 2)
 

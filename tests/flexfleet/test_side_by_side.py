@@ -110,7 +110,7 @@ def fail(error: BaseException) -> Callable[[], object]:
     return call
 
 
-def test_one_by_one_a_failure_is_a_code_and_the_last_words_of_its_log(tmp_path: Path) -> None:
+def test_one_by_one_returns_exit_codes_and_logs_errors(tmp_path: Path) -> None:
     done: list[int] = []
     codes = executor.one_by_one(calls(tmp_path, a=fail(IntegrityError("it is\ndamaged")), b=lambda: done.append(1)))
     assert codes == {"a": IntegrityError.exit_code, "b": 0} and done == [1]

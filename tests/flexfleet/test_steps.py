@@ -81,7 +81,7 @@ def test_evaluate_scores_every_level_on_the_test_set(chained: dict[str, Any], fo
     }
 
 
-def test_evaluate_judges_every_level_on_each_clients_distribution(
+def test_evaluate_scores_levels_on_each_clients_distribution(
     chained: dict[str, Any], folder: Path, finished_template: tuple[Path, Any]
 ) -> None:
     found = EvaluationFile.read(folder / "evaluate" / "evaluation.json")
@@ -249,9 +249,7 @@ def test_fewer_rounds_than_are_committed_change_nothing(rounds: Step, tmp_path: 
     assert done.code == 0, "what is damaged does not count"
 
 
-def test_a_ledger_in_a_folder_that_others_reach_has_a_lease_and_what_the_run_is(
-    rounds: Step, tmp_path: Path, folder: Path
-) -> None:
+def test_shared_ledger_has_a_lease_and_is_resumable(rounds: Step, tmp_path: Path, folder: Path) -> None:
     ledger, sets = tmp_path / "ledger" / "a", [f"run.remote={tmp_path}/ledger"]
     assert rounds(tmp_path / "one" / "a", sets=sets).code == 0
     holder = Holder.model_validate_json((ledger / "lease" / "00001.json").read_bytes())

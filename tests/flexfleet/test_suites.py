@@ -71,17 +71,6 @@ def test_every_row_is_a_configuration(name: str) -> None:
 
 SERVER_RATES = {"visdrone": 0.1, "aep": 0.1}
 """Section 2.3.1: the server's learning rate in FedOPT; .01 for the others."""
-CENTRAL = {
-    "wisdm_watch": (0.01, 200, 64),
-    "wisdm_phone": (0.01, 200, 128),
-    "uthar": (0.001, 500, 32),
-    "widar": (0.001, 200, 32),
-    "visdrone": (0.1, 200, 12),
-    "casas": (0.1, 200, 128),
-    "aep": (0.001, 1200, 32),
-    "epic_sounds": (0.1, 120, 512),
-}
-"""Section 2.3.1: learning rate, epochs and batch size of centralised training; CASAS's epochs are ours."""
 PLAIN: dict[str, Any] = {
     "algorithm.name": "all_large", "partition.alpha": 0.1, "training.fraction": 0.1, "noise.labels": 0.0,
     "run.precision": "fp32",
@@ -123,18 +112,6 @@ def test_every_row_of_fedaiot_is_that_of_its_table(name: str) -> None:
         if label.startswith("fedopt"):
             server = {"lr": SERVER_RATES.get(source, 0.01), **TORCH_ADAM}
             assert {key: flat[f"algorithm.server.{key}"] for key in server} == server, label
-
-
-@pytest.mark.parametrize("name", FEDAIOT)
-def test_centralised_training_of_fedaiot(name: str) -> None:
-    suite = published_suites.load(name)
-    made = published_suites.central_of(suite, None, None, {}, partial(load_config, None), "id")
-    assert [entry.seed for entry in made] == [0, 1, 2]
-    for entry in made:
-        central = entry.config.central
-        said = CENTRAL[name.removeprefix("fedaiot/").partition("-")[0]]
-        assert (central.lr, central.epochs, central.batch_size, central.optimizer) == (*said, "sgd")
-        assert entry.config.noise.labels == 0
 
 
 # ------------------------------------------------------------------------------------------------------- files

@@ -98,29 +98,3 @@ def test_smallest_and_largest_are_the_ends_of_table_3_6() -> None:
         assert small or ends == [44_510, 11_172_170]
         for row in BOUNDS:
             assert widths(found[f"{row}-low"]) == (1.0,) and [t.share for t in tiers_of(found[f"{row}-low"])] == [1.0]
-
-
-@pytest.mark.parametrize("of", ["", "-cifar100"])
-def test_figure_3_3_has_rho_from_0_to_1(of: str) -> None:
-    """Tables 3.9 and 3.10: rates fall at 500 and 1,000 (1,250 rounds), for rho from .3 to .7 at 700 and 1,200 (1,500
-    rounds); on CIFAR-100 always at 1,000 and 1,500 (2,000 rounds)."""
-    found = rows(f"figure3.3{of}")
-    assert len(found) == 22
-    for label, entry in found.items():
-        case, rho = label.split("-rho")
-        share = float(rho)
-        family = network(entry)
-        pool = FedRolex(widths=widths(entry)).pool(family, None, None)  # type: ignore[arg-type]
-        trained = Counter(
-            count_params(network(entry, "batch"), pool[level].spec)
-            for device in fleet(tiers_of(entry), 100, 0, family)
-            if (level := level_of(device, pool)) is not None
-        )
-        large, small = round(100 * share), round(100 * (1 - share))
-        assert trained == Counter({11_172_170: large, 44_510: small}) - Counter()
-        middle = 0.3 <= share <= 0.7
-        steps = (1000, 1500) if of else (700, 1200) if middle else (500, 1000)
-        assert tuple(entry.config.training.lr_steps) == steps
-        assert entry.config.rounds.stop == (2000 if of else 1500) and 1250 % entry.config.rounds.evaluate_every == 0
-        labels = {"high": 20, "low": 50} if of else {"high": 2, "low": 5}
-        assert entry.config.partition.labels_per_client == labels[case]

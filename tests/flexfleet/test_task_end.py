@@ -137,7 +137,7 @@ def failing(clock: Clock, *outcomes: tuple[float, Exception | None]) -> Callable
     return call
 
 
-def test_it_is_not_tried_for_ever_but_a_try_that_went_well_for_long_counts_anew(clock: Clock) -> None:
+def test_retries_are_limited_and_renewed_by_a_long_success(clock: Clock) -> None:
     gone, tries = (1.0, Unreachable("gone")), len(task_end.WAITS_S)
     with pytest.raises(Unreachable):
         patiently(failing(clock, *[gone] * (tries + 1)))
@@ -166,7 +166,7 @@ class Outage(FolderStore):
         super().put(key, value)
 
 
-def test_rounds_go_on_from_the_last_commit_when_their_store_is_back(
+def test_rounds_continue_when_their_store_is_back(
     quick: Sequence[str], tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, no_drawings: None
 ) -> None:
     sets = [*quick, f"run.store={tmp_path}/runs", "tracking.mlflow=null", "rounds.stop=4", "rounds.commit_every=1"]

@@ -86,7 +86,7 @@ def test_sqlite_file_has_its_whole_path(tmp_path: Path) -> None:
         (requests.exceptions.InvalidURL("no host"), False),
     ],
 )
-def test_transport_errors_are_outages_unless_another_try_cannot_help(cause: Exception, is_away: bool) -> None:
+def test_transport_errors_are_outages_if_a_retry_can_help(cause: Exception, is_away: bool) -> None:
     error = mlflow.MlflowException("API request failed")
     error.__cause__ = cause
     with pytest.raises(ConfigError) as first, server.usable("http://nowhere"):

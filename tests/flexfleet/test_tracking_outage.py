@@ -155,7 +155,7 @@ def test_server_that_refuses_metrics_fails_the_end_and_no_round(
     assert statuses(tmp_path) == ["FAILED"] and len(lines(caplog, "Rounds continue")) == 1
 
 
-def test_end_waits_for_patience_s_and_logs_the_first_failure_once(
+def test_end_waits_for_patience_s_and_logs_once(
     mlflow_uri: str, goes: Callable[[bool], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     tracker = begin(mlflow_uri, patience_s=0.5)
@@ -188,7 +188,7 @@ def sets_of(quick: Sequence[str], uri: str, *more: str) -> list[str]:
     return [*quick, f"tracking.mlflow={uri}", "rounds.commit_every=1", *more]
 
 
-def test_run_whose_mlflow_never_comes_back_is_resumed_and_logs_all(
+def test_run_without_mlflow_is_resumed_and_logs_all(
     flexfleet: Any, quick: Sequence[str], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     goes: Callable[[bool], None], no_drawings: None,
 ) -> None:  # fmt: skip

@@ -14,7 +14,7 @@ import optuna
 import pytest
 import yaml
 
-from fl_engine.core.errors import BadInput, ConfigError, Diverged, PartitionError
+from fl_engine.core.errors import BadInput, ConfigError, Diverged
 from flexfleet.config import Config, load_config
 from flexfleet.experiments import tune as steps
 from flexfleet.experiments import tune_report, tune_storage, tune_trials
@@ -193,15 +193,6 @@ def test_a_killed_study_goes_on_and_workers_share_it(nursery: Any, quick: tuple[
     (again,) = (t for t in study.trials[1:] if t.params == study.trials[0].params)
     assert tune_trials.runs_of(again) == 0 and not (tmp_path / f"runs/a/trials/{again.number}-s0").exists()
     assert {row["status"] for row in runs_in(tmp_path / "runs/a")} == {"finished"}, "also the killed trial's run"
-
-
-def test_held_out_seeds_are_of_the_data_of_the_trials(
-    done: tuple[Tuned, Path, Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, folder, config = done
-    monkeypatch.setattr("fl_engine.data.partition_files.fingerprint", lambda data: "f" * 64)
-    with pytest.raises(PartitionError, match=r"cut from other data .* give those data again, or begin anew"):
-        conclude(config, tune_storage.open_study(config, folder, "a"), folder, folder)
 
 
 def test_a_study_without_a_trial_that_can_win_is_refused(done: tuple[Tuned, Path, Config], tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def ledgers(tmp_path: Path, kind: str = "trials") -> list[str]:
     return sorted(path.parent.parent.name for path in tmp_path.glob(f"remote/s/{kind}/*/site/run.json"))
 
 
-def test_a_study_that_draws_other_values_under_the_same_numbers_trains_them(
+def test_restarted_study_trains_values_that_changed(
     config: Config, pod: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[int]
 ) -> None:
     outages = iter([False, True])
@@ -93,15 +93,13 @@ def test_a_study_that_draws_other_values_under_the_same_numbers_trains_them(
     assert [name.rpartition("-")[0] for name in ledgers(tmp_path)] == ["0-s0", "1-s0", "2-s0", "3-s0", "3-s0"]
 
 
-def test_a_study_that_draws_the_same_values_takes_their_rounds_from_the_bucket(
-    pod: Callable[[], Any], trained: list[int]
-) -> None:
+def test_restarted_study_reuses_rounds_of_equal_values(pod: Callable[[], Any], trained: list[int]) -> None:
     first = values(pod())
     assert len(trained) == 3
     assert values(pod()) == first and len(trained) == 3
 
 
-def test_a_study_trains_again_where_another_machine_computes_other_bits(
+def test_restarted_study_trains_again_with_other_numerics(
     pod: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, trained: list[int]
 ) -> None:
     pod()

@@ -48,7 +48,7 @@ def member(name: str, share: float, gamma: float | None) -> PoolModel:
 POOL: Pool = (member("M1", 0.3, 1.0), member("M2", 0.5, 1.21), member("M3", 1.0, None))
 
 
-def test_flexfl_is_searched_in_gamma_lambda_and_big_gamma_without_being_told() -> None:
+def test_flexfl_has_a_default_search_space() -> None:
     found = tune_space.space_of(Config(), POOL)
     assert list(found) == [
         "algorithm.gammas.0", "algorithm.gammas.1", "algorithm.kd_weight", "algorithm.adaptive_size"
@@ -103,7 +103,7 @@ def test_an_algorithm_of_ones_own_declares_its_search_space() -> None:
     assert tune_space.defaults(given, found, POOL) == weighting | {"algorithm.rate": 0.7}, "0.2 is not in the space"
 
 
-def test_any_dotted_name_can_be_searched_and_defaults_outside_the_space_are_drawn() -> None:
+def test_search_draws_defaults_outside_of_the_space() -> None:
     given = '{"training.lr": {low: 0.1, high: 1.0}, "algorithm.kd_weight": {choices: [0.0, 10.0]}}'
     config = load_config(None, (f"tune.space={given}",))
     found = tune_space.space_of(config, POOL)
@@ -159,9 +159,7 @@ def test_names_that_need_each_other_may_be_searched() -> None:
     ],
     ids=["default", "without teachers", "without adaptive models", "far from the default"],
 )
-def test_the_first_trial_has_what_is_configured_and_what_is_switched_off_stays_off(
-    sets: tuple[str, ...], searched: dict[str, float]
-) -> None:
+def test_first_trial_has_the_configured_values(sets: tuple[str, ...], searched: dict[str, float]) -> None:
     config, pool = flexfl(*sets)
     gammas = {f"algorithm.gammas.{i}": m.gamma for i, m in enumerate(m for m in pool if m.dispatched) if m.gamma}
     found = tune_space.space_of(config, pool)

@@ -67,7 +67,7 @@ def test_trials_are_those_of_all_workers_together(
     assert work(untrained, tmp_path, "a", 2, prepared[0]) == []
 
 
-def test_of_two_workers_that_both_find_the_last_trial_missing_one_leaves_it(tmp_path: Path) -> None:
+def test_surplus_trial_of_a_second_worker_is_dropped(tmp_path: Path) -> None:
     study = tune_storage.open_study(Config(), tmp_path, "a")
     first, second, third = (study.ask() for _ in range(3))
     assert [tune_trials.surplus(study, t, 2) for t in (first, second, third)] == [False, False, True]
@@ -86,7 +86,7 @@ def test_give_back_all_enqueues_the_values_with_their_runs(tmp_path: Path) -> No
     assert tune_trials.runs_of(again) == gone.number
 
 
-def test_a_worker_takes_up_the_trials_of_one_elsewhere_that_gives_no_sign(
+def test_worker_takes_over_trials_of_a_silent_worker(
     untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tune_trials, "SILENT_S", 0.2)
@@ -99,9 +99,7 @@ def test_a_worker_takes_up_the_trials_of_one_elsewhere_that_gives_no_sign(
     assert tune_trials.runs_of(again[0]) == again[0].number, "the silent one may still write into its own"
 
 
-def test_who_gives_signs_is_not_gone_and_silence_is_measured_by_ones_own_clock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silence_is_measured_by_the_own_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study, seen, clock = tune_storage.open_study(Config(), tmp_path, "a"), dict[int, Any](), [0.0]
     monkeypatch.setattr(tune_trials.time, "monotonic", lambda: clock[0])
     alive, silent = study.ask(), study.ask()
@@ -115,9 +113,7 @@ def test_who_gives_signs_is_not_gone_and_silence_is_measured_by_ones_own_clock(
     assert gone == [[], [], [silent.number], []]
 
 
-def test_values_that_no_worker_survives_are_left_and_only_one_worker_gives_them_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_values_that_kill_workers_are_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     study = tune_storage.open_study(Config(), tmp_path, "a")
     study.enqueue_trial({"training.lr": 0.5})
     for _ in range(tune_trials.MOST_TRIED):
@@ -130,7 +126,7 @@ def test_values_that_no_worker_survives_are_left_and_only_one_worker_gives_them_
     assert [t.system_attrs["fixed_params"] for t in study.trials] == [{"training.lr": 0.5}] * tune_trials.MOST_TRIED
 
 
-def test_a_worker_whose_trial_was_given_to_another_goes_on_with_the_next(
+def test_worker_whose_trial_was_taken_continues_with_the_next(
     untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
@@ -171,7 +167,7 @@ def test_a_trial_that_ends_its_worker_is_tried_again(
         (KeyboardInterrupt(), False, True),
     ],
 )
-def test_what_may_be_the_fault_of_values_counts_and_what_may_be_that_of_runs_begins_anew(
+def test_failed_trial_counts_by_the_kind_of_its_error(
     untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     error: BaseException, counts: bool, goes_on: bool,
 ) -> None:  # fmt: skip
@@ -186,7 +182,7 @@ def test_what_may_be_the_fault_of_values_counts_and_what_may_be_that_of_runs_beg
     assert (again.user_attrs[tune_trials.TRIED], tune_trials.runs_of(again)) == (counts, 0 if goes_on else 1)
 
 
-def test_a_trial_whose_training_on_the_server_diverges_is_an_outcome(
+def test_trial_that_diverges_on_the_server_is_an_outcome(
     untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def first_diverges(config: Config, study: Any, trial: Any, ready: Any) -> float:

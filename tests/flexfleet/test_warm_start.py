@@ -163,7 +163,7 @@ def test_central_training_starts_from_it(flexfleet: Any, quick: Sequence[str], f
 
 
 # ---------------------------------------------------------------------------------------------------- it goes on
-def test_a_changed_file_does_not_resume_and_one_that_is_gone_does(
+def test_resume_refuses_a_changed_and_accepts_a_deleted_file(
     run: Any, quick: Sequence[str], file: Path, tmp_path: Path
 ) -> None:
     init = f"model.init={file}"

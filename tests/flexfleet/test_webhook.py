@@ -53,7 +53,7 @@ def test_no_password_is_posted(listener: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("how", ["refused", "gone", "no address"])
-def test_what_goes_wrong_is_a_warning_that_does_not_say_the_address(
+def test_webhook_failure_is_a_warning_without_the_address(
     how: str, listener: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     listener["status"] = 403

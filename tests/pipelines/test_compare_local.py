@@ -68,7 +68,7 @@ def ran(scratch: Path) -> Ran:
     return Ran(scratch / "direct" / "same", scratch / "store" / "same", tasks, commands)
 
 
-def test_the_models_are_bit_identical_to_those_of_the_command_line(ran: Ran) -> None:
+def test_models_have_the_bits_of_the_command_line(ran: Ran) -> None:
     direct = ComparisonFile.read(ran.direct / "comparison.json")
     graph = ComparisonFile.read(ran.tasks / "compare" / "comparison" / "comparison.json")
     assert (graph.id, graph.labels, graph.seeds) == (direct.id, direct.labels, direct.seeds)
@@ -84,7 +84,7 @@ def test_the_models_are_bit_identical_to_those_of_the_command_line(ran: Ran) -> 
         assert models[0] == models[1]
 
 
-def test_every_pair_is_a_task_with_a_finished_run_a_page_and_figures(ran: Ran) -> None:
+def test_every_pair_is_a_task_with_a_finished_run(ran: Ran) -> None:
     found = {}
     for folder in ran.tasks.glob("for-loop-*/run"):
         name = RunFile.read(folder / "run_folder" / "run.json").run_id
@@ -109,7 +109,7 @@ def test_the_last_task_has_the_page_the_table_and_the_figures(ran: Ran) -> None:
     assert "avg/all_large" not in told
 
 
-def test_no_argument_of_a_task_grows_with_the_runs_beyond_what_linux_takes(ran: Ran) -> None:
+def test_arguments_of_tasks_do_not_grow_with_the_runs(ran: Ran) -> None:
     """A task gets its parameters and the names of its artifacts as one argument; configurations are in a file."""
     of = {name: [graphs.given_to(name, each) for each in ran.commands] for name in ("prepare", "run", "compare")}
     assert [sum(map(bool, of[name])) for name in of] == [1, 4, 1] and len(ran.commands) == 6

@@ -41,7 +41,7 @@ def python(code: str, **env: str) -> str:
 
 
 @pytest.mark.parametrize("hash_seed", ["1", pytest.param("2", marks=pytest.mark.long)])
-def test_checked_in_files_are_current_and_compiling_imports_nothing_heavy(hash_seed: str) -> None:
+def test_compiled_files_are_current_and_need_no_torch(hash_seed: str) -> None:
     code = "import sys; from pipelines.compile import main; assert main(['--check']) == 0; print(*sys.modules)"
     assert not HEAVY & set(python(code, PYTHONHASHSEED=hash_seed).split())
 
@@ -142,7 +142,7 @@ def test_no_task_is_cached(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_tasks_get_the_credentials_of_the_secret_and_know_their_image(name: str) -> None:
+def test_tasks_get_credentials_and_image(name: str) -> None:
     spec, platform = documents((COMPILED / f"{name}.yaml").read_text())
     executors = spec["deploymentSpec"]["executors"]
     settings = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]

@@ -94,7 +94,7 @@ def test_nightly_lets_the_run_in_progress_finish(kubeflow: tuple[Any, str], flex
 
 
 @pytest.mark.parametrize("state", ["SUCCEEDED", "FAILED", "CANCELED"])
-def test_nightly_deletes_an_old_recurring_run_whose_runs_have_ended(kubeflow: tuple[Any, str], state: str) -> None:
+def test_nightly_deletes_an_ended_old_recurring_run(kubeflow: tuple[Any, str], state: str) -> None:
     server, host = kubeflow
     nightly(host, OLD)
     server.fire(server.recurring[0])["state"] = state
@@ -104,9 +104,7 @@ def test_nightly_deletes_an_old_recurring_run_whose_runs_have_ended(kubeflow: tu
 
 @pytest.mark.parametrize("call", ["POST recurringruns", "POST recurringruns/*", "DELETE recurringruns/*"])
 @pytest.mark.parametrize("taken", [True, False])
-def test_nightly_that_is_interrupted_is_completed_by_the_next_call(
-    kubeflow: tuple[Any, str], call: str, taken: bool
-) -> None:
+def test_interrupted_nightly_is_completed_by_the_next_call(kubeflow: tuple[Any, str], call: str, taken: bool) -> None:
     server, host = kubeflow
     other = schedule("nightly", {}, "another", OLD, host=host).recurring_run_id
     nightly(host, OLD)

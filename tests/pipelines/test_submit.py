@@ -18,9 +18,7 @@ from flexfleet.kubeflow.retarget import shipped
 from flexfleet.kubeflow.submit import form, submit
 
 
-def test_a_run_is_started_and_a_graph_that_has_not_changed_is_not_uploaded_again(
-    kubeflow: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_submit_uploads_a_graph_once(kubeflow: tuple[Any, str], monkeypatch: pytest.MonkeyPatch) -> None:
     server, host = kubeflow
     first = submit("train", {"rounds": 3, "advanced": {"algorithm.kd_weight": 5}}, host=host, run_name="mine")
     (run,) = server.runs

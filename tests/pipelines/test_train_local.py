@@ -148,7 +148,7 @@ def test_mlflows_password_is_in_no_artifact_and_no_file(ran: Ran, telling: Any) 
     ],
     ids=["form", "advanced"],
 )
-def test_a_password_in_a_parameter_is_refused_and_written_nowhere(
+def test_password_in_a_parameter_is_refused_and_not_written(
     scratch: Path, capsys: pytest.CaptureFixture[str], telling: Any, given: dict[str, Any], instead: str
 ) -> None:
     with pytest.raises(RuntimeError, match="partition"):
