@@ -11,13 +11,7 @@ import pytest
 import torch
 
 from fl_engine.aggregation.rules import Mean
-from fl_engine.algorithms import (
-    Decoupled,
-    DepthFL,
-    FjORD,
-    HeteroFL,
-    ScaleFL,
-)
+from fl_engine.algorithms import Decoupled, DepthFL, FjORD, HeteroFL, ScaleFL
 from fl_engine.codecs import Qsgd
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ClientError, PoolError

@@ -19,11 +19,7 @@ from hypothesis import strategies as st
 from fl_engine.core import seeds
 from fl_engine.core.types import FULL, Device, Pick, Pool, PoolModel, SubmodelSpec, Tables, WorkOrder
 from fl_engine.selection import Curiosity
-from fl_engine.testing.tiny import (
-    failure_of,
-    learned,
-    picked,
-)
+from fl_engine.testing.tiny import failure_of, learned, picked
 
 law = settings(max_examples=60)
 S3, S2, S1, M3, M2, M1, L1 = range(7)

@@ -14,12 +14,7 @@ from fl_engine.algorithms.dadaquant import DAdaQuant, averaged, doubled, levels_
 from fl_engine.codecs.qsgd import MOST_LEVELS, Qsgd
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Codecs, Device
-from fl_engine.testing.tiny import (
-    TRAINING,
-    context_of,
-    start_of,
-    tiny_site,
-)
+from fl_engine.testing.tiny import TRAINING, context_of, start_of, tiny_site
 
 STRONG = tuple(Device(client, "strong", 110.0, 0.0) for client in range(5))
 ALL = replace(TRAINING, fraction=1.0)

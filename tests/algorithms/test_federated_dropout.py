@@ -11,25 +11,13 @@ import torch
 
 from fl_engine.algorithms import FederatedDropout
 from fl_engine.core.slicing import initial_params, take
-from fl_engine.core.types import (
-    ClientUpdate,
-    ParamLayout,
-    SubmodelSpec,
-    WorkOrder,
-)
+from fl_engine.core.types import ClientUpdate, ParamLayout, SubmodelSpec, WorkOrder
 from fl_engine.core.widths import random_drop
 from fl_engine.exchange.client import execute
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.rounds.server import ServerSite
 from fl_engine.testing.models import kept_mask
-from fl_engine.testing.tiny import (
-    SEED,
-    TRAINING,
-    TinyNet,
-    context_of,
-    start_of,
-    tiny_site,
-)
+from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, context_of, start_of, tiny_site
 
 LAYOUT = TinyNet().layout()
 SIZES = {"conv": 8, "hidden": 32}

@@ -29,14 +29,7 @@ from fl_engine.core.types import (
 )
 from fl_engine.exchange.client import Site
 from fl_engine.rounds.server import ServerSite
-from fl_engine.testing.tiny import (
-    SEED,
-    TRAINING,
-    TinyNet,
-    context_of,
-    start_of,
-    tiny_site,
-)
+from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, context_of, start_of, tiny_site
 
 law = settings(max_examples=40)
 TINY = TinyNet()

@@ -27,15 +27,7 @@ from fl_engine.preparation.supernet import Supernet
 from fl_engine.rounds.server import ServerSite
 from fl_engine.selection import Curiosity, Oort, ResourceTable, Uniform
 from fl_engine.selection.capacity import level_of
-from fl_engine.testing.tiny import (
-    TRAINING,
-    TinyNet,
-    assert_same_bits,
-    context_of,
-    start_of,
-    tiny_site,
-    update_of,
-)
+from fl_engine.testing.tiny import TRAINING, TinyNet, assert_same_bits, context_of, start_of, tiny_site, update_of
 
 SOME = {"weak": Assigned("small", 11), "medium": Assigned("small", 9), "strong": Assigned("large", 8)}
 

@@ -35,11 +35,7 @@ from fl_engine.core.types import (
 )
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.tasks import Classification
-from fl_engine.testing.tiny import (
-    TinyNet,
-    paper_pool,
-    tiny_pool,
-)
+from fl_engine.testing.tiny import TinyNet, paper_pool, tiny_pool
 from fl_engine.training.local import Job, Trained, train
 from fl_engine.training.losses import self_distillation
 

@@ -18,11 +18,7 @@ from hypothesis import strategies as st
 
 from fl_engine.core import seeds
 from fl_engine.core.clients import LARGEST_LOSS
-from fl_engine.core.types import (
-    FULL,
-    ClientUpdate,
-    WorkOrder,
-)
+from fl_engine.core.types import FULL, ClientUpdate, WorkOrder
 from fl_engine.selection import Oort
 from fl_engine.selection.oort import Candidates, rms_loss
 from fl_engine.selection.oort_state import ASKED, CLIENT, LAST, NOBODY, SECONDS, UTILITY, Pacer

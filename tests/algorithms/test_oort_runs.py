@@ -11,12 +11,7 @@ from fl_engine.algorithms import FedAvg, FlexFL
 from fl_engine.algorithms.training import Training
 from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.types import (
-    ClientUpdate,
-    Device,
-    RoundContext,
-    Tables,
-)
+from fl_engine.core.types import ClientUpdate, Device, RoundContext, Tables
 from fl_engine.exchange.client import execute
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig

@@ -19,11 +19,7 @@ from fl_engine.selection.capacity import round_size
 from fl_engine.selection.tiers import tiers
 from fl_engine.testing.checks import check_silent, times_asked
 from fl_engine.testing.plugins import LargestUtility
-from fl_engine.testing.tiny import (
-    paper_pool,
-    picked,
-    tiny_fleet,
-)
+from fl_engine.testing.tiny import paper_pool, picked, tiny_fleet
 
 
 def devices(**tiers: int) -> tuple[Device, ...]:

@@ -27,15 +27,7 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.rounds.server import ServerSite
-from fl_engine.testing.tiny import (
-    SEED,
-    assert_same_bits,
-    context_of,
-    failure_of,
-    start_of,
-    tiny_site,
-    update_of,
-)
+from fl_engine.testing.tiny import SEED, assert_same_bits, context_of, failure_of, start_of, tiny_site, update_of
 
 # Four weights and the running means of a batch norm, one per channel. Channel 3 is not trained in the first round,
 # channel 2 not in the second.

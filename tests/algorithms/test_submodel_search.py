@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.preparation.submodel_search import (
-    Candidate,
-    Kind,
-    Rule,
-    search,
-    spread,
-)
+from fl_engine.preparation.submodel_search import Candidate, Kind, Rule, search, spread
 
 PARAMS = {"small": 100, "medium": 200, "large": 400}
 WHOLE = 0.90

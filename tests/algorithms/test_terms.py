@@ -11,13 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fl_engine.algorithms import (
-    Decoupled,
-    DepthFL,
-    FedAvg,
-    HeteroFL,
-    ScaleFL,
-)
+from fl_engine.algorithms import Decoupled, DepthFL, FedAvg, HeteroFL, ScaleFL
 from fl_engine.algorithms.pooled import kernels
 from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import (
@@ -37,15 +31,7 @@ from fl_engine.core.types import (
 from fl_engine.exchange.client import Site
 from fl_engine.rounds.server import ServerSite
 from fl_engine.tasks import Classification
-from fl_engine.testing.tiny import (
-    SEED,
-    TRAINING,
-    TinyNet,
-    assert_same_bits,
-    context_of,
-    start_of,
-    tiny_site,
-)
+from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, context_of, start_of, tiny_site
 from fl_engine.training.local import Job, train
 
 NET = TinyNet()

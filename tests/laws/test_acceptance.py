@@ -13,16 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_engine.core.types import FULL, ClientFailure, RoundPlan, WorkOrder
-from fl_engine.rounds.acceptance import (
-    AVERAGED,
-    FIRST,
-    REMEMBERED,
-    Arrival,
-    History,
-    Moved,
-    refused,
-    remembered,
-)
+from fl_engine.rounds.acceptance import AVERAGED, FIRST, REMEMBERED, Arrival, History, Moved, refused, remembered
 from fl_engine.rounds.terms import RoundsConfig
 
 

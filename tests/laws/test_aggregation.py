@@ -31,15 +31,7 @@ from fl_engine.core.slicing import take
 from fl_engine.core.types import FULL, Axis, ParamLayout, Params, Slot, SubmodelSpec
 from fl_engine.rounds.server import ServerSite
 from fl_engine.testing.models import kept_mask
-from fl_engine.testing.tiny import (
-    SEED,
-    TRAINING,
-    assert_same_bits,
-    context_of,
-    start_of,
-    tiny_site,
-    update_of,
-)
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_site, update_of
 
 law = settings(max_examples=40)
 

@@ -28,14 +28,7 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import EvaluateConfig, RoundsConfig
 from fl_engine.storage.store import Store, encode, sha256
 from fl_engine.testing.plugins import PersonalHeads
-from fl_engine.testing.tiny import (
-    SEED,
-    TRAINING,
-    Memory,
-    TinyNet,
-    start_of,
-    tiny_site,
-)
+from fl_engine.testing.tiny import SEED, TRAINING, Memory, TinyNet, start_of, tiny_site
 from fl_engine.training.evaluation import evaluate
 from tests.conftest import MemoryStore
 

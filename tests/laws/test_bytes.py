@@ -26,16 +26,7 @@ from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore, tensor_bytes
-from fl_engine.testing.tiny import (
-    SEED,
-    TRAINING,
-    Memory,
-    failure_of,
-    start_of,
-    tiny_fleet,
-    tiny_site,
-    update_of,
-)
+from fl_engine.testing.tiny import SEED, TRAINING, Memory, failure_of, start_of, tiny_fleet, tiny_site, update_of
 
 ALGORITHM = FlexFL(training=replace(TRAINING, epochs=1))
 

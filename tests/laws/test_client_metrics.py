@@ -16,10 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from fl_engine.algorithms import FedAvg
 from fl_engine.backends import InProcess, Processes
-from fl_engine.core.contracts import (
-    ClientContext,
-    ClientMetric,
-)
+from fl_engine.core.contracts import ClientContext, ClientMetric
 from fl_engine.core.slicing import runnable
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
 from fl_engine.exchange.client import Site, execute

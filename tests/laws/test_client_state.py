@@ -19,16 +19,7 @@ from fl_engine.core.clients import header, kept_by_clients, travelling
 from fl_engine.core.contracts import ClientContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import full_shapes, largest
-from fl_engine.core.types import (
-    ClientFailure,
-    ClientUpdate,
-    LocalTask,
-    Outcome,
-    Params,
-    Start,
-    TaskContext,
-    WorkOrder,
-)
+from fl_engine.core.types import ClientFailure, ClientUpdate, LocalTask, Outcome, Params, Start, TaskContext, WorkOrder
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import packed

@@ -18,16 +18,7 @@ from fl_engine.codecs import Half
 from fl_engine.core.errors import ClientError, IntegrityError, ModelError
 from fl_engine.core.fields import STRICT
 from fl_engine.core.slicing import is_statistic, take
-from fl_engine.core.types import (
-    ClientFailure,
-    ClientUpdate,
-    Codecs,
-    Header,
-    Outcome,
-    Params,
-    RoundPlan,
-    WorkOrder,
-)
+from fl_engine.core.types import ClientFailure, ClientUpdate, Codecs, Header, Outcome, Params, RoundPlan, WorkOrder
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox

@@ -17,14 +17,7 @@ from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.slicing import initial_params, made_up, runnable, take
 from fl_engine.core.task import Task
-from fl_engine.core.types import (
-    FULL,
-    SGD,
-    Adam,
-    Distillation,
-    LocalTask,
-    Params,
-)
+from fl_engine.core.types import FULL, SGD, Adam, Distillation, LocalTask, Params
 from fl_engine.core.widths import prefix
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16

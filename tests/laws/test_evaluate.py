@@ -16,13 +16,7 @@ from fl_engine.core.types import FULL, Params, SubmodelSpec
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TinyNet, tiny_data
-from fl_engine.training.evaluation import (
-    Score,
-    average,
-    collect_statistics,
-    evaluate,
-    evaluate_pool,
-)
+from fl_engine.training.evaluation import Score, average, collect_statistics, evaluate, evaluate_pool
 from tests.harness.networks import Watched
 
 FAMILY = TinyNet()

@@ -16,16 +16,7 @@ from fl_engine.algorithms import HeteroFL
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.costs import macs_per_sample
 from fl_engine.core.slicing import initial_params, take
-from fl_engine.core.types import (
-    FULL,
-    SGD,
-    ClientUpdate,
-    Distillation,
-    ExitLoss,
-    LocalTask,
-    Params,
-    SubmodelSpec,
-)
+from fl_engine.core.types import FULL, SGD, ClientUpdate, Distillation, ExitLoss, LocalTask, Params, SubmodelSpec
 from fl_engine.exchange.client import execute
 from fl_engine.rounds.server import ServerSite
 from fl_engine.tasks import Classification, Regression

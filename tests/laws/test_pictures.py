@@ -16,16 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from fl_engine.core import boxes
-from fl_engine.core.augmentation import (
-    Augmentation,
-    Compress,
-    Crop,
-    Flip,
-    Hsv,
-    MixUp,
-    Scale,
-    Shear,
-)
+from fl_engine.core.augmentation import Augmentation, Compress, Crop, Flip, Hsv, MixUp, Scale, Shear
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, SGD, LocalTask

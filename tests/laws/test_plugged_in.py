@@ -22,16 +22,7 @@ from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.task import Task
-from fl_engine.core.types import (
-    LocalTask,
-    Outcome,
-    ParamLayout,
-    Params,
-    Pool,
-    RoundPlan,
-    TaskContext,
-    WorkOrder,
-)
+from fl_engine.core.types import LocalTask, Outcome, ParamLayout, Params, Pool, RoundPlan, TaskContext, WorkOrder
 from fl_engine.rounds.server import ServerSite
 from fl_engine.selection import Uniform
 from fl_engine.testing.tiny import TRAINING, assert_same_bits, context_of, start_of, tiny_site, update_of

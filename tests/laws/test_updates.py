@@ -16,13 +16,7 @@ from hypothesis import strategies as st
 from fl_engine.algorithms import ALGORITHMS, FlexFL
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError, Refused
 from fl_engine.core.slicing import take
-from fl_engine.core.types import (
-    ClientFailure,
-    ClientUpdate,
-    Params,
-    RoundPlan,
-    SubmodelSpec,
-)
+from fl_engine.core.types import ClientFailure, ClientUpdate, Params, RoundPlan, SubmodelSpec
 from fl_engine.exchange.client import delivered, execute
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import Manifest, key_of, manifest_bytes, order_sum, packed, signed
@@ -42,7 +36,6 @@ KEY = key_of(SECRET)(ORDER)
 HONEST = execute(ALGORITHM, ORDER, SITE)
 assert isinstance(HONEST, ClientUpdate)
 BASE = f"rounds/00000/updates/{ORDER.client}"
-FILES: dict[str, bytes] = {}
 
 
 def ledger_of(files: dict[str, bytes]) -> RoundMailbox:
