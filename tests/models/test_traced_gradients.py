@@ -14,6 +14,7 @@ from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import initial_params, runnable
 from fl_engine.core.types import FULL, HEAD
 from fl_engine.models.traced import from_module
+from tests.models.test_traced_refusals import Between
 
 
 class Reverse(torch.autograd.Function):
@@ -29,19 +30,6 @@ class Reverse(torch.autograd.Function):
 @torch.fx.wrap
 def reversed_gradient(x: Tensor) -> Tensor:
     return Reverse.apply(x)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class Two(nn.Module):
-    """(B, 6) -> (B, 3), with `middle` between two layers."""
-
-    def __init__(self, middle: Callable[[Any, Tensor], Tensor], **layers: nn.Module) -> None:
-        super().__init__()
-        self.first, self.last, self.middle = nn.Linear(6, 8), nn.Linear(8, 3), [middle]
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle[0](self, torch.tanh(self.first(x))))  # type: ignore[no-any-return]
 
 
 class Holder(nn.Module):
@@ -61,10 +49,10 @@ def with_hook(layer: nn.Module) -> nn.Module:
 
 
 LOST: dict[str, Callable[[], nn.Module]] = {
-    "autograd.Function": lambda: Two(lambda _, x: Reverse.apply(x)),  # type: ignore[no-untyped-call]
-    "no_grad": lambda: Two(without_gradient),
-    "hook of a module": lambda: Two(lambda m, x: m.inner(x), inner=with_hook(Holder())),
-    "hook of a ReLU": lambda: Two(lambda m, x: m.relu(x), relu=with_hook(nn.ReLU())),
+    "autograd.Function": lambda: Between(lambda _, x: Reverse.apply(x)),  # type: ignore[no-untyped-call]
+    "no_grad": lambda: Between(without_gradient),
+    "hook of a module": lambda: Between(lambda m, x: m.inner(x), inner=with_hook(Holder())),
+    "hook of a ReLU": lambda: Between(lambda m, x: m.relu(x), relu=with_hook(nn.ReLU())),
 }
 
 
@@ -97,13 +85,13 @@ def test_trace_that_loses_gradients_is_refused(name: str) -> None:
     ids=["no_grad", "reversal", "straight-through"],
 )
 def test_detach_instead_of_no_grad_or_function_is_traced(middle: Any) -> None:
-    network = Two(middle)
+    network = Between(middle)
     assert_trains_like(network)
     assert from_module(network)((6,), 3).layout().groups == {"first": 8, HEAD: 3}
 
 
 def test_wrapped_autograd_function_with_pin_is_traced() -> None:
-    network = Two(lambda m, x: m.wide(reversed_gradient(x)), wide=nn.Linear(8, 8))
+    network = Between(lambda m, x: m.wide(reversed_gradient(x)), wide=nn.Linear(8, 8))
     assert_trains_like(network, pin=("first",))
     assert from_module(network, pin=("first",))((6,), 3).layout().groups == {"wide": 8, HEAD: 3}
 
@@ -112,7 +100,7 @@ def test_submodel_whose_gradients_depend_on_width_is_refused() -> None:
     tanh = nn.Tanh()
     tanh.register_full_backward_hook(lambda _, gradients, __: (gradients[0] / gradients[0].shape[1],))
     with pytest.raises(ModelError, match=r"first\."):
-        from_module(lambda: Two(lambda m, x: m.tanh(x), tanh=tanh))((6,), 3)
+        from_module(lambda: Between(lambda m, x: m.tanh(x), tanh=tanh))((6,), 3)
 
 
 class InPlace(nn.Module):
@@ -134,7 +122,7 @@ def test_samples_that_a_forward_changes_are_trained_whole_only() -> None:
 
 # ------------------------------------------------------------------------------------------------------ weights
 def hooked() -> nn.Module:
-    network = Two(lambda _, x: x)
+    network = Between(lambda _, x: x)
     network.first.weight.register_hook(lambda gradient: gradient * 0)
     return network
 
@@ -156,14 +144,14 @@ class Mask(nn.Module):
 
 @pytest.mark.parametrize("options", [{"whole": True}, {"pin": ("first",)}], ids=str)
 def test_mask_by_parametrize_trains_like_the_module(options: Any) -> None:
-    network = Two(lambda _, x: x)
+    network = Between(lambda _, x: x)
     parametrize.register_parametrization(network.first, "weight", Mask())
     assert_trains_like(network, **options)
 
 
 def test_forward_that_lists_its_parameters_is_refused() -> None:
     """In training they are plain attributes, so `parameters()` is empty and this penalty would be gone."""
-    network = Two(lambda m, x: x + sum(each.square().sum() for each in m.first.parameters()))
+    network = Between(lambda m, x: x + sum(each.square().sum() for each in m.first.parameters()))
     with pytest.raises(ModelError):
         from_module(network, whole=True)((6,), 3)
 
