@@ -378,19 +378,7 @@ def report(tallies: dict[str, Tally], same: bool, seed: int) -> dict[str, Any]:
         "starts": sum(tally.starts for tally in tallies.values()),
         "seconds": round(sum(tally.seconds for tally in tallies.values()), 1),
         "seed": seed,
-        "variants": {
-            name: {
-                "kills": tally.kills,
-                "lost": tally.lost,
-                "identical": not tally.wrong,
-                "runs": tally.runs,
-                "starts": tally.starts,
-                "seconds": round(tally.seconds, 1),
-                "landed": dict(sorted(tally.landed.items())),
-                "points": dict(sorted(tally.points.items())),
-            }
-            for name, tally in tallies.items()
-        },
+        "variants": {name: vars(tally) | {"kills": tally.kills} for name, tally in tallies.items()},
     }
 
 

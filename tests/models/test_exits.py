@@ -18,40 +18,34 @@ from fl_engine.core.slicing import full_shapes, initial_params, runnable, shapes
 from fl_engine.core.types import FULL, SGD, ExitLoss, LocalTask, SubmodelSpec
 from fl_engine.core.widths import choose_exits, exit_name, up_to
 from fl_engine.models import MODELS
-from fl_engine.models.aep_mlp import AepMLP
-from fl_engine.models.epic_resnet18 import EpicResNet18
-from fl_engine.models.har_cnn import HarCNN
-from fl_engine.models.mobilenetv2 import MobileNetV2
-from fl_engine.models.mobilenetv3_ofa import MobileNetV3OFA
-from fl_engine.models.preresnet import PreResNet18
-from fl_engine.models.resnet import ResNet18, ResNet34
+from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.models.uthar_resnet18 import UTHARResNet18
-from fl_engine.models.vgg16 import VGG16
-from fl_engine.models.widar_resnet18 import WidarResNet18
 from fl_engine.tasks import Classification
 from fl_engine.testing.models import assert_same, random_params, samples, zeroed
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
 from fl_engine.training import strategy
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import Numerics
+from tests.harness.networks import SMALL
 
 # Two exits each: the first block of a stage and the last, behind a map and behind a vector, before a pool and not.
-FAMILIES: dict[str, Any] = {
-    "small_cnn": SmallCNN((1, 8, 8), 10, width=0.5, exits=("conv2", "fc1")),
-    "vgg16": VGG16((3, 32, 64), 4, fc=(256, 192), width=0.125, exits=("conv3", "fc1")),
-    "resnet18": ResNet18((3, 12, 9), 5, width=0.1, exits=("stage1.0", "stage3.1")),
-    "resnet34": ResNet34((1, 9, 9), 3, width=0.1, exits=("stage2.1", "stage4.0")),
-    "preresnet18": PreResNet18((3, 9, 12), 4, width=0.1, exits=("stage1.1", "stage3.0")),
-    "mobilenetv2": MobileNetV2((2, 17, 20), 6, width=0.15, exits=("stage2.0", "stage5.1")),
-    "mobilenetv3_ofa": MobileNetV3OFA((2, 17, 20), 6, width=0.05, exits=("stage2.0", "stage4.1")),
-    "har_cnn": HarCNN((7, 3), 4, width=0.5, exits=("conv2", "fc2")),
-    "aep_mlp": AepMLP((5,), 2, width=0.05, exits=("fc1", "fc4")),
-    "epic_resnet18": EpicResNet18((1, 40, 33), 5, width=0.1, exits=("stage1.1", "stage3.0")),
-    "uthar_resnet18": UTHARResNet18((1, 70, 30), 5, width=0.1, exits=("stage1.0", "stage3.1")),
-    "widar_resnet18": WidarResNet18((4, 5, 9), 4, width=0.1, exits=("stage2.0", "stage4.0")),
-    "tiny": TinyNet(exits=("conv", "fc")),
+EXITS = {
+    "small_cnn": ("conv2", "fc1"),
+    "vgg16": ("conv3", "fc1"),
+    "resnet18": ("stage1.0", "stage3.1"),
+    "resnet34": ("stage2.1", "stage4.0"),
+    "preresnet18": ("stage1.1", "stage3.0"),
+    "mobilenetv2": ("stage2.0", "stage5.1"),
+    "mobilenetv3_ofa": ("stage2.0", "stage4.1"),
+    "har_cnn": ("conv2", "fc2"),
+    "aep_mlp": ("fc1", "fc4"),
+    "epic_resnet18": ("stage1.1", "stage3.0"),
+    "uthar_resnet18": ("stage1.0", "stage3.1"),
+    "widar_resnet18": ("stage2.0", "stage4.0"),
 }
+NETWORKS: dict[str, Any] = dict(SMALL)
+FAMILIES: dict[str, Any] = {name: dataclasses.replace(NETWORKS[name], exits=exits) for name, exits in EXITS.items()}
+FAMILIES["tiny"] = TinyNet(exits=("conv", "fc"))
 # Heads with convolutions: of some exits, and of one that may sit elsewhere.
 CONVS: dict[str, Any] = {
     "resnet18, convs": dataclasses.replace(FAMILIES["resnet18"], exit_convs=(("stage1.0", 2), ("stage3.1", 1))),

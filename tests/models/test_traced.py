@@ -22,19 +22,12 @@ from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import initial_params, runnable, take
 from fl_engine.core.types import FULL, HEAD, Axis, SubmodelSpec
 from fl_engine.models.build import build_model, model_kind
-from fl_engine.models.casas_bilstm import CasasBiLSTM
-from fl_engine.models.har_cnn import HarCNN
-from fl_engine.models.mobilenetv3_ofa import MobileNetV3OFA
-from fl_engine.models.preresnet import PreResNet18
-from fl_engine.models.resnet import ResNet18
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.models.text_lstm import TextLSTM
 from fl_engine.models.traced import from_module
-from fl_engine.models.wisdm_lstm import WisdmLSTM
 from fl_engine.testing.models import ModelSuite, random_params, specs
 from flexfleet.cli.main import dispatch
 from flexfleet.config import Config
 from flexfleet.pipeline import warm_start
+from tests.harness.networks import SMALL
 from tests.models import own_networks as nets
 
 GPT_PINS = ("block.ln1", "block.attn")
@@ -60,15 +53,10 @@ class TestTracedNetworks(ModelSuite):
 
 
 # ------------------------------------------------------------------------------------- as we write it by hand
-BY_HAND: dict[str, Any] = {
-    "small_cnn": SmallCNN((1, 8, 8), 10, width=0.5),
-    "wisdm_lstm": WisdmLSTM((7, 3), 4, width=0.9),
-    "casas_bilstm": CasasBiLSTM((9,), 4, vocabulary=20, width=0.1),
-    "text_lstm": TextLSTM((6,), 7, layers=2, embedding=5, hidden=6),
-    "har_cnn": HarCNN((7, 3), 4, width=0.5, norm="batch"),
-    "mobilenetv3_ofa": MobileNetV3OFA((2, 17, 20), 6, width=0.05, norm="batch"),
-}
-COARSER = {"resnet18": ResNet18((3, 12, 9), 5, width=0.1), "preresnet18": PreResNet18((3, 9, 12), 4, width=0.1)}
+NETWORKS: dict[str, Any] = dict(SMALL)
+BY_HAND = {name: NETWORKS[name] for name in ("small_cnn", "wisdm_lstm", "casas_bilstm", "text_lstm")}
+BY_HAND |= {name: dataclasses.replace(NETWORKS[name], norm="batch") for name in ("har_cnn", "mobilenetv3_ofa")}
+COARSER = {name: NETWORKS[name] for name in ("resnet18", "preresnet18")}
 """Ours tie more than they have to: a stage is one group, the channels inside its blocks too."""
 
 
@@ -94,23 +82,23 @@ def test_the_layout_is_the_one_written_by_hand(name: str) -> None:
         assert [same[p.group] for p in traced(ours).prunable()] == [p.group for p in ours.prunable()]
 
 
-SMALL = SmallCNN((1, 8, 8), 10, width=0.5)
-TRACED_SMALL = traced(SMALL)
-NAMES = dict(zip(SMALL.layout().groups, TRACED_SMALL.layout().groups, strict=True))
+SMALL_CNN = NETWORKS["small_cnn"]
+TRACED_SMALL = traced(SMALL_CNN)
+NAMES = dict(zip(SMALL_CNN.layout().groups, TRACED_SMALL.layout().groups, strict=True))
 
 
 @settings(max_examples=15)
 @given(data=st.data())
 def test_any_slice_of_a_traced_network_is_the_slice_of_ours(data: st.DataObject) -> None:
-    spec = data.draw(specs(SMALL))
+    spec = data.draw(specs(SMALL_CNN))
     mine = SubmodelSpec.of({NAMES[group]: keep for group, keep in spec.keep})
-    params, x = random_params(SMALL), torch.randn(3, 1, 8, 8, dtype=torch.float64)
-    ours, theirs = take(params, SMALL.layout(), spec), take(params, TRACED_SMALL.layout(), mine)
+    params, x = random_params(SMALL_CNN), torch.randn(3, 1, 8, 8, dtype=torch.float64)
+    ours, theirs = take(params, SMALL_CNN.layout(), spec), take(params, TRACED_SMALL.layout(), mine)
     assert all(torch.equal(ours[name], theirs[name]) for name in params)
-    assert count_params(SMALL, spec) == count_params(TRACED_SMALL, mine)
-    assert count_macs(SMALL, spec) == count_macs(TRACED_SMALL, mine)
+    assert count_params(SMALL_CNN, spec) == count_params(TRACED_SMALL, mine)
+    assert count_macs(SMALL_CNN, spec) == count_macs(TRACED_SMALL, mine)
     with torch.no_grad():
-        wanted = runnable(SMALL, spec, ours).eval()(x)
+        wanted = runnable(SMALL_CNN, spec, ours).eval()(x)
         torch.testing.assert_close(runnable(TRACED_SMALL, mine, theirs).eval()(x), wanted)
 
 
