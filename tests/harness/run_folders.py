@@ -102,6 +102,10 @@ def write_run(folder: Path, algorithm: str, run_id: str | None = None, **config:
         client_samples=[30, 20, 10],
         class_counts=[[20, 5, 10], [10, 15, 0]],
         tensors_sha256="e" * 64,
+        label="class",
+        clusters=0,
+        noise=None,
+        server_classes=(),
     )
     partition.write_text(manifest.model_dump_json())
     Apoz(layers=tuple(layers) if flexfl else (), reference=(0.41, 0.49, 0.6) if flexfl else None,
