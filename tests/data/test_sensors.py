@@ -45,6 +45,41 @@ class TestSmallFiles(DatasetSuite):
         assert data.name == request.node.callspec.params["load"]
 
 
+WATCH = f"{wisdm.RAW}/watch/accel/data_1600_accel_watch.txt"
+PROFILE = f"{widar.FOLDER}/test/1-Draw-1/user1-1-0.csv"
+READING = b'"2016-01-12 03:00:00"," '
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "old", "new"),
+    [
+        ("aep", aep.FILES[0], b'"rv2"', b'"rv3"'),
+        ("aep", aep.FILES[0], b'"2016-01-11 17:00:00"', b'"yesterday"'),
+        ("aep", aep.FILES[0], b'00"\n', b'00e999"\n'),
+        ("aep", aep.FILES[0], READING, READING + b"-"),
+        ("wisdm_watch", WATCH, b"1600,A", b"1600,N"),
+        ("wisdm_watch", WATCH, b"1600,A", b"A"),
+        ("wisdm_watch", WATCH, b"0.250000;", b"nan;"),
+        ("wisdm_watch", WATCH, b"0.250000;", b"0.25;0000;"),
+        ("uthar", f"{uthar.FOLDER}/label/y_test.csv", b"", sensors.npy(np.full(14, 7))),
+        ("uthar", f"{uthar.FOLDER}/label/y_test.csv", b"", sensors.npy(np.zeros((14, 2)))),
+        ("uthar", f"{uthar.FOLDER}/data/X_test.csv", b"", sensors.npy(np.full((14, 250, 90), np.nan))),
+        ("uthar", f"{uthar.FOLDER}/data/X_test.csv", b"", b"0.1,0.2\n"),
+        ("widar", PROFILE, b"", b"1,2\n3\n"),
+        ("widar", PROFILE, b"", b"\n".join([b",".join([b"nan"] * 400)] * 22)),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, name: str, file: str, old: bytes, new: bytes) -> None:
+    """`old` is replaced by `new`; an empty `old` stands for the whole file."""
+    write, load = LOADS[name]
+    write(tmp_path)
+    content = (tmp_path / file).read_bytes()
+    assert old in content
+    (tmp_path / file).write_bytes(content.replace(old, new, 1) if old else new)
+    with pytest.raises(DataError):
+        load(tmp_path)
+
+
 # --------------------------------------------------------------------------------------------------------- AEP
 def columns(**values: object) -> aep.Table:
     return {name: np.array(value, dtype=np.float64) for name, value in values.items()}
@@ -119,24 +154,6 @@ def test_aep_reads_targets_as_logarithms(tmp_path: Path) -> None:
     np.testing.assert_allclose(data.test_y[:, 0], np.log([use[i] for i in test]), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (b'"rv2"', b'"rv3"'),
-        (b'"2016-01-11 17:00:00"', b'"yesterday"'),
-        (b'00"\n', b'x"\n'),
-        (b'"2016-01-12 03:00:00","', b'"2016-01-12 03:00:00","-'),
-        (b'00"\n', b'00e999"\n'),
-    ],
-)
-def test_aep_refuses_another_table(tmp_path: Path, old: bytes, new: bytes) -> None:
-    content = sensors.aep_table().replace(b'" ', b'"')
-    assert old in content
-    sensors.put(tmp_path / aep.FILES[0], content.replace(old, new, 1))
-    with pytest.raises(DataError):
-        aep.load(tmp_path, sensors.AEP_ROWS)
-
-
 # ------------------------------------------------------------------------------------------------------- WISDM
 def readings(*rows: tuple[str, int, float]) -> np.ndarray:
     return np.array([(1600, a.encode(), time, value, value, value) for a, time, value in rows], wisdm.LINE)
@@ -181,19 +198,6 @@ def test_wisdm_eats_all_meals_or_sandwiches_alone(tmp_path: Path) -> None:
     assert every.test_y.bincount().tolist() == [2] * 7 + [8] + [2] * 4
     assert every.natural_client is not None
     assert every.natural_client.tolist() == [1600] * 75 + [1604] * 75
-
-
-@pytest.mark.parametrize(("old", "new"), [
-    (b"1600,A", b"1600,N"), (b"1600,A", b"1600,AB"), (b"1600,A", b"A"), (b"0.250000;", b"nan;"), (b"0.250000;", b";"),
-    (b"0.250000;", b"0.25"), (b"0.250000;", b"0.25;0000;"), (b"0.250000;", b"0.250000;;"),
-])  # fmt: skip
-def test_wisdm_refuses_other_lines(tmp_path: Path, old: bytes, new: bytes) -> None:
-    sensors.write_wisdm(tmp_path, subjects=(1600,), readings=400)
-    path = tmp_path / wisdm.RAW / "watch" / "accel" / "data_1600_accel_watch.txt"
-    assert old in path.read_bytes()
-    path.write_bytes(path.read_bytes().replace(old, new, 1))
-    with pytest.raises(DataError):
-        DATASETS["wisdm_watch"].load(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------- CASAS
@@ -295,23 +299,6 @@ def test_uthar_pairs_test_samples_with_their_own_labels(tmp_path: Path) -> None:
     assert float(antennas.test_x[3, 2, 5, 17]) == pytest.approx(packets[3, 17, 65])
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("label/y_test.csv", sensors.npy(np.full(14, 7))),
-        ("label/y_test.csv", sensors.npy(np.zeros((14, 2)))),
-        ("data/X_test.csv", sensors.npy(np.zeros((14, 250, 90)))[:-1]),
-        ("data/X_test.csv", sensors.npy(np.full((14, 250, 90), np.nan))),
-        ("data/X_test.csv", b"0.1,0.2\n"),
-    ],
-)
-def test_uthar_refuses_other_arrays(tmp_path: Path, name: str, content: bytes) -> None:
-    sensors.write_uthar(tmp_path)
-    sensors.put(tmp_path / uthar.FOLDER / name, content)
-    with pytest.raises(DataError):
-        uthar.load(tmp_path, samples=sensors.UTHAR_SAMPLES)
-
-
 def test_uthar_never_unpickles(tmp_path: Path) -> None:
     sensors.write_uthar(tmp_path)
     path = tmp_path / uthar.FOLDER / "label" / "y_test.csv"
@@ -340,21 +327,6 @@ def test_widar_scales_and_places_a_profile(tmp_path: Path) -> None:
     data = widar.load(tmp_path)
     found, raw = data.test_x[0], widar.profile(min((tmp_path / widar.FOLDER).glob("*/*/*.csv")))
     np.testing.assert_allclose(found, (raw - 0.0025) / 0.0119, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"1,2\n3\n",
-        b"\n".join([b",".join([b"0"] * 400)] * 21),
-        b"\n".join([b",".join([b"nan"] * 400)] * 22),
-    ],
-)
-def test_widar_refuses_other_profiles(tmp_path: Path, content: bytes) -> None:
-    path = sensors.put(tmp_path / "user1-1.csv", content)
-    with pytest.raises(DataError):
-        widar.profile(path)
 
 
 # ----------------------------------------------------------------------------------------------------- helpers
