@@ -290,8 +290,8 @@ def test_only_secret_uniform_selection_lowers_epsilon() -> None:
     assert spent(flexfl(2.0, secret=True), 20) < 0.7 * plain
     for selection in (ResourceTable(), Curiosity()):
         assert spent(flexfl(2.0, selection, secret=True), 20) == plain
-    unnamed = FedAvg(training=Training(fraction=0.1), aggregation=flexfl(2.0, secret=True).aggregation)
-    assert unnamed.selection is None and spent(unnamed, 20) == plain, "drawn uniformly, but not named"
+    fedavg = FedAvg(training=Training(fraction=0.1), aggregation=flexfl(2.0, secret=True).aggregation)
+    assert spent(fedavg, 20) < 0.7 * plain, "its default draws uniformly"
     assert spent(flexfl(2.0, secret=True, fraction=1.0), 20) == plain, "everybody takes part"
 
 
