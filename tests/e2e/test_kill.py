@@ -190,12 +190,3 @@ def test_closed_terminal_stops_a_run_except_with_nohup(handler: Any, stops: bool
         assert signal.getsignal(signal.SIGHUP) is handler
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_signal_handlers_are_restored_after_the_rounds(
-    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
-    assert flexfleet("run", "--json", "--run-id", "a", sets=[*quick, "rounds.stop=1"]).code == 0
-    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before

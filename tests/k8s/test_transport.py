@@ -33,7 +33,6 @@ class Server:
     answers: list[tuple[int, Any]] = field(default_factory=list)
     """Status and body of the next responses; bytes are sent as they are. The status 0 breaks the connection. After the
     last one, all are 200."""
-    headers: list[tuple[str, str]] = field(default_factory=list)
     asked: list[tuple[str, str]] = field(default_factory=list)
     """Method and path of each request."""
     known: list[str] = field(default_factory=list)
@@ -52,8 +51,6 @@ class Server:
             return
         body = value if isinstance(value, bytes) else json.dumps(value).encode()
         handler.send_response(status)
-        for header in self.headers:
-            handler.send_header(*header)
         handler.send_header("Content-Length", str(len(body)))
         handler.end_headers()
         handler.wfile.write(body)
@@ -84,14 +81,14 @@ Configure = Callable[..., cluster.Cluster]
 
 @pytest.fixture
 def configure(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
-    """`configure(user, **more)`: a Cluster for the server, by a KUBECONFIG with `more` fields of the cluster."""
+    """`configure(user)`: a Cluster for the server, by a KUBECONFIG with these credentials."""
 
-    def write(user: dict[str, Any], **more: Any) -> cluster.Cluster:
+    def write(user: dict[str, Any]) -> cluster.Cluster:
         address = {"server": f"https://127.0.0.1:{server.port}", "certificate-authority": str(tmp_path / "ca.pem")}
         config = {
             "apiVersion": "v1",
             "kind": "Config",
-            "clusters": [{"name": "here", "cluster": address | more}],
+            "clusters": [{"name": "here", "cluster": address}],
             "users": [{"name": "somebody", "user": user}],
             "contexts": [{"name": "here", "context": {"cluster": "here", "user": "somebody"}}],
             "current-context": "here",
