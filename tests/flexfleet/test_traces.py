@@ -68,7 +68,7 @@ def test_a_file_is_recorded_by_its_content(flexfleet: Any, quick: Sequence[str],
     file.write_text(file.read_text() + "0,99,0\n")
     more = [*sets[:-1], "rounds.stop=2"]
     changed = flexfleet("run", "--run-id", "a", "--resume", sets=more)
-    assert changed.code == 4 and "was started with another trace than the one given now" in changed.err
+    assert changed.code == 4 and "another trace" in changed.err
     file.write_text(file.read_text().removesuffix("0,99,0\n"))
     assert flexfleet("run", "--run-id", "a", "--resume", sets=more).code == 0
 

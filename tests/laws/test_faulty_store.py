@@ -96,7 +96,7 @@ def test_run_reaches_the_same_bits_whichever_operation_fails(
         assert good == (Checkpoints(store).commits() or [None])[-1], "never a half-committed round"
         assert job.federate(store, **MODE) == undisturbed[0], f"operation {operations}"
         assert timeless(store) == undisturbed[1], f"operation {operations}"
-    assert operations > 50 and stopped > 3
+    assert operations > 50 and (stopped > 3 or fail is half)  # a run that starts anew reads no file, only lists
 
 
 @pytest.fixture
