@@ -32,7 +32,7 @@ LONG = {
     "k8s": ("alike", "backend", "lost", "secrets", "suite", "waiting"),
     "laws": ("limits",),
     "pipelines": ("compare_local", "nightly_local", "train_local", "tune_local"),
-    "s3": ("answers", "dvc", "faulty", "probe", "s3"),
+    "s3": ("dvc", "faulty", "probe", "s3"),
 }
 """By folder, the files of which `make test-all` holds the tests: commands of the documentation, nights, pipelines of
 real processes, kills, faults of a cluster, S3 servers."""

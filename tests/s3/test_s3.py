@@ -18,6 +18,11 @@ import torch
 from botocore.exceptions import ClientError
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
+from fl_engine.core.types import ClientUpdate, RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.exchange.manifest import key_of, manifest_bytes
+from fl_engine.exchange.updates import payload_bytes
+from fl_engine.remote.messages import Assignment
 from fl_engine.storage import s3
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.serialization import laid_out
@@ -26,6 +31,8 @@ from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.run import run
 
 BUCKET = "runs"
+PLAN = RoundPlan(0, tuple(WorkOrder(0, client, SubmodelSpec(), {"w": torch.zeros(4)}, client, 0) for client in (0, 1)))
+LEASE = "11" * 8
 
 
 @pytest.fixture
@@ -331,3 +338,33 @@ def test_of_many_that_create_a_key_at_once_one_succeeds(store: S3Store) -> None:
     with ThreadPoolExecutor(8) as threads:
         made = list(threads.map(lambda n: store.create("key", b"%d" % n), range(8)))
     assert sum(made) == 1 and store.get("key") == b"%d" % made.index(True)
+
+
+@pytest.mark.parametrize("verb", ["POST", "PUT"])
+def test_results_of_a_pod_arrive_by_post_and_by_put(server: str, verb: Verb, tmp_path: Path) -> None:
+    """A PUT has the signed length, so a shorter result is padded."""
+    store, order = S3Store(f"s3://runs/{tmp_path.name}"), PLAN.orders[1]
+    ledger, key = Mailbox(store, key=key_of(b"secret"), lease=LEASE), key_of(b"secret")(order)
+    keys = dict(zip(ledger.outcome_keys(0, 1), (payload_bytes(order), manifest_bytes(order)), strict=True))
+    writes = {name: store.upload(name, size, 60, verb) for name, size in keys.items()}
+    told = Assignment(round=0, clients=(1,), writes=writes)
+    pod = Mailbox(told.open(), key=lambda _: key, lengths=told.lengths, lease=LEASE)
+    pod.put_outcome(PLAN, ClientUpdate(0, 1, order.spec, {"w": torch.arange(4.0)}, 1, {}))
+    found = ledger.receive(PLAN, 1)
+    assert isinstance(found, ClientUpdate) and found.payload["w"].tolist() == [0, 1, 2, 3]
+    sizes = {name: len(store.get(name)) for name in keys}
+    assert sizes == keys if verb == "PUT" else all(sizes[name] < keys[name] for name in keys)
+
+
+def test_server_that_refuses_all_is_an_environment_failure(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if server == "moto":
+        pytest.skip("moto takes any secret")
+    store = S3Store(f"s3://runs/{tmp_path.name}")
+    Mailbox(store, key=key_of(b"secret")).put_outcome(
+        PLAN, ClientUpdate(0, 1, SubmodelSpec(), {"w": torch.ones(4)}, 1, {})
+    )
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "revoked")
+    with pytest.raises(EnvironmentFailure, match="SignatureDoesNotMatch"):
+        Mailbox(S3Store(store.uri()), key=key_of(b"secret")).receive(PLAN, 1)
