@@ -26,7 +26,6 @@ from fl_engine.core.widths import (
     early_exit,
     exit_name,
     exit_points,
-    from_layer,
     kept,
     prefix,
     random_drop,
@@ -211,25 +210,6 @@ def test_all_channels_are_drawn_alike_and_layers_apart() -> None:
         assert len({tuple(channels(layout, spec, group)) for spec in drawn}) == math.comb(8, 3)
     alike = sum(channels(layout, spec, "g0") == channels(layout, spec, "g1") for spec in drawn)
     assert alike < draws / 56 * 2
-
-
-# ================================================================================== from a layer on, AdaptiveFL
-@pytest.mark.parametrize(
-    ("start", "expected"),
-    [
-        # int(0.4 * 16) = 6, int(0.4 * 32) = 12, int(0.4 * 64) = 25.
-        (0, [6, 12, 25, 25]),
-        (1, [16, 12, 25, 25]),
-        (2, [16, 32, 25, 25]),
-        (3, [16, 32, 64, 25]),
-        (4, [16, 32, 64, 64]),
-    ],
-)
-def test_from_a_layer_on(start: int, expected: list[int]) -> None:
-    layout = SMALL.layout()
-    spec = from_layer(SMALL, 0.4, start)
-    assert [layout.width(spec, g) for g in ("conv1", "conv2", "conv3", "fc1")] == expected
-    assert layout.width(spec, "classes") == 10
 
 
 # ================================================================================================= early exits
