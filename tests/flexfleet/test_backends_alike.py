@@ -90,7 +90,10 @@ def test_half_precision_gives_another_model(
 
 def test_overflow_of_float16_fails_the_client(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
     """With one learning rate all weights overflow; the other is not a number of float16. The model does not change."""
-    said = {"6e4": "train: training diverged (learning rate 60000)", "7e4": "train: the learning rate must be a float16"}
+    said = {
+        "6e4": "train: training diverged (learning rate 60000)",
+        "7e4": "train: the learning rate must be a float16",
+    }
     for lr, reason in said.items():
         done = flexfleet(
             "run", "--json", "--run-id", lr, sets=[*quick, "run.precision=fp16", f"training.lr={lr}", "rounds.stop=1"]
