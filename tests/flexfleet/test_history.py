@@ -80,11 +80,8 @@ def test_what_it_says_of_clients_is_checked_and_left_out(tmp_path: Path) -> None
     assert [len(each.clients) for each in rows_of(History.read(path))] == [2, 2]
     old = path.read_text().replace('"schema_version": 1,', "")  # of a round, it may be left out
     assert [each.clients for each in rows_of(BareHistory.of(old.encode(), "old"))] == [(), ()]
-    for old, new, said in (
-        ('"client": 0', '"client" 0', "not JSON"),
-        ('"clients": [', '"clients": [3, ', "valid dict"),
-    ):
+    for old, new in (('"client": 0', '"client" 0'), ('"clients": [', '"clients": [3, ')):
         damaged = tmp_path / "damaged.json"
         damaged.write_text(path.read_text().replace(old, new, 1))
-        with pytest.raises(IntegrityError, match=rf"damaged\.json is .*{said}"):
+        with pytest.raises(IntegrityError, match=r"damaged\.json"):
             BareHistory.read(damaged)
