@@ -1,4 +1,4 @@
-"""What tests of several folders share: a tiny federated job in memory, a quick command line, real processes to kill."""
+"""Fixtures that several folders share: a tiny federated job in memory, a quick command line, and real processes."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ SET_FOR_GOOD = re.compile(
     # client_of
     "MLFLOW_(ENABLE_ARTIFACTS_PROGRESS_BAR|SUPPRESS_PRINTING_URL_TO_STDOUT|DISABLE_TELEMETRY|HTTP_REQUEST_.*)"
 )
-"""What is set once for the process, and does no harm afterwards."""
+"""Variables that libraries set once for the whole process."""
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the collector of garbage need not look through it again and again, nor as often."""
+    """Exclude imported modules from garbage collection, and collect less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
@@ -94,8 +94,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_power_cut() -> Iterator[None]:
-    """Nothing is synced to the disk, tens of thousands of times: what has been written is read in any case. That a
-    store syncs, and in which order, has tests of its own."""
+    """Skip fsync to save time. Other tests check that a store syncs, and in which order."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
@@ -103,16 +102,15 @@ def _no_power_cut() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _draw_what_is_looked_at(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Figures are drawn in modules that are marked so: elsewhere they keep their titles alone."""
+    """Draw figures only in modules with the mark `pictures`; elsewhere figures contain only their titles."""
     with contextlib.nullcontext() if request.node.get_closest_marker("pictures") else not_drawn():
         yield
 
 
 @pytest.fixture(autouse=True)
 def _leave_the_process_as_it_was() -> Iterator[None]:
-    """A run sets torch's thread count (tests begin with one), what torch does with denormal numbers, which algorithms
-    it takes on a GPU, signal handlers, how much is logged and what may be imported; pytest's own Ctrl-C should stay
-    what it is. Tasks of one pipeline that run beside each other leave a `print` behind that indents."""
+    """Restore what a run changes: torch's thread count, denormal numbers and deterministic algorithms, signal handlers,
+    log levels, allowed imports, and `print`, which concurrent tasks of a pipeline replace."""
     threads, trusted = torch.get_num_threads(), set(allowed.trusted)
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     loud = {name: logging.getLogger(name).level for name in ("", "flexfleet", "fl_engine")}
@@ -134,8 +132,7 @@ def _leave_the_process_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _the_environment_stays() -> Iterator[None]:
-    """A setting of the environment that outlives its test changes whatever runs after it in the process, a person's
-    own work in a notebook included."""
+    """Fail if a test leaves a changed environment variable behind."""
     before = dict(os.environ)
     yield
     changed = {name for name in before | os.environ if before.get(name) != os.environ.get(name)}
@@ -145,11 +142,11 @@ def _the_environment_stays() -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------------------- in memory
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing in the engine may catch it and tidy up."""
+    """Simulates SIGKILL. The engine must not catch it."""
 
 
 class DyingStore(Writing):
-    """Passes everything on to `inner` until `writes` puts and deletions are done; the next one is never done."""
+    """Passes `writes` puts and deletions on to `inner`, and raises Killed at the next one."""
 
     def __init__(self, inner: Store, writes: int) -> None:
         super().__init__(inner, self._die)
@@ -162,10 +159,8 @@ class DyingStore(Writing):
 
 
 class Remembering:
-    """A backend that remembers which (round, client) it was asked for, and what came of equal orders.
-
-    An outcome is a function of its order, payload included; hundreds of killed runs need not train hundreds of times.
-    """
+    """A backend that records each (round, client), and caches the outcomes of equal assignments, so that hundreds of
+    killed runs need not train hundreds of times."""
 
     durable = False
 
@@ -184,7 +179,7 @@ class Remembering:
 
 
 class TinyJob:
-    """FlexFL with six clients of ten random 1x8x8 images each, two of them per round: milliseconds per round."""
+    """FlexFL with six clients of ten random 1x8x8 images each, two clients per round. A round takes milliseconds."""
 
     seed = 3
 
@@ -227,8 +222,8 @@ class TinyJob:
         backend: Any = None,
         **config: Any,
     ) -> bytes:
-        """Runs or resumes the job in `store`; gives the final model's bytes."""
-        # Evaluation moves no bit of the model and takes longer than training here: only after the last round.
+        """Run or resume the job in `store`, and return the final model's bytes."""
+        # Evaluation does not change the model and takes longer than training here, so only the last round evaluates.
         settings = RoundsConfig(**({"stop": 4, "evaluate_every": 1000, "commit_every": 1} | config))
         self.backend.asked.clear()
         state = rounds.federate(
@@ -270,7 +265,7 @@ def killed() -> type[BaseException]:
 
 @pytest.fixture(scope="session")
 def timeless() -> Callable[[Store], list[Any]]:
-    """The ledger's rows without what may differ between two equal runs: seconds and memory."""
+    """Return the ledger's rows without measured values (seconds, memory), which differ between equal runs."""
 
     def rows(store: Store) -> list[Any]:
         return [
@@ -324,15 +319,15 @@ def tiny_suite() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def untimed_suite() -> dict[str, Any]:
-    """The same, in which pace decides nothing: of so few turns it follows what else the machine does."""
+    """The same suite without a limit on pace, which depends on the load of the machine."""
     return {**TINY, "thresholds": {**TINY["thresholds"], "pace": 100.0}}
 
 
 # ----------------------------------------------------------------------------------------------------- dvc.yaml
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Path) -> Iterator[Any]:
-    """A copy of the checkout's steps without git, with a short job, as an open DVC repository. What a stage runs is the
-    checkout's own code (tests/harness/warm.py): an edit of the copy is seen by DVC alone."""
+    """A copy of the checkout without git, with a short job, as an open DVC repository. Stages run the code of the
+    original checkout (tests/harness/warm.py), so only DVC sees edits of the copy."""
     import yaml
     from dvc.repo import Repo
 
@@ -363,7 +358,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Path) -> I
 
 # ------------------------------------------------------------------------------------------- the command line
 def end_of(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> Done:
-    """Runs a command in this process as its entry point would. An unexpected exception is not caught."""
+    """Run a command in this process as its entry point would. Unexpected exceptions are not caught."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
         terminal.run_main(lambda _: main(argv))
@@ -388,7 +383,7 @@ def flexfleet() -> Callable[..., Done]:
 
 @pytest.fixture
 def unstopped() -> Iterator[None]:
-    """A SIGTERM or SIGHUP that nobody handles does not end the tests."""
+    """Ignore SIGTERM and SIGHUP, which would end the tests."""
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
@@ -415,21 +410,21 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 @pytest.fixture(scope="session")
 def python() -> Iterator[Path]:
-    """A script that stands in for `python`, without the seconds that it takes to import torch."""
+    """A script that replaces `python` and saves the seconds for importing torch."""
     with warm() as script:
         yield script
 
 
 @pytest.fixture
 def warm_starts(python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this process starts is forked from one that has imported everything."""
+    """Fork subprocesses from a process that has imported everything."""
     monkeypatch.setattr(sys, "executable", str(python))
 
 
 # ----------------------------------------------------------------------------------------------------- MLflow
 @pytest.fixture(scope="session")
 def mlflow_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database without runs: to create its tables takes MLflow seconds, to copy it nothing."""
+    """A database without runs, to be copied, because MLflow takes seconds to create its tables."""
     import mlflow
 
     path = tmp_path_factory.mktemp("mlflow") / "empty.db"
@@ -445,13 +440,13 @@ def mlflow_uri(mlflow_template: Path, tmp_path: Path) -> str:
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else ./params.yaml, ./runs and ./mlruns would be those of whoever runs the tests."""
+    """An empty current folder, without the ./params.yaml, ./runs and ./mlruns of the user."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawings take most of a quick run's time, and have tests of their own."""
+    """Skip drawings, which take most of a quick run's time and have their own tests."""
 
     def page(runs: Sequence[Path], out: Path) -> Path:
         out.write_text("<html></html>")
