@@ -1,4 +1,4 @@
-"""Small data sets in the official file formats, whose contents the tests make up."""
+"""Write small data sets with generated contents in the official file formats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def idx(values: NDArray[np.uint8]) -> bytes:
 
 
 def idx_files(root: Path, files: Sequence[str], samples: tuple[int, int], classes: int) -> None:
-    """Images and labels of the training part, images and labels of the test part; every class occurs."""
+    """Write images and labels of the training part and of the test part. Every class occurs."""
     rng = np.random.default_rng(0)
     for part, count in zip((files[:2], files[2:]), samples, strict=True):
         images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
@@ -40,7 +40,7 @@ def cifar100_files(root: Path, records: tuple[int, int]) -> None:
 
 
 def femnist_file(writers: Mapping[str, int], seed: int = 0) -> dict[str, Any]:
-    """A file of LEAF's with so many samples of each writer, who writes one character only."""
+    """Return a file of LEAF with the given number of samples per writer. Each writer writes one character only."""
     rng = np.random.default_rng(seed)
     data = {
         writer: {
@@ -60,7 +60,7 @@ def femnist_files(root: Path, *files: dict[str, Any]) -> tuple[str, ...]:
 
 
 def jpeg(seed: int, size: tuple[int, int] = (64, 64), mode: str = "RGB") -> bytes:
-    """A picture of 8 x 8 patches, of which JPEG keeps the colours."""
+    """Return a picture of 8 x 8 patches, whose colours survive JPEG's compression."""
     rng = np.random.default_rng(seed)
     width, height = size
     shape = (height // 8, width // 8, *((3,) if mode == "RGB" else ()))
@@ -74,7 +74,7 @@ WNIDS = tuple(f"n{10_000_000 + number * 37}" for number in range(200))
 
 
 def tiny_imagenet_files(root: Path, classes: Sequence[str] = WNIDS[:3], train: int = 4, val: int = 2) -> Path:
-    """So many pictures of each class; the list of validation pictures names those of the other classes too."""
+    """Write `train` and `val` pictures of each class. The list of validation pictures names all classes."""
     folder = root / "tiny-imagenet-200"
     write(folder / "wnids.txt", "".join(f"{wnid}\n" for wnid in reversed(WNIDS)).encode())
     lines = []
@@ -102,7 +102,7 @@ def visdrone_files(
     size: tuple[int, int] = (96, 64),
     yolo: bool = False,
 ) -> Path:
-    """A grey picture of each name, with its rectangles in white; the part's folder."""
+    """Write a grey picture with white rectangles for each name, and return the part's folder."""
     folder, (width, height) = root / "visdrone" / f"VisDrone2019-DET-{part}", size
     for name, rectangles in images.items():
         pixels, lines = np.full((height, width, 3), 100, dtype=np.uint8), []
@@ -161,7 +161,7 @@ ROW = "annotation_id,participant_id,video_id,start_timestamp,stop_timestamp,star
 
 
 def annotations(rows: Sequence[tuple[str, int, int, int]]) -> str:
-    """Of (video, start, stop, class)."""
+    """Return the CSV file for rows of (video, start, stop, class)."""
     lines = [ROW + "class_id"]
     for number, (video, start, stop, label) in enumerate(rows):
         times = ",".join(f"00:00:{at / 24_000:06.3f}" for at in (start, stop))
@@ -170,7 +170,7 @@ def annotations(rows: Sequence[tuple[str, int, int, int]]) -> str:
 
 
 def epic_sounds_files(root: Path, train: Sequence[tuple[str, int, int, int]], test: Sequence[Any]) -> Path:
-    """Three seconds of noise for each video."""
+    """Write three seconds of noise for each video."""
     folder = root / "epic-sounds"
     for name, rows in (("train", train), ("validation", test)):
         write(folder / "epic-sounds-annotations" / f"EPIC_Sounds_{name}.csv", annotations(rows).encode())

@@ -1,4 +1,4 @@
-"""Small data sets in the official forms of AEP, CASAS, UT-HAR, Widar and WISDM, written below a data root."""
+"""Write small data sets in the official formats of AEP, CASAS, UT-HAR, Widar and WISDM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def put(path: Path, content: bytes) -> Path:
 
 # --------------------------------------------------------------------------------------------------------- AEP
 def aep_table(rows: int = AEP_ROWS) -> bytes:
-    """Quoted and padded as the official file is, a reading every ten hours."""
+    """Return a table that is quoted and padded like the official file, with a reading every ten hours."""
     rng = np.random.default_rng(0)
     lines = [",".join(f'"{name}"' for name in NAMES)]
     for row in range(rows):
@@ -44,7 +44,7 @@ def write_aep(root: Path, rows: int = AEP_ROWS) -> None:
 
 # ------------------------------------------------------------------------------------------------------- WISDM
 def wisdm_lines(subject: int, readings: int, sensor: int = 0, letters: str = "ABCDEFGHIJKLMOPQRS") -> bytes:
-    """20 readings a second of each activity; each value says by sensor, activity, reading and axis what it is."""
+    """Return 20 readings per second of each activity. Each value encodes sensor, activity, reading and axis."""
     lines = []
     for a, letter in enumerate(letters):
         for i in range(readings):
@@ -68,11 +68,11 @@ ONE_EACH = (
     "R1_Work", "Take_medicine", "Sleep", "R2_Leave_Home", "Breakfast", "Bed_to_Toilet", "R1_shower", "R1_Enter_Home",
     "R2_Personal_Hygiene", "Watch_TV", "Meal_Preparation",
 )  # fmt: skip
-"""One activity of each class, other apart."""
+"""One activity of each class except `other`."""
 
 
 def casas_lines(days: int = 3) -> bytes:
-    """Every activity once a day, four events of each, with one between each two that is of none."""
+    """Return four events of each activity per day, with one event without an activity between two activities."""
     lines = []
     for day in range(days):
         for a, name in enumerate(ONE_EACH):
@@ -100,7 +100,7 @@ def npy(values: NDArray[np.generic]) -> bytes:
 
 
 def uthar_files(samples: tuple[int, int] = UTHAR_SAMPLES) -> dict[str, bytes]:
-    """By name: the arrays that go by the name of .csv, the validation part's too, which nobody reads."""
+    """Map each file name (.csv) to a NumPy array's bytes. The validation part is included but not read."""
     rng = np.random.default_rng(1)
     found = {}
     for part, count in zip(("train", "test", "val"), (*samples, 7), strict=True):

@@ -1,4 +1,4 @@
-"""What is kept of slow readers: made once, made anew when an input, the reader or an array changed, and never half."""
+"""The array cache is written once, and again if an input, the reader or an array has changed."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_what_fails_keeps_nothing(reader: Reader, tmp_path: Path) -> None:
 
 
 def test_an_input_that_changes_while_it_is_read_is_refused(reader: Reader, tmp_path: Path) -> None:
-    """As when the files are still being copied: else the arrays were a mixture, or kept as those of what was there."""
+    """The files may still be being copied, so the arrays would mix old and new content."""
 
     def slow(folder: Path) -> None:
         (tmp_path / "a.txt").write_text("aaaaa and more")

@@ -1,4 +1,4 @@
-"""EPIC-SOUNDS: the spectrogram against one written out in loops, segments of made-up sound, the real annotations."""
+"""EPIC-SOUNDS: the spectrogram by definition, segments of generated sound, and the real annotations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mel(hertz: float) -> float:
 
 
 def written_out(sound: NDArray[np.float64], frame: int, band: int) -> float:
-    """One value of the spectrogram, from the definition: no FFT, no matrix."""
+    """Compute one value of the spectrogram by its definition, without FFT and matrices."""
     edges = [700 * (10 ** (mel(12_000) * point / 129 / 2595) - 1) for point in range(130)]
     left, middle, right = edges[band : band + 3]
     passed = 0.0

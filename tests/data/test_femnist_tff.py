@@ -1,4 +1,4 @@
-"""FEMNIST from the HDF5 files of TensorFlow Federated, in files of that form that are made here."""
+"""FEMNIST from HDF5 files in TensorFlow Federated's format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fl_engine.testing.datasets import DatasetSuite
 h5py = pytest.importorskip("h5py", reason="h5py is not installed: pip install 'flexfleet[hdf5]'")
 
 WRITERS = {"f3408_26": range(0, 31), "f0000_14": range(20, 62)}
-"""The labels that each writes; files list them in the order of their names."""
+"""Map each writer to its labels. Files list writers by name."""
 
 
 def images(writer: str, count: int, part: int) -> np.ndarray[Any, Any]:
@@ -82,7 +82,7 @@ def put(file: Any, part: str, values: Any) -> None:
 
 
 def huge(file: Any) -> None:
-    """Says of itself to be a petabyte, and takes no room."""
+    """Create a data set that declares a petabyte and occupies nothing."""
     del file["examples/f0000_14/pixels"]
     file.create_dataset("examples/f0000_14/pixels", (2**40, 28, 28), "f4", chunks=(1, 28, 28))
 

@@ -1,4 +1,4 @@
-"""The official file formats, on small files made here; downloads; pad and subset."""
+"""Official file formats on small files, downloads, padding and subsets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def md5(content: bytes) -> str:
 
 
 def tiny(samples: int = 100, side: int = 5, natural: bool = False) -> Data:
-    """Two parts of 4 classes; pixel values say which sample they belong to."""
+    """Return data of 4 classes whose pixel values encode the sample."""
     x = (torch.arange(samples) % 250 + 1).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, side, side).contiguous()
     y = torch.arange(samples) % 4
     groups = torch.arange(samples) // 10 if natural else None
@@ -212,7 +212,7 @@ def test_download_tells_what_a_server_answers(server: str, tmp_path: Path) -> No
 
 
 def archive(root: Path, to: Path, names: tuple[str, ...] = (*cifar10.TRAIN, *cifar10.TEST)) -> Remote:
-    """The official archive's layout, with a member that would like to be written elsewhere."""
+    """Write an archive in the official layout, with an additional member `../evil`."""
     with tarfile.open(to, "w:gz") as tar:
         evil = tarfile.TarInfo("../evil")
         evil.size = 4
@@ -291,7 +291,7 @@ def test_pad_centres_on_black() -> None:
 
 @pytest.mark.parametrize("side", [16, 17, 33])
 def test_boxes_stay_around_what_they_are_about(side: int) -> None:
-    """Rectangles of 0 or 255 in grey noise. Padding is 0 too, so white ones are looked at, where they are alone."""
+    """Rectangles are 0 or 255 in grey noise. Padding is 0 too, so only images with one white rectangle are checked."""
     data = tiny_boxes()
     padded = pad(data, side)
     for x, y, before in ((padded.train_x, padded.train_y, data.train_y), (padded.test_x, padded.test_y, data.test_y)):

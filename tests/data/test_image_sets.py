@@ -253,7 +253,7 @@ def test_tiny_imagenet_unpacks_only_its_own_members(tiny: Path, tmp_path: Path) 
 
 # ------------------------------------------------------------------------------------------- the shared suite
 class TestMadeSets(DatasetSuite):
-    """Those whose mean and deviation are their own."""
+    """Data sets that compute their own mean and deviation."""
 
     @pytest.fixture(scope="module", params=["emnist", "femnist", "tiny_imagenet"])
     def load(

@@ -1,4 +1,4 @@
-"""Data are checked where they are made: whatever cannot be meant is one clear line."""
+"""`Data` checks its arguments, and each mistake has a message of one line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MASKED = np.ma.masked_greater(TABLE["train_x"].numpy(), 9.0)  # type: ignore[att
 
 
 class ByError(Regression):
-    """A task that decides by an error."""
+    """A task whose metric is an error."""
 
     metric: ClassVar[Metric] = Regression.error
 
@@ -128,7 +128,7 @@ def test_tokens_are_integers_of_any_size(kind: torch.dtype) -> None:
 
 
 def test_a_part_of_good_data_is_good() -> None:
-    """Also where it would be refused as a whole: its targets are equal, or its maps lie in 0..1."""
+    """A part may have equal targets or maps in 0..1, for which a whole data set is refused."""
     data = Data(**{**TABLE, "train_y": torch.tensor([1.0, 1.0, 1.0, 2.0, 2.0, 2.0]), "natural_client": torch.arange(6)})  # type: ignore[arg-type]
     part = data.part(torch.tensor([0, 2]), torch.tensor([4]))
     assert (part.train_x.tolist(), part.train_y.flatten().tolist()) == ([[0.0, 1.0], [4.0, 5.0]], [1.0, 1.0])
@@ -180,7 +180,7 @@ MEAN, STD = (0.1, 0.4, 0.9), (0.2, 0.3, 0.7)
 
 @pytest.mark.parametrize("kind", ["images", "floats"])
 def test_samples_are_normalised_in_one_copy_of_them(kind: str) -> None:
-    """And stay as they are. A device normalises all that it trains on at once."""
+    """The samples do not change. A device normalises all its training samples at once."""
     raw = torch.randint(256, (50, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     x = raw if kind == "images" else 40 * raw.float()
     data = Data("x", Classification(2), x, torch.arange(50) % 2, x, torch.arange(50) % 2, MEAN, STD)

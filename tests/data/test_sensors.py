@@ -1,4 +1,4 @@
-"""Sensor data sets, on small files in their official forms made here; and on the real ones where they are."""
+"""Sensor data sets: small files in the official formats, and the real files if they exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shakespeare: the windows of a text that can be checked by eye, and the real text where it is."""
+"""Shakespeare: the windows of a short text, and the real text if it exists."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def play(tmp_path: Path) -> Data:
 
 
 def spoken(data: Data) -> str:
-    """What the numbers stand for."""
+    """Return the vocabulary in the order of the tokens."""
     return "".join(sorted({*"".join(FIRST + ALL)} & {*"".join(TEST)} | {" "}))
 
 
@@ -118,7 +118,7 @@ def test_a_text_that_is_missing_or_another_one_is_named(tmp_path: Path) -> None:
 
 
 def test_the_real_text_has_the_lines_and_the_roles_that_it_has() -> None:
-    """The suite has it too, in tests/conformance."""
+    """The conformance suite checks this data set too."""
     if missing := DATASETS["shakespeare"].missing(data_root()):
         pytest.skip(f"no real text: {missing[0]} is not there")
     data = shakespeare.load(data_root())

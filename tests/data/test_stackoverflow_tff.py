@@ -1,4 +1,4 @@
-"""Stack Overflow from the HDF5 files of TensorFlow Federated, in files of that form that are made here."""
+"""Stack Overflow from HDF5 files in TensorFlow Federated's format."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def told(tokens: torch.Tensor) -> list[list[int]]:
-    """Without padding, which has to be at the end."""
+    """Return the tokens without padding, which must be at the end."""
     rows = [row[: next((at for at, token in enumerate(row) if token == 0), 20)] for row in tokens.tolist()]
     assert all(len(row) == 20 and not any(row[len(kept) :]) for row, kept in zip(tokens.tolist(), rows, strict=True))
     return rows
@@ -95,7 +95,7 @@ def put(file: Any, values: Any) -> None:
 
 
 def _times(file: Any) -> None:
-    """Elements of a type that NumPy does not have."""
+    """Store elements of a type that NumPy does not support."""
     del file["examples/00000001/tokens"]
     space = h5py.h5s.create_simple((2,))
     h5py.h5d.create(file["examples/00000001"].id, b"tokens", h5py.h5t.UNIX_D32LE, space)

@@ -1,4 +1,4 @@
-"""VisDrone: both forms of boxes, its parts, and what may be wrong with files; on made-up pictures."""
+"""VisDrone on generated pictures: both formats of boxes, the parts, and damaged files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the campaign's cases are tried: in folders of their own, and with little memory."""
+"""Run each case in its own folder and with little memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 ROOM = 2 * 2**30
-"""Bytes that the tests may take beyond what is loaded: a size that a file declares is not to be believed."""
+"""Bytes that the tests may allocate in addition. Readers must not trust sizes that a file declares."""
 
 
 @pytest.fixture(autouse=True)
 def _little_memory() -> Iterator[None]:
-    """Who asks for more gets a MemoryError, as on a small machine."""
+    """Raise MemoryError for larger allocations, as on a small machine."""
     now = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:"))
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (int(now.split()[1]) * 1024 + ROOM, before[1]))
@@ -24,7 +24,7 @@ def _little_memory() -> Iterator[None]:
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, and everybody's home: nothing of whoever runs the tests is read or written."""
+    """An empty current folder and home, so that no file of the user is read or written."""
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))

@@ -24,15 +24,15 @@ from fl_engine.core.errors import FlexfleetError
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]
-"""Where something is in nested lists and mappings."""
+"""Path of a value in nested lists and mappings."""
 
 CASES = int(os.environ.get("FLEXFLEET_FUZZ") or 0)
 LONG_S = 30.0
-"""A reader that takes so long on a file of some kilobytes hangs."""
+"""Seconds after which a reader of a file of some kilobytes counts as hanging."""
 
 
 def law(few: int) -> settings:
-    """`few`: how many cases are enough where this is no campaign."""
+    """Return settings with `few` cases, unless FLEXFLEET_FUZZ sets another number."""
     return settings(
         max_examples=CASES or few,
         derandomize=not CASES,
@@ -43,7 +43,7 @@ def law(few: int) -> settings:
 
 
 class Hangs(BaseException):
-    """Nothing that is looked at here may catch it."""
+    """Raised if a reader hangs. Readers must not catch it."""
 
 
 @contextmanager
@@ -64,7 +64,7 @@ Kinds = type[FlexfleetError] | tuple[type[FlexfleetError], ...]
 
 
 def answer(read: Callable[[], T], *names: str, kind: Kinds = FlexfleetError) -> T | None:
-    """What a reader gives, or None where it refuses with an error of this `kind` that says one of `names`."""
+    """Return the result of a reader, or None if it raises an error of this `kind` that contains one of `names`."""
     try:
         with in_time():
             return read()
@@ -78,7 +78,7 @@ def answer(read: Callable[[], T], *names: str, kind: Kinds = FlexfleetError) -> 
 # ------------------------------------------------------------------------------------------------------- bytes
 @st.composite
 def damaged(draw: Any, valid: bytes) -> bytes:
-    """Some bytes of it flipped, lost, repeated or put in, or the rest of it gone; sometimes nothing of it is left."""
+    """Draw a copy with flipped, lost, repeated or inserted bytes, a truncated copy, or random bytes."""
     out = bytearray(valid)
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(out)))
@@ -114,7 +114,7 @@ ODD: tuple[Any, ...] = (
     "a b", "\u00e9\u4e2d", "\u0000", "~nobody-of-this-name", "x" * 5000, "{0}", "%s", "s3://", "://", "http://[",
     [], [[]], [1, 2, 3], [-1], [0.5], ["x"], [None], [True], {}, {"": 0}, {"name": "x"}, {"keep": 1}, nested(30),
 )  # fmt: skip
-"""What may stand where something else should."""
+"""Values to put in place of valid ones."""
 
 anything = st.sampled_from(ODD) | st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec="utf-8"), max_size=12),
@@ -124,7 +124,7 @@ anything = st.sampled_from(ODD) | st.recursive(
 
 
 def places(value: Any, path: Path = ()) -> list[Path]:
-    """Where there is something in nested lists and mappings, the whole first; of a long list the first and the last."""
+    """Return the paths of all values, the whole first; of a long list only the first two and the last element."""
     found = [path]
     if isinstance(value, dict):
         found += [place for key, inner in value.items() for place in places(inner, (*path, key))]
@@ -136,7 +136,7 @@ def places(value: Any, path: Path = ()) -> list[Path]:
 
 @st.composite
 def altered(draw: Any, valid: Any) -> Any:
-    """A copy in which one thing, or two, are gone, twice there, under another name or of another value or kind."""
+    """Draw a copy in which one or two values are lost, doubled, renamed, exchanged or replaced."""
     out = json.loads(json.dumps(valid))
     for _ in range(draw(st.sampled_from((1, 1, 1, 2)))):
         *parents, last = draw(st.sampled_from(places(out))) or (None,)
@@ -165,7 +165,7 @@ ODD_JSON: tuple[bytes, ...] = (
     b"\xef\xbb\xbf{}", b"{" + b'"a":1,' * 3 + b"}", b"1" * 10_000, b"1e999", b'{"schema_version":1}', b"\x00" * 100,
     b'{"schema_version":1,"schema_version":2}', b"\x80\x04K\x01.", b"{'a': 1}", b"// no\n{}",
 )  # fmt: skip
-"""What a JSON file may turn out to be."""
+"""Contents that are not valid files."""
 
 
 ODD_TOKENS = (
@@ -175,7 +175,7 @@ ODD_TOKENS = (
 
 @st.composite
 def json_like(draw: Any, valid: Any) -> bytes:
-    """A file of JSON that is not what it should be: in its values, in its bytes, or altogether."""
+    """Draw a JSON file with wrong values, damaged bytes or other content."""
     text = json.dumps(valid).encode()
     how = draw(st.sampled_from(("values", "values", "values", "bytes", "token", "double key", "odd", "coding")))
     if how == "values":
@@ -195,7 +195,7 @@ def json_like(draw: Any, valid: Any) -> bytes:
 
 
 def texts(*, odd: Sequence[str]) -> SearchStrategy[str]:
-    """Words of a command line: these, and any that an operating system can pass on, undecodable bytes included."""
+    """Draw words of a command line: these, or any text or undecodable bytes."""
     word = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
     bytes_ = st.binary(max_size=6).map(lambda value: os.fsdecode(value.replace(b"\0", b"")))
     return st.sampled_from(tuple(odd)) | word | bytes_

@@ -99,7 +99,7 @@ ARTIFACTS: dict[str, Artifact] = {
                       allowed=0.02, limit=0.58, failed=True),),
     ),
 }  # fmt: skip
-"""One of each kind, by the name of its file."""
+"""One artifact of each kind, by file name."""
 
 
 @pytest.mark.parametrize("name", ARTIFACTS)
@@ -145,7 +145,7 @@ def test_an_artifact_is_read_or_its_file_is_named(tmp_path: Path, broken: tuple[
 
 
 def test_a_model_that_diverged_is_evaluated_all_the_same(tmp_path: Path) -> None:
-    """JSON has no word for what is not a number; the figure is lost, and nothing else."""
+    """JSON cannot represent NaN, so only this value is lost."""
     score = told("M1", Score(0.1, math.nan, {"accuracy": 0.1}), 40)
     written = EvaluationFile(rounds=1, test_samples=9, avg=0.1, full=0.1, levels={"M1": score})
     found = EvaluationFile.read(written.write(tmp_path / "evaluation.json"))

@@ -57,7 +57,7 @@ def test_an_encoded_order_is_read_or_its_file_is_named(content: bytes) -> None:
 @law(160)
 @given(CODECS, st.data())
 def test_an_encoded_answer_is_an_outcome_whatever_its_file_holds(codec: Codec, data: st.DataObject) -> None:
-    """Of a liar, whose manifest vouches for whatever it sends."""
+    """The client lies, and signs what it sends."""
     honest, files = HONEST[codec], dict[str, bytes]()
     assert isinstance(honest, ClientUpdate)
     mailbox_of(files).put_outcome(PLANS[codec], honest)

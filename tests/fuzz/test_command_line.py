@@ -40,7 +40,7 @@ CODES = (0, 2, 3, 4, 5, 6, 7)
 BEGUN = "the work would have begun"
 LIGHT = ("dataset.train_samples=240", "dataset.test_samples=60", "model.width=0.25", "partition.minimum=5",
          "pretrain.epochs=1")  # fmt: skip
-"""So that a check takes little."""
+"""Settings with which a check takes little time."""
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,7 @@ sets = st.one_of(
 
 
 def words_for(action: argparse.Action) -> SearchStrategy[list[str]]:
-    """What may follow an option, or stand where a positional argument is."""
+    """Draw the words for an option or a positional argument."""
     name = action.option_strings[-1] if action.option_strings else action.dest
     if action.nargs == 0:
         return st.just([name])
@@ -195,7 +195,7 @@ def test_a_check_finds_what_an_odd_parameter_would_break(flexfleet: Callable[...
 def test_damaged_site_is_an_expected_error_of_a_worker(
     finished_template: Any, scratch: Path, data: st.DataObject
 ) -> None:
-    """Also if the sums of its files are right."""
+    """The checksums of the files are right."""
     store, run = FolderStore(scratch / "store"), finished_template[0]
     (site := scratch / "store" / "site").mkdir(parents=True, exist_ok=True)
     for path in (run / "run.json", run / "pool" / "pool.json", *(run / "partition").glob("partition.*[nrs]")):

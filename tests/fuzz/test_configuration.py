@@ -33,7 +33,7 @@ SECTIONS = tuple(VALUES)
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join(f'*a{i - 1}' for _ in range(9))}]\n" for i in range(1, 12)
 )
-"""Nine to the twelfth, in a kilobyte."""
+"""A kilobyte that expands to 9^12 elements."""
 ODD_YAML = (
     "", "~", "[]", "[a, b]", "seed", "seed: 1\nseed: 2", "seed: 2001-99-99", "seed: 2001-01-01", "seed: !!int x",
     "seed: !!float x", "seed: !!bool x", "seed: !!timestamp x", "seed: !!binary '*'", "seed: !!set {a, b}",
@@ -53,7 +53,7 @@ ODD_YAML = (
 
 
 def kept(config: Config, folder: Path) -> None:
-    """A configuration that is taken is written and read again as it was, in both ways that there are."""
+    """Check that an accepted configuration is equal after writing and reading, in both formats."""
     values = config.model_dump(mode="json")
     said = json.dumps(values)  # NaN is not equal to itself
     assert json.dumps(parse(values).model_dump(mode="json")) == said

@@ -112,7 +112,7 @@ ENDLESS = b"".join(
     tarfile.TarInfo._create_gnu_long_header(f"x{i}", tarfile.GNUTYPE_LONGNAME, "utf-8", "strict")  # type: ignore[attr-defined]
     for i in range(2000)
 )
-"""Each header says that the next one has a longer name."""
+"""Each header announces a longer name of the next one."""
 
 
 @law(40)

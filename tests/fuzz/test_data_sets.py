@@ -226,7 +226,7 @@ def test_sound_is_whole_or_refused(sounds: Path, data: st.DataObject | None) -> 
 
 
 def test_the_made_files_are_whole(cifar: Path, pictures: Path, flight: Path, sounds: Path, tmp_path: Path) -> None:
-    """Otherwise the cases above would all be refused for another reason."""
+    """Without damage all files are accepted."""
     whole(cifar100.load(cifar, (2, 1)))
     whole(femnist.load(tmp_path, made.femnist_files(tmp_path, LEAF)))
     whole(tiny_imagenet.load(pictures))

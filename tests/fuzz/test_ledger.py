@@ -111,7 +111,7 @@ OTHER_SPECS = [
     {"keep": {"conv": 10**30}, "blocks": None}, {"keep": {"conv": [10**30]}, "blocks": None},
     {"keep": {"x": 1}, "blocks": ["x"]}, {"keep": {"conv": 8, "hidden": 32}, "blocks": None},
 ]  # fmt: skip
-"""Of other networks, or of more than was sent."""
+"""Specs of other networks, or of more than was sent."""
 
 
 @law(100)
@@ -146,7 +146,7 @@ def test_an_answer_is_an_outcome_whatever_its_files_hold(checked: bool, data: st
 @law(200)
 @given(damaged(HONEST_FILES[True][f"{BASE}.safetensors"]))
 def test_what_a_liar_has_signed_is_other_numbers_at_most(content: bytes) -> None:
-    """Nothing but the reader stands between its bytes and the coordinator."""
+    """The signature is valid, so only the reader protects the coordinator."""
     manifest = Manifest.model_validate(MANIFEST[True] | {"sha256": sha256(content), "signature": None})
     files = {f"{BASE}.json": signed(manifest, KEY).model_dump_json().encode(), f"{BASE}.safetensors": content}
     with in_time():
@@ -314,7 +314,7 @@ def check_ledger(job: Any, runs: dict[str, Any], store: Any, files: dict[str, by
 def test_disturbed_run_continues_with_the_right_bits_or_stops(
     job: Any, new_store: Callable[[], Any], runs: dict[str, Any], data: st.DataObject
 ) -> None:
-    """Without leave it may refuse, naming a file; it never goes on with other bits."""
+    """Without `discard_damaged` it may stop with an error that names a file. It never continues with other bits."""
     files = data.draw(disturbed(runs["own"], runs["foreign"]), label="files")
     check_ledger(job, runs, new_store(), files)
 
@@ -331,7 +331,7 @@ def test_foreign_file_is_left_alone_or_named(
 def test_interrupted_round_finishes_with_the_right_bits(
     job: Any, new_store: Callable[[], Any], dying: Any, killed: Any, runs: dict[str, Any], data: st.DataObject
 ) -> None:
-    """Killed anywhere inside a round whose updates are kept, and then one file of it is not what it was."""
+    """The run is killed inside a round with kept updates, and then one file of the round is damaged."""
     store = new_store()
     with pytest.raises(killed):
         job.federate(dying(store, data.draw(st.integers(2, 45), label="writes")), stop=3, keep_updates=True)

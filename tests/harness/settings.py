@@ -1,4 +1,4 @@
-"""Settings of a test: written into a params.yaml, and what is said where they are refused."""
+"""Write settings into params.yaml, and return the error of refused settings."""
 
 from __future__ import annotations
 

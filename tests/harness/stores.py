@@ -1,4 +1,4 @@
-"""A store that something happens to as it is written to."""
+"""A store that calls a function before each write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An authority of its own, and HTTPS servers on this machine with its certificate."""
+"""A certificate authority, and local HTTPS servers with its certificates."""
 
 from __future__ import annotations
 

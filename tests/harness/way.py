@@ -27,7 +27,7 @@ from typing import Literal
 
 How = Literal["refused", "hangs", "breaks"]
 BEGINS = (b"GET ", b"PUT ", b"POST ")
-"""What a request starts with."""
+"""Beginnings of requests."""
 SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST = 4, 20, 1  # of linux/netlink.h and linux/sock_diag.h
 Address = tuple[str, int]
 """Host and port."""

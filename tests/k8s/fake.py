@@ -495,7 +495,7 @@ def serving(cluster: Cluster) -> Iterator[Path]:
         do_GET = do_POST = do_DELETE = do_PATCH = _answer
 
         def log_message(self, *_: object) -> None:
-            """Quiet."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()

@@ -83,7 +83,7 @@ def test_group_norm_is_cut_by_pairs_one_of_each_half() -> None:
     ids=["uthar", "widar"],
 )
 def test_group_normed_slice_equals_network_built_at_that_width(family: Any) -> None:
-    """And not the whole network with the rest zeroed: the statistics run over the channels that there are."""
+    """It differs from the whole network with the rest zeroed, because statistics cover only the existing channels."""
     layout, params = family.layout(), initial_params(family, 0)
     x = made_up(family, 3, torch.Generator().manual_seed(0))
     spec, narrow = prefix(layout, 0.5), replace(family, width=family.width / 2)

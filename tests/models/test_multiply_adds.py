@@ -16,7 +16,7 @@ from fl_engine.core.types import FULL, Axis, ParamLayout, Prunable, Slot, Submod
 
 @dataclass(frozen=True)
 class Of:
-    """A network that is never cut."""
+    """A network without sub-models."""
 
     input_shape: tuple[int, ...]
     make: Callable[[], nn.Module]
@@ -101,7 +101,7 @@ class Scale(nn.Module):
 
 
 class CountedScale(Scale):
-    """With a layer inside, which `macs` stands for as well."""
+    """Its `macs` include those of the inner layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ def test_its_multiply_adds_by_hand() -> None:
 
 @pytest.mark.parametrize(("side", "points"), [((64, 96), (16, 24)), ((33, 50), (9, 13))])
 def test_it_answers_at_every_fourth_pixel(side: tuple[int, int], points: tuple[int, int]) -> None:
-    """Of sides that 32 does not divide, too."""
+    """Sides need not be multiples of 32."""
     family = PointDetector((3, *side), 7, width=0.1)
     out = runnable(family, FULL, initial_params(family, 0))(made_up(family, 2))
     assert out.shape == (2, 7, *points)

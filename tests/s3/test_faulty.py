@@ -19,7 +19,7 @@ MODE: dict[str, Any] = {"keep_updates": True, "stop": 3}
 
 
 def quick_retries(patch: pytest.MonkeyPatch) -> None:
-    """As many as ever, but without waiting seconds in between."""
+    """Retry as often, but without waiting."""
     from botocore.retries.standard import ExponentialBackoff
 
     patch.setattr(ExponentialBackoff, "delay_amount", lambda self, context: 0.01)

@@ -1,4 +1,4 @@
-"""What a client may do with what is signed for it: tried on servers that enforce it, and on some that do not."""
+"""The start check of a server: what a client can do with its signed URLs."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class _Stored(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 VALUE = b"an update"

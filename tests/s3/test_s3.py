@@ -199,7 +199,7 @@ class _Broken(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def log_message(self, *_: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -260,7 +260,7 @@ def test_a_server_that_is_not_there_is_said_without_its_secrets(
 def test_ledger_on_s3_has_the_bits_of_one_in_a_folder(
     server: str, tmp_path: Path, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what it has come to is there too: the machine that it ran on may go."""
+    """The store also has the results, so another machine can continue."""
     monkeypatch.chdir(tmp_path)
     folder = run(Resolved.load(None, quick), "folder")
     remote = (f"run.remote=s3://{BUCKET}/{server}", "rounds.keep_updates=true")
