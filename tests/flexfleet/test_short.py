@@ -12,7 +12,7 @@ import pytest
 
 from fl_engine.core.errors import ConfigError
 from flexfleet.cli import main as cli
-from flexfleet.config import Config, load_config, parse
+from flexfleet.config import Config, load_config
 from flexfleet.config.comparison_runs import entries_from, label_overrides
 from flexfleet.config.form_fields import SHORT
 from flexfleet.config.overrides import parse_sets
@@ -116,7 +116,3 @@ def test_a_label_of_a_comparison_takes_sections_too() -> None:
     for hidden in ("b:algorithm={name: flexfl}", "algorithm={name: flexfl}"):
         with pytest.raises(ConfigError, match="the algorithms are given as a list"):
             label_overrides(names, parse_sets([hidden]))
-
-
-def test_a_mapping_in_python_is_merged_over_the_defaults() -> None:
-    assert parse({"algorithm": {"kd_weight": 5.0}}).algorithm == {"name": "flexfl", "kd_weight": 5.0}
