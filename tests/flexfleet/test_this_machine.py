@@ -75,7 +75,7 @@ def test_the_extra_for_a_run_is_enough_for_the_digits(quick: Sequence[str], tmp_
     extras: dict[str, list[str]] = project["optional-dependencies"]
     modules = {"scikit-learn": "sklearn"}
     brought = {modules.get(name := re.split("[>=]", text)[0], name) for text in extras["run"]}
-    assert brought == set(EXTRAS["run"][0])
+    assert brought - {"scipy"} == set(EXTRAS["run"][0]), "scikit-learn needs scipy"
     hidden = {module for name, (needed, _) in EXTRAS.items() if name != "run" for module in needed} - brought
     assert {"mlflow", "boto3", "dvc"} <= hidden
     sets = [text for text in quick if not text.startswith(("tracking.", "run.store", "rounds.stop"))]

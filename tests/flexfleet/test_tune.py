@@ -162,7 +162,7 @@ def test_a_study_that_knows_nothing_of_its_trials_does_not_go_on(
 ) -> None:
     _, folder, config = done
     other = config.tune.model_copy(update={"storage": f"sqlite:///{tmp_path / 'other.db'}"})
-    with pytest.raises(ConfigError, match=r"holds trials that the study in sqlite:.*other\.db does not know"):
+    with pytest.raises(ConfigError, match=r"other\.db"):
         config = config.model_copy(update={"tune": other})
         steps._begin(config, folder, tune_storage.open_study(config, folder, "a"), folder, {})
 
