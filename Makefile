@@ -47,13 +47,16 @@ test-all: setup
 	$(PYTEST) --numprocesses 5 -m long
 
 SOAK_KILLS ?= 300
+SOAK_MUTANTS ?= 50
 
-# Does for hours what `make test` and `make test-all` do for minutes: kills runs, feeds malformed bytes, and attacks the
-# engine (needs radosgw). Then makes the largest runs that fit one machine.
+# Does for hours what `make test` and `make test-all` do for minutes: kills runs, feeds malformed bytes, attacks the
+# engine (needs radosgw), and looks for changes of the engine that no test notices. Then makes the largest runs that fit
+# one machine.
 soak: setup
 	$(BIN)/python -m tests.harness.kills --kills $(SOAK_KILLS)
 	FLEXFLEET_FUZZ=2000 $(BIN)/python -m pytest tests/fuzz
 	$(BIN)/python -m tests.harness.attacks
+	$(BIN)/python -m tests.harness.mutants --limit $(SOAK_MUTANTS)
 	$(BIN)/python -m benchmarks.limits
 
 lint: setup

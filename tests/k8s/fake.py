@@ -2,15 +2,19 @@
 
 Created objects are validated against the published schemas. `script` decides the fate of a pod, `refuse` which pods are
 not created, `room` how many have a node at a time, `admits` when a queue admits a Job (kueue.py). The next responses
-can be errors, or break the connection.
+can be errors or warnings, or break the connection.
+
+Pods of other owners (`Cluster.place`) may be in other namespaces; commands can be run in them (pods/exec).
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import threading
@@ -38,8 +42,10 @@ PATH = re.compile(r"/(?:api/v1|apis/batch/v1)/namespaces/(?P<namespace>[^/]+)/(?
 Script = Callable[[Resource, int, int], str]
 """Maps (job, index, number of earlier starts) to the fate of the pod:
 
-- run, image, unschedulable, hang;
+- run, oom, evict, image, unschedulable, hang;
 - vanish: its node is lost after the work is done, before the pod has ended;
+- not-ready: its node is NotReady, and its container continues;
+- unreachable: its node is lost, and the pod is not ready;
 - terminating: its node is lost, the pod is deleted and remains until `back` is set, and its Job starts another pod.
 """
 
@@ -78,14 +84,20 @@ class Cluster:
     """Statuses of the next responses; 0 breaks the connection."""
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(verb, kind), as a Role names them."""
+    warnings: tuple[str, ...] = ()
+    """Warnings of the response when a Job is created."""
     refuse: Callable[[Resource, int], str] = lambda job, index: ""
     """Maps (job, index) to the reason why no pod is created now; empty: a pod is created."""
     room: threading.Semaphore | None = None
     """Number of pods with a node at a time; the others are unschedulable. None: no limit."""
+    mesh: bool = False
+    """A webhook adds a container to each pod that never ends, as a service mesh does without native sidecars."""
     admits: Callable[[Resource], bool] = lambda job: True
     """Whether the queue of a Job admits it now; called repeatedly."""
     preempted: set[str] = field(default_factory=set)
     """UIDs of pods that ended because a queue has suspended their Job."""
+    back_off_s: float = 0.1
+    """Seconds until an index gets another pod after its first failure."""
     grace_s: float = 0.0
     """Seconds between the deletion of a pod with a node and its end."""
     back: threading.Event = field(default_factory=threading.Event)
@@ -99,6 +111,15 @@ class Cluster:
     running: dict[str, Process] = field(default_factory=dict)
     """By the pod's name."""
     namespaces: set[str] = field(default_factory=lambda: {"flexfleet-clients"})
+    placed: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """Processes of other owners' pods, by the pod's name."""
+
+    def say(self, cgroup: dict[str, str]) -> None:
+        """Change the files of all pods' cgroups."""
+        self.cgroup = cgroup
+        for name in list(self.running):
+            for file, text in cgroup.items():
+                (self.folder / name / file).write_text(text)
 
     # --------------------------------------------------------------------------------------------- API server
     def ask(self, method: str, path: str, query: dict[str, list[str]], body: Resource | None) -> tuple[int, Resource]:
@@ -168,6 +189,8 @@ class Cluster:
         if kind == "pods" and self._lingers(name):
             return
         gone = self.objects.pop((kind, name))
+        if kind == "pods" and name in self.placed:
+            self.placed[name].kill()
         uid = gone["metadata"]["uid"]
         for (k, n), other in list(self.objects.items()):
             if any(o["uid"] == uid for o in other["metadata"].get("ownerReferences", ())):
@@ -184,6 +207,29 @@ class Cluster:
         if pod not in self.lost:
             threading.Timer(self.grace_s, self.objects.pop, [("pods", pod), None]).start()
         return True
+
+    # ------------------------------------------------------------------------------------------- others' pods
+    def place(self, pod: Resource, command: list[str]) -> subprocess.Popen[bytes]:
+        """Run a pod of another owner, whose container `main` is a process here."""
+        validate("pods", pod)
+        name = pod["metadata"]["name"]
+        self.namespaces.add(pod["metadata"]["namespace"])
+        self.objects["pods", name] = pod | {"status": {"phase": "Running"}}
+        pod["metadata"].setdefault("uid", str(uuid.uuid4()))
+        env = {"PATH": os.environ["PATH"], **self._variables(pod)}
+        self.placed[name] = subprocess.Popen(command, env=env)
+        return self.placed[name]
+
+    def _variables(self, pod: Resource) -> dict[str, str]:
+        (container,) = pod["spec"]["containers"]
+        return {each["name"]: each["value"] for each in container.get("env", [])}
+
+    def exec(self, name: str, query: dict[str, list[str]]) -> tuple[int, bytes]:
+        """Run a command in such a pod, and return its exit code and output."""
+        assert query["container"] == ["main"]
+        env = {"PATH": os.environ["PATH"], **self._variables(self.objects["pods", name])}
+        done = subprocess.run(query["command"], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        return done.returncode, done.stdout
 
     def alive(self, job: Resource) -> bool:
         return self.objects.get(("jobs", job["metadata"]["name"])) is job
@@ -209,7 +255,7 @@ class Cluster:
                             job["status"][name] = ",".join(str(i) for i in sorted(results) if results[i] is good)
                     return
                 failures += 1
-                time.sleep(min(0.1 * 2 ** (failures - 1), 1.0))
+                time.sleep(min(self.back_off_s * 2 ** (failures - 1), 1.0))
 
         while self.alive(job) and len(results) < spec["completions"]:
             for index in range(spec["completions"]):
@@ -286,7 +332,7 @@ class Cluster:
         if fate in ("image", "unschedulable"):
             if fate == "image":
                 waiting = {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}
-                status["containerStatuses"] = [{"name": "client", "state": {"waiting": waiting}}]
+                status["containerStatuses"] = self._statuses({"waiting": waiting})
             else:
                 message = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector"
                 condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
@@ -307,19 +353,29 @@ class Cluster:
 
     def _on_a_node(self, job: Resource, pod: Resource, index: int, fate: str) -> str:
         status, pod["spec"] = pod["status"], {**pod["spec"], "nodeName": "node"}
+        if fate == "evict":
+            status |= {"phase": "Failed", "conditions": [{"type": "DisruptionTarget", "status": "True"}]}
+            return "ignored"
         while ("secrets", job["metadata"]["name"]) not in self.objects:  # a kubelet tries again to mount it
             if not self._goes_on(job, pod):
                 return "final"
             time.sleep(0.01)
-        status |= {"phase": "Running", "containerStatuses": [{"name": "client", "state": {"running": {}}}]}
+        status |= {"phase": "Running", "containerStatuses": self._statuses({"running": {}})}
         if fate == "hang":
             return self._linger(job, pod)
-        if fate == "terminating":
+        if fate == "not-ready":
+            self._lose(pod, fate)
+        if fate in ("unreachable", "terminating"):
             with self.lock:
                 self._lose(pod, fate)
-            threading.Thread(target=self._comes_back, args=(pod,), daemon=True).start()
-            return "ignored"  # the Job starts another one
-        code, message = self._execute(job, pod, index)
+            if fate == "terminating":
+                threading.Thread(target=self._comes_back, args=(pod,), daemon=True).start()
+                return "ignored"  # the Job starts another one
+            self.back.wait()
+            if not self.alive(job):
+                return "final"
+            self._comes_back(pod)
+        code, message = (137, "") if fate == "oom" else self._execute(job, pod, index)
         if not self.alive(job):
             return "final"
         if fate == "vanish":
@@ -327,7 +383,9 @@ class Cluster:
             return "ignored"
         reason = "Completed" if code == 0 else "OOMKilled" if code == 137 else "Error"
         over = {"exitCode": code, "reason": reason, "message": message}
-        status["containerStatuses"] = [{"name": "client", "state": {"terminated": over}}]
+        status["containerStatuses"] = self._statuses({"terminated": over})
+        if self.mesh:
+            return self._linger(job, pod)
         status["phase"] = "Failed" if code else "Succeeded"
         return "ok" if code == 0 else "failed"
 
@@ -341,9 +399,14 @@ class Cluster:
             if "deletionTimestamp" in pod["metadata"]:
                 self.objects.pop(("pods", name), None)
 
+    def _statuses(self, client: Resource) -> list[Resource]:
+        mesh = [{"name": "proxy", "state": {"running": {}}}] if self.mesh else []
+        return [*mesh, {"name": "client", "state": client}]
+
     def _lose(self, pod: Resource, how: str) -> None:
         """Set the conditions of a pod whose node is lost."""
-        self.lost.add(pod["metadata"]["name"])
+        if how != "not-ready":
+            self.lost.add(pod["metadata"]["name"])
         ready = "True" if how == "terminating" else "False"
         conditions = [{"type": "Ready", "status": ready}, {"type": "ContainersReady", "status": "True"}]
         if how == "terminating":
@@ -473,6 +536,9 @@ def serving(cluster: Cluster) -> Iterator[Path]:
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
+            if self.headers.get("Upgrade") == "websocket":
+                self._exec()
+                return
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
             fault = cluster.faults.pop(0) if cluster.faults else None
@@ -487,10 +553,34 @@ def serving(cluster: Cluster) -> Iterator[Path]:
             )
             value = json.dumps(found).encode()
             self.send_response(status)
+            for text in cluster.warnings if self.command == "POST" and url.path.endswith("/jobs") else ():
+                self.send_header("Warning", f'299 - "{text}"')
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(value)))
             self.end_headers()
             self.wfile.write(value)
+
+        def _exec(self) -> None:
+            """`pods/exec`, as v4.channel.k8s.io: a channel's number in front of each message, 3 is how it ended."""
+            url = urlsplit(self.path)
+            *_, name, verb = url.path.split("/")
+            assert verb == "exec" and self.headers["Sec-WebSocket-Protocol"] == "v4.channel.k8s.io"
+            accept = hashlib.sha1((self.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11").encode())
+            self.protocol_version = "HTTP/1.1"
+            self.send_response(101)
+            for key, value in {
+                "Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Protocol": "v4.channel.k8s.io",
+                "Sec-WebSocket-Accept": base64.b64encode(accept.digest()).decode(),
+            }.items():  # fmt: skip
+                self.send_header(key, value)
+            self.end_headers()
+            code, said = cluster.exec(name, parse_qs(url.query))
+            causes = {"details": {"causes": [{"reason": "ExitCode", "message": str(code)}]}}
+            ended = {"status": "Failure", "reason": "NonZeroExitCode", **causes} if code else {"status": "Success"}
+            for message in (b"\x01" + said, b"\x03" + json.dumps(ended).encode()):
+                self.wfile.write(b"\x82" + b"\x7e" + struct.pack(">H", len(message)) + message)
+            self.wfile.write(b"\x88\x02" + struct.pack(">H", 1000))
+            self.close_connection = True
 
         do_GET = do_POST = do_DELETE = do_PATCH = _answer
 
@@ -515,5 +605,7 @@ def serving(cluster: Cluster) -> Iterator[Path]:
     finally:
         with cluster.lock:
             cluster.objects.clear()  # ends all pods
+            for process in cluster.placed.values():
+                process.kill()
         cluster.back.set()
         server.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 from collections.abc import Sequence
@@ -12,7 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.k8s.pods import LIFETIMES, Pod, Remote, Rounds, failures, jobs_of, model
+from fl_engine.remote.kubernetes.provisioner import Pods
+from fl_engine.storage.checkpoints import Checkpoints, Row
+from fl_engine.storage.s3 import open_store
+from fl_engine.storage.store import FolderStore, Store
+from fl_engine.storage.tensor_files import ClientStates, named
+from fl_engine.testing.tiny import assert_same_bits, measured_alike
+from tests.k8s.pods import LIFETIMES, Killed, Pod, Remote, Rounds, failures, jobs_of, killed, model
 
 KINDS = "fl_engine.testing.kinds"
 WAYS: dict[str, tuple[str, ...]] = {
@@ -25,6 +32,7 @@ WAYS: dict[str, tuple[str, ...]] = {
         "training.augment=[{name: crop, padding: 2}, {name: flip}]",
         "training.schedule={name: cosine, floor: 0.1, restart: 1}",
     ),
+    "wrong labels": ("algorithm.name=heterofl", "noise.labels=0.5", "noise.epochs=1", "noise.sure=1.0"),
     "fedx": (
         "algorithm.name=fedx", "algorithm.up=quantised", "algorithm.bits=[8, 12]", "partition.proxy=0.3",
         "pretrain.epochs=2",
@@ -59,6 +67,50 @@ def test_faults_are_those_of_one_process(pods: type[Pod], rounds: Rounds, remote
     sets = ("training.fraction=1.0", "rounds.faults='drop=0.2,slow=0.2x2,nan=0.2,flip=0.2,corrupt=0.2,always'")
     assert model(rounds("struck", *remote, *sets)) == model(rounds("here", *sets))
     assert {failure.partition(":")[0] for failure in failures(rows(remote, "struck")[0]).values()} >= {"drop"}
+
+
+def lines(rows: list[Row]) -> list[list[dict[str, Any]]]:
+    """Return the clients' lines of each round, without measured values."""
+    return [[measured_alike(line) for line in row.clients] for row in rows]
+
+
+def heads(store: Store) -> dict[int, Any]:
+    checkpoints = Checkpoints(store)
+    files = named(checkpoints.rest(checkpoints.commits()[-1]))
+    return {client: ClientStates(checkpoints).get(name) for client, name in files.items()}
+
+
+PERSONAL = (
+    "algorithm.name=fl_engine.testing.plugins:PersonalHeads",
+    "algorithm.selection={name: fl_engine.testing.plugins:LargestUtility}",
+)
+BUFFERED = ("rounds.mode=buffered", "rounds.buffer=1")
+
+
+@pytest.mark.parametrize("own", [PERSONAL, BUFFERED], ids=["client state", "asynchronous"])
+def test_killed_coordinator_changes_no_bit(
+    pods: type[Pod], rounds: Rounds, remote: Remote, rows: Any, own: tuple[str, ...]
+) -> None:
+    """It is killed while clients hold their stored state, or while updates are pending."""
+    sets = (*own, "training.fraction=0.7")
+    rounds("pods", *remote, *sets, "rounds.stop=2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pods, "need", killed)
+        with pytest.raises(Killed):
+            rounds("pods", *remote, *sets, "rounds.stop=4", resume=True)
+    alone = rounds("alone", *sets, "rounds.stop=4")
+    assert model(rounds("pods", *remote, *sets, "rounds.stop=4", resume=True)) == model(alone)
+    found, expected = rows(remote, "pods"), Checkpoints(FolderStore(alone)).rows()
+    assert lines(found) == lines(expected)
+    if own is BUFFERED:
+        assert max(line.get("staleness", 0) for row in found for line in row.clients) > 0
+        return
+    assert all(0 < line["utility"] < math.inf for row in found for line in row.clients)
+    assert [row.metrics["bytes_down"] for row in found] == [row.metrics["bytes_down"] for row in expected]
+    there, here = heads(open_store(f"{remote[1].partition('=')[2]}/pods")), heads(FolderStore(alone))
+    assert there.keys() == here.keys()
+    for client, head in here.items():
+        assert_same_bits(there[client], head)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

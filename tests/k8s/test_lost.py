@@ -96,6 +96,14 @@ def test_order_that_ends_every_pod_fails_its_client_only(
     assert orders_of(pods).count((0, bad[0])) == 3, "once together, and twice alone"
 
 
+def test_eviction_uses_up_no_attempt(
+    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
+) -> None:
+    cluster.script = lambda job, index, before: "run" if before >= 3 else "evict"
+    assert model(rounds("evicted", *remote, WATCHED)) == expected(1)
+    assert len(jobs_of(cluster)) == 1
+
+
 def test_drained_pods_give_an_order_back_without_an_attempt(
     cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
 ) -> None:
@@ -169,6 +177,25 @@ def test_orders_are_executed_without_the_pod_of_a_lost_node(
     out = rounds("node", *remote, WATCHED, "rounds.stop=3", watcher=Every(cluster.back.set))
     assert model(out) == expected(3)
     assert len(orders_of(pods)) == len(set(orders_of(pods))) == 9 and len(jobs_of(cluster)) == 1
+
+
+def test_pod_that_is_not_ready_continues_its_assignment(
+    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
+) -> None:
+    """Its node is called NotReady, or a probe fails, while its container runs."""
+    cluster.script = lambda job, index, before: "not-ready"
+    assert model(rounds("unready", *remote, WATCHED)) == expected(1)
+    assert len(pods.all) == len(orders_of(pods)) == 3 and len(jobs_of(cluster)) == 1
+    assert cluster.calls["delete", "jobs"] == 0
+
+
+def test_container_of_a_service_mesh_delays_no_round(
+    cluster: Any, pods: type[Pod], rounds: Rounds, remote: Remote, expected: Expected
+) -> None:
+    """It never ends, so its pod remains."""
+    cluster.mesh = True
+    assert model(rounds("mesh", *remote, "rounds.stop=2")) == expected(2)
+    assert not leftovers(cluster)
 
 
 @pytest.fixture

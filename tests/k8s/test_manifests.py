@@ -62,6 +62,15 @@ def test_first_run_is_valid(version: str) -> None:
     assert (config.run.backend, config.run.remote) == ("kubernetes", "s3://flexfleet/runs")
 
 
+def test_edge_settings_use_the_labels_of_the_script() -> None:
+    config = load_config(ROOT / "k8s/overlays/edge/params.yaml", [])
+    script = (ROOT / "k8s/overlays/edge/label-nodes").read_text()
+    for tier, pool in config.kubernetes.pools.items():
+        assert pool.selector == {"flexfleet.io/tier": tier} and "flexfleet.io/tier=$tier" in script
+        assert pool.device_type is not None and "flexfleet.io/device-type=$type" in script
+        assert f"{pool.taint}=true:NoSchedule" in script
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_pod_is_restricted(overlay: str) -> None:
     """Pod Security's level `restricted`, a numeric user, a read-only root and a memory limit."""
@@ -83,6 +92,12 @@ def test_every_pod_is_restricted(overlay: str) -> None:
             assert "memory" in container.get("resources", {}).get("limits", {}) or name == "Job filled-in", name
 
 
+def test_pods_leave_a_lost_node_after_a_minute() -> None:
+    for name, template in pods([first_run(), jobs.template(None)]):
+        left = {t["key"]: t["tolerationSeconds"] for t in template["spec"]["tolerations"] if t["effect"] == "NoExecute"}
+        assert left == {"node.kubernetes.io/unreachable": 60, "node.kubernetes.io/not-ready": 60}, name
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_namespaces_are_restricted_and_closed(overlay: str) -> None:
     resources = rendered(overlay)
@@ -96,6 +111,17 @@ def test_namespaces_are_restricted_and_closed(overlay: str) -> None:
         if direction.lower() not in r["spec"]
     }
     assert closed == {("flexfleet-clients", "Ingress"), ("flexfleet-clients", "Egress"), ("flexfleet", "Ingress")}
+
+
+def test_servers_without_calls_have_no_egress() -> None:
+    policies = [r for r in rendered("kind") if r["kind"] == "NetworkPolicy"]
+    shut = {
+        r["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"]
+        for r in policies
+        if r["metadata"]["namespace"] == "flexfleet" and "Egress" in r["spec"]["policyTypes"]
+        if "egress" not in r["spec"]
+    }
+    assert shut == {"postgres", "s3"}
 
 
 STORE = ipaddress.ip_network("192.0.2.0/24")

@@ -19,7 +19,8 @@ import boto3.session
 import pytest
 
 from fl_engine.aggregation import privacy
-from flexfleet.config import load_config
+from fl_engine.core.errors import masked
+from flexfleet.config import load_config, public
 from flexfleet.tracking import record as track
 from tests.harness import postgres
 from tests.harness.mlflow_server import serving
@@ -123,6 +124,22 @@ def test_tracked_run_leaves_no_secret(
     assert not found_in({"card": track.card(config, "a", "runs/a").encode()})
 
 
+def test_comparison_writes_no_password(
+    flexfleet: Callable[..., Any],
+    quick: tuple[str, ...],
+    addresses: tuple[str, ...],
+    mlflow_server: tuple[str, Path],
+    scratch: Path,
+) -> None:
+    """Its runs are processes, whose arguments, files and logs hold no password."""
+    light = [pair for pair in quick if not pair.startswith(("tracking.", "algorithm.", "rounds."))]
+    sets = [*light, *addresses, "rounds.stop=1"]
+    done = flexfleet("compare", "--algorithms", "heterofl", "--id", "c", sets=sets)
+    assert done.code == 0, done.err
+    assert (scratch / "runs" / "c" / "heterofl-s0.log").read_bytes().startswith(b"$ python -m flexfleet.cli.main run")
+    assert not found_in(said(done) | files_of(scratch) | files_of(mlflow_server[1]))
+
+
 def test_password_of_a_database_is_nowhere(
     flexfleet: Callable[..., Any],
     quick: tuple[str, ...],
@@ -184,6 +201,32 @@ def test_failed_command_shows_no_secret(
     done = flexfleet(*argv, sets=[*light, *sets])
     assert done.code in (2, 6) and done.err.rstrip().splitlines()[-1].startswith("error: "), done.err
     assert not found_in(said(done) | files_of(scratch) | told())
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        (UI, "https://ui.example"),
+        (STUDY, "postgresql://host/studies"),
+        (UNREACHABLE, "http://127.0.0.1:9"),
+        ("https://me:a@b@host/x", "https://host/x"),
+        ("https://token@host:8080/repo@v1:data", "https://host:8080/repo@v1:data"),
+        ("https://host:8080/repo@v1:data", "https://host:8080/repo@v1:data"),
+        ("https://host:8080", "https://host:8080"),
+        ("sqlite:///folder@home/mlflow.db", "sqlite:///folder@home/mlflow.db"),
+    ],
+)
+def test_address_is_shown_without_its_password(address: str, shown: str) -> None:
+    assert masked(address) == shown
+    config = load_config(None, [f"tracking.mlflow={json.dumps(address)}"])
+    assert public(config).tracking.mlflow == shown
+    assert public(load_config(None)) == load_config(None), "nothing else changes"
+
+
+def test_compiled_pipeline_holds_no_secret() -> None:
+    from pipelines import compile as compiler  # takes seconds
+
+    assert not found_in({name: compiler.compiled(name).encode() for name in compiler.PIPELINES})
 
 
 BUCKET = "looked-through"
