@@ -75,7 +75,7 @@ def test_model_is_the_same_on_any_backend_and_after_a_stop(flexfleet: Any, sets:
 @pytest.mark.parametrize(
     ("change", "code", "message"),
     [
-        ("partition.proxy=0.0", 2, "the preparation supernet needs data on the server"),
+        ("partition.proxy=0.0", 2, "partition.proxy"),
         ("algorithm.seconds=1e-9", 2, "no sub-network trains a local round within algorithm.seconds = 1e-09"),
         ("algorithm.bits=[0]", 2, "algorithm.bits.0: input should be greater than or equal to 1"),
         ("algorithm.assigned={weak: {level: small, bit: 8}}", 2, "algorithm.assigned.weak.bit"),
