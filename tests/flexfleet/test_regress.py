@@ -146,7 +146,14 @@ def test_mlflow_has_runs_and_comparison_below_the_night(place: Place, first: Ver
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexfleet.experiments.nightly_suite.labels_of", lambda algorithms: {})
+    """Give the planted algorithm the digest of FlexFL's task."""
+    task_of = nightly_suite.task_of
+
+    def of_flexfl(suite: nightly_suite.NightlySuite, case: str, label: str) -> str:
+        plain = suite.cases[case].model_copy(update={"algorithms": label})
+        return task_of(suite.model_copy(update={"cases": {**suite.cases, case: plain}}), case, label)
+
+    monkeypatch.setattr("flexfleet.experiments.nightly_run.task_of", of_flexfl)
 
 
 @pytest.mark.usefixtures("planted")
