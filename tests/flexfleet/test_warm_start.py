@@ -136,8 +136,8 @@ def test_a_registered_model_and_an_exported_level(flexfleet: Any, quick: Sequenc
         found = decode(Path(f"runs/next{place}/pool/weights.safetensors").read_bytes(), init)
         assert_same_bits(found, stored)
     for init, said in (
-        ("models:/mine-M1@candidate", "holds the level M1, a part of the network"),
-        ("models:/mine@nobody", "is not to be had"),
+        ("models:/mine-M1@candidate", "a level with a part of the network"),
+        ("models:/mine@nobody", "is not available"),
     ):
         done = flexfleet("check", sets=[*quick, *PLAIN, uri, f"model.init={init}"])
         assert done.code == 2
