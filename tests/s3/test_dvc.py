@@ -51,5 +51,3 @@ def test_a_task_pushes_and_another_machine_pulls(server: str, tmp_path: Path) ->
     with pytest.raises(IntegrityError):
         dvc_remote.pull({"pool": pointer}, remote, tmp_path / "again")
     assert not (tmp_path / "again").exists()
-    dvc_remote.push({"pool": tmp_path / "pool"}, remote)
-    dvc_remote.pull({"pool": pointer}, remote, tmp_path / "again")
