@@ -42,11 +42,7 @@ import torch
 from fl_engine.aggregation.privacy import check_draw, is_private
 from fl_engine.algorithms.fine_tuning import FineTuning, check_tuning, tuned
 from fl_engine.algorithms.levels import WIDTHS, Bits, Widths, nested_pool
-from fl_engine.algorithms.pooled import (
-    PooledAlgorithm,
-    PooledState,
-    StaticBN,
-)
+from fl_engine.algorithms.pooled import PooledAlgorithm, PooledState, StaticBN
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.costs import FORWARDS_PER_STEP

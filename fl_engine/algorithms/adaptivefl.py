@@ -24,27 +24,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fl_engine.algorithms.pooled import (
-    PooledAlgorithm,
-)
+from fl_engine.algorithms.pooled import PooledAlgorithm
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily, Selector, ServerContext
 from fl_engine.core.costs import count_params
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import Count, Fraction, Index
 from fl_engine.core.slicing import contains
-from fl_engine.core.types import (
-    FULL,
-    LocalTask,
-    Pool,
-    PoolModel,
-    Prepared,
-    TaskContext,
-    WorkOrder,
-)
-from fl_engine.core.widths import (
-    from_layer,
-)
+from fl_engine.core.types import FULL, LocalTask, Pool, PoolModel, Prepared, TaskContext, WorkOrder
+from fl_engine.core.widths import from_layer
 from fl_engine.selection import Curiosity, Selection, Uniform
 
 Variant = Literal["cs", "c", "s", "random", "greed"]

@@ -48,12 +48,7 @@ from fl_engine.aggregation.privacy import is_private
 from fl_engine.aggregation.rules import Mean
 from fl_engine.algorithms.fine_tuning import FineTuning, check_tuning, tuned
 from fl_engine.algorithms.levels import WIDTHS, Widths, nested_pool
-from fl_engine.algorithms.pooled import (
-    PooledAlgorithm,
-    PooledState,
-    StaticBN,
-    counted,
-)
+from fl_engine.algorithms.pooled import PooledAlgorithm, PooledState, StaticBN, counted
 from fl_engine.codecs.qsgd import MOST_LEVELS, Qsgd
 from fl_engine.core import costs
 from fl_engine.core.contracts import ModelFamily, ServerContext

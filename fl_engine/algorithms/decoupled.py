@@ -17,15 +17,7 @@ from dataclasses import dataclass, replace
 
 from fl_engine.aggregation.privacy import Public, check_draw
 from fl_engine.algorithms.levels import prefix_pool
-from fl_engine.algorithms.pooled import (
-    PooledAlgorithm,
-    PooledState,
-    asked,
-    assignment,
-    picked,
-    stepped,
-    wanted,
-)
+from fl_engine.algorithms.pooled import PooledAlgorithm, PooledState, asked, assignment, picked, stepped, wanted
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import Fraction

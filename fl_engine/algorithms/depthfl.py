@@ -31,11 +31,7 @@ from fl_engine.aggregation.averaging import Regions, limited
 from fl_engine.aggregation.rules import Mean
 from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms.levels import exit_pool
-from fl_engine.algorithms.pooled import (
-    PooledAlgorithm,
-    PooledState,
-    Weighting,
-)
+from fl_engine.algorithms.pooled import PooledAlgorithm, PooledState, Weighting
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Count, NotNegative, Positive
@@ -55,10 +51,7 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.core.widths import (
-    choose_exits,
-    with_exits,
-)
+from fl_engine.core.widths import choose_exits, with_exits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,17 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fl_engine.algorithms.pooled import (
-    PooledAlgorithm,
-    check_fits,
-)
+from fl_engine.algorithms.pooled import PooledAlgorithm, check_fits
 from fl_engine.core.fields import NotNegative
-from fl_engine.core.types import (
-    FULL,
-    LocalTask,
-    TaskContext,
-    WorkOrder,
-)
+from fl_engine.core.types import FULL, LocalTask, TaskContext, WorkOrder
 from fl_engine.selection import Selection, Uniform
 
 

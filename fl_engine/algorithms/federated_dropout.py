@@ -14,27 +14,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fl_engine.algorithms.levels import prefix_pool
-from fl_engine.algorithms.pooled import (
-    PooledAlgorithm,
-    PooledState,
-    StaticBN,
-    Weighting,
-)
+from fl_engine.algorithms.pooled import PooledAlgorithm, PooledState, StaticBN, Weighting
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import Fraction
-from fl_engine.core.types import (
-    LocalTask,
-    Pool,
-    Prepared,
-    RoundContext,
-    SubmodelSpec,
-    TaskContext,
-    WorkOrder,
-)
-from fl_engine.core.widths import (
-    random_drop,
-)
+from fl_engine.core.types import LocalTask, Pool, Prepared, RoundContext, SubmodelSpec, TaskContext, WorkOrder
+from fl_engine.core.widths import random_drop
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from fl_engine.algorithms.levels import prefix_pool
-from fl_engine.algorithms.pooled import (
-    PooledAlgorithm,
-    PooledState,
-    StaticBN,
-    Weighting,
-)
+from fl_engine.algorithms.pooled import PooledAlgorithm, PooledState, StaticBN, Weighting
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import Fraction
 from fl_engine.core.types import (
@@ -44,10 +39,7 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.core.widths import (
-    rolling,
-    window_start,
-)
+from fl_engine.core.widths import rolling, window_start
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fl_engine.algorithms.fedavg import FedAvg
-from fl_engine.algorithms.pooled import (
-    PooledState,
-)
+from fl_engine.algorithms.pooled import PooledState
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Count
 from fl_engine.core.samplers import Shuffle
-from fl_engine.core.types import (
-    RoundContext,
-    RoundPlan,
-)
+from fl_engine.core.types import RoundContext, RoundPlan
 
 
 @dataclass(frozen=True)

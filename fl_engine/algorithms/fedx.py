@@ -32,12 +32,7 @@ from pydantic import Field
 from fl_engine.aggregation.privacy import is_private
 from fl_engine.algorithms.fine_tuning import FineTuning, tuned
 from fl_engine.algorithms.levels import Bits
-from fl_engine.algorithms.pooled import (
-    PooledAlgorithm,
-    PooledState,
-    StaticBN,
-    Weighting,
-)
+from fl_engine.algorithms.pooled import PooledAlgorithm, PooledState, StaticBN, Weighting
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import Interval, ModelFamily, ServerContext, around
@@ -57,10 +52,7 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.core.widths import (
-    SIZES,
-    nested,
-)
+from fl_engine.core.widths import SIZES, nested
 from fl_engine.preparation.supernet import Supernet, anchors
 from fl_engine.selection import ByCapacity, Selection
 from fl_engine.selection.capacity import by_tier, holds

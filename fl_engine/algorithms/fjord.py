@@ -16,20 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fl_engine.algorithms.levels import prefix_pool
-from fl_engine.algorithms.pooled import (
-    PooledAlgorithm,
-)
+from fl_engine.algorithms.pooled import PooledAlgorithm
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import Fraction
 from fl_engine.core.slicing import is_statistic
-from fl_engine.core.types import (
-    LocalTask,
-    Pool,
-    Prepared,
-    TaskContext,
-    WorkOrder,
-)
+from fl_engine.core.types import LocalTask, Pool, Prepared, TaskContext, WorkOrder
 
 
 @dataclass(frozen=True)

@@ -26,24 +26,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Literal
 
-from fl_engine.algorithms.pooled import (
-    PooledAlgorithm,
-)
+from fl_engine.algorithms.pooled import PooledAlgorithm
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import Interval, ModelFamily, ServerContext, around
 from fl_engine.core.costs import count_params
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import NotNegative, Positive, Share
-from fl_engine.core.types import (
-    FULL,
-    Distillation,
-    LocalTask,
-    Pool,
-    PoolModel,
-    Prepared,
-    TaskContext,
-    WorkOrder,
-)
+from fl_engine.core.types import FULL, Distillation, LocalTask, Pool, PoolModel, Prepared, TaskContext, WorkOrder
 from fl_engine.preparation.apoz import measured
 from fl_engine.selection import ResourceTable, Selection
 

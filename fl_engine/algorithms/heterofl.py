@@ -18,22 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fl_engine.algorithms.levels import prefix_pool
-from fl_engine.algorithms.pooled import (
-    PooledAlgorithm,
-    StaticBN,
-)
+from fl_engine.algorithms.pooled import PooledAlgorithm, StaticBN
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import Fraction
-from fl_engine.core.types import (
-    LocalTask,
-    Pool,
-    Prepared,
-    TaskContext,
-    WorkOrder,
-)
-from fl_engine.core.widths import (
-    Rounding,
-)
+from fl_engine.core.types import LocalTask, Pool, Prepared, TaskContext, WorkOrder
+from fl_engine.core.widths import Rounding
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fl_engine.aggregation.privacy import check_draw
-from fl_engine.algorithms.pooled import (
-    PooledAlgorithm,
-    PooledState,
-)
+from fl_engine.algorithms.pooled import PooledAlgorithm, PooledState
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import Interval, ModelFamily, ServerContext, around
 from fl_engine.core.costs import count_params, macs_of
@@ -77,11 +74,7 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.core.widths import (
-    branch,
-    exit_points,
-    with_exits,
-)
+from fl_engine.core.widths import branch, exit_points, with_exits
 from fl_engine.selection.capacity import dispatched, holds
 from fl_engine.selection.tiers import tiers
 

@@ -16,25 +16,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fl_engine.algorithms.levels import WIDTHS, Bits, Widths, nested_member
-from fl_engine.algorithms.pooled import (
-    PooledAlgorithm,
-    StaticBN,
-    check_fits,
-)
+from fl_engine.algorithms.pooled import PooledAlgorithm, StaticBN, check_fits
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import Count
-from fl_engine.core.types import (
-    Codecs,
-    LocalTask,
-    Pool,
-    Prepared,
-    TaskContext,
-    WorkOrder,
-)
-from fl_engine.core.widths import (
-    Size,
-)
+from fl_engine.core.types import Codecs, LocalTask, Pool, Prepared, TaskContext, WorkOrder
+from fl_engine.core.widths import Size
 from fl_engine.selection import Selection, Uniform
 
 

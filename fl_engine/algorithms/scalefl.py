@@ -20,23 +20,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fl_engine.algorithms.levels import exit_pool
-from fl_engine.algorithms.pooled import (
-    PooledAlgorithm,
-)
+from fl_engine.algorithms.pooled import PooledAlgorithm
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import Fraction, Index, NotNegative, Positive
-from fl_engine.core.types import (
-    ExitLoss,
-    LocalTask,
-    Pool,
-    Prepared,
-    TaskContext,
-    WorkOrder,
-)
-from fl_engine.core.widths import (
-    choose_exits,
-    with_exits,
-)
+from fl_engine.core.types import ExitLoss, LocalTask, Pool, Prepared, TaskContext, WorkOrder
+from fl_engine.core.widths import choose_exits, with_exits
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,7 @@ from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.errors import ConfigError, brief
 from fl_engine.core.fields import adapter
 from fl_engine.core.registry import Contract
-from fl_engine.core.types import (
-    Codec,
-    Codecs,
-)
+from fl_engine.core.types import Codec, Codecs
 
 CODECS: dict[str, type[Codec]] = {"identity": Identity, "half": Half, "qsgd": Qsgd}
 

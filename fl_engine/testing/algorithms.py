@@ -33,13 +33,7 @@ from fl_engine.core.contracts import Algorithm, KeepsClientState, ModelFamily
 from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ModelError, PoolError
 from fl_engine.core.slicing import contains, full_shapes, initial_params, shapes, take
-from fl_engine.core.types import (
-    FULL,
-    ClientUpdate,
-    Codecs,
-    Outcome,
-    SubmodelSpec,
-)
+from fl_engine.core.types import FULL, ClientUpdate, Codecs, Outcome, SubmodelSpec
 from fl_engine.core.widths import exit_name
 from fl_engine.exchange.client import Site
 from fl_engine.rounds.run import Run

@@ -18,10 +18,7 @@ from torch import Tensor
 
 from fl_engine.codecs import CONTRACT, Identity, codec_of, section_of
 from fl_engine.core.errors import IntegrityError
-from fl_engine.core.types import (
-    Codec,
-    Params,
-)
+from fl_engine.core.types import Codec, Params
 from fl_engine.exchange import coding
 from fl_engine.storage.store import encode, tensor_bytes
 from fl_engine.testing.tiny import assert_same_bits

@@ -17,14 +17,7 @@ from fl_engine.core.errors import ClientError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import take
 from fl_engine.core.state import pack
-from fl_engine.core.types import (
-    ClientUpdate,
-    Outcome,
-    Params,
-    RoundPlan,
-    SubmodelSpec,
-    TaskContext,
-)
+from fl_engine.core.types import ClientUpdate, Outcome, Params, RoundPlan, SubmodelSpec, TaskContext
 from fl_engine.exchange.client import Site, execute
 from fl_engine.rounds import loop
 from fl_engine.rounds.collect import Heard, nobody_listens

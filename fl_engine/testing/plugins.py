@@ -12,11 +12,7 @@ from torch import Tensor, nn
 
 from fl_engine.algorithms.pooled import PooledAlgorithm
 from fl_engine.algorithms.training import Training
-from fl_engine.core.contracts import (
-    ClientContext,
-    ClientMetric,
-    ModelFamily,
-)
+from fl_engine.core.contracts import ClientContext, ClientMetric, ModelFamily
 from fl_engine.core.fields import STRICT
 from fl_engine.core.samples import outputs_of
 from fl_engine.core.slicing import full_shapes

@@ -17,10 +17,7 @@ from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import adapter
 from fl_engine.core.registry import check_names
-from fl_engine.core.types import (
-    Codec,
-    Codecs,
-)
+from fl_engine.core.types import Codec, Codecs
 from fl_engine.models.build import model_kind
 from fl_engine.rounds import buffer
 from fl_engine.training import user_code

@@ -16,12 +16,7 @@ from flexfleet.config import Config
 from flexfleet.config.comparison_runs import Entry, varied
 from flexfleet.experiments import comparison_curves, ranking
 from flexfleet.experiments.comparison_curves import Runs, clock, curve
-from flexfleet.experiments.comparison_file import (
-    Central,
-    ComparisonFile,
-    by_case,
-    further,
-)
+from flexfleet.experiments.comparison_file import Central, ComparisonFile, by_case, further
 from flexfleet.experiments.comparison_tables import REFERENCE, differing, factors, tables
 from flexfleet.experiments.row_differences import differences
 from flexfleet.experiments.summarise import SPREADS, read, summarise

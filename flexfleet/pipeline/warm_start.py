@@ -15,14 +15,7 @@ from pathlib import Path
 import torch
 
 from fl_engine.core.contracts import GivesWeights, ModelFamily
-from fl_engine.core.errors import (
-    BadInput,
-    ConfigError,
-    DataError,
-    IntegrityError,
-    ModelError,
-    masked,
-)
+from fl_engine.core.errors import BadInput, ConfigError, DataError, IntegrityError, ModelError, masked
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import FULL, Params
 from fl_engine.models.build import INIT

@@ -6,15 +6,7 @@ from typing import Any
 
 import pytest
 
-from fl_engine.algorithms import (
-    ALGORITHMS,
-    Decoupled,
-    DepthFL,
-    FedAvg,
-    FjORD,
-    MultiBranch,
-    QuantizedFedAvg,
-)
+from fl_engine.algorithms import ALGORITHMS, Decoupled, DepthFL, FedAvg, FjORD, MultiBranch, QuantizedFedAvg
 from fl_engine.testing.terms import TRAINING, TermsSuite
 from fl_engine.testing.tiny import on_devices_alone
 

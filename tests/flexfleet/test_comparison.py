@@ -14,13 +14,7 @@ from fl_engine.storage.checkpoints import Row
 from fl_engine.testing.tiny import tiny_pool
 from flexfleet.config import Config, Range, algorithm, load_config
 from flexfleet.experiments import comparison_curves, comparison_report
-from flexfleet.experiments.comparison_file import (
-    ComparisonFile,
-    LabelScore,
-    Spread,
-    Summary,
-    spread,
-)
+from flexfleet.experiments.comparison_file import ComparisonFile, LabelScore, Spread, Summary, spread
 from flexfleet.experiments.comparison_tables import cell
 from flexfleet.experiments.row_differences import differences, options_of
 from flexfleet.experiments.tune_conclusion import beats

@@ -16,14 +16,7 @@ from fl_engine.core.pool import member
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import SubmodelSpec
 from fl_engine.models import export
-from fl_engine.testing.kinds import (
-    TinyLSTM,
-    tiny_boxes,
-    tiny_sequences,
-    tiny_series,
-    tiny_table,
-    tiny_text,
-)
+from fl_engine.testing.kinds import TinyLSTM, tiny_boxes, tiny_sequences, tiny_series, tiny_table, tiny_text
 from flexfleet.files.artifacts import EvaluationFile, RunFile
 
 pytestmark = pytest.mark.usefixtures("own_folder")

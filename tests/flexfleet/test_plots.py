@@ -15,11 +15,7 @@ from hypothesis import strategies as st
 from flexfleet.experiments import comparison_curves
 from flexfleet.files.artifacts import LocalScore
 from flexfleet.reports import figure, plots
-from flexfleet.reports.local_accuracy import (
-    Shown,
-    bars,
-    heights,
-)
+from flexfleet.reports.local_accuracy import Shown, bars, heights
 from tests.harness.run_folders import FLEXFL, rows
 
 pytestmark = pytest.mark.pictures

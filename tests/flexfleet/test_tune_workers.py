@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from fl_engine.core.errors import (
-    ConfigError,
-    Diverged,
-    EnvironmentFailure,
-    IntegrityError,
-    Refused,
-    Unreachable,
-)
+from fl_engine.core.errors import ConfigError, Diverged, EnvironmentFailure, IntegrityError, Refused, Unreachable
 from flexfleet.config import Config, load_config
 from flexfleet.experiments import tune as steps
 from flexfleet.experiments import tune_report, tune_space, tune_storage, tune_trials, tune_worker

@@ -6,17 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fl_engine.core import seeds
-from fl_engine.core.types import (
-    FULL,
-    ClientFailure,
-    ClientUpdate,
-    Device,
-    Pool,
-    RoundContext,
-    Stage,
-    Tables,
-    WorkOrder,
-)
+from fl_engine.core.types import FULL, ClientFailure, ClientUpdate, Device, Pool, RoundContext, Stage, Tables, WorkOrder
 from fl_engine.selection import Oort
 from fl_engine.selection.oort_state import CLIENT
 from fl_engine.testing.tiny import SEED, paper_pool

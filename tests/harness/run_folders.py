@@ -9,16 +9,7 @@ from typing import Any
 from fl_engine.data.partition_files import Manifest
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import sha256
-from flexfleet.files.artifacts import (
-    Apoz,
-    ApozLayer,
-    EvaluationFile,
-    History,
-    Level,
-    LevelScore,
-    PoolFile,
-    RunFile,
-)
+from flexfleet.files.artifacts import Apoz, ApozLayer, EvaluationFile, History, Level, LevelScore, PoolFile, RunFile
 
 GROUPS = {"conv1": 16, "conv2": 32, "fc1": 64}
 # Widths per layer, share, gamma; M2' and M3' are made on devices and not reported.

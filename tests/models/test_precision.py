@@ -25,14 +25,7 @@ from fl_engine.core.pool import member
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params, runnable
 from fl_engine.core.types import FULL
-from fl_engine.models import (
-    AepMLP,
-    MobileNetV2,
-    SmallCNN,
-    TextLSTM,
-    TextTransformer,
-    WisdmLSTM,
-)
+from fl_engine.models import AepMLP, MobileNetV2, SmallCNN, TextLSTM, TextTransformer, WisdmLSTM
 from fl_engine.models import export as exports
 from fl_engine.models import onnx_comparison as precisions
 from fl_engine.models.onnx_comparison import Precisions, measure
