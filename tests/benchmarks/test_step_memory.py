@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -67,8 +65,6 @@ def test_it_is_the_same_each_time() -> None:
     assert len({step_memory(TinyMLP(), Regression(), 16) for _ in range(3)}) == 1
 
 
-def test_the_benchmarks_table_is_that_of_the_page() -> None:
+def test_fp16_takes_the_least_memory_and_amp_the_most() -> None:
     found = memory.measured("aep_mlp", 32, "cpu")
     assert set(found) == {"fp32", "amp", "fp16"} and found["fp16"] < found["fp32"] < found["amp"]
-    page = Path(__file__).parents[2] / "docs" / "performance" / "half-precision.md"
-    assert memory.line("aep_mlp", found) in page.read_text().splitlines()
