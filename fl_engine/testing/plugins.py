@@ -64,6 +64,9 @@ class PersonalHeads(PooledAlgorithm):
 
     selection: Selection = Uniform(model="largest")
 
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        return self.local_task(order, order.spec)
+
     def client_state(self, family: ModelFamily, pool: Pool) -> Mapping[str, tuple[int, ...]]:
         """All parameters that have an axis of the network's outputs."""
         heads = {n for n, slot in family.layout().slots.items() if any(axis.group == HEAD for axis in slot.axes)}

@@ -197,7 +197,7 @@ def test_failed_command_shows_no_secret(
 ) -> None:
     argv, sets = FAILING[case]
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    light = () if argv[0] == "regress" else (*quick, "rounds.stop=1")
+    light = () if argv[0] == "regress" else (*quick, "rounds.stop=1", "run.patience_s=1")
     done = flexfleet(*argv, sets=[*light, *sets])
     assert done.code in (2, 6) and done.err.rstrip().splitlines()[-1].startswith("error: "), done.err
     assert not found_in(said(done) | files_of(scratch) | told())
