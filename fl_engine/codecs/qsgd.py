@@ -169,7 +169,7 @@ class Qsgd:
         packing.ended(stream, at)
         places = np.cumsum(runs) - 1
         if len(places) and places[-1] >= count:
-            raise IntegrityError(f"the runs end at element {places[-1]}, there are {count}")
+            raise IntegrityError(f"the stream must end within {count} elements, got element {places[-1]}")
         levels = np.zeros(count, np.int32)
         levels[places] = np.where(signs, -sizes, sizes)
         return levels

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -48,18 +47,13 @@ class _Writer(yaml.SafeDumper):
     """Quotes a text that `_Yaml` or YAML 1.1 would read as another type."""
 
 
-class _Line(_Writer):
-    """Quotes every text, as JSON does."""
-
-
-for _kind in (_Yaml, _Writer, _Line):
+for _kind in (_Yaml, _Writer):
     _kind.add_implicit_resolver(_INT, re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789"))
     _kind.add_implicit_resolver(
         _FLOAT,
         re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$"),
         list("-+0123456789."),
     )
-_Line.add_representer(str, lambda dumper, text: dumper.represent_scalar(_TEXT, text, style='"'))
 _Yaml.add_constructor(_INT, lambda loader, node: int(node.value, 10))
 
 
@@ -90,12 +84,6 @@ def comment_of(text: str) -> str:
 def write_yaml(value: Any, *, sort_keys: bool = False) -> str:
     """Write plain data as YAML that `read_yaml` reads back."""
     return yaml.dump(value, Dumper=_Writer, sort_keys=sort_keys)
-
-
-def in_line(value: Any) -> str:
-    """Write plain data as YAML in one line, as `--set` takes it."""
-    text = yaml.dump(value, Dumper=_Line, default_flow_style=True, width=math.inf, sort_keys=False)
-    return text.removesuffix("...\n").strip()
 
 
 def check_plain(value: Any) -> None:

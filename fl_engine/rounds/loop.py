@@ -1,7 +1,7 @@
-"""The loop: round after round, commit -> track; and how it starts again after a kill.
+"""The loop over rounds: each is committed, then tracked. It resumes after a kill.
 
-Same seed, same global model, bit for bit, whether or not the run was killed: every round is a function of the
-committed state, the round number and the seed, and what a kill left unfinished is computed again.
+A round is a function of the committed state, the round number and the seed, and an unfinished round is computed again.
+So a run that was killed gives the same global model, bit for bit, as one that was not.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def federate(
     """Run the rounds that are not committed yet, and return the final state.
 
     Args:
-        run: What is the same in every round; `run.terms` say where it ends.
+        run: The parts that all rounds share; `run.terms` has the last round.
         initial: The algorithm's state before round 0.
         backend: Executes assignments.
         ledger: The run's store.
@@ -65,7 +65,7 @@ def federate(
         should_stop: Asked after each result.
         discard_damaged: Go back to the last good commit if the ledger is damaged.
         watcher: Gets each round, and may stop the run.
-        heard: Called with the number of clients of a round that have answered.
+        heard: Called with the number of clients of a round whose results have arrived.
 
     Raises:
         Stopped: `should_stop` or `watcher` asked for it; finished rounds are committed.
@@ -96,7 +96,7 @@ def federate(
                 ledger.checkpoints.commit(pending[-1].round, *_packed(progress, terms), pending)
                 for files in kept:
                     files.prune()
-                ledger.checkpoints.check_lease()  # a successor tells the tracker what the ledger has
+                ledger.checkpoints.check_lease()  # if it was replaced, its successor logs these rows
                 tracker.metrics([(row.round + 1, row.metrics) for row in pending])
                 pending.clear()
             last_commit = time.monotonic()
@@ -107,7 +107,7 @@ def federate(
                 after, row = play(run, progress, round, clients)
                 peak = resident_peak()
                 row.metrics["peak_mb"] = max(peak, before) / 1e6
-                row.metrics["peak_mb_rounds"] = (peak - held) / 1e6  # above what libraries, data and pre-training hold
+                row.metrics["peak_mb_rounds"] = (peak - held) / 1e6  # without libraries, data and pre-training
                 stop = watcher is not None and watcher.round(round + 1, row.metrics, row.clients, after.state)
             except (IntegrityError, EnvironmentFailure):
                 raise  # of the store, for one: nothing can be committed

@@ -113,7 +113,7 @@ class BackendSuite:
             assert tensor_bytes(outcome.travels) < tensor_bytes(outcome.payload)
 
     def test_a_round_that_is_over_is_let_go_of(self, make: Make) -> None:
-        """What was sent would lie beside what the next round sends: each a model."""
+        """Otherwise two rounds' models would be in memory."""
         algorithm = FlexFL(training=TRAINING)
         site, plan = _work(algorithm, FAMILIES["tiny"])
         backend, left = make(site, ("cpu",)), weakref.ref(plan)
@@ -124,10 +124,10 @@ class BackendSuite:
 
     @pytest.mark.parametrize("kind", [DepthFL, PersonalHeads])
     def test_what_is_kept_for_a_client_travels_both_ways(self, make: Make, kind: Any) -> None:
-        """What the server remembers of it (DepthFL) goes down with the order, what it keeps to itself down and up."""
+        """State held by the server (DepthFL) is sent with the assignment; a client's own state travels both ways."""
         algorithm = kind(training=replace(TRAINING, fraction=1.0, epochs=1))
         site = tiny_site(algorithm, fleet=tiny_fleet(3))
-        vars(site)["rules"] = replace(site.rules, algorithm=algorithm)  # as in a run: they say what a client keeps
+        vars(site)["rules"] = replace(site.rules, algorithm=algorithm)  # in a run the algorithm sets the rules too
         backend, state = make(site, ("cpu", "cpu")), start_of(algorithm, site)
         kept: dict[int, Params] = {}
         for round in range(2):
@@ -142,7 +142,7 @@ class BackendSuite:
 
     @pytest.mark.parametrize("numerics", [SINGLE, Numerics("batched", 2)], ids=["single", "batched"])
     def test_equal_bits_for_samples_that_are_drawn_and_changed(self, make: Make, numerics: Numerics) -> None:
-        """Whoever trains beside a client, in whatever thread or process; one order at a time is the measure again."""
+        """The reference executes one assignment at a time; other threads and processes must give its bits."""
         work: dict[str, Any] = {
             "sampler": Balanced(),
             "augment": (Crop(padding=1), Flip()),

@@ -247,8 +247,8 @@ def _task(y: Array, test_y: Array, name: str) -> tuple[Task, Array, Array]:
         if len(seen) <= largest:
             first = next(i for i, each in enumerate([*seen, None]) if i != each)
             log.warning(
-                "%s: the classes are 0 to %d, the largest label, and class %d has no sample (%d classes have some). "
-                "Where labels are other numbers than 0, 1, 2, ...: numpy.unique(y, return_inverse=True)[1]",
+                "%s: the largest label is %d, but class %d has no sample (%d classes have samples). If your labels "
+                "are not 0, 1, 2, ..., renumber them: numpy.unique(y, return_inverse=True)[1]",
                 name, largest, first, len(seen),
             )  # fmt: skip
         return Classification(largest + 1), y, test_y

@@ -89,7 +89,7 @@ def run_watched(
     """Run all steps in a folder of the store. `result` reads that folder: for the callbacks when the rounds begin, for
     the caller in the end."""
     if resume and run_id is None:
-        raise ConfigError("resume=True needs run_id, the name of the run to go on with")
+        raise ConfigError("resume=True needs run_id, the name of the run to resume")
     if not isinstance(callbacks, Sequence):
         raise ConfigError(f"callbacks: a list of objects of flexfleet.Callback is expected, got {callbacks!r}")
     config = resolved.config

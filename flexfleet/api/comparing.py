@@ -69,7 +69,7 @@ def compare(
 
     def go() -> Comparison:
         if resume and id is None:
-            raise ConfigError("resume=True needs id, the name of the comparison to go on with")
+            raise ConfigError("resume=True needs id, the name of the comparison to resume")
         if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
             raise ConfigError(f"jobs is the number of runs side by side, at least 1, got {jobs!r}")
         if isinstance(to, str) or not hasattr(to, "__iter__"):

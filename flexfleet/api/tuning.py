@@ -79,7 +79,7 @@ def tune(
 
     def go() -> Study:
         if resume and id is None:
-            raise ConfigError("resume=True needs id, the name of the study to go on with")
+            raise ConfigError("resume=True needs id, the name of the study to resume")
         if find_spec("optuna") is None:
             raise EnvironmentFailure(missing("optuna"))
         config = study_of(space, given, keywords)

@@ -29,7 +29,7 @@ def compare(args: argparse.Namespace) -> int:
     if args.suites:
         return list_suites(args)
     if args.resume and args.id is None:
-        raise ConfigError("--resume needs --id: the name of the comparison to go on with, a folder of the run store")
+        raise ConfigError("--resume needs --id: the name of the comparison to resume, a folder of the run store")
 
     def load(overrides: Overrides) -> Config:
         return config_of(argparse.Namespace(config=args.config, set=overrides))
@@ -104,7 +104,7 @@ def tune(args: argparse.Namespace) -> int:
     from flexfleet.pipeline.prepare import config_of
 
     if args.resume and args.id is None:
-        raise ConfigError("--resume needs --id: the name of the study to go on with, a folder of the run store")
+        raise ConfigError("--resume needs --id: the name of the study to resume, a folder of the run store")
     if args.jobs is not None:
         args.set = {**args.set, "tune.workers": args.jobs}
     name = dated("tune") if args.id is None else args.id

@@ -158,13 +158,13 @@ def status(args: argparse.Namespace) -> int:
 
 
 def _invited(config: Config) -> list[dict[str, Any]]:
-    """The invited devices; none where it cannot be said, which is no failure of a list of runs."""
+    """Return the invited devices, or none if they cannot be listed: the list of runs is shown all the same."""
     from flexfleet.pipeline import enrollment
 
     try:
         return enrollment.status(config)
     except FlexfleetError as error:
-        log.warning("which devices are invited cannot be said: %s", error)
+        log.warning("cannot list the invited devices: %s", error)
         return []
 
 
@@ -172,14 +172,13 @@ def _invited(config: Config) -> list[dict[str, Any]]:
 def resumes_by_name(args: argparse.Namespace) -> None:
     """Raise ConfigError if `--resume` is given without the name of a run."""
     if args.resume and args.run_id is None:
-        raise ConfigError("--resume needs --run-id: the name of the run to go on with, a folder of the run store")
+        raise ConfigError("--resume needs --run-id: the name of the run to resume, a folder of the run store")
 
 
 def tell_if_new(config: Config, folder: Path, resume: bool) -> None:
-    """Log that `--resume` finds no run and a new one begins. This is allowed, because a repeated task need not know
-    whether it has begun."""
+    """Log that `--resume` finds no run and a new one begins. A repeated task may not know whether it has begun."""
     if resume and config.run.remote is None and not folder.exists():
-        log.info("--resume: there is no %s, so nothing goes on and a new run begins", folder)
+        log.info("--resume: %s does not exist, so a new run begins", folder)
 
 
 def tags_of(texts: Sequence[str], option: str = "--tag") -> dict[str, str]:

@@ -50,7 +50,7 @@ def write_new(files: Mapping[str, str], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, text in files.items():
-        FolderStore(folder).put(name, text.encode())  # whole or not at all
+        FolderStore(folder).put(name, text.encode())  # the write is atomic
         paths.append(folder / name)
     return paths
 

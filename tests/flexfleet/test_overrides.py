@@ -8,11 +8,12 @@ from typing import Any
 
 import hypothesis
 import pytest
+import yaml
 from hypothesis import strategies as st
 
 from fl_engine.algorithms.flexfl import FlexFL
 from fl_engine.core.errors import ConfigError, holds_password
-from fl_engine.core.text import in_line, read_yaml, write_yaml
+from fl_engine.core.text import read_yaml, write_yaml
 from fl_engine.storage.s3 import check_place, open_store
 from flexfleet.config import Config, flatten, load_config, parse
 from flexfleet.config.form import (
@@ -60,6 +61,19 @@ PLAIN = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=5,
 )
+
+
+class Quoting(yaml.SafeDumper):
+    """Quotes every text, as JSON does."""
+
+
+Quoting.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
+
+
+def in_line(value: object) -> str:
+    """Write plain data as YAML in one line, as a user would for `--set`."""
+    text = yaml.dump(value, Dumper=Quoting, default_flow_style=True, width=float("inf"), sort_keys=False)
+    return text.removesuffix("...\n").strip()
 
 
 @hypothesis.given(PLAIN)
