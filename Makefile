@@ -1,11 +1,11 @@
-# make run     set up, then run FlexFL and its control on the bundled digits through every step
-# make test    set up, then run the tests that need no minutes; `make test-all` runs the long ones
+# make run     install, then run all steps of FlexFL and of FedAvg on the bundled digits
+# make test    install, then run the short tests; `make test-all` runs the long tests
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # One thread per process, because tests and campaigns run several processes in parallel.
 export OMP_NUM_THREADS ?= 1
-# Bytecode is kept, whatever the environment says: tests start hundreds of processes, which would each compile it all.
+# Always cache bytecode, because tests start hundreds of processes, which would each compile all modules.
 export PYTHONDONTWRITEBYTECODE :=
 export DVC_NO_ANALYTICS ?= 1
 
@@ -15,13 +15,13 @@ export DVC_NO_ANALYTICS ?= 1
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, and $(PYTHON) \
-	is %d.%d: name another one, as in make run PYTHON=python3.12" % sys.version_info[:2])'
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("PYTHON must be 3.11 or newer, but $(PYTHON) is \
+	%d.%d. Choose another Python: make run PYTHON=python3.12" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
-	@# Python brings an old pip, which takes longer. Bytecode is kept of what is imported, not of all 22,000 files.
+	@# Python includes an old, slow pip. --no-compile is faster, because most of the 22,000 files are never imported.
 	$(BIN)/pip install --quiet --constraint constraints.txt --upgrade pip
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch
-	@# Of an editable installation setuptools warns at length, of nothing that is wrong here.
+	@# setuptools prints long but irrelevant warnings for an editable installation.
 	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[all,dev]'
 	@$(BIN)/python -c 'import dvc.repo, flexfleet.pipeline.run, kfp, matplotlib.pyplot, optuna, sklearn'
 	@$(BIN)/python -c 'import mlflow.store.tracking.sqlalchemy_store'
@@ -37,21 +37,20 @@ run: setup
 
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 10
 
-# Some tests wait for other processes, so three that run tests keep two cores busy.
+# Some tests wait for other processes, so three pytest workers keep two cores busy.
 test: setup
 	$(PYTEST) --numprocesses 3 -m "not long"
 
-# The long tests: commands of the documentation, nights, pipelines of real processes, kills, S3 servers. They wait for
-# other processes, so five of them keep two cores busy.
+# Long tests: commands in the documentation, nightly regression runs, pipelines with real processes, kills, S3 servers.
+# Long tests often wait for other processes, so five pytest workers keep two cores busy.
 test-all: setup
 	$(PYTEST) --numprocesses 5 -m long
 
 SOAK_KILLS ?= 300
 SOAK_MUTANTS ?= 50
 
-# Does for hours what `make test` and `make test-all` do for minutes: kills runs, feeds malformed bytes, attacks the
-# engine (needs radosgw), and looks for changes of the engine that no test notices. Then makes the largest runs that fit
-# one machine.
+# Runs stress tests for hours: kills runs, sends malformed bytes, attacks the engine (needs radosgw), and searches for
+# mutants of the engine that no test detects. Then measures the largest runs that fit on one machine.
 soak: setup
 	$(BIN)/python -m tests.harness.kills --kills $(SOAK_KILLS)
 	FLEXFLEET_FUZZ=2000 $(BIN)/python -m pytest tests/fuzz
@@ -61,31 +60,34 @@ soak: setup
 
 lint: setup
 	$(BIN)/ruff check .
-	@# Files are read and written as UTF-8, whatever the machine's locale (the rule is one of ruff's preview).
+	@# Require UTF-8 for reading and writing files in any locale. This rule needs ruff's preview mode.
 	$(BIN)/ruff check --preview --select PLW1514 fl_engine flexfleet components pipelines benchmarks
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
+	@# Outside the checkout, so that mypy and Pyright find the packages in the same way as a user's editor.
+	@# Pyright needs Node, which it would download.
+	at=$$(mktemp -d) && cp tests/typing/users_script.py $$at && cd $$at && $(abspath $(BIN))/mypy --strict . && \
+	    if command -v node >/dev/null; then $(abspath $(BIN))/pyright --pythonpath $(abspath $(BIN))/python .; \
+	    else echo "Pyright was skipped, because node is not installed"; fi && rm -r $$at
 
-# Writes the files that are generated from the schema: params.yaml, the pipelines' forms, the compiled pipelines, and
-# the drawings of a form and a graph.
+# Writes the generated files: params.yaml, the page of error codes, and the compiled pipelines.
 generated: setup
 	$(BIN)/python -m components.describe
 	$(BIN)/python -m pipelines.compile
-	$(BIN)/python -m pipelines.drawings
 
-# Builds the documentation as a site, in site/; `.venv/bin/mkdocs serve` shows it while you write.
+# Builds the documentation in site/. `.venv/bin/mkdocs serve` shows a live preview.
 docs: setup
 	$(BIN)/mkdocs build --strict --quiet
 
 IMAGE ?= flexfleet:latest
 
-# The second image is MLflow's server, for clusters that have none.
+# The second image is MLflow's server, for clusters without an MLflow server.
 image:
 	docker build --file components/Dockerfile --target flexfleet --tag $(IMAGE) \
 	    --build-arg COMMIT=$$(git rev-parse HEAD) .
 	docker build --file components/Dockerfile --target mlflow --tag flexfleet-mlflow:latest .
 
-# Writes components/locks/ from constraints.txt: the packages of the images, with hashes. Run `make sbom` after it.
+# Writes components/locks/ from constraints.txt: the packages of the images, with hashes.
 lock: .venv-lock/.ready
 	UV=.venv-lock/bin/uv components/lock
 
@@ -94,28 +96,28 @@ lock: .venv-lock/.ready
 	.venv-lock/bin/pip install --quiet --constraint constraints.txt uv
 	touch $@
 
-# Installs the locks and lists the packages: bills of materials (CycloneDX) in dist/, and docs/licences.md.
+# Installs the locked packages as in the images, and writes bills of materials (CycloneDX) with licences to dist/.
 sbom: setup
-	PYTHON=$(BIN)/python components/sbom dist docs/licences.md
+	PYTHON=$(BIN)/python components/sbom dist
 
 # Tests the training graph, a client's pod and the worker processes in the image; run `make image` first.
 e2e-containers: setup
 	docker image inspect --format 'in {{.Id}}' $(IMAGE)
 	FLEXFLEET_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest tests/k8s/test_image.py
 
-# Compares the algorithms on real data, in some seventeen hours on two cores, and AEP at full scale in nine more. An interrupted
-# campaign goes on when it is started again. See docs/evidence.md.
+# Compares the algorithms on real data, in about 17 hours on two cores, and on AEP at full scale in 9 more hours.
+# Starting an interrupted campaign again continues it. See docs/evidence.md.
 evidence: setup
 	$(BIN)/python -m benchmarks.evidence
 
-# Compares the speed with a hand-written PyTorch loop, in a quarter of an hour; see docs/performance.md. To compare with
-# other frameworks, run `make bench-peers`, then
+# Compares the speed with a hand-written PyTorch loop, in about 15 minutes (docs/performance.md). To compare with other
+# frameworks, run `make bench-peers`, then
 # .venv/bin/python -m benchmarks W1 W3 --against naive,flower,pfl,fedjax
 bench: setup
 	$(BIN)/python -m benchmarks W8 W3 --against naive
 	$(BIN)/python -m benchmarks W1 W2 W4 W4-no-kd W5 --against naive --samples 100 --turns 3
 
-# The client's part under Python 3.10, which devices have (JetPack 6): an agent and a profile really run there.
+# Tests `flexfleet agent` and `flexfleet profile` under Python 3.10, the version of JetPack 6.
 PYTHON310 ?= python3.10
 
 test-python310: setup .venv-python310/.ready
@@ -127,7 +129,7 @@ test-python310: setup .venv-python310/.ready
 	.venv-python310/bin/pip install --quiet --constraint constraints.txt --editable '.[engine]' scikit-learn
 	touch $@
 
-# Each peer has a virtual environment of its own, because their dependencies conflict.
+# Each framework has a separate virtual environment, because their dependencies conflict.
 bench-peers: .venv-flower/.ready .venv-pfl/.ready .venv-fedjax/.ready
 
 .venv-%/.ready: benchmarks/requirements/%.txt

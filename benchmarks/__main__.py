@@ -1,15 +1,17 @@
-"""Compares the speed of flexfleet with that of other frameworks and of a hand-written loop. All contestants take turns,
-so that a noisy machine is noisy for all of them, and every ratio comes from one benchmark.
+"""Compare the speed of flexfleet with other frameworks and with a hand-written loop.
 
-python -m benchmarks W3 --against naive,flower,pfl     prints a table for one workload
-python -m benchmarks W1 --precision bf16               ours in bf16 and in fp32, beside the naive loop in fp32
-python -m benchmarks W1 --device cuda                  both on one GPU
-python -m benchmarks --json W1                         prints one line of JSON
-python -m benchmarks W8                                the codecs, which are no workload of rounds (`codecs`)
-make bench                                             compares with the naive loop on all workloads
+The contestants run in turn, so that other load on the machine affects all of them.
 
-A contestant is a process that runs rounds when it is told to (`gate`). Flower, pfl-research and FedJAX have virtual
-environments of their own (`make bench-peers` makes them from benchmarks/requirements/).
+A contestant is a process that runs rounds on request (`gate`). Flower, pfl-research and FedJAX have separate virtual
+environments, which `make bench-peers` creates from benchmarks/requirements/.
+
+Usage:
+    `python -m benchmarks W3 --against naive,flower,pfl`: Print a table for one workload.
+    `python -m benchmarks W1 --precision bf16`: Compare flexfleet in bf16 and fp32 with the naive loop in fp32.
+    `python -m benchmarks W1 --device cuda`: Run flexfleet and the naive loop on one GPU.
+    `python -m benchmarks --json W1`: Print one line of JSON.
+    `python -m benchmarks W8`: Measure the codecs (`codecs`).
+    `make bench`: Compare flexfleet with the naive loop on all workloads.
 """
 
 from __future__ import annotations
@@ -38,52 +40,51 @@ ROOT = Path(__file__).parents[1]
 CODECS = "W8"
 PEERS = ("naive", "flower", "pfl", "fedjax")
 FP32 = "ours-fp32"
-"""Beside `ours` in another precision: the same in fp32."""
+"""Name of the contestant for flexfleet in fp32, which is added if `ours` has another precision."""
 COUNTED = 50
-"""The most rounds of which the arithmetic is counted."""
+"""Maximum number of rounds for the mean number of operations per round."""
 BUSY = 0.1
-"""Share of the processors that other programs may use before the table says so."""
+"""Fraction of the processors that other programs may use before the table reports them."""
 
 
 class Contestant:
-    """A process that starts at once and then waits; `run` lets it run some rounds."""
+    """Process that starts immediately and runs rounds when `run` is called."""
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.name = name
         module = "ours" if name == FP32 else name
         command = [str(python_of(name)), "-m", f"benchmarks.{module}", *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        # No pipe: one that nobody reads would stop the contestant once it is full.
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the contestant
+        # Log to a file, because a full pipe would block the contestant.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the contestant
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
             text=True,
         )  # fmt: skip
-        self._answer()
+        self._receive()
 
     def run(self, rounds: int) -> list[float]:
-        """Seconds of each round."""
-        self._tell(str(rounds))
-        return list(self._answer()["seconds"])
+        """Run `rounds` rounds and return the seconds of each round."""
+        self._send(str(rounds))
+        return list(self._receive()["seconds"])
 
     def cpu_seconds(self) -> float:
-        """What its processes have used of the processors so far."""
         ticks = sum(int(value) for _, values in family(self._process.pid) for value in values[11:13])  # user, system
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def finish(self) -> float:
-        """Peak memory in MB."""
-        self._tell("")
-        peak = float(self._answer()["peak_mb"])
+        """End the process and return its peak memory in MB."""
+        self._send("")
+        peak = float(self._receive()["peak_mb"])
         self._process.wait(timeout=60)
         return peak
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._process.stdin
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
-    def _answer(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
@@ -95,18 +96,19 @@ class Contestant:
 
 
 def python_of(name: str) -> Path:
-    """The interpreter of a contestant; each framework has a virtual environment of its own."""
+    """Return the Python interpreter of a contestant's virtual environment."""
     if name in ("ours", FP32, "naive"):
         return Path(sys.executable)
     python = ROOT / f".venv-{name}" / "bin" / "python"
     if not python.exists():
-        raise SystemExit(f"{name} is not installed: `make bench-peers` makes .venv-{name}")
+        raise SystemExit(f"{name} is not installed. Run `make bench-peers` to create .venv-{name}")
     return python
 
 
 def compete(workload: str, peers: Sequence[str], turns: int, seconds: float, options: Sequence[str]) -> dict[str, Any]:
-    """Measures all contestants: `turns` times each in turn, ours first, and in another precision than fp32 ours in
-    fp32 too. A turn has as many rounds as fit into about `seconds`."""
+    """Measure all contestants in turn, `turns` times each. A turn has as many rounds as fit into about `seconds`. If
+    `options` set a precision, flexfleet in fp32 is an additional contestant.
+    """
     peers = [*([FP32] if "--precision" in options else []), *peers]
     contestants: dict[str, Contestant] = {}
     rounds: dict[str, int] = {}
@@ -148,7 +150,7 @@ def compete(workload: str, peers: Sequence[str], turns: int, seconds: float, opt
 
 
 def _for_peers(name: str, options: Sequence[str]) -> list[str]:
-    """The options for a peer: those of the workload's size and, for ours in fp32 and the loop by hand, the devices."""
+    """Return only the options that the peer supports. Only flexfleet in fp32 and the naive loop support `--devices`."""
     own = ("--precision",) if name in (FP32, "naive") else ("--precision", "--devices")
     out: list[str] = []
     keep = True
@@ -166,7 +168,7 @@ def _quartiles(values: Sequence[float]) -> list[float]:
 
 # ---------------------------------------------------------------------------------------------- the machine
 def others_busy(seconds: float = 1.0) -> float:
-    """Share of all processors that is busy while every contestant waits."""
+    """Measure the fraction of all processors that is busy while every contestant waits."""
     before, idle = _cpu_times()
     time.sleep(seconds)
     after, idle_after = _cpu_times()
@@ -174,7 +176,7 @@ def others_busy(seconds: float = 1.0) -> float:
 
 
 def processor() -> str:
-    """Its name, and what it multiplies bfloat16 with."""
+    """Return the processor's name and the bfloat16 instructions that it supports."""
     from fl_engine.training.numerics import cpu_bf16
 
     try:
@@ -188,13 +190,13 @@ def processor() -> str:
 def _cpu_times() -> tuple[float, float]:
     try:
         fields = [float(f) for f in Path("/proc/stat").read_text("utf-8").splitlines()[0].split()[1:]]
-    except OSError:  # not Linux: the share is unknown
+    except OSError:  # /proc/stat exists only on Linux.
         return 0.0, 0.0
     return sum(fields), fields[3] + fields[4]
 
 
 def matmul_gflops(size: int = 1024, repeats: int = 10) -> float:
-    """GFLOP/s of float32 matrix products, one per processor at the same time: the most that the machine can do."""
+    """Measure GFLOP/s of float32 matrix products that run on all processors in parallel."""
     code = (
         "import sys, time, torch; torch.set_num_threads(1)\n"
         "n, k = map(int, sys.argv[1:]); a = torch.rand(n, n); a @ a\n"
@@ -207,7 +209,7 @@ def matmul_gflops(size: int = 1024, repeats: int = 10) -> float:
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(os.cpu_count() or 1)
     ]
-    time.sleep(3)  # until all have imported torch
+    time.sleep(3)  # Wait until all processes have imported torch.
     for one in several:
         assert one.stdin
         one.stdin.write("\n")
@@ -216,7 +218,7 @@ def matmul_gflops(size: int = 1024, repeats: int = 10) -> float:
 
 
 def gpu_gflops(size: int = 8192, repeats: int = 10) -> float:
-    """GFLOP/s of float32 matrix products on the GPU."""
+    """Measure GFLOP/s of float32 matrix products on the GPU."""
     a = torch.rand(size, size, device="cuda")
     a @ a
     torch.cuda.synchronize()
@@ -228,8 +230,9 @@ def gpu_gflops(size: int = 8192, repeats: int = 10) -> float:
 
 
 def gflop(workload: str, options: Sequence[str], rounds: int) -> float:
-    """GFLOP that one round computes, as the mean of the first `rounds`. A training step counts as three forward passes,
-    each teacher as one."""
+    """Return the mean GFLOP per round of the first `rounds` rounds. A training step counts as three forward passes, and
+    each teacher counts as one.
+    """
     from benchmarks.ours import site_of, works_of
     from benchmarks.workloads import chosen
     from fl_engine.core.costs import macs_per_sample
@@ -278,27 +281,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     names = [*WORKLOADS, CODECS]
     p.add_argument("workloads", nargs="+", choices=names, metavar="WORKLOAD", help=", ".join(names))
-    p.add_argument("--against", default="naive", help=f"compare with these, of {','.join(PEERS)}")
-    p.add_argument("--turns", type=count, default=5, help="turns of each contestant")
-    p.add_argument("--seconds", type=float, default=10.0, help="length of a turn, about")
-    p.add_argument("--samples", type=count, help="samples of each client, instead of the workload's number")
+    p.add_argument("--against", default="naive", help=f"peers to compare with, any of {','.join(PEERS)}")
+    p.add_argument("--turns", type=count, default=5, help="turns of each contestant (default: 5)")
+    p.add_argument("--seconds", type=float, default=10.0, help="approximate length of a turn (default: 10)")
+    p.add_argument("--samples", type=count, help="samples of each client (default: the workload's)")
     p.add_argument(
         "--precision",
         choices=PRECISIONS,
         default="fp32",
-        help="of flexfleet; peers use fp32, and so does flexfleet beside",
+        help="precision of flexfleet; peers use fp32, and flexfleet is measured in fp32 too",
     )
-    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of flexfleet and the naive loop")
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of flexfleet and the naive loop")
     p.add_argument("--json", action="store_true", help="print one line of JSON for each workload on stdout")
     args = p.parse_args(argv)
     asked = args.against.split(",")
     if args.device == "cuda":
         if not torch.cuda.is_available():
-            p.error("--device cuda: torch finds no GPU here")
+            p.error("--device cuda requires a GPU, but torch does not find one")
         if asked != ["naive"]:
-            p.error("--device cuda: only the naive loop runs there too")
+            p.error("--device cuda supports only --against naive")
     if unknown := [peer for peer in asked if peer not in PEERS]:
-        p.error(f"--against: no peer {unknown[0]!r}; there are {', '.join(PEERS)}")
+        p.error(f"--against must name peers from {', '.join(PEERS)}, got {unknown[0]!r}")
     options = [] if args.samples is None else ["--samples", str(args.samples)]
     options += [] if args.device == "cpu" else ["--devices", "cuda"]
     options += [] if args.precision == "fp32" else ["--precision", args.precision]

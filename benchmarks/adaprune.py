@@ -1,16 +1,19 @@
-"""Seconds of FlexFL's adaptive pruning on a device (AdaPrune) beside those of local training: FlexFL's Table IX.
+"""Measure FlexFL's adaptive pruning on a device (AdaPrune) and its local training, as in FlexFL's Table IX.
 
-    python -m benchmarks.adaprune                                   VGG16, ResNet34 and MobileNetV2 (many minutes)
-    python -m benchmarks.adaprune --only vgg16 --repeats 1          those with this in their name, measured once
+For each dispatched model, the client has too little free memory and trains the next smaller model of the pool, as in
+the paper. The smallest model is never pruned.
 
-For each dispatched model it measures a client that has too little free for it and trains the next smaller model of the
-pool, as in the paper's table; the smallest is never cut. Pruning: choosing the model by what is free, and copying its
-weights out of those received. Training: batches of 50 images of 32 x 32 in 10 classes (noise), forward, backward and
-step, with self-distillation from all smaller models and without. Training's seconds are for a round as in the paper:
-500 samples, 5 epochs, so 50 batches, from those of `--batches`. The pool is that of APoZ .5 everywhere, whose sizes are
-the paper's targets.
+Pruning chooses the model that fits into the free memory, and copies its weights from the received weights. Training is
+measured with and without self-distillation from all smaller models. Batches have 50 random images of 32 x 32 pixels in
+10 classes. The time of `--batches` batches is scaled to the paper's round of 50 batches (500 samples, 5 epochs). The
+pool uses an APoZ of 0.5 for all layers, so that the models have the paper's target sizes.
 
-CPU seconds of one thread, so that other programs on the machine count little; medians of `--repeats`.
+All times are CPU seconds of one thread, which other programs hardly affect. Each time is the median of `--repeats`
+measurements.
+
+Usage:
+    `python -m benchmarks.adaprune`: Measure VGG16, ResNet34 and MobileNetV2 (many minutes).
+    `python -m benchmarks.adaprune --only vgg16 --repeats 1`: Measure networks with vgg16 in their name once.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.training import Training
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.slicing import initial_params, take
-from fl_engine.core.types import ClientFailure, Params, WorkOrder
+from fl_engine.core.types import Assignment, ClientFailure, Params
 from fl_engine.exchange.client import Site, Work, accept, train
 
 PUBLISHED = {
@@ -41,32 +44,32 @@ PUBLISHED = {
     ("vgg16", "M2"): (1.45, 73.92, 52.88),
     ("vgg16", "M1"): (0, 46.06, 45.77),
 }
-"""Table IX: seconds of pruning, and of training with and without self-distillation. M1, M2 and M3 have 25, 50 and 100 %
-of the parameters."""
+"""Seconds in Table IX for pruning, and for training with and without self-distillation.
+
+M1, M2 and M3 have 25, 50 and 100 % of the parameters."""
 BATCH, BATCHES = 50, 50
-"""Samples of a batch, and batches of a round: 500 samples, 5 epochs."""
+"""Number of samples in a batch, and of batches in a round (500 samples, 5 epochs)."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one client in a round."""
+    """CPU seconds of one client in a round."""
 
     sent: str
     trained: str
     pruning: float
     training: float
-    """With self-distillation."""
+    """Training with self-distillation."""
     alone: float
-    """Training without."""
+    """Training without self-distillation."""
 
     @property
     def share(self) -> float:
-        """Of pruning in pruning and training, in %."""
+        """Time of pruning as a percentage of pruning and training."""
         return 100 * self.pruning / (self.pruning + self.training)
 
 
 def measured(family: ModelFamily, batches: int, repeats: int) -> list[Times]:
-    """A row for each dispatched model, the largest first."""
     algorithm = FlexFL(training=Training(fraction=1.0, epochs=1, batch_size=BATCH))
     alone = replace(algorithm, kd_weight=0.0)
     site = pools.site_of(family, algorithm, batches * BATCH)
@@ -76,47 +79,46 @@ def measured(family: ModelFamily, batches: int, repeats: int) -> list[Times]:
         if site.pool[sent].dispatched:
             trained = max(0, sent - 1)
             free = math.nextafter(100 * site.pool[trained].share, math.inf)
-            order = _order(site, whole, sent)
+            assignment = _assignment(site, whole, sent)
             here = replace(site, free=free)
-            pruning = _median(repeats, partial(_pruned, algorithm, order, here))
-            training, without = (_median(repeats, _training(each, order, here)) for each in (algorithm, alone))
+            pruning = _median(repeats, partial(_pruned, algorithm, assignment, here))
+            training, without = (_median(repeats, _training(each, assignment, here)) for each in (algorithm, alone))
             whole_round, names = BATCHES / batches, (site.pool[sent].name, site.pool[trained].name)
             rows.append(Times(*names, pruning, whole_round * training, whole_round * without))
     return rows
 
 
-def _order(site: Site, whole: Params, sent: int) -> WorkOrder:
-    """What a client receives: weights in memory of their own."""
+def _assignment(site: Site, whole: Params, sent: int) -> Assignment:
+    """Return a client's assignment with a copy of the weights."""
     spec = site.pool[sent].spec
     payload = {name: tensor.clone() for name, tensor in take(whole, site.layout, spec).items()}
-    return WorkOrder(0, 0, spec, payload, 0, sent)
+    return Assignment(0, 0, spec, payload, 0, sent)
 
 
-def _pruned(algorithm: FlexFL, order: WorkOrder, site: Site) -> Params:
-    """The weights to train, in memory of their own, so that what was received can be dropped."""
-    start = _accepted(algorithm, order, site).start
+def _pruned(algorithm: FlexFL, assignment: Assignment, site: Site) -> Params:
+    """Copy the weights for training, so that the received weights can be freed."""
+    start = _accepted(algorithm, assignment, site).start
     return {name: t if t.nbytes == t.untyped_storage().nbytes() else t.clone() for name, t in start.items()}
 
 
-def _accepted(algorithm: FlexFL, order: WorkOrder, site: Site) -> Work:
-    work = accept(algorithm, order, site)
+def _accepted(algorithm: FlexFL, assignment: Assignment, site: Site) -> Work:
+    work = accept(algorithm, assignment, site)
     assert not isinstance(work, ClientFailure), work
     return work
 
 
-def _training(algorithm: FlexFL, order: WorkOrder, site: Site) -> Callable[[], object]:
-    work = _accepted(algorithm, order, site)
+def _training(algorithm: FlexFL, assignment: Assignment, site: Site) -> Callable[[], object]:
+    work = _accepted(algorithm, assignment, site)
 
     def run() -> object:
-        (outcome,) = train([work], site)
-        assert not isinstance(outcome, ClientFailure), outcome
-        return outcome
+        (result,) = train([work], site)
+        assert not isinstance(result, ClientFailure), result
+        return result
 
     return run
 
 
 def _median(repeats: int, run: Callable[[], object]) -> float:
-    """CPU seconds."""
     seconds = []
     for _ in range(repeats):
         began = time.process_time()
@@ -126,7 +128,6 @@ def _median(repeats: int, run: Callable[[], object]) -> float:
 
 
 def line(name: str, row: Times) -> str:
-    """A row of the table, in Markdown."""
     ours = f"{row.pruning:.3f} | {row.training:.1f} | {row.alone:.1f} | {row.share:.2f} %"
     theirs = " | ".join(["-"] * 4)
     if (published := PUBLISHED.get((name, row.sent))) is not None:
@@ -137,9 +138,9 @@ def line(name: str, row: Times) -> str:
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only", default="", help="part of a network's name")
-    p.add_argument("--batches", type=count, default=2, help="batches that are trained (default: 2)")
-    p.add_argument("--repeats", type=count, default=3, help="measurements of each (default: 3)")
+    p.add_argument("--only", default="", help="measure only networks with this in their name")
+    p.add_argument("--batches", type=count, default=2, help="batches to train (default: 2)")
+    p.add_argument("--repeats", type=count, default=3, help="measurements of each time (default: 3)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead: the rows by network")
     args = p.parse_args()
     torch.set_num_threads(1)

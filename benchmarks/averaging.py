@@ -1,9 +1,10 @@
-"""Checks whether averaging is as fast as memory allows: compares bytes per second with a copy's.
+"""Compare the memory throughput of averaging with a plain copy.
 
-python -m benchmarks.averaging
+Adding one float32 update to float64 sums moves 20 bytes per parameter (4 + 8 bytes are read, 8 bytes are written).
+Copying float64 numbers moves 16 bytes per number.
 
-Adding one float32 update to float64 sums moves 20 bytes per parameter (reads 4 and 8, writes 8); copying float64
-numbers moves 16.
+Usage:
+    python -m benchmarks.averaging
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fl_engine.models import VGG16
 
 
 def seconds(work: Callable[[], object], turns: int = 9) -> float:
-    """Median seconds of a turn; a first turn is not counted."""
+    """Return the median seconds of a turn. The median excludes an additional first turn, which is a warm-up."""
     work()
     taken = []
     for _ in range(turns):

@@ -1,10 +1,11 @@
-"""Measures what `rounds.norm_bound` costs honest runs, and the damage that one bad client of twenty can do below it.
-Takes a quarter of an hour on one core.
+"""Measure the effect of `rounds.norm_bound` on honest runs and on runs with one Byzantine client of twenty.
 
-    FLEXFLEET_DATA=... python -m benchmarks.bound        (resumes after an interruption: finished runs are kept)
+`rounds.faults` selects the Byzantine client, which attacks whenever it gets an assignment. The attack is computed from
+the other clients' updates and the bound. The script writes docs/robustness/bound.json in a quarter of an hour on one
+core.
 
-The bad client is the one that `rounds.faults` draws. It attacks in every round that asks it, and it knows the updates
-of the others and the bound. Writes docs/robustness/bound.json.
+Usage:
+    FLEXFLEET_DATA=... python -m benchmarks.bound        (resumes after an interruption; finished runs are kept)
 """
 
 from __future__ import annotations
@@ -20,22 +21,19 @@ from typing import Any, ClassVar
 from fl_engine.backends import InProcess
 from fl_engine.core.contracts import Algorithm, Backend
 from fl_engine.core.slicing import is_statistic, take
-from fl_engine.core.types import ClientUpdate, Outcome, ParamLayout, RoundPlan
-from fl_engine.fleet import faults
-from fl_engine.rounds import acceptance
+from fl_engine.core.types import ClientResult, ClientUpdate, ParamLayout, RoundPlan
+from fl_engine.rounds import acceptance, fault_injection
 from fl_engine.rounds import loop as rounds
-from fl_engine.rounds.acceptance import History
-from fl_engine.rounds.ledger import ledger_in
-from fl_engine.rounds.movement import movement, size_sent
+from fl_engine.rounds.acceptance import MovementHistory, measure_movement, size_sent
+from fl_engine.rounds.ledger import Ledger
+from fl_engine.rounds.options import NORM_BOUND
 from fl_engine.rounds.run import Run
-from fl_engine.rounds.terms import NORM_BOUND
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tiny import Memory
 from flexfleet.pipeline.model_pool import model_pool
-from flexfleet.pipeline.partition import partition
+from flexfleet.pipeline.partition import initial_state, partition, site_of
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.pretrain import pretrain
-from flexfleet.pipeline.site import initial_state, site_of
 
 STORE = Path("runs/bound")
 OUT = Path("docs/robustness/bound.json")
@@ -60,8 +58,8 @@ ALGORITHMS = {"flexfl": ("algorithm.epsilon=5.0",), "heterofl": ("algorithm.name
 FEW = {"1 client a round": ("training.fraction=0.05", "rounds.stop=40"), "2": ("training.fraction=0.1",)}
 
 Attack = Callable[[float, float, float], float]
-"""The factor of the client's change, from how far its honest update moved, how far one update may move, and how far its
-updates may move on average."""
+"""Function that returns the factor for the client's change of the weights. The arguments are the norm of the honest
+change, the largest accepted norm of one change, and the largest accepted mean norm of the client's changes."""
 ATTACKS: dict[str, Attack] = {
     "change x 90": lambda moved, once, often: 90.0,
     "change x -90": lambda moved, once, often: -90.0,
@@ -77,36 +75,39 @@ ATTACKS: dict[str, Attack] = {
 
 @dataclass
 class Bad:
-    """A backend with one client that attacks."""
+    """Backend in which one client attacks."""
 
     inner: Backend
     client: int
     attack: Attack
     bound: float
     layout: ParamLayout
-    history: History = field(default_factory=History)
+    history: MovementHistory = field(default_factory=MovementHistory)
     durable: ClassVar[bool] = False
 
-    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[ClientResult]:
         found = list(self.inner.run(algorithm, plan))
         size = size_sent(plan)
-        updates = {outcome.client: outcome for outcome in found if isinstance(outcome, ClientUpdate)}
-        moved = {client: movement(update, plan.order_of[client], self.layout) for client, update in updates.items()}
+        updates = {result.client: result for result in found if isinstance(result, ClientUpdate)}
+        moved = {
+            client: measure_movement(update, plan.assignment_of[client], self.layout)
+            for client, update in updates.items()
+        }
         if self.client in updates:
             own, far = moved[self.client], [m for client, m in moved.items() if client != self.client]
             highest = own._replace(weights=float("inf"))
-            usual = acceptance.middle(self.history, [*far, highest], size).after(own.steps)
+            usual = acceptance.usual_movement(self.history, [*far, highest], size).after(own.steps)
             once = self.bound * usual.weights
             times = self.attack(own.weights, once, once / 2)
             bad = self._changed(updates[self.client], plan, times)
-            moved[self.client] = movement(bad, plan.order_of[self.client], self.layout)
-            found = [bad if outcome.client == self.client else outcome for outcome in found]
-        self.history = acceptance.remembered(self.history, moved, size)
+            moved[self.client] = measure_movement(bad, plan.assignment_of[self.client], self.layout)
+            found = [bad if result.client == self.client else result for result in found]
+        self.history = acceptance.remember(self.history, moved, size)
         yield from found
 
     def _changed(self, update: ClientUpdate, plan: RoundPlan, times: float) -> ClientUpdate:
-        order = plan.order_of[update.client]
-        sent = take(order.payload, self.layout, update.spec, have=order.spec)
+        assignment = plan.assignment_of[update.client]
+        sent = take(assignment.payload, self.layout, update.spec, have=assignment.spec)
         payload = {
             name: tensor if is_statistic(name) else sent[name] + times * (tensor - sent[name])
             for name, tensor in update.payload.items()
@@ -115,7 +116,7 @@ class Bad:
 
 
 def prepared(name: str, settings: tuple[str, ...]) -> tuple[Resolved, Path]:
-    """A run's resolved configuration, and its folder with partition and pool."""
+    """Return a run's resolved configuration, and the folder with its partition and model pool."""
     found = Resolved.load(None, ("tracking.mlflow=null", "rounds.evaluate_every=100", *settings))
     out = STORE / name
     if not (out / "pool/pool.json").exists():
@@ -126,7 +127,7 @@ def prepared(name: str, settings: tuple[str, ...]) -> tuple[Resolved, Path]:
 
 
 def measured(name: str, settings: tuple[str, ...], bound: float | None, attack: str | None) -> dict[str, Any]:
-    """Accuracies of the last round in %, and the numbers of updates, refused updates and attacks."""
+    """Return the last round's accuracies in %, and the total numbers of updates, rejected updates and attacks."""
     kept = STORE / name / f"{'off' if bound is None else f'{bound:g}'}, {attack or 'honest'}.json"
     with suppress(FileNotFoundError):
         return dict(json.loads(kept.read_text("utf-8")))
@@ -134,13 +135,13 @@ def measured(name: str, settings: tuple[str, ...], bound: float | None, attack: 
     found, algorithm = resolved.config, resolved.algorithm
     site = site_of(resolved, out / "partition", out / "pool")
     backend: Backend = InProcess(site)
-    clients, one = len(site.fleet), faults.parse("flip=0.05,always")
-    bad = next(c for c in range(clients) if faults.befalls(one, found.seed, 0, c, clients))
+    clients, one = len(site.fleet), fault_injection.parse("flip=0.05,always")
+    bad = next(c for c in range(clients) if fault_injection.fault_of(one, found.seed, 0, c, clients))
     if attack is not None:
         backend = Bad(backend, bad, ATTACKS[attack], bound or NORM_BOUND, site.layout)
-    terms = found.rounds.model_copy(update={"norm_bound": bound})
-    ledger = ledger_in(FolderStore(kept.with_suffix("")))
-    run = Run(algorithm, site, terms, found.run.devices)
+    options = found.rounds.model_copy(update={"norm_bound": bound})
+    ledger = Ledger(FolderStore(kept.with_suffix("")))
+    run = Run(algorithm, site, options, found.run.devices)
     rounds.federate(run, initial_state(resolved, site), backend, ledger, Memory())
     rows = ledger.checkpoints.rows()
     refused = [line["client"] for row in rows for line in row.clients if "validate" in line.get("failure", "")]
@@ -166,7 +167,8 @@ def main() -> None:
     print("| | without | with the bound | refused |\n|---|---|---|---|")
     for name, settings in honest.items():
         on = measured(name, settings, NORM_BOUND, None)
-        off = measured(name, settings, None, None) if on["refused"] else on  # without refusals the runs have equal bits
+        # If the bound refuses no update, a run without the bound would have the same result.
+        off = measured(name, settings, None, None) if on["refused"] else on
         found["honest"][name] = {"without": off, "with": on}
         print(f"| {name} | {off['avg']:.1f} | {on['avg']:.1f} | {on['refused']} of {on['updates']} |", flush=True)
     print("| | accuracy | caught | honest ones refused |\n|---|---|---|---|")

@@ -1,10 +1,12 @@
-"""W8: how fast QSGD is, both ways, beside a naive reading of it. One thread; CPU seconds, which other programs change
-least; MB/s of the float32 that are coded, random numbers and packing included.
+"""W8: compare the speed of QSGD's encoding and decoding with a naive implementation.
 
-python -m benchmarks W8
+Speeds are MB of float32 per CPU second of one thread, including random numbers and packing. Other programs hardly
+affect CPU seconds. The naive implementation computes the level of one number after another, and appends the bits of the
+level to a string. The naive implementation encodes only a part of the numbers, because its encoding is slow. Both
+implementations run in turn and produce the same levels from the same random numbers.
 
-The naive reading is the definition, one number after another: a level, then its bits as text. It is slow, so it is
-given a part of the numbers. Both take turns. They make the same levels of the same random numbers.
+Usage:
+    python -m benchmarks W8
 """
 
 from __future__ import annotations
@@ -26,20 +28,20 @@ from fl_engine.core import seeds
 NUMBERS, PART = 2_400_000, 48_000
 TITLE = "QSGD, 2.4 M normal numbers, 8 bits, buckets of 512"
 GOALS = {"fixed": 200, "elias": 50}
-"""MB/s, each way."""
+"""Target speed of encoding and decoding in MB/s."""
 
 
 def normal(count: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(0).standard_normal(count, dtype=np.float32))
 
 
-# ------------------------------------------------------------------------------------------------ the naive reading
+# ------------------------------------------------------------------------------------------------ the naive codec
 @dataclass(frozen=True)
 class Naive:
     codec: Qsgd
 
     def encode(self, x: torch.Tensor, seed: int) -> tuple[list[float], str]:
-        """Norms, and zeros and ones."""
+        """Return a tuple: the norms, and the encoded levels as a string of zeros and ones."""
         values, rng, codec = x.tolist(), seeds.rng(seed, "x"), self.codec
         size, norms, levels = codec.bucket or len(values), list[float](), list[int]()
         for start in range(0, len(values), size):
@@ -75,7 +77,7 @@ class Naive:
 
 
 def codeword(number: int) -> str:
-    """Elias's omega code."""
+    """Return the codeword of a number in Elias's omega code."""
     found = "0"
     while number > 1:
         found = f"{number:b}" + found
@@ -84,7 +86,7 @@ def codeword(number: int) -> str:
 
 
 def number(text: str, at: int) -> tuple[int, int]:
-    """The number whose codeword begins there, and where the next begins."""
+    """Decode the codeword at index `at`, and return (number, index of the next codeword)."""
     found = 1
     while text[at] == "1":
         found, at = int(text[at : at + found + 1], 2), at + found + 1
@@ -93,7 +95,9 @@ def number(text: str, at: int) -> tuple[int, int]:
 
 # -------------------------------------------------------------------------------------------------------- the row
 def compete(turns: int) -> dict[str, Any]:
-    """MB/s by coding and direction, of ours and naive, medians of `turns`; and bits of a number, norms included."""
+    """Return the speeds of flexfleet and the naive codec in MB/s, for each coding and direction. Also return the bits
+    per number, including norms. Speeds are medians of `turns` measurements.
+    """
     torch.set_num_threads(1)
     whole = normal(NUMBERS)
     part, header = whole[:PART].clone(), {"x": (torch.float32, (NUMBERS,))}

@@ -1,11 +1,12 @@
-"""Whether point_detector learns real pictures: 20 images of VisDrone, trained centrally and found again, on one core.
+"""Check that point_detector can learn real images, by central training on 20 images of VisDrone on one core.
 
+The script requires VisDrone's validation images (`flexfleet fetch visdrone` prints their source). The score is measured
+on the training images. The score shows that network, loss and metric work together, not how well the detector
+generalizes. Training uses `training.central`. The script prints one line of JSON with the mAP-50 of the last and of the
+best epoch, and the CPU seconds.
+
+Usage:
     python -m benchmarks.detection [--images 20] [--epochs 120] [--seed 0]
-
-Needs VisDrone's validation images (`flexfleet fetch visdrone` says where from). It scores the images that it trains on:
-whether network, loss and metric go together, not how well a detector of so few images finds objects in others. The
-training is `training.central`'s, with one client's loop. One line of JSON: the last epoch's mAP-50, the best one, and
-CPU seconds.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from dataclasses import replace
 import torch
 
 from fl_engine.core.costs import count_macs, count_params
-from fl_engine.core.schedules import Cosine
 from fl_engine.core.slicing import initial_params
+from fl_engine.core.steps import Cosine
 from fl_engine.core.types import FULL, Adam, LocalTask
 from fl_engine.datasets import DATASETS, data_root
 from fl_engine.models.point_detector import PointDetector

@@ -1,21 +1,28 @@
-"""Compares the algorithms on real data.
+"""Compare the algorithms on real data.
 
-    make evidence        (resumes after an interruption: finished runs are kept, the others go on where they stopped)
-    python -m benchmarks.evidence wisdm_watch-natural aep-dirichlet      (only these comparisons; the others stay)
+`CAMPAIGNS` lists the comparisons (`flexfleet compare`).
 
-Makes comparisons (`flexfleet compare`): CIFAR-10 and Fashion-MNIST, each with Dirichlet 0.3 and IID; WISDM, by subject
-and with Dirichlet 0.5; AEP, with Dirichlet 0.5; wrong labels on Fashion-MNIST and WISDM; branches with Oort on
-Fashion-MNIST; what HeteroFL and ScaleFL add, and what FlexFL loses without a part, each in a comparison of equal
-selection; FjORD, Federated Dropout, DepthFL and FedSGD, which these leave out; FlexFL and HeteroFL with VGG16,
-MobileNetV2, ResNet34 and on Tiny-ImageNet, rows of FlexFL's Table II, and FlexFL with VGG16 and other APoZ and, where a
-GPU is, all channels; FedX and its rivals on CIFAR-10, one sub-network for all devices, the share of medium devices, and
-its seconds on Tiny-ImageNet; FlexFL in few bits; the next characters of Shakespeare's roles, with a Transformer and
-with an LSTM; FedRolex and HeteroFL at high heterogeneity, with three rates on a seed of their own and with one rate on
-others; and AEP at the scale of FedAIoT's authors. The last two have a comparison for each seed. There are also FedOPT
-on AEP with the printed server rate, for fewer rounds, and central training on AEP with Adam. On two cores all that
-takes some seventeen hours, and AEP at full scale three more for each of three seeds.
-Writes docs/evidence/results.json (each comparison's command and numbers), a drawing of each comparison beside it, and
-runs/evidence/tables.md with the tables of all comparisons.
+All main algorithms run on CIFAR-10, Fashion-MNIST, WISDM and AEP, with IID, Dirichlet and natural partitions. FlexFL
+runs with ablations. HeteroFL runs with and without scaler, label masks and static batch norm. ScaleFL runs with and
+without distillation. Other comparisons are for FjORD, Federated Dropout, DepthFL and FedSGD. FlexFL and HeteroFL run
+with VGG16, MobileNetV2 and ResNet34 (rows of FlexFL's Table II). FlexFL and HeteroFL also run with VGG16 on
+Tiny-ImageNet. With VGG16, FlexFL runs with other APoZ values, with all channels (requires a GPU), and with few bits per
+weight. FedAvg, personalised methods and methods against client drift run on Fashion-MNIST with strongly skewed labels.
+Wrong labels are tested on Fashion-MNIST and WISDM. Multi-branch networks with Oort's client selection are tested on
+Fashion-MNIST. FedX and related algorithms run on CIFAR-10, and their times are measured on Tiny-ImageNet. A Transformer
+and an LSTM predict the next characters of Shakespeare's roles. FedRolex and HeteroFL run at high heterogeneity, with a
+learning rate that was chosen with a separate seed. AEP runs at the scale of FedAIoT's authors, with FedOPT at the
+published server rate and central training with Adam.
+
+FedRolex and AEP have a separate comparison for each seed. On two cores all comparisons take about seventeen hours, and
+AEP at full scale takes three more hours for each of three seeds.
+
+The script writes the commands and results of all comparisons to docs/evidence/results.json, and a chart of each
+comparison to the same folder. The tables of all comparisons are in runs/evidence/tables.md.
+
+Usage:
+    `make evidence`: Run all comparisons. The command resumes after an interruption and keeps finished runs.
+    `python -m benchmarks.evidence wisdm_watch-natural aep-dirichlet`: Run only these two comparisons.
 """
 
 from __future__ import annotations
@@ -34,6 +41,7 @@ from typing import Any
 import torch
 
 from benchmarks.pools import APOZ
+from flexfleet.experiments.comparison_report import CLIENTS_FILE
 
 STORE = Path("runs/evidence")
 OUT = Path("docs/evidence")
@@ -56,8 +64,8 @@ WIDTHS = "algorithm.widths=[0.71,0.71,1.0]"
 MAIN: dict[str, tuple[str, ...]] = {
     "flexfl": ("algorithm.epsilon=3.0",),
     "adaptivefl": (),
-    # As FlexFL's paper compares: with its selection, without HeteroFL's additions and ScaleFL's distillation. FedRolex
-    # is on equal terms with them, so that only its windows differ.
+    # In FlexFL's paper, all algorithms use FlexFL's selection. HeteroFL lacks its additions, ScaleFL its distillation.
+    # FedRolex and HeteroFL have the same settings, so they differ only in FedRolex's rolling windows.
     "heterofl": (TABLE, "algorithm.scaler=false", "algorithm.mask_labels=false", "algorithm.static_bn=false"),
     "scalefl": (TABLE, WIDTHS, "algorithm.kd_weight=0.0"),
     "decoupled": (),
@@ -65,14 +73,14 @@ MAIN: dict[str, tuple[str, ...]] = {
     "all_large": ("algorithm.eligible=all",),
     "capable=all_large": ("algorithm.eligible=capable",),
 }
-"""Algorithms (label, or label=algorithm) and their settings."""
+"""Map algorithms (label, or label=algorithm) to their settings."""
 ADDITIONS: dict[str, tuple[str, ...]] = {
     "heterofl": MAIN["heterofl"],
     "heterofl_published=heterofl": (TABLE,),
     "scalefl": MAIN["scalefl"],
     "scalefl_kd=scalefl": (TABLE, WIDTHS, "algorithm.kd_weight=0.05"),
 }
-"""HeteroFL's additions and ScaleFL's distillation, with the same selection with and without them."""
+"""HeteroFL with and without scaler, label masks and static batch norm, and ScaleFL with and without distillation."""
 OTHERS: dict[str, tuple[str, ...]] = {
     "heterofl": MAIN["heterofl"],
     "fjord": (TABLE, "algorithm.widths=[0.5,0.71,1.0]"),
@@ -81,8 +89,20 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "fedavg": (),
     "fedsgd": (),
 }
-"""What the comparisons of the papers leave out: other ways to cut a sub-model beside HeteroFL's, by the same selection
-and without additions; and FedSGD beside FedAvg."""
+"""Algorithms that the papers do not compare.
+
+FjORD, Federated Dropout and DepthFL select clients like HeteroFL. FedSGD is compared with FedAvg."""
+PERSONAL: dict[str, tuple[str, ...]] = {
+    "fedavg": (),
+    "fedper": (),
+    "fedbn": (),
+    "ditto": (),
+    "fednova": (),
+    "scaffold": (),
+    "qffl": (),
+}
+"""Methods for non-IID clients that train the full model, and FedAvg."""
+
 ABLATIONS: dict[str, tuple[str, ...]] = {
     "flexfl": MAIN["flexfl"],
     "no_kd=flexfl": ("algorithm.epsilon=3.0", "algorithm.kd_weight=0.0"),
@@ -107,7 +127,8 @@ SUBJECTS = (
     "training.fraction=1.0",
     f"fleet.tiers=[{', '.join(f'{{name: {name}, share: 0.5, memory: {memory}}}' for name, memory in TWO_DEVICES)}]",
 )
-"""One device can train a third of the network, the other all of it; which subject has which follows from the seed."""
+"""One device can train a third of the network, and the other device can train all of it. The seed assigns the subjects
+to the devices."""
 AEP = ("model.name=aep_mlp", "partition.clients=80", "training.fraction=0.1", "partition.proxy=0.05", *SENSORS)
 ON_SENSORS: dict[str, tuple[str, ...]] = {name: MAIN[name] for name in ("flexfl", "heterofl", "all_large")}
 ON_SENSORS["flexfl"] = ()
@@ -118,9 +139,10 @@ NOISY: dict[str, tuple[str, ...]] = {
     "wrong30=all_large": (*WRONG, "noise.labels=0.3", "noise.sure=1.0"),
     "wrong30_sure95=all_large": (*WRONG, "noise.labels=0.3"),
 }
-"""FedAvg with 0, 10 and 30 % of the labels to be made wrong (FedAIoT, Table 2.5): of every class that the central model
-ever mistakes; and 30 % by the rule of FedAIoT's code, which spares the classes that it recognises in 95 % of the cases.
-"""
+"""FedAvg with 0, 10 and 30 % wrong labels (FedAIoT, Table 2.5).
+
+Labels change in every class in which the central model makes errors. `wrong30_sure95` follows FedAIoT's code, which
+does not change classes that the model recognises in 95 % of the cases."""
 
 BRANCHED = (
     "dataset.train_samples=20000",
@@ -139,7 +161,7 @@ BRANCHED = (
     "rounds.evaluate_every=5",
     "tracking.mlflow=null",
 )
-"""Memory limits nobody, as in the paper on multi-branch networks: devices differ in speed, bandwidth and sessions."""
+"""As in the paper on multi-branch networks, devices have enough memory, but differ in speed, bandwidth and sessions."""
 ALL, OORT, YOGI = "algorithm.eligible=all", "algorithm.selection={name: oort}", "algorithm.server={name: yogi}"
 FULL_AND_BRANCHES: dict[str, tuple[str, ...]] = {
     "full=all_large": (ALL,),
@@ -176,8 +198,10 @@ TEXT = (
     "rounds.evaluate_every=20",
     "tracking.mlflow=null",
 )
-"""299 roles: the proxy may take all that one says, so that few clients play two. Half of them say less than 800
-characters and Gloucester 30,000, so the lengths of their updates differ by more than the bound on norms allows."""
+"""There are 299 roles for 290 clients, because the proxy data may include all lines of a role.
+
+Half of the roles have less than 800 characters, and Gloucester has 30,000. The norms of updates differ by more than
+`rounds.norm_bound` allows, so the bound is switched off."""
 TRANSFORMER = ("model.name=text_transformer", "model.hidden=512", "training.lr=0.1")
 LSTM = ("model.name=text_lstm", "training.lr=1.5")
 ON_TEXT: dict[str, tuple[str, ...]] = {
@@ -186,7 +210,7 @@ ON_TEXT: dict[str, tuple[str, ...]] = {
     "fedrolex": (TABLE, "algorithm.static_bn=false"),
 }
 WITH_LSTM: dict[str, tuple[str, ...]] = {**ON_TEXT, "flexfl": ("algorithm.use_apoz=false",), "adaptivefl": ()}
-"""An LSTM has no ReLU whose zeros could be counted, so that pre-training it would tell FlexFL nothing."""
+"""FlexFL does not measure APoZ here, because an LSTM does not contain a ReLU."""
 
 OWNED = (
     "dataset.train_samples=10000",
@@ -203,8 +227,9 @@ OWNED = (
     "rounds.evaluate_every=10",
     "tracking.mlflow=null",
 )
-"""The server has all samples of two classes, the clients all others. Half of the devices hold the small sub-network,
-half the medium one (FedX, section IV-E)."""
+"""The server has all samples of two classes, and the clients have all samples of the other classes.
+
+Half of the devices have the small sub-network, and the others have the medium sub-network (FedX, section IV-E)."""
 
 
 def _without(settings: tuple[str, ...], *begins: str) -> tuple[str, ...]:
@@ -212,8 +237,8 @@ def _without(settings: tuple[str, ...], *begins: str) -> tuple[str, ...]:
 
 
 def _tiers(bits: int | None) -> str:
-    said = "null" if bits is None else bits
-    return f"algorithm.assigned={{weak: {{level: small, bits: {said}}}, medium: {{level: medium, bits: {said}}}}}"
+    value = "null" if bits is None else bits
+    return f"algorithm.assigned={{weak: {{level: small, bits: {value}}}, medium: {{level: medium, bits: {value}}}}}"
 
 
 TUNED = "algorithm.fine_tuning.gamma=0.0"
@@ -221,9 +246,10 @@ QUANTISED: dict[str, tuple[str, ...]] = {
     "fedavg=fedx": (_tiers(None), TUNED),
     "dadaquant": ("algorithm.fine_tuning={gamma: 0}",),
 }
-"""What FedX's section IV-D compares: by bits FedX, without the regulariser, without fine-tuning; AdaGQ; and FedAvg of
-one sub-network, whose server has no data. FedAvg and DAdaQuant have no bits to choose. FedX's rows, and FedAvg's, begin
-with weights that the server has trained on its classes; the others begin anew."""
+"""Comparison of FedX's section IV-D. Each number of bits is tested with FedX, FedX without the regulariser, FedX
+without fine-tuning, and AdaGQ. FedAvg trains one sub-network, and its server does not have data. FedAvg and DAdaQuant
+do not have an option for the number of bits. FedX and FedAvg start with weights that the server has trained on its
+classes. The other algorithms start with random weights."""
 for _bits in (8, 9, 10, 11):
     QUANTISED |= {
         f"fedx_{_bits}=fedx": (_tiers(_bits),),
@@ -240,7 +266,8 @@ SIZES: dict[str, tuple[str, ...]] = {
     "fedavg=fedx": ("algorithm.assigned={strong: {level: large, bits: null}}", TUNED),
     **{f"fedx_{level}": () for level in ("small", "medium", "large")},
 }
-"""One sub-network on every device, in the bits that the search finds (FedX, Fig. 4), beside the whole in float32."""
+"""One sub-network on all devices, with the number of bits that the search finds (FedX, Figure 4), and the full network
+in float32."""
 _UNEVEN = "algorithm.assigned={weak: {level: small, bits: 11}, medium: {level: medium, bits: 9}}"
 
 
@@ -251,7 +278,8 @@ def _medium(percent: int) -> str:
 
 
 SHARES: dict[str, tuple[str, ...]] = {f"medium{p}=fedx": (_UNEVEN, _medium(p)) for p in (0, 25, 50, 75, 100)}
-"""The share of devices with the medium sub-network in 9 bits; the others have the small one in 11 (FedX, Fig. 5)."""
+"""Fractions of devices with the medium sub-network in 9 bits. Other devices have the small sub-network in 11 bits
+(FedX, Fig. 5)."""
 TIMED = (
     "partition.clients=4",
     "partition.proxy=0.1",
@@ -271,7 +299,7 @@ TIMES: dict[str, tuple[str, ...]] = {
     "dadaquant": ("algorithm.fine_tuning={gamma: 0}",),
     "adagq": ("algorithm.bits=9", "algorithm.fine_tuning={gamma: 0}"),
 }
-"""Whose seconds by phase FedX's Table IV has, with the paper's network, on 20 of Tiny-ImageNet's classes."""
+"""Seconds per phase as in FedX's Table IV, with the paper's network, on 20 classes of Tiny-ImageNet."""
 CODED: dict[str, tuple[str, ...]] = {"fp32=flexfl": MAIN["flexfl"]} | {
     f"bits{bits}=flexfl": (
         *MAIN["flexfl"],
@@ -280,7 +308,6 @@ CODED: dict[str, tuple[str, ...]] = {"fp32=flexfl": MAIN["flexfl"]} | {
     )
     for bits in (4, 8, 11)
 }
-"""FlexFL, with what travels in QSGD's bits both ways."""
 
 VGG = (
     "dataset.train_samples=10000",
@@ -298,7 +325,7 @@ VGG = (
     "rounds.evaluate_every=5",
     "tracking.mlflow=null",
 )
-"""FlexFL's network, as its authors' code pools, with a quarter of the channels, and their training."""
+"""FlexFL's network with the pooling and training of its authors' code and a quarter of the channels."""
 WITH_VGG: dict[str, tuple[str, ...]] = {
     "flexfl": (),
     "heterofl": MAIN["heterofl"],
@@ -316,17 +343,19 @@ FEW_IMAGES = (
     "training.fraction=0.4",
     "training.batch_size=10",
 )
-"""What is at hand of Tiny-ImageNet: 20 classes, 50 images of each, 64 x 64."""
+"""Settings for the available part of Tiny-ImageNet: 20 classes with 50 images each, 64 x 64 pixels."""
 OR_HETEROFL = {name: WITH_VGG[name] for name in ("flexfl", "heterofl")}
 ON_GPU = "run.devices=[cuda]"
 WHOLE_VGG = (*_without(VGG, "model.width="), ON_GPU)
-"""With all channels."""
 APOZ_OR_NOT = {name: WITH_VGG[name] for name in ("flexfl", "no_apoz=flexfl")}
 WITH_APOZ: dict[str, tuple[str, ...]] = {
     "printed=flexfl": (f"algorithm.apoz={list(APOZ['vgg16'])}",),
     "proxy_10=flexfl": ("partition.proxy=0.1", "partition.proxy_shared=true"),
 }
-"""FlexFL with the APoZ that its authors' code holds, and with what five times as many images give."""
+"""FlexFL with the APoZ values of its authors' code, and with APoZ measured on five times as many images."""
+
+
+ALL_CHANNELS = {"flexfl": APOZ_OR_NOT["flexfl"], "heterofl": MAIN["heterofl"], "scalefl": MAIN["scalefl"]}
 
 
 @dataclass(frozen=True)
@@ -338,9 +367,9 @@ class Campaign:
     algorithms: Mapping[str, Sequence[str]]
     common: tuple[str, ...] = COMMON
     about: str = ""
-    """What it varies, where that are not the algorithms."""
+    """Name of the property that varies between rows; empty if the algorithm varies."""
     to: str = ""
-    """Accuracies whose rounds and seconds are told."""
+    """Target accuracies. The comparison reports the rounds and seconds until each target is reached."""
 
     @property
     def id(self) -> str:
@@ -361,16 +390,14 @@ class Campaign:
 
 @dataclass(frozen=True)
 class Suite:
-    """Rows of a suite, with one seed: a comparison that can be made in one go."""
-
     name: str
     rows: str
     seed: int
     about: str = "suite"
     over: str = ""
-    """A factor, `a.b=value,value`: a row for each of its values."""
+    """Parameter `a.b=value,value`, with a row for each value."""
     settings: tuple[str, ...] = ()
-    """`a.b=value`, in place of what the suite says."""
+    """Settings `a.b=value` that override settings of the suite."""
 
     @property
     def id(self) -> str:
@@ -387,6 +414,7 @@ class Suite:
 DIRICHLET = ("partition.rule=dirichlet", "partition.alpha=0.3")
 IID = ("partition.rule=iid",)
 TEN = ("partition.clients=10", "training.fraction=0.4")
+SKEWED = ("partition.rule=dirichlet", "partition.alpha=0.1", "evaluate.on=clients", ON_GPU)
 HALF = ("partition.rule=dirichlet", "partition.alpha=0.5")
 FEW = ("rounds.stop=20",)
 ADAM = ("central.optimizer=adam", "central.epochs=300")
@@ -395,6 +423,7 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("cifar10", DIRICHLET, "0,1,2", 60, MAIN),
     Campaign("fashion_mnist", DIRICHLET, "0", 40, MAIN),
     Campaign("fashion_mnist", DIRICHLET, "0,1,2", 40, ABLATIONS, about="ablations"),
+    Campaign("fashion_mnist", SKEWED, "0,1,2", 40, PERSONAL, about="personal"),
     Campaign("cifar10", IID, "0", 40, MAIN),
     Campaign("cifar10", IID, "0", 40, ADDITIONS, about="additions"),
     Campaign("cifar10", IID, "0,1,2", 40, OTHERS, about="others"),
@@ -405,6 +434,7 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("cifar10", IID, "0,1,2", 60, WITH_VGG, VGG, "vgg16_iid"),
     Campaign("cifar10", IID, "0,1,2", 60, WITH_APOZ, VGG, "vgg16_apoz"),
     Campaign("cifar10", IID, "0,1,2", 40, APOZ_OR_NOT, WHOLE_VGG, "vgg16_full_width"),
+    Campaign("cifar10", IID, "0,1,2", 40, ALL_CHANNELS, WHOLE_VGG, "vgg16_all", "0.5,0.55,0.6"),
     Campaign("cifar10", DIRICHLET, "0,1,2", 60, WITH_VGG, VGG, "vgg16_dirichlet"),
     Campaign("cifar10", IID, "0", 60, OR_HETEROFL, MOBILENET, "mobilenetv2"),
     Campaign("cifar10", IID, "0", 60, OR_HETEROFL, RESNET, "resnet34"),
@@ -437,19 +467,20 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
 
 
 def run(campaign: Campaign | Suite) -> dict[str, Any]:
-    """Makes the runs of a campaign that are missing; returns its comparison.json."""
+    """Execute the missing runs of a campaign and return its comparison.json."""
     jobs = str(os.cpu_count() or 1)
     local = ["--resume", "--jobs", jobs, "--set", f"run.store={STORE}"]
     program = [sys.executable, "-m", "flexfleet.cli.main", *campaign.command[1:], *local]
     code = subprocess.run(program, check=False).returncode
     if code != 0:
-        raise SystemExit(f"{campaign.id} ended with {code}: fix the cause and start again; finished runs are kept")
+        raise SystemExit(
+            f"{campaign.id} failed with exit status {code}. Fix the cause and restart; finished runs are kept"
+        )
     found: dict[str, Any] = json.loads((STORE / campaign.id / "comparison.json").read_text("utf-8"))
     return found
 
 
 def write_tables() -> None:
-    """Join the tables of all comparisons in STORE into `tables.md` there."""
     pages = (STORE / campaign.id / "comparison.md" for campaign in CAMPAIGNS)
     texts = [page.read_text("utf-8").strip() for page in pages if page.exists()]
     (STORE / "tables.md").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
@@ -460,20 +491,22 @@ def main(names: Sequence[str]) -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     known = [campaign.id for campaign in CAMPAIGNS]
     if unknown := [name for name in names if name not in known]:
-        raise SystemExit(f"no comparison {unknown[0]!r}; there are {', '.join(known)}")
+        raise SystemExit(f"unknown comparison {unknown[0]!r}; choose from {', '.join(known)}")
     path = OUT / "results.json"
     for campaign in CAMPAIGNS:
         if names and campaign.id not in names:
             continue
         if not names and ON_GPU in campaign.command and not torch.cuda.is_available():
-            print(f"{campaign.id} needs a GPU: its published figures stay", flush=True)
+            print(f"skipping {campaign.id}, which requires a GPU; published results are unchanged", flush=True)
             continue
         found = run(campaign)
         folder = STORE / campaign.id
-        # Read after the runs, which take hours: another process may have written what it has made meanwhile.
+        # Read the results only now, because another process may have changed the file during the runs.
         results: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
         results[campaign.id] = {"command": shlex.join(campaign.command), "comparison": found}
         shutil.copyfile(folder / "comparison.svg", OUT / f"{campaign.id}.svg")
+        if (folder / CLIENTS_FILE).exists():
+            shutil.copyfile(folder / CLIENTS_FILE, OUT / f"{campaign.id}-clients.svg")
         path.write_text(
             json.dumps({name: results[name] for name in known if name in results}, indent=1) + "\n", encoding="utf-8"
         )

@@ -1,16 +1,17 @@
-"""FedJAX as a contestant: its federated averaging over its `for_each_client`, on the CPU, without evaluation.
+"""Run FedJAX as a contestant: federated averaging with its `for_each_client`, on the CPU, without evaluation.
 
-python -m benchmarks.fedjax W3
+The fastest settings are used.
 
-It is set up to be as fast as possible:
+The jit backend trains the clients one after another, and XLA uses both cores. The pmap backend on two CPU devices was
+slower (W3: 0.36 s instead of 0.19 s per round, W1: 1.4 s instead of 1.3 s), and fails with newer versions of JAX.
+JAX is pinned to 0.5.3, the last version that FedJAX 0.0.17 supports. Since 0.6, XLA runs convolutions on one core
+(W1 with 100 samples per client: 2.2 s per round with 0.10, 1.3 s with 0.5.3).
+The MLP uses XLA's older CPU runtime, because its launch overhead is smaller (W3: 0.09 s instead of 0.19 s per round).
+The CNN does not use the older runtime, which is slower for the CNN.
+A max pool over a reshaped array has a faster gradient than Haiku's (46 ms instead of 77 ms per step of the CNN).
 
-* The jit backend trains one client after the other and leaves both cores to XLA. The pmap backend with a client on each
-  of two CPU devices was slower (W3: 0.36 s a round against 0.19 s, W1: 1.4 s against 1.3 s), and fails with newer JAX.
-* JAX is pinned to 0.5.3, the last version that the published FedJAX 0.0.17 runs on. From 0.6 on, XLA runs convolutions
-  on one core (W1 with 100 samples a client: 1.3 s a round with 0.5.3, 2.2 s with 0.10).
-* The MLP's steps are so short that the time to start them matters most. XLA's older CPU runtime starts them faster
-  (W3: 0.09 s against 0.19 s); for the CNN it is slower.
-* A max pool over a reshaped array has a faster gradient than Haiku's (the CNN's step: 46 ms against 77 ms).
+Usage:
+    python -m benchmarks.fedjax W3
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from benchmarks.workloads import Workload, chosen, normalised
 
 
 def mlp(x: jax.Array) -> jax.Array:
-    """The same network as `networks.mlp`."""
+    """Build the same network as `networks.mlp`."""
     return hk.nets.MLP([64, 1])(hk.Flatten()(x))
 
 
 def mcmahan_cnn(x_bhwc: jax.Array, classes: int) -> jax.Array:
-    """The same network as `networks.mcmahan_cnn`."""
+    """Build the same network as `networks.mcmahan_cnn`."""
     for channels in (32, 64):
         x_bhwc = max_pool(jax.nn.relu(hk.Conv2D(channels, 5)(x_bhwc)))
     return hk.nets.MLP([512, classes])(hk.Flatten()(x_bhwc))
@@ -61,7 +62,7 @@ def model_of(name: str, w: Workload) -> fedjax.Model:
 
 def clients_of(w: Workload) -> fedjax.FederatedData:
     x, y = w.data()
-    # XLA's convolutions on the CPU need channels last.
+    # XLA's convolutions on the CPU require the channels as the last axis.
     images, labels = np.ascontiguousarray(np.moveaxis(normalised(x), 2, -1)), y.astype(np.int32)
     return fedjax.InMemoryFederatedData({c: {"x": images[c], "y": labels[c]} for c in range(w.clients)})
 
@@ -70,10 +71,10 @@ def main(argv: list[str]) -> None:
     gate = Gate()
     name, w, _ = chosen(argv)
     if name not in ("W1", "W3"):
-        raise SystemExit(f"fedjax: W1 and W3 only, not {name}")
+        raise SystemExit(f"fedjax supports only W1 and W3, got {name}")
     if name == "W3":
         os.environ["XLA_FLAGS"] = "--xla_cpu_use_thunk_runtime=false"
-    # FedJAX calls `jax.tree_map`, which JAX no longer has from 0.6 on.
+    # FedJAX calls `jax.tree_map`, which JAX removed in 0.6.
     jax.tree_map = jax.tree_util.tree_map
     fedjax.set_for_each_client_backend("jit")
     model = model_of(name, w)
@@ -88,7 +89,7 @@ def main(argv: list[str]) -> None:
     while True:
         gate.round_begins()
         state, _ = algorithm.apply(state, sampler.sample())
-        # JAX returns before it has computed, so wait for the round's weights.
+        # JAX computes asynchronously, so wait until the weights of the round are available.
         jax.block_until_ready(state.params)
 
 

@@ -1,16 +1,16 @@
-"""Flower as a contestant: its FedAvg strategy over its Ray simulation, without evaluation.
+"""Run Flower as a contestant: its FedAvg strategy in its Ray simulation, without evaluation.
 
-python -m benchmarks.flower W3
+The fastest settings are used.
 
-It is set up to be as fast as possible:
+There are two Ray actors with one CPU and one torch thread each. An actor creates the data and the network only once
+and trains with the code of the hand-written loop. A client object contains only the client's number.
+Flower 1.41 has two deprecated simulation engines. `start_simulation` passes a client directly to an actor, and
+`run_simulation` polls a message store ten times a second for every client. This benchmark uses `start_simulation`,
+because it was faster with many small clients (W3, on a busy machine: 0.90 s instead of 1.35 s per round).
+Actors have the same priority as the server. Ray's default is a lower priority.
 
-* There are two Ray actors with one CPU and one torch thread each. An actor makes the data and the network once and
-  keeps them; a client is only a number. It trains with the code of the hand-written loop.
-* Flower 1.41 has two simulation engines, both marked as deprecated. `start_simulation` hands a client directly to an
-  actor; `run_simulation` uses a store of messages, which it searches ten times a second for every client. The first was
-  faster with many small clients (W3, side by side on a busy machine: 0.90 s a round against 1.35 s), and equal
-  otherwise, so it is used here.
-* Ray would run its actors at a lower priority than the server; this is switched off.
+Usage:
+    python -m benchmarks.flower W3
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-# Flower and Ray read these when they are imported.
+# Flower and Ray read these variables during their import.
 os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 import numpy as np
@@ -45,7 +45,7 @@ PROCESSES = 2
 # ------------------------------------------------------------------------------------------- in an actor
 @cache
 def held(name: str, samples: int) -> naive.Client:
-    """The data and the network, which an actor makes once and keeps for all clients."""
+    """Create the data and the network once for all clients of an actor."""
     w = replace(WORKLOADS[name], samples=samples)
     return naive.Client(w, naive.plan_of(name, w))
 
@@ -68,16 +68,16 @@ def client_of(context: Context) -> Client:
 
 # --------------------------------------------------------------------------------------------- the server
 class GateOfRay(Gate):
-    """Stops Ray before the process ends; else some of Ray's processes would run for another half minute."""
+    """Stops Ray before the process ends, because otherwise some Ray processes run for another half minute."""
 
-    def _say(self, what: dict[str, Any]) -> None:
+    def _report(self, what: dict[str, Any]) -> None:
         if "peak_mb" in what:
             ray.shutdown()
-        super()._say(what)
+        super()._report(what)
 
 
 class Gated(FedAvg):
-    """FedAvg that waits at the gate before each round."""
+    """FedAvg strategy that waits for the gate before each round."""
 
     def __init__(self, gate: Gate, name: str, w: Workload, initial: Parameters) -> None:
         super().__init__(
@@ -116,8 +116,8 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Imports this module by its name. Ray sends functions of __main__ to the actors as code, anew for each client, so
-    # that `held` would keep nothing.
+    # Import this module by its name, because Ray resends functions of __main__ for each client, and a resent `held`
+    # has an empty cache.
     from benchmarks import flower
 
     flower.main(sys.argv[1:])

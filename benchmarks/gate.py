@@ -1,8 +1,8 @@
-"""Tells a contestant on its stdin to run rounds, and reports on its stdout how long they took.
+"""Lets a contestant run rounds on request. A gate reads numbers of rounds from stdin and writes their times to stdout.
 
-A contestant calls only `Gate.round_begins()`, at the start of each round. A round takes the time from one call to the
-next, so that nothing between two rounds goes uncounted. The call waits until the contestant's turn. This module needs
-nothing but Python, because contestants have environments of their own.
+A contestant calls `Gate.round_begins()` at the start of each round. The call blocks until the contestant's turn. The
+time of a round is the time between two calls, so it includes work between rounds. This module uses only the standard
+library, because contestants have separate environments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 class Gate:
     def __init__(self) -> None:
-        # Lets libraries print to stderr, because stdout is for the reports.
+        # Redirect stdout of libraries to stderr, because stdout is for the reports.
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         self._marks: list[float] = []
@@ -26,37 +26,38 @@ class Gate:
         self._begun = False
 
     def round_begins(self) -> None:
-        """Returns when the next round may start. Exits the process if there is none."""
+        """Wait until the next round may start. Exit the process after the last round."""
         now = time.perf_counter()
         if not self._begun:
-            self._say({"ready": True})
+            self._report({"ready": True})
             self._begun = True
         elif self._left:
             self._marks.append(now)
             self._left -= 1
         if not self._left:
             if self._marks:
-                self._say({"seconds": [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]})
+                self._report({"seconds": [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]})
             line = sys.stdin.readline().strip()
             if not line:
-                self._say({"peak_mb": _peak_mb()})
+                self._report({"peak_mb": _peak_mb()})
                 os._exit(0)
             self._left = int(line)
             self._marks = [time.perf_counter()]
 
-    def _say(self, what: dict[str, Any]) -> None:
+    def _report(self, what: dict[str, Any]) -> None:
         print(json.dumps(what), file=self._out, flush=True)
 
 
 def family(pid: int) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Of a process and of each that it has started: the fields of /proc/<pid>/status, and the values of
-    /proc/<pid>/stat from the third on (Linux; elsewhere nothing)."""
+    """Yield a pair for the process and for each descendant process. A pair contains the fields of /proc/<pid>/status,
+    and the values of /proc/<pid>/stat from the third value on. Outside Linux, yield nothing.
+    """
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             lines = (folder / "status").read_text("utf-8").splitlines()
             values = (folder / "stat").read_text("utf-8").rpartition(")")[2].split()
-        except OSError:  # the process has ended meanwhile
+        except OSError:  # The process has already ended.
             continue
         found[int(folder.name)] = dict(line.split(":", 1) for line in lines if ":" in line), values
     members = {pid}
@@ -66,5 +67,5 @@ def family(pid: int) -> Iterator[tuple[dict[str, str], list[str]]]:
 
 
 def _peak_mb() -> float:
-    """Largest resident memory of this process and of each that it has started, added up (Linux; elsewhere 0)."""
+    """Return the total peak resident memory of this process and its descendants; 0 outside Linux."""
     return sum(float(fields.get("VmHWM", "0 kB").split()[0]) for fields, _ in family(os.getpid())) / 1024

@@ -1,16 +1,16 @@
-"""How a round and its memory grow with the clients of the fleet and of the round, and how long the report of a long run
-takes. Each point is a process of its own, so that its peak memory is its own.
+"""Measure how the time and the memory of a round grow with the number of clients, in total and per round.
 
-python -m benchmarks.growth --fleet     100 clients a round of 1,000 to 100,000, by selection
-python -m benchmarks.growth --round     100 to 10,000 clients a round, of 20,000
-python -m benchmarks.growth --model     3 clients a round, models of 100 MB to 1.3 GB (`benchmarks.large`)
-python -m benchmarks.growth --methods   the same with aggregations, a server optimiser and codecs that hold more
-python -m benchmarks.growth --report    `flexfleet report` of a run of 10,000 rounds, made of a run of three
-python -m benchmarks.growth --mlflow    what MLflow takes of 100 to 10,000 rounds, and of the lines about 1,000 to
-                                        100,000 clients (`benchmarks.tracking`)
+Each point runs in a separate process, because peak memory is measured per process. Except for --model and --methods,
+the network is the MLP of W3, and only 2,000 clients have distinct samples. Seconds are CPU seconds, which other
+programs hardly affect.
 
-But for --model and --methods the network is W3's MLP; clients share the samples of 2,000. Seconds are those of the
-processor, which other programs change least.
+Usage:
+    `python -m benchmarks.growth --fleet`: 100 clients per round in fleets of 1,000 to 100,000, for each selection.
+    `python -m benchmarks.growth --round`: 100 to 10,000 clients per round in a fleet of 20,000.
+    `python -m benchmarks.growth --model`: 3 clients per round, models of 100 MB to 1.3 GB (`benchmarks.large`).
+    `python -m benchmarks.growth --methods`: Measure models with different aggregations, a server optimizer and codecs.
+    `python -m benchmarks.growth --report`: `flexfleet report` of 10,000 rounds, copied from a run of three rounds.
+    `python -m benchmarks.growth --mlflow`: MLflow with 100 to 10,000 rounds, and with 1,000 to 100,000 client lines.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from fl_engine.exchange.client import Site
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
 from fl_engine.rounds import loop as rounds
-from fl_engine.rounds.ledger import Ledger, ledger_in
+from fl_engine.rounds.ledger import Ledger
+from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
-from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Oort
 from fl_engine.storage.store import FolderStore
 from fl_engine.tasks import Classification
@@ -67,7 +67,7 @@ POINTS: Mapping[str, Sequence[tuple[str, int, int]]] = {
     "fleet": [(name, n, 100) for name in SELECTIONS for n in (1000, 10_000, 30_000, 100_000)],
     "round": [("uniform", 20_000, n) for n in (100, 1000, 3000, 10_000)],
 }
-"""Selection, clients of the fleet, clients of a round."""
+"""Map each sweep to a list of points (selection, number of clients, number of clients per round)."""
 
 
 def site_of(selection: str, clients: int, per_round: int) -> tuple[Algorithm, Site]:
@@ -92,9 +92,14 @@ def site_of(selection: str, clients: int, per_round: int) -> tuple[Algorithm, Si
 
 
 def point(selection: str, clients: int, per_round: int, stop: int = ROUNDS) -> dict[str, float]:
-    """Processor seconds: `fleet` to make the site, `round` as the mean over a run of `stop` rounds, `resume` to open
-    its ledger again and run one more round. `plan`, `train`, `merge`: seconds by the clock, medians of a round's
-    phases. MB of 1e6 bytes at the peak: before the rounds, after them, and with the resumed run (`mb_peak`)."""
+    """Measure the time and memory of a run of `stop` rounds.
+
+    Returns:
+        CPU seconds `fleet` to create the site, `round` per round, and `resume` to resume the run for one round.
+        Median wall-clock seconds of the phases `plan`, `train` and `merge` of a round.
+        Peak memory in MB of 1e6 bytes before the rounds (`mb_before`), after the rounds (`mb_rounds`), and after the
+        resumed round (`mb_peak`). `mb_ledger` is the size of the ledger's files.
+    """
     prepare_process(("cpu",))
     started = time.process_time()
     algorithm, site = site_of(selection, clients, per_round)
@@ -103,7 +108,7 @@ def point(selection: str, clients: int, per_round: int, stop: int = ROUNDS) -> d
     with tempfile.TemporaryDirectory() as folder:
 
         def until(stop: int) -> tuple[float, Ledger]:
-            started, ledger = time.process_time(), ledger_in(FolderStore(Path(folder)))
+            started, ledger = time.process_time(), Ledger(FolderStore(Path(folder)))
             run = Run(algorithm, site, RoundsConfig(stop=stop, evaluate_every=10**9))
             rounds.federate(run, initial, InProcess(site), ledger, Memory())
             return time.process_time() - started, ledger
@@ -119,7 +124,7 @@ def point(selection: str, clients: int, per_round: int, stop: int = ROUNDS) -> d
 
 
 def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """By least squares of relative errors: (at zero, for each unit of x)."""
+    """Fit a line by least squares of relative errors. Return (value at zero, slope)."""
     slope, base = np.polyfit(x, y, 1, w=1 / np.array(y))
     return float(base), float(slope)
 
@@ -141,57 +146,60 @@ FITTED = (("round", "ms a round", 1e3), ("resume", "ms to resume", 1e3), ("mb_pe
 
 
 def fits(what: str, found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each selection: how a round, a resume and the peak memory grow with the clients."""
+    """Describe for each selection how the time of a round, the time of a resume and the peak memory grow with the
+    clients."""
     key, lines = "clients" if what == "fleet" else "per_round", []
     for name in dict.fromkeys(row["selection"] for row in found):
         rows = [row for row in found if row["selection"] == name]
         x = [row[key] for row in rows]
-        told = [f"{name}: by clients of the {what}"]
+        parts = [f"{name}: by clients of the {what}"]
         for each, unit, scale in FITTED:
             base, slope = line(x, [scale * row[each] for row in rows])
-            told.append(f"{base:.1f} + {1000 * slope:.2f} {unit} per 1000")
-        lines.append(", ".join(told))
+            parts.append(f"{base:.1f} + {1000 * slope:.2f} {unit} per 1000")
+        lines.append(", ".join(parts))
     return lines
 
 
 # ------------------------------------------------------------------------------------------------- large models
 MODELS = (100, 200, 400, 800, 1300)
-"""MB."""
 
 
-def of_models(sizes: Sequence[float] = MODELS, clients: int = 3) -> list[str]:
-    """The points one by one, and how memory grows with the model: a line for the coordinator with worker processes, for
-    a worker, and for one process that does it all."""
+def sweep_models(sizes: Sequence[float] = MODELS, clients: int = 3) -> list[str]:
+    """Measure models of all sizes, and return descriptions of the memory growth. The descriptions are for a coordinator
+    with worker processes, for a worker, and for a run in one process.
+    """
     found: dict[str, list[dict[str, float]]] = {"workers": [], "process": []}
     for way, rows in found.items():
         for size in sizes:
-            rows.append(_of_model(size, clients, way))
+            rows.append(_model_point(size, clients, way))
             print(f"{way:8} {size:6} MB: { {k: round(v, 2) for k, v in rows[-1].items()} }", flush=True)
-    told = []
+    lines = []
     for who, way, name in (
         ("coordinator", "workers", "mb_peak"),
         ("a worker", "workers", "mb_worker"),
         ("one process", "process", "mb_peak"),
     ):
         base, slope = line([row["mb_model"] for row in found[way]], [row[name] for row in found[way]])
-        told.append(f"{who}: {base:.0f} MB + {slope:.2f} models")
-    return told
+        lines.append(f"{who}: {base:.0f} MB + {slope:.2f} models")
+    return lines
 
 
-def of_methods(size: float, clients: int = 3) -> None:
-    """Prints a line for each of `large.METHODS`, with two worker processes: in models the peaks by stage, what the
-    store is given, and a worker's peak; and the coordinator's processor seconds a round."""
-    stages = ("orders", "train", "updates", "merge", "evaluate", "commit", "written")
+def print_methods(size: float, clients: int = 3) -> None:
+    """Print a line for each of `large.METHODS`, with two worker processes.
+
+    The first columns are the peak memory of each stage, the written bytes and the peak memory of a worker, in multiples
+    of the model's size. The last column is the coordinator's CPU seconds per round.
+    """
+    stages = ("assignments", "train", "updates", "merge", "evaluate", "commit", "written")
     print(" " * 8, *(f"{head:>8}" for head in (*stages, "worker", "cpu s")))
     for method in large.METHODS:
-        found = _of_model(size, clients, "workers", method)
+        found = _model_point(size, clients, "workers", method)
         worker = (found["mb_worker"] - found["mb_before"]) / found["mb_model"]
         row = (*(found[stage] for stage in stages), worker, found["cpu_s"])
         print(f"{method:8}", *(f"{x:8.2f}" for x in row), flush=True)
 
 
-def _of_model(size: float, clients: int, way: str, method: str = "mean") -> dict[str, float]:
-    """`large.point` in a process of its own."""
+def _model_point(size: float, clients: int, way: str, method: str = "mean") -> dict[str, float]:
     argv = [sys.executable, "-m", "benchmarks.growth", "--model-point", str(size), str(clients), way, method]
     found: dict[str, float] = json.loads(subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
     return found
@@ -199,8 +207,8 @@ def _of_model(size: float, clients: int, way: str, method: str = "mean") -> dict
 
 # ------------------------------------------------------------------------------------------------- the report
 def long_run(short: Path, out: Path, count: int = LONG) -> Path:
-    """A folder `out` with a finished run of `count` rounds: those of `short` again and again, with other
-    measurements."""
+    """Create a finished run of `count` rounds in `out`. The new rounds repeat the rounds of the run `short`, with
+    different measured values."""
     rng = random.Random(0)
     out.mkdir(parents=True)
     for path in short.rglob("*.json"):
@@ -224,14 +232,16 @@ SHORT = ("tracking.mlflow=null", "rounds.stop=3", "pretrain.epochs=1", "model.wi
 
 
 def _short(folder: str) -> Path:
-    """A run of three rounds of the digits, in a folder of its own."""
+    """Run three rounds on digits and return the folder of the run."""
     _flexfleet(folder, "run", "-q", "--run-id", "short", *(word for text in SHORT for word in ("--set", text)))
     return Path(folder) / "runs" / "short"
 
 
 def report_of_a_long_run() -> dict[str, float]:
-    """Seconds of `flexfleet report`, by the clock and of the processor, for the short run and the long one; and the
-    long page's size in MB."""
+    """Measure `flexfleet report` for a short and a long run.
+
+    Return the wall-clock and CPU seconds of both reports, and the size of the long report in MB.
+    """
     with tempfile.TemporaryDirectory() as folder:
         long_run(_short(folder), Path(folder) / "runs" / "long")
         found = {}
@@ -246,11 +256,11 @@ def report_of_a_long_run() -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------------------------------- MLflow
-TOLD, LINES = (100, 1000, LONG), (1000, 10_000, 100_000)
+LOGGED, LINES = (100, 1000, LONG), (1000, 10_000, 100_000)
 
 
-def of_mlflow(rounds: Sequence[int] = TOLD, lines: Sequence[int] = LINES) -> None:
-    """Prints a line for each point of `benchmarks.tracking`, with what a round of a real run tells."""
+def print_mlflow(rounds: Sequence[int] = LOGGED, lines: Sequence[int] = LINES) -> None:
+    """Print a line for each point of `benchmarks.tracking`, which logs the metrics of the last round of a real run."""
     with tempfile.TemporaryDirectory() as folder:
         row = json.loads((_short(folder) / "history.json").read_text("utf-8"))["rounds"][-1]
     metrics, client = row["metrics"], row["clients"][0]
@@ -279,10 +289,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--fleet", action="store_true", help="clients of the fleet")
     what.add_argument("--round", action="store_true", help="clients of a round")
-    what.add_argument("--model", nargs="*", type=float, metavar="MB", help=f"the model; default {MODELS}")
-    what.add_argument("--methods", nargs="?", type=float, const=MODELS[-1], metavar="MB", help="default %(const)s")
+    what.add_argument("--model", nargs="*", type=float, metavar="MB", help=f"model sizes (default: {MODELS})")
+    what.add_argument(
+        "--methods",
+        nargs="?",
+        type=float,
+        const=MODELS[-1],
+        metavar="MB",
+        help="model size (default: %(const)s)",
+    )
     what.add_argument("--report", action="store_true", help="the report of 10,000 rounds")
-    what.add_argument("--mlflow", action="store_true", help="rounds and clients that MLflow is told of")
+    what.add_argument("--mlflow", action="store_true", help="rounds and clients that are logged to MLflow")
     what.add_argument("--point", nargs=3, metavar=("SELECTION", "CLIENTS", "PER_ROUND"), help="one point, as JSON")
     what.add_argument("--model-point", nargs=4, metavar=("MB", "CLIENTS", "WAY", "METHOD"), help="one point, as JSON")
     args = p.parse_args(argv)
@@ -292,13 +309,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.point:
         print(json.dumps(point(args.point[0], int(args.point[1]), int(args.point[2]))))
     elif args.model is not None:
-        print("\n".join(of_models(args.model or MODELS)))
+        print("\n".join(sweep_models(args.model or MODELS)))
     elif args.methods is not None:
-        of_methods(args.methods)
+        print_methods(args.methods)
     elif args.report:
         print({name: round(value, 2) for name, value in report_of_a_long_run().items()})
     elif args.mlflow:
-        of_mlflow()
+        print_mlflow()
     else:
         kind = "fleet" if args.fleet else "round"
         print("\n".join(fits(kind, sweep(kind))))

@@ -1,7 +1,8 @@
-"""What a round with a large model takes: memory at each stage, seconds, and bytes that the store is given.
+"""Measure a round with a large model: memory in each stage, seconds, and bytes written to the store.
 
-`benchmarks.growth --model` makes the sweep. The network is an MLP whose five inner matrices are nearly all of it;
-clients take one step on four samples. A point has a process of its own, so that its memory is its own.
+`benchmarks.growth --model` runs all points in separate processes, because peak memory is measured per process. The
+network is an MLP whose five hidden layers hold nearly all parameters. Each client trains one step on four
+samples.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from fl_engine.aggregation.robust import Median
-from fl_engine.aggregation.rules import Mean
-from fl_engine.aggregation.server_opt import Adam
+from fl_engine.aggregation.rules import Mean, Median
+from fl_engine.aggregation.server_opt import FedAdam
 from fl_engine.algorithms import FedAvg
 from fl_engine.algorithms.pooled import PooledState
 from fl_engine.algorithms.training import Training
@@ -28,26 +28,25 @@ from fl_engine.backends.processes import Processes
 from fl_engine.codecs import Half, Qsgd
 from fl_engine.core.contracts import Algorithm, ServerContext
 from fl_engine.core.costs import count_params
-from fl_engine.core.types import FULL, Axis, Codecs, Outcome, ParamLayout, Prunable, RoundPlan, SubmodelSpec
+from fl_engine.core.types import FULL, Axis, ClientResult, Codecs, ParamLayout, Prunable, RoundPlan, SubmodelSpec
 from fl_engine.models.layers import FREE, linear_slots
 from fl_engine.rounds import loop as rounds
-from fl_engine.rounds.ledger import Ledger, RoundMailbox
+from fl_engine.rounds.ledger import Ledger
+from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.run import Run
-from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tiny import Memory, start_of, tiny_data, tiny_fleet, tiny_site
 from fl_engine.training.memory import resident_peak, restart_peak
 
 INNER = 5
-"""Matrices of the network that are hidden x hidden."""
+"""Number of matrices of size hidden x hidden in the network."""
 SAMPLES = 4
-"""Of each client."""
 
 
 @dataclass(frozen=True)
 class WideMLP:
-    """(B, 64) -> hidden, INNER times hidden -> hidden, -> outputs, with ReLU between."""
+    """MLP with ReLU. The layers have the widths 64, `hidden` (INNER + 1 layers) and `outputs`."""
 
     hidden: int
     input_shape: tuple[int, int, int] = (1, 8, 8)
@@ -57,7 +56,7 @@ class WideMLP:
 
     @staticmethod
     def of(megabytes: float) -> WideMLP:
-        """As large as so many MB of float32, to within a percent."""
+        """Return a network with float32 weights of this size. The size is accurate to one percent."""
         return WideMLP(round(math.sqrt(megabytes * 1e6 / 4 / INNER)))
 
     def layout(self) -> ParamLayout:
@@ -88,7 +87,7 @@ class WideMLP:
 
 # ------------------------------------------------------------------------------------------------- the stages
 class Stages:
-    """The peak of this process's resident memory in each stage of a round, in bytes."""
+    """Measures the peak resident memory of this process in bytes for each stage of a round."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
@@ -102,7 +101,8 @@ class Stages:
 
 
 class SeenStore(FolderStore):
-    """Counts what it is given, and enters the stages that begin with a file. Workers get a plain store."""
+    """Store that counts written bytes, and detects the current stage by the name of the written file. Workers get a
+    plain store."""
 
     def __init__(self, root: Path, stages: Stages) -> None:
         super().__init__(root)
@@ -113,7 +113,7 @@ class SeenStore(FolderStore):
 
     def put(self, key: str, value: Any) -> None:
         if key.endswith("plan.json"):
-            self.stages.enter("orders")
+            self.stages.enter("assignments")
         super().put(key, value)
         self._put.add(key)
         self.written += (self.root / key).stat().st_size
@@ -126,34 +126,34 @@ class SeenStore(FolderStore):
 
 
 class SeenBackend:
-    """Tells the time in which clients train from that in which their updates are taken in."""
+    """Backend that records when training begins and when updates are received."""
 
     def __init__(self, inner: Any, stages: Stages) -> None:
         self.inner, self.stages, self.durable = inner, stages, inner.durable
 
-    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
-        outcomes = self.inner.run(algorithm, plan)
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[ClientResult]:
+        results = self.inner.run(algorithm, plan)
         while True:
             self.stages.enter("train")
-            outcome = next(outcomes, None)
+            result = next(results, None)
             self.stages.enter("updates")
-            if outcome is None:
+            if result is None:
                 return
-            yield outcome
-            del outcome
+            yield result
+            del result
 
 
 _seen = Stages()
-"""The stages of this process's one point: an algorithm is sent to workers, and has no room for them."""
+"""Stages of the measured point. The variable is global, because workers get a copy of the algorithm."""
 
 
 @dataclass(frozen=True)
 class SeenAvg(FedAvg):
     def merge(
-        self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
+        self, state: PooledState, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext
     ) -> PooledState:
         _seen.enter("merge")
-        found = super().merge(state, plan, answers, server)
+        found = super().merge(state, plan, results, server)
         _seen.enter("evaluate")
         return found
 
@@ -170,20 +170,30 @@ METHODS: Mapping[str, tuple[Mapping[str, Any], Codecs]] = {
     "mean": ({}, Codecs()),
     "clip": ({"aggregation": Mean(clip=0.01)}, Codecs()),
     "median": ({"aggregation": Median()}, Codecs()),
-    "adam": ({"server": Adam()}, Codecs()),
+    "adam": ({"server": FedAdam()}, Codecs()),
     "half": ({}, Codecs(Half(), Half())),
     "qsgd": ({}, Codecs(Qsgd(), Qsgd())),
 }
-"""FedAvg's fields and the run's codecs, by name."""
+"""Map names of methods to fields of FedAvg and codecs of the run."""
 
 
 def point(megabytes: float, clients: int, way: str, stop: int = 2, method: str = "mean") -> dict[str, float]:
-    """`way`: `process`, all clients in this one, with their updates in the store; `workers`, two worker processes. In
-    the second round nothing is left of the first model.
+    """Measure a run of `stop` rounds. From the second round on, the memory of the initial model is free.
 
-    By stage the peak of this process's resident memory above `mb_before`, in models: `start` is making the first one.
-    MB of 1e6 bytes: `mb_model`, `mb_before`, `mb_peak` of all stages, and `mb_worker` of the larger worker. Of a round:
-    `written`, what the store was given, in models, and seconds by the clock and of the processors (this process's)."""
+    Args:
+        megabytes: Size of the model.
+        clients: Number of clients. All clients train in each round.
+        way: "process" trains all clients in this process and stores their updates. "workers" starts two workers.
+        stop: Number of rounds.
+        method: Key of METHODS.
+
+    Returns:
+        The peak resident memory of this process above `mb_before` for each stage, in multiples of the model's size. The
+        stage `start` creates the initial model.
+        The values `mb_model`, `mb_before`, `mb_peak` (all stages) and `mb_worker` (the larger worker) are in MB of 1e6
+        bytes. The values per round are `written` (bytes in multiples of the model's size), `seconds` (wall clock) and
+        `cpu_s` (CPU seconds of this process).
+    """
     prepare_process(("cpu",))
     family = WideMLP.of(megabytes)
     fleet = tiny_fleet(clients, sigma=(0.0,))
@@ -195,7 +205,8 @@ def point(megabytes: float, clients: int, way: str, stop: int = 2, method: str =
     model = 4 * count_params(family)
     with tempfile.TemporaryDirectory(prefix="flexfleet-large-") as folder:
         store = SeenStore(Path(folder) / "run", _seen)
-        ledger = Ledger(SeenCheckpoints(store), RoundMailbox(store, site.rules))
+        ledger = Ledger(store, rules=site.rules)
+        ledger.checkpoints = SeenCheckpoints(store)
         inner = InProcess(site) if way == "process" else Processes(site, ("cpu", "cpu"))
         before, _ = restart_peak()
         first = [start_of(algorithm, site)]
@@ -214,6 +225,6 @@ def point(megabytes: float, clients: int, way: str, stop: int = 2, method: str =
 
 
 def peak_of(pid: int | None) -> int:
-    """The largest resident memory of another process so far, in bytes."""
+    """Return the peak resident memory of another process in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text("utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

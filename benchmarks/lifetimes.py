@@ -1,9 +1,12 @@
-"""What a round takes with pods of a round and with pods that stay (`kubernetes.lifetime`), beside the same round in
-worker processes and in this process: by the clock, in seconds of the processor, in requests to the object store; how
-many pods were made, and the memory of the clients' processes early in the run and at its end. On the tests' cluster: a
-fake API server whose kubelet runs the pods' own commands as processes here, over an S3 server in a process of its own.
-No scheduler, no network, no image: a real cluster takes longer. Linux alone (/proc).
+"""Compare `kubernetes.lifetime=run` and `round` with worker processes and with one process.
 
+The table has the wall-clock seconds, CPU seconds and store requests per round, and the number of pods. The table also
+has the memory of client processes early in the run and at the end.
+
+The cluster is the fake API server of the tests. The kubelet runs the commands of pods as local processes. An S3 server
+runs in another process. A real cluster is slower because of its scheduler, network and images. Requires Linux.
+
+Usage:
     python -m benchmarks.lifetimes --clients 3 --rounds 12
     python -m benchmarks.lifetimes --clients 50 --pods 2 --rounds 6 --only in_process,run --set training.epochs=20
     python -m benchmarks.lifetimes --clients 50 --pods 2 --rounds 6 --only processes,run --delay 0.02
@@ -37,6 +40,7 @@ from flexfleet.pipeline.model_pool import model_pool
 from flexfleet.pipeline.partition import partition
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.pretrain import pretrain
+from flexfleet.pipeline.resume import Attempt
 from tests.harness.processes import QUICK
 from tests.k8s import fake
 
@@ -54,13 +58,13 @@ def later(self, *about):
 server.DomainDispatcherApplication.__call__ = later
 server.main(["-p", sys.argv[1]])
 """
-"""An S3 server on the first argument's port that answers so many seconds later as the second says."""
+"""Code of an S3 server. The arguments are the port and the delay of each response in seconds."""
 EARLY = 0.1
-"""Of the rounds: when the clients' memory is looked at first."""
+"""Fraction of the rounds after which the memory of clients is first measured."""
 
 
 def contestants(pods: int, clients: int) -> dict[str, tuple[str, ...]]:
-    """Settings by name. `pods`: how many there are at a time, and worker processes."""
+    """Map contestants to settings with `pods` pods or worker processes at a time."""
     packed = f"kubernetes.clients_per_pod={-(-clients // pods)}"
     return {
         "in_process": ("run.strategy=single", "run.devices=[cpu]"),
@@ -75,7 +79,7 @@ class Surroundings:
     cluster: fake.Cluster
     server: subprocess.Popen[bytes]
     log: Path
-    """A line for each request to the object store."""
+    """Log of the object store, with a line for each request."""
 
     def requests(self) -> int:
         return self.log.read_bytes().count(b" HTTP/1.1")
@@ -83,8 +87,12 @@ class Surroundings:
 
 @contextmanager
 def surroundings(folder: Path, delay_s: float) -> Iterator[Surroundings]:
-    """A cluster and a bucket `runs`, named by the environment. `delay_s`: how much later each request to it is
-    answered."""
+    """Start a cluster and an object store with a bucket `runs`, and set the environment variables for both.
+
+    Args:
+        folder: Folder for the store's log and the cluster's files.
+        delay_s: Delay of each response of the store in seconds.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -95,7 +103,7 @@ def surroundings(folder: Path, delay_s: float) -> Iterator[Surroundings]:
         command = [sys.executable, "-c", SERVER, str(port), str(delay_s)]
         server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     try:
-        boto3.session.Session().client("s3").create_bucket(Bucket="runs")  # tries again until the server is there
+        boto3.session.Session().client("s3").create_bucket(Bucket="runs")  # boto3 retries until the server has started
         cluster = fake.Cluster(folder / "cluster", slots=threading.Semaphore(1000))
         with fake.serving(cluster) as kubeconfig:
             os.environ["KUBECONFIG"] = str(kubeconfig)
@@ -106,10 +114,10 @@ def surroundings(folder: Path, delay_s: float) -> Iterator[Surroundings]:
 
 
 def seconds_of(process: int) -> float:
-    """Of the processor, that a process has taken; 0 where it is gone."""
+    """Return the CPU seconds that a process has used; 0 if it has ended."""
     with suppress(OSError):
-        told = Path(f"/proc/{process}/stat").read_text("utf-8").rpartition(")")[2].split()
-        return (int(told[11]) + int(told[12])) / os.sysconf("SC_CLK_TCK")
+        fields = Path(f"/proc/{process}/stat").read_text("utf-8").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return 0.0
 
 
@@ -120,7 +128,7 @@ def resident_mb(process: int) -> float:
 
 
 def below(process: int) -> set[int]:
-    """The processes that a process has started, and theirs."""
+    """Return the descendants of a process."""
     parents: dict[int, list[int]] = {}
     for each in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -135,21 +143,20 @@ def below(process: int) -> set[int]:
 
 @dataclass
 class Mark:
-    """Where a run stands after a round. Sums are since the start."""
+    """Resources that a run used between its start and the end of a round."""
 
     round: int
     here_s: float
-    """Of the processor, in this process: the coordinator, and the cluster's API."""
+    """CPU seconds of this process, which runs the coordinator and the cluster's API."""
     store_s: float
     clients_s: float
-    """In the processes that it has started, ended ones included."""
+    """CPU seconds of all client processes, including ended processes."""
     requests: int
     largest_mb: float
-    """Resident memory of the largest of the clients' processes."""
 
 
 class Marks(Tracker):
-    """A tracker that looks around at every commit."""
+    """Tracker that records the used resources at every commit."""
 
     def __init__(self, around: Surroundings) -> None:
         self._around, self.found = around, list[Mark]()
@@ -168,16 +175,16 @@ class Marks(Tracker):
 
 
 def measured(around: Surroundings, folder: Path, name: str, sets: Sequence[str]) -> tuple[list[float], list[Mark]]:
-    """Seconds of each round, and where the run stood after rounds."""
+    """Run a contestant. Return the seconds of each round, and the marks of all commits."""
     marks = Marks(around)
     resolved = Resolved.load(None, tuple(sets))
-    federate(resolved, folder / "partition", folder / "pool", folder / name, run_id=name, observer=marks)
+    federate(resolved, folder / "partition", folder / "pool", folder / name, Attempt(observer=marks), run_id=name)
     rows = Checkpoints(open_store(f"s3://runs/{name}")).rows()
     return [row.metrics["seconds_round"] for row in rows], marks.found
 
 
-def told(name: str, seconds: Sequence[float], marks: Sequence[Mark], pods: int) -> str:
-    """A line of the table. The first round is apart: it waits for processes that start."""
+def table_row(name: str, seconds: Sequence[float], marks: Sequence[Mark], pods: int) -> str:
+    """Format a row of the table. The first round has a separate column, because it includes the start of processes."""
     _, *rest = seconds
     line = f"{name:12}{seconds[0]:9.2f}{statistics.median(rest):9.2f}{min(rest):9.2f}{max(rest):9.2f}"
     first, last = marks[0], marks[-1]
@@ -194,18 +201,24 @@ def told(name: str, seconds: Sequence[float], marks: Sequence[Mark], pods: int) 
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--clients", type=int, default=3, metavar="N", help="clients of the fleet, all asked in each round")
-    p.add_argument("--pods", type=int, metavar="N", help="pods, or worker processes, at a time (default: one a client)")
+    p.add_argument(
+        "--clients", type=int, default=3, metavar="N", help="clients of the fleet, which all train in each round"
+    )
+    p.add_argument("--pods", type=int, metavar="N", help="pods or worker processes at a time (default: one per client)")
     p.add_argument("--rounds", type=int, default=12, metavar="N")
-    p.add_argument("--delay", type=float, default=0.0, metavar="S", help="how much later the S3 server answers")
+    p.add_argument(
+        "--delay", type=float, default=0.0, metavar="S", help="delay of the S3 server's responses in seconds"
+    )
     p.add_argument("--only", default="in_process,processes,run,round", metavar="NAME,...")
-    p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets", help="for all of them")
+    p.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="sets", help="a setting for all contestants"
+    )
     args = p.parse_args(argv)
     chosen = contestants(args.pods or args.clients, args.clients)
     if unknown := set(args.only.split(",")) - chosen.keys():
-        p.error(f"no contestant {', '.join(sorted(unknown))}; there are {', '.join(chosen)}")
+        p.error(f"--only must name contestants from {', '.join(chosen)}, got {', '.join(sorted(unknown))}")
     if args.rounds < 2:
-        p.error("--rounds: at least 2, since the first is told apart")
+        p.error("--rounds must be at least 2, because the first round is reported separately")
     tiers = "fleet.tiers=[{name: one, share: 1.0, memory: 100.0, sigma: [0.0]}]"
     samples = f"dataset.train_samples={max(240, 24 * args.clients)}"
     asked = (f"partition.clients={args.clients}", "training.fraction=1.0", f"rounds.stop={args.rounds}")
@@ -223,12 +236,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{'':12}{''.join(f'{each:>9}' for each in head)}{'a round':>10}{'made':>7}   memory", flush=True)
         for each in args.only.split(","):
             sets = (*common, "run.remote=s3://runs", *chosen[each])
-            print(told(each, *measured(around, folder, each, sets), pods_of(around.cluster, each)), flush=True)
+            print(table_row(each, *measured(around, folder, each, sets), pods_of(around.cluster, each)), flush=True)
     return 0
 
 
 def pods_of(cluster: Any, run: str) -> int:
-    """Pods that were made for the run."""
     made = [job for job in cluster.created if job["kind"] == "Job" and job["metadata"]["name"].startswith(f"{run}-")]
     return sum(job["spec"]["completions"] for job in made)
 

@@ -1,14 +1,16 @@
-"""Measures a coordinator's memory, files and time with many clients, updates or rounds.
+"""Measure a coordinator's memory, files and time with many clients, updates or rounds.
 
-python -m benchmarks.limits [--json]
+The case `updates` merges 100, 500 and 2,000 updates of a 10 MB model in one round, from memory or from the store, and
+reports the peak memory relative to 100 updates. The median merges at most 1,000 updates, because it copies updates.
+The case `clients` trains tiny models on 1,000 of 10,000 clients per round.
+The case `rounds` commits 10,000 rounds, and reports the number and size of files. This case also reports the time of a
+round in the last tenth of the run, relative to the first tenth.
 
-    updates  one round of 100, 500 and 2,000 updates of a 10 MB model, kept in memory or in the store, merged by mean
-             (by median up to 1,000, because it keeps a copy): the coordinator's peak memory, relative to that of 100
-    clients  10,000 clients, 1,000 per round, which really train tiny models
-    rounds   10,000 rounds, each committed: files, bytes, and the time of a round in the last thousand, relative to that
-             in the first thousand
+The benchmark takes about a quarter of an hour and 25 GB of disk. The cases run in separate processes, because peak
+memory is measured per process.
 
-Takes about a quarter of an hour and 25 GB of disk. Each case has a process of its own, to have a peak of its own.
+Usage:
+    python -m benchmarks.limits [--json]
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ from fl_engine.algorithms.training import Training
 from fl_engine.backends import InProcess
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.types import ClientUpdate, Outcome, Pool, RoundPlan
+from fl_engine.core.types import ClientResult, ClientUpdate, Pool, RoundPlan
 from fl_engine.exchange.client import Site
 from fl_engine.fleet import devices
 from fl_engine.rounds import loop as rounds
-from fl_engine.rounds.ledger import Ledger, ledger_in
+from fl_engine.rounds.ledger import Ledger
+from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.run import Run
-from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tiny import TRAINING, Memory, TinyNet, start_of, tiny_data, tiny_fleet, tiny_partition, tiny_site
 from fl_engine.training.memory import resident_peak
@@ -48,27 +50,26 @@ from fl_engine.training.numerics import Numerics
 
 Way = Literal["memory", "store"]
 TEN_MB = TinyNet(hidden=1540)
-"""2.5 million parameters."""
 
 
 class Echo:
-    """A backend whose clients do not train: each sends back the weights that it was sent, changed a little."""
+    """Backend whose clients do not train. Each client returns the received weights with a small change."""
 
     durable = False
 
     def __init__(self, site: Site) -> None:
         self._site = site
 
-    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
-        for order in plan.orders:
-            free = devices.observe(self._site.fleet[order.client], self._site.seed, order.round)
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[ClientResult]:
+        for assignment in plan.assignments:
+            free = devices.observe(self._site.fleet[assignment.client], self._site.seed, assignment.round)
             metrics = {"loss": 1.0, "steps": 1.0, "macs": 1.0, "seconds": 0.0, "free": free}
-            moved = {name: tensor + 1e-3 * (order.client % 7 + 1) for name, tensor in order.payload.items()}
-            yield ClientUpdate(order.round, order.client, order.spec, moved, 1, metrics)
+            moved = {name: tensor + 1e-3 * (assignment.client % 7 + 1) for name, tensor in assignment.payload.items()}
+            yield ClientUpdate(assignment.round, assignment.client, assignment.spec, moved, 1, metrics)
 
 
 def site_of(algorithm: Algorithm, family: TinyNet, clients: int) -> Site:
-    """A site with that many clients, which need no data."""
+    """Return a site with `clients` clients, for a backend that does not read data."""
     small = tiny_site(algorithm, family, fleet=tiny_fleet(clients, sigma=(0.0,)), sizes=(1,) * clients)
     return replace(small, numerics=Numerics("batched", 64))
 
@@ -81,19 +82,20 @@ def federate(site: Site, algorithm: Algorithm, backend: Any, ledger: Ledger, **t
 
 
 def of_updates(count: int, way: Way, robust: bool, folder: str) -> dict[str, float]:
-    """One round of `count` updates of 10 MB: the MB that it added to the process's peak memory, and its seconds."""
+    """Measure a round of `count` updates of 10 MB. Return the seconds of the round and the growth of the peak memory in
+    MB."""
     prepare_process(("cpu",))
     training = replace(TRAINING, fraction=1.0)
     algorithm = FedAvg(training, eligible="all", **({"aggregation": Median()} if robust else {}))
     site = site_of(algorithm, TEN_MB, count)
     before, started = resident_peak(), time.monotonic()
-    ledger = ledger_in(FolderStore(folder), rules=site.rules)
+    ledger = Ledger(FolderStore(folder), rules=site.rules)
     federate(site, algorithm, Echo(site), ledger, keep_updates=way == "store")
     return {"mb": (resident_peak() - before) / 1e6, "seconds": time.monotonic() - started}
 
 
 def of_clients(clients: int, per_round: int, stop: int, folder: str) -> dict[str, float]:
-    """Rounds of a large fleet that really trains: seconds per round, and peak memory in MB."""
+    """Measure rounds of a large fleet with training. Return the seconds per round and the peak memory in MB."""
     prepare_process(("cpu",))
     algorithm = FlexFL(replace(TRAINING, fraction=per_round / clients))
     fleet = tiny_fleet(clients)
@@ -101,7 +103,7 @@ def of_clients(clients: int, per_round: int, stop: int, folder: str) -> dict[str
     partition = tiny_partition(data, (8,) * clients)
     pool: Pool = tiny_site(algorithm).pool
     site = Site(TinyNet(), pool, fleet, data, partition, 3, Numerics("batched", 64))
-    tracker = federate(site, algorithm, InProcess(site), ledger_in(FolderStore(folder)), stop=stop)
+    tracker = federate(site, algorithm, InProcess(site), Ledger(FolderStore(folder)), stop=stop)
     trained = [row["clients_trained"] for row in tracker.rows.values()]
     assert trained == [per_round] * stop, trained
     seconds = sorted(row["seconds_round"] for row in tracker.rows.values())
@@ -109,14 +111,20 @@ def of_clients(clients: int, per_round: int, stop: int, folder: str) -> dict[str
 
 
 def of_rounds(stop: int, folder: str) -> dict[str, float]:
-    """`stop` rounds of four clients that do not train: the largest number of files, MB on disk at the end, seconds per
-    round of the last tenth, those relative to the first tenth (`pace`), and the MB by which the peak memory grew after
-    the first tenth."""
+    """Measure `stop` rounds of four clients that do not train.
+
+    Returns:
+        `files`: Largest number of files.
+        `mb`: Size on disk at the end, in MB.
+        `seconds`: Seconds per round in the last tenth.
+        `pace`: Ratio of `seconds` to the seconds per round in the first tenth.
+        `peak_growth_mb`: Growth of the peak memory after the first tenth, in MB.
+    """
     prepare_process(("cpu",))
     algorithm = FlexFL(Training(fraction=0.2, epochs=1, batch_size=4, lr=0.01))
     site = tiny_site(algorithm)
     store = FolderStore(folder)
-    ledger = ledger_in(store)
+    ledger = Ledger(store)
     tenth, most, peaks, paces = stop // 10, 0, [], []
     for part in range(1, 11):
         started = time.monotonic()
@@ -136,7 +144,7 @@ def of_rounds(stop: int, folder: str) -> dict[str, float]:
 
 
 def alone(case: Callable[..., dict[str, float]], *args: Any) -> dict[str, float]:
-    """Runs a case in a process and a folder of its own."""
+    """Run a case in a separate process with a temporary folder."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="flexfleet-limits-") as folder, spawn.Pool(1) as pool:
         return pool.apply(case, (*args, folder))
@@ -147,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.limits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument(
-        "--updates", type=count, nargs="+", default=[100, 500, 2000], help="numbers of updates merged by mean"
+        "--updates", type=count, nargs="+", default=[100, 500, 2000], help="numbers of updates to merge by mean"
     )
     p.add_argument("--median-updates", type=count, nargs="+", default=[100, 500, 1000])
     p.add_argument("--rounds", type=count, default=10_000)
@@ -162,12 +170,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             for number in counts:
                 cases[number] = alone(of_updates, number, way, robust)
                 ratio = cases[number]["mb"] / cases[counts[0]]["mb"]
-                said = f"{cases[number]['mb']:.0f} MB ({ratio:.2f}), {cases[number]['seconds']:.0f} s"
-                print(f"{name}: {number} updates of 10 MB: {said}", file=sys.stderr)
+                cost = f"{cases[number]['mb']:.0f} MB ({ratio:.2f}), {cases[number]['seconds']:.0f} s"
+                print(f"{name}: {number} updates of 10 MB: {cost}", file=sys.stderr)
             found["updates"][name] = cases
     found["clients"] = alone(of_clients, 10_000, 1000, 5)
-    told = f"{found['clients']['seconds']:.2f} s a round, {found['clients']['mb']:.0f} MB"
-    print(f"10,000 clients, 1,000 per round: {told}", file=sys.stderr)
+    cost = f"{found['clients']['seconds']:.2f} s a round, {found['clients']['mb']:.0f} MB"
+    print(f"10,000 clients, 1,000 per round: {cost}", file=sys.stderr)
     found["rounds"] = alone(of_rounds, args.rounds)
     r = found["rounds"]
     print(

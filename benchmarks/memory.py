@@ -1,10 +1,12 @@
-"""Memory of a training step of FedAIoT's networks, in float32 and in half precision, beside the thesis's Table 2.6.
+"""Measure the memory of a training step of FedAIoT's networks, as in Table 2.6 of the thesis.
 
-    python -m benchmarks.memory                             seven networks, batch 32, on the CPU (a few minutes)
-    python -m benchmarks.memory --device cuda --only wisdm  those with this in their name, on a GPU
+The precisions are float32 and two kinds of half precision. Only tensors are measured (`benchmarks.step_memory`), in MB
+of 1e6 bytes. Table 2.6 has the memory of centralised training on a GPU, including the memory of CUDA, and does not
+state the batch size.
 
-It is the memory of tensors (`benchmarks.step_memory`), in MB of 1e6 bytes. Table 2.6 has the memory on a GPU
-under centralised training, with a batch size that it does not print; all its figures hold what CUDA itself takes.
+Usage:
+    `python -m benchmarks.memory`: Measure seven networks at batch size 32 on the CPU (a few minutes).
+    `python -m benchmarks.memory --device cuda --only wisdm`: Measure networks with wisdm in their name on a GPU.
 """
 
 from __future__ import annotations
@@ -34,14 +36,13 @@ PUBLISHED: dict[str, tuple[int, int] | None] = {
     "epic_resnet18": (2176, 936),
     "point_detector": None,
 }
-"""Table 2.6: MB in FP32 and FP16. Its row of VisDrone is another detector's."""
+"""MB in FP32 and FP16 (Table 2.6). The row for VisDrone is omitted, because the thesis measured another detector."""
 MOST = 100
-"""Boxes of an image."""
 PRECISIONS: tuple[Precision, ...] = ("fp32", "amp", "fp16")
 
 
 def measured(name: str, batch: int, device: str) -> dict[str, float]:
-    """MB by precision."""
+    """Measure a network's step. Returns MB by precision."""
     kind: Any = MODELS[name]
     assert isinstance(kind, PublishedFor)
     family: ModelFamily = kind(kind.published_input, kind.published_outputs)  # type: ignore[call-arg]
@@ -55,7 +56,6 @@ def measured(name: str, batch: int, device: str) -> dict[str, float]:
 
 
 def line(name: str, mb: dict[str, float]) -> str:
-    """A row of the table, in Markdown."""
     ours = [f"{mb[p]:,.1f}" for p in PRECISIONS] + [less(mb["fp16"], mb["fp32"])]
     theirs = ["-"] * 3
     if (published := PUBLISHED[name]) is not None:
@@ -72,7 +72,7 @@ def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cpu", help="a torch device (default: cpu)")
     p.add_argument("--batch", type=count, default=32, help="samples of the step (default: 32)")
-    p.add_argument("--only", default="", help="part of a network's name")
+    p.add_argument("--only", default="", help="measure only networks with this in their name")
     p.add_argument("--json", action="store_true", help="print one JSON object instead: MB by network and precision")
     args = p.parse_args()
     check_device(args.device)

@@ -1,10 +1,11 @@
-"""The loop that a researcher writes by hand: plain PyTorch, one process per core or GPU, data in memory as tensors.
+"""Hand-written training loop in plain PyTorch, with one process per core or GPU and all data in memory as tensors.
 
-python -m benchmarks.naive W3
+The workers share the memory of the global model. A worker copies the model (or a client's slice), trains, and returns
+the weights as arrays. One message contains the weights of several clients. The server averages the weights. A free
+worker immediately gets the next clients.
 
-The global model is in memory that the workers share. Each client copies it (or its slice), trains, and returns its
-weights as arrays, several clients in one message; the server averages them. A worker takes the next clients as soon as
-it is free.
+Usage:
+    python -m benchmarks.naive W3
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import copy
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,12 +26,16 @@ from benchmarks import networks
 from benchmarks.gate import Gate
 from benchmarks.workloads import Workload, chosen, normalised
 
+if TYPE_CHECKING:
+    from fl_engine.core.contracts import Algorithm
+    from fl_engine.exchange.client import Site
+
 TEMPERATURE = 3.0
 
 
 @dataclass(frozen=True)
 class Pick:
-    """A client of a round, the sub-network that it trains, and the teachers inside it (indices of `Plan.nets`)."""
+    """Client of a round, with the indices of the client's sub-network and teachers in `Plan.nets`."""
 
     client: int
     net: int = 0
@@ -38,7 +44,7 @@ class Pick:
 
 @dataclass
 class Plan:
-    """The sub-networks, freshly built, the largest last; and the clients of each round with their sub-networks."""
+    """Untrained sub-networks (the largest is last), and the clients of each round."""
 
     nets: list[nn.Module]
     rounds: Iterator[list[Pick]]
@@ -48,7 +54,9 @@ class Plan:
 
 def plan_of(name: str, w: Workload) -> Plan:
     if w.algorithm != "fedavg":
-        return _like_ours(name, w)
+        from benchmarks.ours import site_of
+
+        return plan_like(*site_of(name, w))
     net = network_of(name, w)
     rng = np.random.default_rng(1)
 
@@ -67,11 +75,10 @@ def network_of(name: str, w: Workload) -> nn.Module:
     return networks.family_of(name, w).module()
 
 
-def _like_ours(name: str, w: Workload) -> Plan:
-    """A plan with flexfleet's sub-networks and picks, so that both do the same work. Nothing else is flexfleet's."""
-    from benchmarks.ours import site_of, works_of
+def plan_like(algorithm: Algorithm, site: Site) -> Plan:
+    """Return a plan with flexfleet's sub-networks and selection, so that both contestants do the same work."""
+    from benchmarks.ours import works_of
 
-    algorithm, site = site_of(name, w)
     specs = [m.spec for m in site.pool]
 
     def rounds() -> Iterator[list[Pick]]:
@@ -80,7 +87,7 @@ def _like_ours(name: str, w: Workload) -> Plan:
             for work in works:
                 teachers = work.task.distillation.teachers if work.task.distillation else ()
                 trained = specs.index(work.task.spec)
-                picks.append(Pick(work.order.client, trained, tuple(specs.index(spec) for spec in teachers)))
+                picks.append(Pick(work.assignment.client, trained, tuple(specs.index(spec) for spec in teachers)))
             yield picks
 
     kd_weight = getattr(algorithm, "kd_weight", 0.0)
@@ -89,7 +96,7 @@ def _like_ours(name: str, w: Workload) -> Plan:
 
 # ------------------------------------------------------------------------------------------------- a client
 class Client:
-    """The data and networks of a worker process, with which it trains one client after the other."""
+    """Data and networks of a worker process, which trains one client after another."""
 
     def __init__(self, w: Workload, plan: Plan, device: str = "cpu") -> None:
         torch.set_num_threads(1)
@@ -99,10 +106,11 @@ class Client:
         self.nets = [copy.deepcopy(net).to(device).train() for net in plan.nets]
 
     def train(self, pick: Pick, weights: dict[str, Tensor], order: Sequence[Tensor] | None = None) -> dict[str, Tensor]:
-        """`order`: which samples each epoch goes through, permutations of all; None: drawn."""
+        """Train a client. `order` contains a permutation of the samples for each epoch. If `order` is None,
+        permutations are random."""
         w, net = self.w, self.nets[pick.net].train()
         net.load_state_dict(cut(weights, net))
-        teachers = [self.nets[i].eval() for i in pick.teachers]  # without dropout, as FlexFL's
+        teachers = [self.nets[i].eval() for i in pick.teachers]  # As in FlexFL, teachers do not use dropout.
         optimizer = torch.optim.SGD(net.parameters(), w.lr, momentum=w.momentum)
         x, y = self.x[pick.client], self.y[pick.client]
         for epoch in range(w.epochs):
@@ -125,7 +133,7 @@ class Client:
         return F.cross_entropy(logits, y)
 
     def distil(self, net: nn.Module, teachers: Sequence[nn.Module], logits: Tensor, x: Tensor) -> Tensor:
-        """FlexFL Eq. 4: the smaller sub-networks, with the current weights, teach the one in training."""
+        """Return FlexFL's distillation loss (Eq. 4). The teachers are smaller sub-networks with the current weights."""
         log_s = F.log_softmax(logits / TEMPERATURE, dim=1)
         state = net.state_dict()
         terms = []
@@ -139,14 +147,16 @@ class Client:
 
 
 def cut(weights: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
-    """The sub-network's slice of the global model: the first channels of every tensor."""
+    """Return the weights of a sub-network, which are the first channels of every tensor of the global model."""
     return {name: weights[name][tuple(slice(0, k) for k in t.shape)] for name, t in net.state_dict().items()}
 
 
 # ------------------------------------------------------------------------------------------------- the server
 def average(weights: dict[str, Tensor], updates: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Mean of each element over the clients that trained it; the old value where none did. (All clients have the same
-    number of samples.)"""
+    """Average each element over the clients that trained it. Elements that no client trained keep their old values.
+
+    The mean is not weighted, because all clients have the same number of samples.
+    """
     total = {name: torch.zeros_like(t) for name, t in weights.items()}
     count = {name: torch.zeros_like(t) for name, t in weights.items()}
     for update in updates:

@@ -1,5 +1,6 @@
-"""Networks that only the benchmarks use: in plain PyTorch for the peers, and as model families for flexfleet. (For the
-others all contestants use flexfleet's own modules.)"""
+"""Networks that only the benchmarks use, in plain PyTorch for the peers and as model families for flexfleet. For all
+other networks, the contestants use flexfleet's modules.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +15,23 @@ from benchmarks.workloads import Workload
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.models import VGG16, ResNet18
-from fl_engine.models.aep_mlp import AepMLP
+from fl_engine.models.chains import AepMLP
 from fl_engine.models.layers import FREE, linear_slots
-from fl_engine.models.wisdm_lstm import WisdmLSTM
+from fl_engine.models.recurrent import WisdmLSTM
 
 HIDDEN = 64
 
 
 def mlp(features: int) -> nn.Sequential:
-    """(B, features) -> one logit (B, 1)."""
+    """Build an MLP that maps features (B, features) to one logit (B, 1)."""
     return nn.Sequential(nn.Flatten(), nn.Linear(features, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
 
 
 def mcmahan_cnn(channels: int, side: int, classes: int) -> nn.Sequential:
-    """Two 5x5 convolutions (32 and 64 channels), each with a 2x2 max pool, and 512 hidden units (McMahan et al.,
-    AISTATS 2017, Sec. 3)."""
+    """Build the CNN of McMahan et al. (AISTATS 2017, Sec. 3).
+
+    The CNN has two 5x5 convolutions (32 and 64 channels), each followed by a 2x2 max pool, and 512 hidden units.
+    """
     return nn.Sequential(
         nn.Conv2d(channels, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
@@ -38,7 +41,7 @@ def mcmahan_cnn(channels: int, side: int, classes: int) -> nn.Sequential:
 
 # ------------------------------------------------------------------------------------------ as model families
 def family_of(name: str, w: Workload) -> ModelFamily:
-    """The network of a workload."""
+    """Return the model family of a workload."""
     if name == "W1":
         return McMahanCNN(w.shape, w.classes)
     if name == "W3":
@@ -52,8 +55,8 @@ def family_of(name: str, w: Workload) -> ModelFamily:
 
 @dataclass(frozen=True)
 class BinaryMLP:
-    """`mlp` for two classes: the logits are 0 and the network's one output, so that cross entropy is the logistic
-    loss."""
+    """Model family of `mlp` for two classes. The logits are 0 and the output of `mlp`, so that cross entropy equals the
+    logistic loss."""
 
     input_shape: tuple[int, int, int]
     outputs: int = 2
@@ -75,7 +78,7 @@ class BinaryMLP:
 
 
 class _Pair(nn.Module):
-    """(B, n) -> (B, n * 2): puts a zero before each element."""
+    """Inserts a zero before each element, which changes the shape from (B, n) to (B, n * 2)."""
 
     def forward(self, x_bn: Tensor) -> Tensor:
         return torch.stack([torch.zeros_like(x_bn), x_bn], dim=2).flatten(1)
@@ -83,8 +86,9 @@ class _Pair(nn.Module):
 
 @dataclass(frozen=True)
 class McMahanCNN:
-    """`mcmahan_cnn` as a model family. Each max pool comes before its ReLU: the result is the same, and the ReLU has a
-    quarter of the values."""
+    """Model family of `mcmahan_cnn`. Each max pool precedes the ReLU. This order does not change the result, but the
+    ReLU processes only a quarter of the values.
+    """
 
     input_shape: tuple[int, int, int]
     outputs: int

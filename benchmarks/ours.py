@@ -1,6 +1,7 @@
-"""flexfleet as a contestant: `rounds.federate` with a ledger, on two devices, without evaluation.
+"""Run flexfleet as a contestant: `rounds.federate` with a ledger, on two devices, without evaluation.
 
-python -m benchmarks.ours W3
+Usage:
+    python -m benchmarks.ours W3
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.core.contracts import Algorithm, Backend
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan, SubmodelSpec
+from fl_engine.core.types import ClientFailure, ClientResult, ClientUpdate, RoundPlan, SubmodelSpec
 from fl_engine.data.partition import Partition
 from fl_engine.exchange.client import Site, Work, accept
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
 from fl_engine.rounds import loop as rounds
-from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.ledger import Ledger
+from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
-from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.tiny import Memory, tiny_pool
 from fl_engine.training import strategy
-from fl_engine.training.numerics import Numerics, settled
+from fl_engine.training.numerics import Numerics, choose_precision
 
 SEED = 0
 
@@ -76,30 +77,31 @@ def site_of(name: str, w: Workload, numerics: Numerics = Numerics()) -> tuple[Al
 
 
 def works_of(algorithm: Any, site: Site) -> Iterator[list[Work]]:
-    """What the clients of each round of a run do. Nothing is trained: the weights stay the first ones, and all that the
-    selection learns from an answer is which level came back."""
+    """Yield the clients' work in each round, without training. Weights do not change, and the selection is updated only
+    with the returned levels.
+    """
     run = Run(algorithm, site, RoundsConfig())
     state = algorithm.init(initial_params(site.family, SEED), site.layout, site.fleet, site.pool, run.server)
     levels = {member.spec: level for level, member in enumerate(site.pool)}
     for round in count():
         plan = algorithm.plan(state, run.context(round, 0.0))
-        answers: list[Work | ClientFailure] = [accept(algorithm, order, site) for order in plan.orders]
-        yield [answer for answer in answers if isinstance(answer, Work)]
+        accepted: list[Work | ClientFailure] = [accept(algorithm, assignment, site) for assignment in plan.assignments]
+        yield [each for each in accepted if isinstance(each, Work)]
         tables = state.tables
-        for answer in answers:
-            told: Outcome = answer if isinstance(answer, ClientFailure) else _answer(answer, site, levels)
-            tables = algorithm.selector(site.pool).learn(tables, plan.order_of[told.client], told, told.elapsed)
+        for each in accepted:
+            result: ClientResult = each if isinstance(each, ClientFailure) else _update(each, levels)
+            assignment = plan.assignment_of[result.client]
+            tables = algorithm.selector(site.pool).learn(tables, assignment, result, result.elapsed)
         state = replace(state, tables=tables)
 
 
-def _answer(work: Work, site: Site, levels: dict[SubmodelSpec, int]) -> ClientUpdate:
-    """Without weights."""
-    order, spec = work.order, work.task.spec
-    return ClientUpdate(order.round, order.client, spec, {}, len(work.indices), {}, level=levels[spec])
+def _update(work: Work, levels: dict[SubmodelSpec, int]) -> ClientUpdate:
+    assignment, spec = work.assignment, work.task.spec
+    return ClientUpdate(assignment.round, assignment.client, spec, {}, len(work.indices), {}, level=levels[spec])
 
 
 class Gated:
-    """A backend that waits at the gate before each round."""
+    """Backend that waits for the gate before each round."""
 
     durable = False
 
@@ -107,7 +109,7 @@ class Gated:
         self._inner = inner
         self._gate = gate
 
-    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[ClientResult]:
         self._gate.round_begins()
         return self._inner.run(algorithm, plan)
 
@@ -118,7 +120,7 @@ def main(argv: list[str]) -> None:
     threads = tuple(options.devices)
     prepare_process(threads)
     algorithm, site = site_of(name, w)
-    precision = settled(options.precision, threads, None)
+    precision = choose_precision(options.precision, threads, None)
     numerics = strategy.choose(site.family, site.data.task, w.batch, w.per_round, precision, threads)
     site = replace(site, numerics=numerics)
     print(f"ours: {numerics} on {threads}", file=sys.stderr)
@@ -130,7 +132,7 @@ def main(argv: list[str]) -> None:
             Run(algorithm, site, RoundsConfig(stop=10**9, evaluate_every=10**9), threads),
             initial,
             Gated(InProcess(site, threads), gate),
-            ledger_in(FolderStore(Path(folder)), None),
+            Ledger(FolderStore(Path(folder)), None),
             Memory(),
         )
 

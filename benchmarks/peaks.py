@@ -1,14 +1,19 @@
-"""Peak memory of training FlexFL's levels, of which a pod's room decides where `kubernetes.observe=cgroup`.
+"""Measure the peak memory of training the levels of FlexFL, which `kubernetes.observe=cgroup` compares with a pod's
+memory.
 
-    python -m benchmarks.peaks                  VGG16, ResNet34 and MobileNetV2 at batch 50 (a few minutes)
-    python -m benchmarks.peaks --only vgg16     those with this in their name
-    python -m benchmarks.peaks --apoz half      with APoZ .5 everywhere, not that of FlexFL's code
-    python -m benchmarks.peaks --resident       a process's memory too, as the coordinator measures it
+M1, M2 and M3 have 25, 50 and 100 % of the parameters. Memory is in MB of 1e6 bytes:
 
-Of M1, M2 and M3 (25, 50 and 100 % of the parameters), in MB of 1e6 bytes: `tensors` that are alive, as
-`benchmarks.memory` counts them, with the batches and the weights that were sent; what is `resident` on top of an idle
-process (`fl_engine.training.memory.level_peaks`), and `with idle` that process itself. `KD`: with self-distillation
-from all smaller models of the pool, which M1 has not.
+`tensors` is the memory of live tensors, as in `benchmarks.memory`, including the batches and the received weights.
+`resident` is the resident memory without the memory of an idle process (`fl_engine.training.memory.level_peaks`).
+`with idle` is the resident memory including the idle process.
+
+`KD` is self-distillation from all smaller models of the pool, so M1 has no values for `KD`.
+
+Usage:
+    `python -m benchmarks.peaks`: Measure VGG16, ResNet34 and MobileNetV2 at batch size 50 (a few minutes).
+    `python -m benchmarks.peaks --only vgg16`: Measure networks with vgg16 in their name.
+    `python -m benchmarks.peaks --apoz half`: Use an APoZ of 0.5 for all layers instead of the APoZ in FlexFL's code.
+    `python -m benchmarks.peaks --resident`: Also measure the resident memory, as the coordinator does.
 """
 
 from __future__ import annotations
@@ -32,65 +37,64 @@ from fl_engine.backends.in_process import prepare_process
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import made_up, take
-from fl_engine.core.types import TaskContext, WorkOrder
+from fl_engine.core.types import Assignment, TaskContext
 from fl_engine.tasks import Classification
 from fl_engine.training import memory
-from fl_engine.training.local import Job, opened
-from fl_engine.training.memory import Trial
+from fl_engine.training.local import Session, TrainingJob
+from fl_engine.training.memory import LevelTrial, TrialSite
 from fl_engine.training.numerics import SINGLE
 
 BATCH = 50
 STEPS = 2
-"""Whose tensors are counted: from the second on the optimiser has its state."""
+"""Number of measured steps. The optimizer's state exists only from the second step on."""
 
 
-def trials(family: ModelFamily, algorithm: FlexFL, batch: int) -> list[Trial]:
-    """What clients do that are sent M1, M2 and M3 and have room for it."""
+def trials(family: ModelFamily, algorithm: FlexFL, batch: int) -> list[LevelTrial]:
+    """Return a trial for each of M1, M2 and M3, in which the client has enough memory for the received model."""
     site = pools.site_of(family, algorithm, batch)
     found = []
     for level, member in enumerate(site.pool):
         if member.dispatched:
             room = math.nextafter(100 * member.share, math.inf)
             context = TaskContext(site.layout, site.pool, site.fleet[0], room)
-            task = algorithm.task(WorkOrder(0, 0, member.spec, {}, 0, level), context)
-            found.append(Trial(member.name, member.spec, task))
+            task = algorithm.task(Assignment(0, 0, member.spec, {}, 0, level), context)
+            found.append(LevelTrial(member.name, member.spec, task))
     return found
 
 
-def tensors(family: ModelFamily, trial: Trial) -> int:
-    """Bytes of the tensors that are alive at the peak of a trial."""
+def tensors(family: ModelFamily, trial: LevelTrial) -> int:
     sent = memory.made_up_weights(family, trial.sent)
     start = take(sent, family.layout(), trial.task.spec, have=trial.sent)
     generator, count = torch.Generator().manual_seed(0), STEPS * trial.task.batch_size
     x, y = made_up(family, count, generator), torch.arange(count) % pools.CLASSES
-    job = Job(replace(trial.task, epochs=1), start, x, y)
+    job = TrainingJob(replace(trial.task, epochs=1), start, x, y)
     goal = Classification(pools.CLASSES)
-    with counted("cpu") as found, opened(family, goal, [job], SINGLE) as session:
+    with counted("cpu") as found, Session(family, goal, [job], SINGLE) as session:
         session.epoch()
     return found["peak"] + sum(t.nbytes for t in (*sent.values(), x, y))
 
 
 def images(family: ModelFamily) -> Data:
-    """Of the kind that the pools are for."""
+    """Return a data set with one image in the input shape of the network."""
     x, y = torch.zeros(1, *family.input_shape, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
     channels = family.input_shape[0]
     return Data("made up", Classification(pools.CLASSES), x, y, x, y, (0.5,) * channels, (0.25,) * channels)
 
 
 def measured(family: ModelFamily, algorithm: FlexFL, batch: int, resident: bool) -> dict[str, list[float]]:
-    """MB of M1, M2 and M3, by what is measured."""
+    """Map each kind of memory to its values in MB for M1, M2 and M3."""
     of_levels = trials(family, replace(algorithm, training=Training(fraction=1.0, batch_size=batch)), batch)
     found = {"tensors": [tensors(family, trial) / 1e6 for trial in of_levels]}
     if resident:
         prepare = partial(prepare_process, ("cpu",))
-        peaks = memory.level_peaks(family, images(family), of_levels, memory.BATCHES * batch, SINGLE, prepare)
+        site = TrialSite(family, images(family), memory.BATCHES * batch, SINGLE, prepare)
+        peaks = memory.level_peaks(site, of_levels)
         found["resident"] = [need / 1e6 for need in peaks.needs]
         found["with idle"] = [peak / 1e6 for peak in peaks.levels]
     return found
 
 
 def line(name: str, apoz: str, kd: bool, of: str, mb: Sequence[float]) -> str:
-    """A row of the table, in Markdown."""
     shares = [f"{100 * each / mb[-1]:.0f} %" for each in mb[:-1]]
     columns = [name, apoz, "yes" if kd else "no", of, *(f"{each:,.0f}" for each in mb), *shares]
     return f"| {' | '.join(columns)} |"
@@ -98,11 +102,11 @@ def line(name: str, apoz: str, kd: bool, of: str, mb: Sequence[float]) -> str:
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only", default="", help="part of a network's name")
+    p.add_argument("--only", default="", help="measure only networks with this in their name")
     p.add_argument("--batch", type=count, default=BATCH, help=f"samples of a step (default: {BATCH})")
-    p.add_argument("--resident", action="store_true", help="measure processes too")
-    p.add_argument("--json", action="store_true", help="print one JSON object a row instead")
-    p.add_argument("--apoz", choices=("authors", "half"), default="authors", help="whose pool (default: authors)")
+    p.add_argument("--resident", action="store_true", help="measure the memory of processes too")
+    p.add_argument("--json", action="store_true", help="print one JSON object per row instead")
+    p.add_argument("--apoz", choices=("authors", "half"), default="authors", help="APoZ of the pool (default: authors)")
     args = p.parse_args()
     torch.set_num_threads(1)
     if not args.json:

@@ -1,11 +1,12 @@
-"""pfl-research as a contestant: its federated averaging over its simulated backend, without evaluation.
+"""Run pfl-research as a contestant: federated averaging with its simulated backend, without evaluation.
 
-python -m benchmarks.pfl W3
+The fastest settings are used. This module starts two worker processes with one torch thread each. The variables
+PFL_WORKER_* connect the two processes. Each process trains half of a round's clients, and torch.distributed adds their
+updates. A single process was slower with one and with two torch threads (W3: 0.34 s instead of 0.18 s per round). The
+fused kernel of SGD was not faster. The data are in memory as tensors, and pfl does not print metrics.
 
-It is set up to be as fast as possible: this module starts two worker processes with one torch thread each, which pfl
-connects through its variables PFL_WORKER_*. Each trains half of a round's clients; they add their updates over
-torch.distributed. One process was slower (W3: 0.34 s a round against 0.18 s), with one or with two torch threads. SGD's
-fused kernel made no difference. The data is in memory as tensors, and pfl prints no metrics.
+Usage:
+    python -m benchmarks.pfl W3
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ RANK, ADDRESSES = "PFL_WORKER_RANK", "PFL_WORKER_ADDRESSES"
 
 # ------------------------------------------------------------------------------------------ two processes
 def lead(argv: list[str]) -> Callable[[], None]:
-    """Starts the other process. Returns a function that both call before a round: without it, the other process would
-    work while this one waits at the gate."""
+    """Start the other process.
+
+    Return a function that synchronizes both processes before a round. Otherwise the second process would work while the
+    first process waits for the gate.
+    """
     gate = Gate()
     with socket.socket() as s:
         s.bind(("localhost", 0))
         address = f"localhost:{s.getsockname()[1]}"
-    # pfl counts the addresses; all workers connect to the first.
+    # pfl reads the number of workers from the list, but all workers connect to the first address.
     os.environ |= {RANK: "0", ADDRESSES: f"{address},{address}"}
     command = [sys.executable, "-m", "benchmarks.pfl", *argv]
     other = subprocess.Popen(command, env={**os.environ, RANK: "1"}, stdin=subprocess.PIPE, text=True)
@@ -50,15 +54,13 @@ def lead(argv: list[str]) -> Callable[[], None]:
 
 
 def follow() -> None:
-    """Waits, in the other process, before a round. Its standard input closes when the first process ends."""
+    """Wait in the second process for the next round. The standard input is closed when the first process ends."""
     if not sys.stdin.readline():
         os._exit(0)
 
 
 # -------------------------------------------------------------------------------------------- the training
 class Net(nn.Module):
-    """A network with its loss, as pfl expects it."""
-
     def __init__(self, net: nn.Module, binary: bool) -> None:
         super().__init__()
         self.net = net
@@ -75,7 +77,7 @@ class Net(nn.Module):
 
 
 def federate(name: str, w: Workload, round_begins: Callable[[], None]) -> None:
-    # Imported here, because the import waits for the other process.
+    # These imports block until the other process runs.
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.aggregate.weighting import WeightByDatapoints
     from pfl.algorithm.base import NNAlgorithmParams
@@ -89,7 +91,7 @@ def federate(name: str, w: Workload, round_begins: Callable[[], None]) -> None:
     from pfl.model.pytorch import PyTorchModel
 
     class Gated(TrainingProcessCallback[PyTorchModel]):
-        """Waits at the gate before each round except the first, in which pfl always evaluates."""
+        """Waits for the gate before each round except the first round, which is always an evaluation in pfl."""
 
         def after_central_iteration(
             self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int
@@ -101,7 +103,7 @@ def federate(name: str, w: Workload, round_begins: Callable[[], None]) -> None:
     images, labels = torch.from_numpy(normalised(x)), torch.from_numpy(y)
 
     def client(number: int) -> Dataset:
-        # pfl takes batches in the order of the data.
+        # Shuffle here, because pfl does not shuffle the samples.
         order = torch.randperm(w.samples)
         return Dataset((images[number][order], labels[number][order]), user_id=str(number))
 
@@ -126,7 +128,7 @@ def federate(name: str, w: Workload, round_begins: Callable[[], None]) -> None:
 def main(argv: list[str]) -> None:
     round_begins = follow if RANK in os.environ else lead(argv)
     name, w, _ = chosen(argv)
-    # pfl needs the same seeds in both processes.
+    # pfl requires the same seeds in both processes.
     np.random.seed(0)
     torch.manual_seed(0)
     torch.set_num_threads(1)

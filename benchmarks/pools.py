@@ -1,4 +1,4 @@
-"""FlexFL's three networks for CIFAR-10, the APoZ that its code prints for them, and a client that trains them."""
+"""The three networks of FlexFL for CIFAR-10, their APoZ in FlexFL's code, and a client with random images."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fl_engine.core.samples import Data
 from fl_engine.data.partition import Partition
 from fl_engine.exchange.client import Site
 from fl_engine.fleet import devices
+from fl_engine.models.chains import VGG16
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet34
-from fl_engine.models.vgg16 import VGG16
 from fl_engine.preparation import assumed
 from fl_engine.tasks import Classification
 
@@ -23,7 +23,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "resnet34": ResNet34(IMAGE, CLASSES),
     "mobilenetv2": MobileNetV2(IMAGE, CLASSES),
 }
-"""VGG16 pools as in FlexFL's code."""
+"""Map names to networks. In VGG16, the max pools are the same as in FlexFL's code."""
 APOZ = {
     "vgg16": (
         0.5064863739, 0.5133746033, 0.6503060303, 0.6177527161, 0.6347842560, 0.5949074097, 0.5648363647, 0.6065169678,
@@ -35,16 +35,17 @@ APOZ = {
         0.9949864386,
     ),
 }  # fmt: skip
-"""APoZ of each layer that can be pruned, as printed in the published code."""
+"""APoZ of each layer that can be pruned, as in the published code."""
 
 
 def site_of(family: ModelFamily, algorithm: FlexFL, samples: int) -> Site:
-    """One client with so many images of noise. The pool is that of the algorithm's APoZ, or of .5 everywhere."""
+    """Return a site with one client, which has `samples` images of noise. If the algorithm does not define APoZ scores,
+    the pool uses 0.5."""
     rng = np.random.default_rng(0)
     x = torch.from_numpy(rng.integers(0, 256, (samples, *family.input_shape), dtype=np.uint8))
     y = torch.from_numpy(np.arange(samples) % CLASSES)
     data = Data("noise", Classification(CLASSES), x, y, x[:CLASSES], y[:CLASSES], (0.5,) * 3, (0.25,) * 3)
-    pool = algorithm.pool(family, assumed(algorithm, family), None)  # type: ignore[arg-type]  # it asks no server
+    pool = algorithm.pool(family, assumed(algorithm, family), None)  # type: ignore[arg-type]  # it does not use the server
     nobody, everything = np.zeros(0, dtype=np.int64), np.arange(samples)
     counts = np.bincount(y.numpy(), minlength=CLASSES)[:, None]
     partition = Partition(nobody, nobody, (everything,), "iid", {}, data.name, counts)

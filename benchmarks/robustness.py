@@ -1,10 +1,11 @@
-"""Measures the accuracy that bad clients and privacy cost FlexFL on Fashion-MNIST: a quarter of an hour on one core.
+"""Measure how much accuracy FlexFL loses on Fashion-MNIST because of Byzantine clients or privacy.
 
-    python -m benchmarks.robustness        (resumes after an interruption: finished runs are kept)
+In the first part, a fixed fraction of clients reverses its change of the weights (flip) or multiplies it by 100
+(scale). The second part measures private aggregation with many more clients and different noise. The script writes
+results.json and a chart to docs/robustness/ in a quarter of an hour on one core.
 
-First a fixed share of the clients reverses its change (flip) or makes it a hundred times as large (scale); each
-aggregation is tried. Then private aggregation is tried with many more clients and different noise. Writes
-docs/robustness/: results.json and a drawing.
+Usage:
+    python -m benchmarks.robustness        (resumes after an interruption; finished runs are kept)
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ OUT = Path("docs/robustness")
 ROUNDS = 20
 ATTACKS = {"flip": "change turned around", "scale": "change x 100"}
 SHARES = (0, 10, 20)
-"""Bad clients in %."""
+"""Percentages of Byzantine clients."""
 
 COMMON = (
     "dataset.name=fashion_mnist",
@@ -58,7 +59,7 @@ AGGREGATIONS = {
     "median": "{name: median}",
     "median_clipped": "{name: median, clip: 0.5}",
 }
-"""Aggregations by label. (Honest changes have norms from 0.2 to 1.)"""
+"""Aggregations by label. The weight changes of honest clients have norms from 0.2 to 1."""
 MANY = (
     *COMMON,
     "dataset.train_samples=21000",
@@ -73,13 +74,10 @@ MANY = (
     "algorithm.epsilon=8.0",
 )
 NOISE = (0.5, 1.0, 2.0, 4.0)
-"""Values of z, the noise multiplier."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A comparison of FlexFL with itself."""
-
     id: str
     settings: Sequence[str]
     aggregations: Mapping[str, str]
@@ -93,13 +91,13 @@ class Case:
 
 
 def accuracies(case: Case) -> dict[str, dict[str, float]]:
-    """avg and full after the last round, in %, by label. Makes the runs that are missing."""
+    """Execute the missing runs. Map each label to the accuracies avg and full after the last round, in %."""
     local = ["--resume", "--jobs", "1", "--set", f"run.store={STORE}"]
     code = subprocess.run(
         [sys.executable, "-m", "flexfleet.cli.main", *case.command[1:], *local], check=False
     ).returncode
     if code != 0:
-        raise SystemExit(f"{case.id} ended with {code}: fix the cause and start again; finished runs are kept")
+        raise SystemExit(f"{case.id} failed with exit status {code}. Fix the cause and restart; finished runs are kept")
     found = json.loads((STORE / case.id / "comparison.json").read_text("utf-8"))["results"]
     return {
         label: {figure: 100 * found[label]["last"][figure]["mean"] for figure in ("avg", "full")}
@@ -108,7 +106,7 @@ def accuracies(case: Case) -> dict[str, dict[str, float]]:
 
 
 def attacked(attack: str, share: int) -> Case:
-    """A comparison in which the same `share` % of the clients are bad in every round."""
+    """Return a comparison in which the same `share` % of the clients attack in every round."""
     if share == 0:
         return Case("honest", ATTACKED, AGGREGATIONS)
     times = "x100" if attack == "scale" else ""
@@ -122,7 +120,7 @@ def private() -> Case:
 
 
 def epsilon(case: Case, label: str) -> float | None:
-    """The run's last logged epsilon; None: it was not private."""
+    """Return the last logged epsilon of the run; None if the run was not private."""
     rows = Checkpoints(FolderStore(STORE / case.id / f"{label}-s0")).rows()
     return rows[-1].metrics.get("epsilon")
 
@@ -162,8 +160,8 @@ def main() -> None:
             row = found[attack][str(share)]
             print(f"| {attack}, {share} % | " + " | ".join(f"{row[label]['avg']:.1f}" for label in AGGREGATIONS) + " |")
     for label, row in found["private"].items():
-        said = "not private" if row["epsilon"] is None else f"epsilon {row['epsilon']:.1f}"
-        print(f"{label}: avg {row['avg']:.1f} %, full {row['full']:.1f} %, {said}")
+        privacy = "not private" if row["epsilon"] is None else f"epsilon {row['epsilon']:.1f}"
+        print(f"{label}: avg {row['avg']:.1f} %, full {row['full']:.1f} %, {privacy}")
 
 
 if __name__ == "__main__":

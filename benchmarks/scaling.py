@@ -1,12 +1,12 @@
-"""Measures how the time of a round, and its part outside training, grow with the number of clients, the pool, the model
-and the number of rounds. Fits a line to the times and draws them.
+"""Measure how the time of a round grows with the numbers of clients, models, parameters and rounds.
 
-python -m benchmarks.scaling --out docs/performance
-python -m benchmarks.scaling --selection          (how long Oort takes to select and to learn, and nothing else)
+The script fits a line to the times, and draws the time of a round inside and outside training. All points are runs of
+`rounds.federate` with a ledger, on one device, without evaluation. `benchmarks.growth` measures larger fleets, rounds
+and models.
 
-Each point is a run of its own by `rounds.federate`, with a ledger, on one device, without evaluation. For what is
-beyond one round's work (fleets of 100,000, 30,000 clients a round, a model of 1.3 GB, the report of 10,000 rounds) see
-`benchmarks.growth`.
+Usage:
+    `python -m benchmarks.scaling --out docs/performance`: Measure all times.
+    `python -m benchmarks.scaling --selection`: Measure only Oort's time to select clients and to learn from results.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from fl_engine.core.costs import count_params
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.text import path_of
-from fl_engine.core.types import FULL, ClientUpdate, Device, PoolModel, RoundContext, Tables, WorkOrder
+from fl_engine.core.types import FULL, Assignment, ClientUpdate, Device, PoolModel, RoundContext, Tables
 from fl_engine.data.partition import Partition
 from fl_engine.exchange.client import Site
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
 from fl_engine.models import ResNet18, SmallCNN
 from fl_engine.rounds import loop as rounds
-from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.ledger import Ledger
+from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
-from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Oort
 from fl_engine.storage.store import FolderStore
 from fl_engine.tasks import Classification
@@ -61,13 +61,13 @@ class Point:
     x: float
     round_s: float
     outside_s: float
-    """Seconds per round outside training, as a mean over the run: planning, merging, bookkeeping, commits."""
+    """Mean seconds per round outside training (planning, merging, bookkeeping and commits)."""
 
 
 def measure(
     algorithm: Algorithm, family: ModelFamily, clients: int, samples: int, stop: int, x: float, tiers: Any = STRONG
 ) -> Point:
-    """Measures a run of `stop` rounds. The median of a round's time leaves out the first three rounds and the last."""
+    """Measure a run of `stop` rounds. The median time of a round excludes the first three rounds and the last round."""
     generator = torch.Generator().manual_seed(0)
     n = clients * samples
     images = torch.randint(0, 256, (n, *family.input_shape), dtype=torch.uint8, generator=generator)
@@ -88,7 +88,7 @@ def measure(
     site = Site(family, pool, fleet, data, partition, 0, numerics)
     initial = algorithm.init(initial_params(family, 0), family.layout(), fleet, pool, ServerSite(site))
     with tempfile.TemporaryDirectory() as folder:
-        ledger = ledger_in(FolderStore(Path(folder)))
+        ledger = Ledger(FolderStore(Path(folder)))
         config = RoundsConfig(stop=stop, evaluate_every=10**9)
         started = time.perf_counter()
         rounds.federate(Run(algorithm, site, config), initial, InProcess(site), ledger, Memory())
@@ -120,14 +120,15 @@ def model_size() -> list[Point]:
 
 
 def number_of_rounds() -> list[Point]:
-    """Runs of more and more rounds: a round must not take longer when more rounds are committed in the ledger."""
+    """Measure runs of increasing length. The time of a round must not grow with the number of rounds in the ledger."""
     family = BinaryMLP(WORKLOADS["W3"].shape)
     return [measure(FedAvg(training=training(0.1)), family, 100, 40, stop, stop) for stop in (50, 200, 800, 2000)]
 
 
 def selection(clients: int, asked: int, rounds: int = 7) -> tuple[float, float]:
-    """CPU seconds that Oort takes a round to pick the clients, and to learn from all answers: medians over rounds in
-    which every client but the last was asked before."""
+    """Return two medians of Oort's CPU seconds per round: for picking clients, and for learning from all results. All
+    clients except one have participated before.
+    """
     rng = np.random.default_rng(0)
     speeds, bandwidths = rng.lognormal(22, 1, clients), rng.lognormal(14, 1, clients)
     pairs = enumerate(zip(speeds, bandwidths, strict=True))
@@ -135,8 +136,8 @@ def selection(clients: int, asked: int, rounds: int = 7) -> tuple[float, float]:
     pool = (PoolModel("full", FULL, 10**6, 1.0, 10**7, dispatched=True, reported=True),)
     samples = tuple(int(n) for n in rng.integers(10, 500, clients))
     oort, picked, learned = Oort(), list[float](), list[float]()
-    heard = tuple((0.0, float(c), 100 * float(loss), 9.0) for c, loss in enumerate(rng.random(clients - 1)))
-    tables: Tables = {**oort.init(fleet, pool), "heard": heard}
+    results = tuple((0.0, float(c), 100 * float(loss), 9.0) for c, loss in enumerate(rng.random(clients - 1)))
+    tables: Tables = {**oort.init(fleet, pool), "results": results}
     for round in range(1, rounds + 1):
         context = RoundContext(round, 0, fleet, fleet, pool, samples=samples, draws=samples)
         started = time.process_time()
@@ -144,7 +145,7 @@ def selection(clients: int, asked: int, rounds: int = 7) -> tuple[float, float]:
         middle = time.process_time()
         for client, level in picks:
             update = ClientUpdate(round, client, FULL, {}, samples[client], {"rms_loss": 1.0})
-            tables = oort.learn(tables, WorkOrder(round, client, FULL, {}, 0, level), update, 9.0)
+            tables = oort.learn(tables, Assignment(round, client, FULL, {}, 0, level), update, 9.0)
         picked.append(middle - started)
         learned.append(time.process_time() - middle)
     return statistics.median(picked), statistics.median(learned)
@@ -159,7 +160,7 @@ SWEEPS: dict[str, tuple[str, Callable[[], list[Point]]]] = {
 
 
 def fit(points: Sequence[Point]) -> tuple[float, float]:
-    """Fits a line by least squares of relative errors. Returns (seconds at zero, seconds per unit)."""
+    """Fit a line by least squares of relative errors. Return (seconds at zero, seconds per unit)."""
     x, y = np.array([p.x for p in points]), np.array([p.round_s for p in points])
     slope, base = np.polyfit(x, y, 1, w=1 / y)
     return float(base), float(slope)
@@ -188,8 +189,8 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__)
     what = p.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", type=path_of, metavar="DIR", help="for scaling.json and scaling.svg")
-    what.add_argument("--selection", action="store_true", help="only how long Oort takes with many clients")
+    what.add_argument("--out", type=path_of, metavar="DIR", help="folder for scaling.json and scaling.svg")
+    what.add_argument("--selection", action="store_true", help="measure only Oort's time with many clients")
     args = p.parse_args(argv)
     if args.selection:
         for clients, asked in ((2800, 100), (100_000, 1000)):

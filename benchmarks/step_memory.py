@@ -1,9 +1,9 @@
-"""The peak memory of the tensors of one training step: weights, gradients, the optimizer's state, the batch, and the
-activations kept for the backward pass.
+"""Measure the peak memory of the tensors of one training step.
 
-On CUDA the allocator reports it. On a CPU the bytes of live tensors are counted: a storage counts from the operator
-that creates it until it is freed. That misses memory which a kernel allocates and frees before it returns. Neither
-includes the memory of the interpreter and the libraries (`memory.level_peaks` measures that).
+The memory includes weights, gradients, the optimizer's state, the batch, and the activations for the backward pass. On
+CUDA the allocator reports this memory. On a CPU, a tensor's storage counts from the operator that creates the storage
+until it is freed. Temporary memory inside of a kernel is not counted. The memory of the interpreter and the libraries
+is not included. `memory.level_peaks` measures this memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from fl_engine.training.numerics import SINGLE, Numerics
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the tensors created inside it: `now` those that are alive, `peak` the most so far."""
+    """Counts the bytes of live tensors that are created in this context. `now` is the current number of bytes, and
+    `peak` is the maximum number."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -64,7 +65,7 @@ def _address(tensor: Tensor) -> int:
 
 @contextmanager
 def counted(device: str) -> Iterator[Mapping[str, int]]:
-    """Measures the work inside the context. When it ends, the yielded mapping has the `peak` in bytes."""
+    """Measure the work in the context. When the context ends, the yielded mapping contains the `peak` in bytes."""
     found: dict[str, int] = {}
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -86,12 +87,18 @@ def step_memory(
     device: str = "cpu",
     optimizer: SGD | Adam | None = None,
 ) -> int:
-    """Bytes at the peak of one step of the full network, on made-up samples, as the engine trains a client (by default
-    with SGD without momentum). The memory of the samples and of the weights that the step starts from comes on top."""
+    """Return the peak bytes of one training step of the full network on made-up samples.
+
+    The step runs the engine's client code, by default with SGD without momentum. The bytes do not include the samples
+    and the initial weights.
+    """
     generator = torch.Generator().manual_seed(0)
     x, y = made_up(family, batch_size, generator).to(device), goal.examples(batch_size, generator).to(device)
     task = LocalTask(FULL, optimizer or SGD(0.01), epochs=1, batch_size=batch_size, drop_last=True, seed=0)
     start = initial_params(family, 0)
-    with counted(device) as found, local.opened(family, goal, [local.Job(task, start, x, y)], numerics) as session:
+    with (
+        counted(device) as found,
+        local.Session(family, goal, [local.TrainingJob(task, start, x, y)], numerics) as session,
+    ):
         session.epoch()
     return found["peak"]

@@ -1,5 +1,8 @@
-"""How long MLflow takes as a run gets longer and a round has more clients: a file of SQLite, and MLflow's own server
-with such a file. `benchmarks.growth --mlflow` prints it."""
+"""Measure how MLflow's time grows with the number of rounds and with the number of clients per round.
+
+The backends are an SQLite file, and an MLflow server that uses an SQLite file. `benchmarks.growth --mlflow` prints the
+results.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +23,34 @@ import requests
 from flexfleet.tracking.trackers import MLflow
 
 COMMIT = 100
-"""Rounds that are told at a time: a run commits every two seconds, and the shortest rounds take some 20 ms."""
+"""Number of rounds that are logged together. A run commits every two seconds, and the shortest rounds take about 20
+ms."""
 START_S = 120.0
 
 
 def of_rounds(uri: str, metrics: Mapping[str, float], counts: Sequence[int]) -> Iterator[dict[str, float]]:
-    """A run that gets longer. For each of `counts`: `round_ms`, what telling a round took since the count before, and
-    `resume_s`, what it takes to open the run again with all its rounds told."""
+    """Measure how the time grows with the number of rounds.
+
+    For each number of rounds in `counts`, yield two durations: `round_ms` (milliseconds) is the time to log a round.
+    `resume_s` (seconds) is the time to resume the run and log all rounds again.
+    """
     names = {"flexfleet.token": "growth"}
-    tracker, told = MLflow(uri, "growth", "rounds", names), 0
+    tracker, logged = MLflow(uri, "growth", "rounds", names), 0
     for count in counts:
         started = time.perf_counter()
-        for first in range(told, count, COMMIT):
+        for first in range(logged, count, COMMIT):
             tracker.metrics([(step + 1, metrics) for step in range(first, min(first + COMMIT, count))])
         seconds = time.perf_counter() - started
         started = time.perf_counter()
         MLflow(uri, "growth", "rounds", names, tracker.run_id).metrics([(step + 1, metrics) for step in range(count)])
         resume = time.perf_counter() - started
-        yield {"rounds": count, "round_ms": 1000 * seconds / (count - told), "resume_s": resume}
-        told = count
+        yield {"rounds": count, "round_ms": 1000 * seconds / (count - logged), "resume_s": resume}
+        logged = count
 
 
 def of_clients(uri: str, line: Mapping[str, Any], lines: Sequence[int]) -> Iterator[dict[str, float]]:
-    """The table of the clients' lines, one for each order of each round, which a run tells at its end."""
+    """Measure the table of clients, which is logged at the end of a run. The table has a line for each assignment of
+    each round."""
     tracker = MLflow(uri, "growth", "clients", {})
     for count in lines:
         started = time.perf_counter()
@@ -52,8 +60,7 @@ def of_clients(uri: str, line: Mapping[str, Any], lines: Sequence[int]) -> Itera
 
 @contextmanager
 def places() -> Iterator[dict[str, str]]:
-    """The addresses of a file of SQLite and of a server, by what they are called. The server is MLflow's own, with one
-    process."""
+    """Map names to the URIs of an SQLite file and of an MLflow server. The server has one process."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
@@ -65,8 +72,8 @@ def places() -> Iterator[dict[str, str]]:
             _wait_for(server, f"http://127.0.0.1:{port}/health", Path(folder) / "log")
             yield {"sqlite": f"sqlite:///{folder}/mlflow.db", "server": f"http://127.0.0.1:{port}"}
         finally:
-            with suppress(ProcessLookupError):  # it has ended by itself
-                os.killpg(server.pid, signal.SIGTERM)  # it has processes of its own
+            with suppress(ProcessLookupError):  # the server has already ended
+                os.killpg(server.pid, signal.SIGTERM)  # the group includes its child processes
             server.wait()
 
 
@@ -77,4 +84,4 @@ def _wait_for(server: subprocess.Popen[bytes], health: str, log: Path) -> None:
             if requests.get(health, timeout=5).ok:
                 return
         time.sleep(0.5)
-    raise SystemExit(f"mlflow server does not answer: {log.read_text('utf-8', 'replace')[-2000:]}")
+    raise SystemExit(f"mlflow server does not respond: {log.read_text('utf-8', 'replace')[-2000:]}")

@@ -1,15 +1,17 @@
-"""How evenly the clients of a round finish, and how soon: with and without branches, selected by Oort or at random.
+"""Simulate how uniformly and how fast the clients of a round finish, with and without branches and Oort.
 
+Clients do not train. The package provides the selections, the Tier Clustering Algorithm, the trace, the simulated clock
+and the sizes of MB-ResNet34. Only the loss of a client, which Oort's utility requires, is synthetic. The initial loss
+is random and is multiplied by 0.9 each time the client participates.
+
+As in the paper's section 5, 100 of 2,800 clients are selected in each of 1,000 rounds. The paper is "Enhancing
+Communication Efficiency and Training Time Uniformity in Federated Learning through Multi-Branch Networks and the Oort
+Algorithm" (Algorithms, MDPI, January 2024). The paper reports a uniformity of 532 without branches and 313 with
+branches, but states neither the selection nor the unit. A client trains 20 steps of 30 samples (Oort's code), or one
+epoch if it has fewer samples. Speeds, bandwidths and sessions are assumed (`DEVICES`).
+
+Usage:
     python -m benchmarks.uniformity [--json]      (five minutes of one core)
-
-Nothing trains. The selections, the Tier Clustering Algorithm, the trace, the simulated clock and the sizes of
-MB-ResNet34 are those of the package; only what a client would report is made up: its loss is a number of its own, drawn
-from the seed, times 0.9 for each time that it has taken part, so that Oort has a utility to see.
-
-2,800 clients, 100 asked per round, 1,000 rounds, as in "Enhancing Communication Efficiency and Training Time Uniformity
-in Federated Learning through Multi-Branch Networks and the Oort Algorithm" (Algorithms, MDPI, January 2024, section 5).
-It prints 532 without and 313 with branches; it names neither the selection nor the unit. A client trains 20 steps of 30
-samples (Oort's code), or its samples once if it has fewer. Speeds, bandwidths and sessions are assumed (`DEVICES`).
 """
 
 from __future__ import annotations
@@ -31,19 +33,19 @@ from fl_engine.algorithms.multibranch import MultiBranch, in_tiers
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Selector
 from fl_engine.core.costs import FORWARDS_PER_STEP
-from fl_engine.core.types import FULL, ClientUpdate, Device, Pool, RoundContext, WorkOrder
+from fl_engine.core.types import FULL, Assignment, ClientUpdate, Device, Pool, RoundContext
 from fl_engine.fleet import trace as traces
 from fl_engine.fleet.lognormal import LogNormal
 from fl_engine.fleet.trace import Trace
-from fl_engine.fleet.uniformity import uniformity
 from fl_engine.models.resnet import ResNet34
+from fl_engine.rounds.timing import uniformity
 from fl_engine.selection import Oort, Uniform
 from fl_engine.testing.tiny import tiny_pool
 
 CLIENTS, ASKED, ROUNDS, SEED = 2800, 100, 1000, 0
 MOST_SAMPLES = 20 * 30
 DEVICES = LogNormal(speed=10.0, bandwidth=10.0)
-"""10^10 multiply-adds per second and 10 Mbit/s in the middle, an hour online and an hour offline."""
+"""The medians are 10^10 multiply-adds per second, 10 Mbit/s, an hour online and an hour offline."""
 FADES = 0.9
 CORRELATIONS = (0.0, 0.5, 0.9)
 MUS = (0.0, 0.5, 1.0, 2.0, 1e6)
@@ -52,26 +54,27 @@ PRINTED = (532, 313)
 
 @dataclass(frozen=True)
 class Row:
-    """Means over the rounds, in seconds of the simulated clock."""
+    """Means over the rounds, in simulated seconds."""
 
     uniformity: float
     compute: float
     communication: float
     round_s: float
     dropped: float
-    """Clients of a round that went offline before they were done."""
+    """Mean number of clients per round that went offline before they finished."""
     samples: tuple[float, ...]
-    """How many were trained on, and the clock, after each round."""
+    """Total number of samples that clients processed until the end of each round."""
     clock: tuple[float, ...]
+    """Simulated seconds at the end of each round."""
 
     def until(self, samples: float) -> float:
-        """Seconds until so many samples were trained on."""
+        """Return the simulated seconds until all clients together have processed `samples` samples."""
         return self.clock[int(np.searchsorted(self.samples, samples))]
 
 
 @dataclass(frozen=True)
 class World:
-    """What the rows share: devices over time, and who holds how many samples, whose first loss is what."""
+    """Data that all rows share: devices, their trace, and the sample counts and initial losses of clients."""
 
     fleet: tuple[Device, ...]
     trace: Trace
@@ -89,13 +92,12 @@ def world(devices: LogNormal, clients: int = CLIENTS, seed: int = SEED) -> World
 
 
 def correlated(r: float) -> LogNormal:
-    """Fast devices have better connections, hold more samples and are online more often."""
+    """Return a fleet in which fast devices have better connections and more samples, and are online more often."""
     return replace(DEVICES, speed_bandwidth=r, speed_data=r, speed_online=r, data_online=r)
 
 
 @lru_cache(maxsize=1)
 def pools() -> tuple[Pool, Pool]:
-    """Of ResNet34 alone, and of MB-ResNet34."""
     family, branches = ResNet34((3, 32, 32), 10), MultiBranch()
     return tiny_pool(FedAvg(), family), tiny_pool(branches, branches.network(family))
 
@@ -103,7 +105,8 @@ def pools() -> tuple[Pool, Pool]:
 def simulated(
     where: World, selection: Selector, pool: Pool, mu: float | None, rounds: int = ROUNDS, asked: int = ASKED
 ) -> Row:
-    """`mu`: of the tiers; None: all train the largest model of the pool."""
+    """Simulate the rounds of a row. `mu` is the parameter of the tiers. If `mu` is None, all clients get the largest
+    model."""
     tables, clock, trained = selection.init(where.fleet, pool), 0.0, 0.0
     taken = np.zeros(len(where.fleet), dtype=int)
     seen: dict[str, list[float]] = {name: [] for name in ("uniformity", "compute", "communication", "round_s")}
@@ -126,11 +129,11 @@ def simulated(
             loss = float(where.losses[client] * FADES ** taken[client])
             taken[client] += 1
             trained += where.draws[client]
-            order = WorkOrder(round, client, FULL, {}, 0, level)
+            assignment = Assignment(round, client, FULL, {}, 0, level)
             update = ClientUpdate(
                 round, client, FULL, {}, where.samples[client], {"rms_loss": loss}, level, found.total
             )
-            tables = selection.learn(tables, order, update, found.total)
+            tables = selection.learn(tables, assignment, update, found.total)
         length = max((t.total for t in took), default=0.0)
         clock = clock + length if took else where.trace.arrives(clock)
         if took:
@@ -156,7 +159,9 @@ def four(where: World, rounds: int) -> dict[str, Row]:
 
 
 def summary(rows: Mapping[str, Row]) -> dict[str, Any]:
-    """Figures by row; `seconds_to_samples` to half of the samples that the slowest row trains on in all."""
+    """Map each metric to its values by row. `seconds_to_samples` is the time until a row's clients have processed half
+    of the slowest row's total samples.
+    """
     half = min(row.samples[-1] for row in rows.values()) / 2
     figures = ("uniformity", "compute", "communication", "round_s", "dropped")
     found: dict[str, Any] = {f: {name: getattr(row, f) for name, row in rows.items()} for f in figures}
@@ -179,8 +184,8 @@ def measured(rounds: int, correlations: Sequence[float] = CORRELATIONS, mus: Seq
     }
 
 
-def told(found: Mapping[str, Any]) -> str:
-    """The figures as tables, in Markdown."""
+def as_markdown(found: Mapping[str, Any]) -> str:
+    """Format the metrics as Markdown tables."""
     names = ("random", "mb_random", "oort", "mb_oort")
     head = ["| correlation | | " + " | ".join(names) + " | mb_random / random | mb_oort / oort |"]
     head.append("| ---: | --- |" + " ---: |" * 6)
@@ -208,7 +213,7 @@ def main() -> int:
     p.add_argument("--rounds", type=count, default=ROUNDS, help=f"rounds of each row (default: {ROUNDS})")
     args = p.parse_args()
     found = measured(args.rounds)
-    print(json.dumps(found) if args.json else told(found))
+    print(json.dumps(found) if args.json else as_markdown(found))
     return 0
 
 

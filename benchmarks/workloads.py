@@ -1,4 +1,4 @@
-"""The workloads, the same for every contestant. This module needs only numpy."""
+"""Workloads that are the same for all contestants. This module requires only NumPy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ class Workload:
     clients: int
     per_round: int
     samples: int
-    """Samples of each client."""
+    """Number of samples of each client."""
     shape: tuple[int, ...]
-    """Of a sample."""
     classes: int
-    """0: the target is a number."""
+    """Number of classes; 0 for regression."""
     batch: int
     lr: float
     momentum: float
@@ -30,8 +29,9 @@ class Workload:
     peers: tuple[str, ...] = ("naive",)
 
     def data(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Made-up samples: uint8 (clients, samples, *shape) and int64 labels, or float32
-        targets, (clients, samples)."""
+        """Return a tuple: random uint8 samples (clients, samples, *shape), and targets (clients, samples). Class labels
+        are int64, and regression targets are float32.
+        """
         rng = np.random.default_rng(seed)
         x = rng.integers(0, 256, (self.clients, self.samples, *self.shape), dtype=np.uint8)
         if not self.classes:
@@ -40,7 +40,7 @@ class Workload:
 
 
 def normalised(x: np.ndarray) -> np.ndarray:
-    """Images from uint8 to normalised float32, as every contestant feeds them to the network."""
+    """Convert uint8 images to the normalised float32 input of all networks."""
     out: np.ndarray = (x.astype(np.float32) / 255 - MEAN) / STD
     return out
 
@@ -72,25 +72,24 @@ WORKLOADS = {
     "W4": _cifar_like("FlexFL, VGG16 of half width, lambda 10", algorithm="flexfl"),
     "W4-no-kd": _cifar_like("FlexFL, VGG16 of half width, lambda 0", algorithm="flexfl-no-kd"),
     "W5": _cifar_like("AdaptiveFL, ResNet18, pool of seven", algorithm="adaptivefl"),
-    # FedAIoT's clients, 16,569 and 15,788 samples over 80, in batches of 32.
+    # As in FedAIoT, 80 clients have 16,569 samples (W6) or 15,788 samples (W7) and batches of 32.
     "W6": _aiot("FedAvg, LSTM of WISDM", shape=(200, 6), classes=12),
     "W7": _aiot("FedAvg, MLP of AEP", shape=(18,), classes=0),
 }
 
 
 def count(text: str) -> int:
-    """A number on the command line, 1 or more."""
+    """Parse a whole number of at least 1 from the command line."""
     if not (text.isdecimal() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"a whole number from 1 on is expected, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
 
 
 def chosen(argv: list[str]) -> tuple[str, Workload, argparse.Namespace]:
-    """Parses a contestant's command line: the workload's name, the workload (with `--samples`, if given), and all
-    options."""
+    """Parse the command line of a contestant. Return (name of the workload, workload, all options)."""
     p = argparse.ArgumentParser()
     p.add_argument("workload", choices=WORKLOADS)
-    p.add_argument("--samples", type=count, help="samples of each client, instead of the workload's number")
+    p.add_argument("--samples", type=count, help="samples of each client (default: the workload's)")
     p.add_argument("--precision", default="fp32", choices=PRECISIONS)
     p.add_argument("--devices", nargs="+", default=["cpu", "cpu"])
     args = p.parse_args(argv)

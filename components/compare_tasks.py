@@ -1,4 +1,4 @@
-"""The tasks of the pipeline `compare`: prepare, one run, compare. The pipeline `nightly` uses `run` too."""
+"""Define the tasks `prepare`, `run` and `compare` of the pipeline `compare`. The pipeline `nightly` also uses `run`."""
 
 from typing import Any, List  # noqa: UP035 - kfp accepts lists of artifacts only as typing.List
 
@@ -6,7 +6,7 @@ from kfp import dsl
 
 from components.task import task
 
-# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
+# kfp needs types as annotations, so do not add `from __future__ import annotations` here.
 Artifact = dsl.Artifact
 
 
@@ -34,20 +34,21 @@ def prepare(
     from pathlib import Path
 
     from flexfleet.config import form
-    from flexfleet.config.comparison_runs import Entry
-    from flexfleet.experiments.comparison_tasks import prepare as step
+    from flexfleet.config.comparison_runs import PlannedRun
+    from flexfleet.config.dotted import SHORT
+    from flexfleet.experiments.compare import prepare as step
     from flexfleet.kubeflow.task_end import ending
-    from flexfleet.pipeline import reachable
+    from flexfleet.pipeline import check
 
     given = locals()
     name = comparison_id or f"compare-{job_id}"
 
-    def checked(store_uri: str) -> list[Entry]:
-        parameters = {each: given[each] for each in form.PARAMETERS if each in given} | {"store_uri": store_uri}
+    def checked(store_uri: str) -> list[PlannedRun]:
+        parameters = {each: given[each] for each in SHORT if each in given} | {"store_uri": store_uri}
         return form.comparison_from(parameters, advanced, algorithms, seeds, name)
 
     with ending("comparison_id", given):
-        runs = reachable.check_form(given, checked)
+        runs = check.check_form(given, checked)
         return step(runs, name, Path(shared.path), Path(pairs.path), job_id)
 
 
@@ -65,19 +66,18 @@ def run(
     import shutil
     from pathlib import Path
 
-    from flexfleet.experiments.comparison_tasks import PairsFile, run_pair
-    from flexfleet.kubeflow import metadata
-    from flexfleet.kubeflow.task_end import ending, patiently
+    from flexfleet.experiments.compare import PairsFile, run_pair
+    from flexfleet.kubeflow.task_end import ending, metadata_of_finished, patiently
 
     form = {"job_id": job_id}
     with ending("comparison_id", form):
         file = PairsFile.read(Path(pairs.path))
     with ending("comparison_id" if file.commit is None else "night_id", form):
-        pair = file.pair(number)
+        pair = file.pairs[int(number)]
         Path(case.path).write_text(f"# {pair.label}\n\nalgorithm and seed: {pair.entry.name}\n", encoding="utf-8")
         paths = (Path(shared.path), Path(run_folder.path))
         result = patiently(lambda: run_pair(file, number, *paths, job_id))
-        run_folder.metadata.update(metadata.of_finished(paths[1]))
+        run_folder.metadata.update(metadata_of_finished(paths[1]))
         shutil.copyfile(paths[1] / "report.html", page.path)
         for name, value in (("avg", result.metrics["avg"]), ("full", result.metrics["full"]), ("waste", result.waste)):
             metrics.log_metric(name, value)
@@ -95,8 +95,8 @@ def compare(
     import shutil
     from pathlib import Path
 
+    from flexfleet.experiments.compare import PairsFile, collect
     from flexfleet.experiments.comparison_report import metrics as figures
-    from flexfleet.experiments.comparison_tasks import PairsFile, collect
     from flexfleet.kubeflow.task_end import ending, patiently
 
     with ending("comparison_id"):

@@ -1,7 +1,7 @@
-"""Writes the files that are generated from the schema: `python -m components.describe`.
+"""Generate params.yaml, the page of error codes and pipelines/form.json with `python -m components.describe`.
 
-params.yaml is for people, pipelines/form.json for the forms of the pipelines. Run `python -m pipelines.compile` after
-it, which reads form.json.
+The file form.json contains the fields of the pipelines' forms. Run `python -m pipelines.compile` afterwards, because
+that command reads form.json.
 """
 
 from __future__ import annotations
@@ -12,19 +12,34 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fl_engine.core import errors
 from flexfleet.config import Config, flatten
-from flexfleet.config.form_fields import LISTED, SHORT, STUDY
-from flexfleet.config.parameters import NAMES, everything
-from flexfleet.config.params_file import params_yaml
+from flexfleet.config.dotted import LISTED, SHORT, STUDY
+from flexfleet.config.parameters import NAMES, everything, params_yaml
 
 ROOT = Path(__file__).parents[1]
 WORDS = {"dataset": "data set", "model": "network", "algorithm": "algorithm"}
-"""The words for the fields whose values are registered names."""
-PARAMS, FORM = ROOT / "params.yaml", ROOT / "pipelines" / "form.json"
+"""Map form fields that select a registered component to nouns."""
+PARAMS, FORM, ERRORS = ROOT / "params.yaml", ROOT / "pipelines" / "form.json", ROOT / "docs" / "reference" / "errors.md"
+ERRORS_HEAD = """# Errors
+
+An expected error is one line on stderr, `error: ...`. With `--json`, stdout is one object:
+
+```json
+{"error": {"code": "config.out_of_range", "path": "partition.alpha", "message": "...", "exit_code": 2}}
+```
+
+`path` is the dotted name of the wrong parameter, or null. If several parameters are wrong, `errors` contains an object
+for each. Codes are stable; messages may change. In Python, every error is a `flexfleet.FlexfleetError` with
+`code`, `path` and `exit_code`.
+
+| code | exit code | cause | solution |
+|---|---|---|---|
+"""
 
 
 def form_json() -> str:
-    """Return default, meaning and choices of each parameter in the forms, as JSON."""
+    """Return the default, description and choices of each form field as JSON."""
     defaults, rows = flatten(Config()), {row.name: row for row in everything()}
     fields = {
         name: {"default": defaults[path], "meaning": rows[path].meaning, "choices": rows[path].choices}
@@ -39,15 +54,26 @@ def form_json() -> str:
     return json.dumps(fields, indent=1) + "\n"
 
 
+def errors_md() -> str:
+    """Return the page of error codes. An error code without an error class has the exit code of the class for its first
+    word (`config` for `config.unknown`)."""
+    classes = [each for each in vars(errors).values() if isinstance(each, type)]
+    exits = {each.code: each.exit_code for each in classes if issubclass(each, errors.FlexfleetError)}
+    return ERRORS_HEAD + "".join(
+        f"| `{code}` | {exits.get(code) or exits[code.partition('.')[0]]} | {cause} | {cure} |\n"
+        for code, (cause, cure) in sorted(errors.CODES.items())
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m components.describe", description=__doc__)
     p.add_argument("--check", action="store_true", help="change nothing; exit with 2 if a file is out of date")
     args = p.parse_args(argv)
-    wanted = {PARAMS: params_yaml(), FORM: form_json()}
+    wanted = {PARAMS: params_yaml(), FORM: form_json(), ERRORS: errors_md()}
     stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text("utf-8") != text]
     if args.check and stale:
         names = ", ".join(map(str, stale))
-        print(f"error: out of date with the schema: {names}; run `python -m components.describe`", file=sys.stderr)
+        print(f"error: out of date with the source: {names}; run `python -m components.describe`", file=sys.stderr)
         return 2
     for path in stale:
         path.write_text(wanted[path], encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The tasks of the pipeline `nightly`, besides `compare_tasks.run`: prepare, gate, decide."""
+"""Define the tasks `prepare`, `gate` and `decide` of the pipeline `nightly`, which also uses `compare_tasks.run`."""
 
 from typing import Any, List  # noqa: UP035 - kfp accepts lists of artifacts only as typing.List
 
@@ -6,7 +6,7 @@ from kfp import dsl
 
 from components.task import task
 
-# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
+# kfp needs types as annotations, so do not add `from __future__ import annotations` here.
 Artifact = dsl.Artifact
 
 
@@ -23,20 +23,24 @@ def prepare(
 ) -> list[str]:
     from pathlib import Path
 
-    from flexfleet.config.form import overrides_of
+    from flexfleet.config.form import overrides_from
     from flexfleet.experiments import nightly
-    from flexfleet.experiments.nightly_run import Night
+    from flexfleet.experiments.nightly_suite import NightlyRun
     from flexfleet.kubeflow.task_end import ending
-    from flexfleet.pipeline import reachable
+    from flexfleet.pipeline import check
 
     given = locals()
 
-    def checked(store_uri: str) -> Night:
-        return nightly.prepare(suite, night_id or f"night-{job_id}", overrides_of(mlflow_uri, store_uri, advanced))
+    def checked(store_uri: str) -> NightlyRun:
+        return nightly.prepare(
+            suite,
+            night_id or f"night-{job_id}",
+            overrides_from({"mlflow_uri": mlflow_uri, "store_uri": store_uri}, advanced),
+        )
 
     with ending("night_id", given):
-        night = reachable.check_form(given, checked)
-        return nightly.hand_over(night, Path(shared.path), Path(pairs.path), job_id)
+        prepared = check.check_form(given, checked)
+        return nightly.hand_over(prepared, Path(shared.path), Path(pairs.path), job_id)
 
 
 @task
@@ -57,30 +61,35 @@ def gate(
     import shutil
     from pathlib import Path
 
-    from flexfleet.config.form import overrides_of
-    from flexfleet.config.form_fields import platform_store
+    from flexfleet.config.dotted import platform_store
+    from flexfleet.config.form import overrides_from
     from flexfleet.experiments import nightly
-    from flexfleet.experiments.comparison_tasks import PairsFile
-    from flexfleet.experiments.nightly_figures import TASKS
+    from flexfleet.experiments.compare import PairsFile
+    from flexfleet.experiments.nightly_gate import TASKS
     from flexfleet.kubeflow.task_end import ending, patiently
+    from flexfleet.tracking import record as track
 
     with ending("night_id", locals()):
         store = store_uri or platform_store() or ""
-        asked = nightly.prepare(suite, night_id or f"night-{job_id}", overrides_of(mlflow_uri, store, advanced))
+        prepared = nightly.prepare(
+            suite,
+            night_id or f"night-{job_id}",
+            overrides_from({"mlflow_uri": mlflow_uri, "store_uri": store}, advanced),
+        )
         file, out = PairsFile.read(Path(pairs.path)), Path(night.path)
-        nightly.check_pairs(asked, file)
-        folders = nightly.folders_of(asked, [Path(run.path) for run in run_folders])
-        found = patiently(lambda: nightly.settle(asked, folders, out, TASKS, file.mlflow))
+        track.check_code(file.commit, prepared.id)
+        folders = nightly.folders_of(prepared, [Path(run.path) for run in run_folders])
+        found = patiently(lambda: nightly.settle(prepared, folders, out, TASKS, file.mlflow))
         shutil.copyfile(out / "regression.html", page.path)
-        Path(verdict.path).write_text(nightly.card(found), encoding="utf-8")
+        Path(verdict.path).write_text(found.markdown(), encoding="utf-8")
         metrics.log_metric("passed", int(found.passed))
         for check in found.checks:
             metrics.log_metric(f"{check.metric}/{check.label}", check.now)
-        seen = found.model_copy(update={"report": nightly.where(asked, found, job_id)})
-        return "" if found.passed else nightly.told(seen)
+        seen = found.model_copy(update={"report": nightly.link(prepared, found, job_id)})
+        return "" if found.passed else seen.text()
 
 
-# Fails if the gate failed. It is a task of its own because Kubeflow keeps no artifacts of a task that fails.
+# Fail here if the gate failed. The gate itself must not fail, because Kubeflow deletes the artifacts of a failed task.
 @task
 def decide(failed: str) -> None:
     from fl_engine.core.errors import GateFailed

@@ -1,4 +1,4 @@
-"""The tasks of the pipeline `train`: partition, pretrain, model pool, federate, evaluate, report."""
+"""Define the tasks of the pipeline `train`: partition, pretrain, model pool, federate, evaluate, report."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from kfp import dsl
 
 from components.task import task
 
-# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
+# kfp needs types as annotations, so do not add `from __future__ import annotations` here.
 Artifact = dsl.Artifact
 
 
@@ -36,35 +36,31 @@ def partition(
     from pathlib import Path
 
     from flexfleet.config import form
-    from flexfleet.kubeflow import metadata
+    from flexfleet.config.dotted import SHORT
     from flexfleet.kubeflow.task_end import ending
-    from flexfleet.pipeline import check, reachable
+    from flexfleet.pipeline import check
     from flexfleet.pipeline.partition import partition as step
     from flexfleet.pipeline.prepare import Resolved
-    from flexfleet.pipeline.resume import check_begun, store_of
+    from flexfleet.pipeline.resume import store_of
     from flexfleet.tracking import dvc_remote
     from flexfleet.tracking import record as track
 
     given = locals()
 
     def checked(store_uri: str) -> tuple[Resolved, str]:
-        asked = {name: given[name] for name in form.PARAMETERS} | {"store_uri": store_uri}
+        asked = {name: given[name] for name in SHORT} | {"store_uri": store_uri}
         resolved = Resolved.of(form.config_from(asked, advanced))
         name = form.run_name(run_id, job_id, resolved.config)
         check.check(resolved)
         return resolved, name
 
     with ending("run_id", given):
-        resolved, name = reachable.check_form(given, checked)
+        resolved, name = check.check_form(given, checked)
         asked = resolved.config
-        folder = form.run_folder(asked, name)
-        store = store_of(asked, name, folder)
-        check_begun(asked, store, folder)
+        folder = Path(asked.run.store) / name
         form.write_config(asked, Path(config.path))
-        config.metadata["preparations"] = ", ".join(resolved.algorithm.preparations) or "none"
-        Path(links.path).write_text(track.card(asked, name, store.uri()), encoding="utf-8")
+        Path(links.path).write_text(track.card(asked, name, store_of(asked, name, folder).uri()), encoding="utf-8")
         step(resolved, Path(parts.path))
-        parts.metadata.update(metadata.of_partition(Path(parts.path)))
         dvc_remote.hand_on(Path(parts.path), "partition", asked.publish.dvc, Path(dvc_pointer.path))
         return {"run": name}
 
@@ -74,16 +70,10 @@ def pretrain(config: dsl.Input[Artifact], parts: dsl.Input[Artifact], apoz: dsl.
     from pathlib import Path
 
     from flexfleet.kubeflow.task_end import ending
+    from flexfleet.pipeline.prepare import Resolved
+    from flexfleet.pipeline.pretrain import pretrain as step
 
     with ending("run_id"):
-        if config.metadata.get("preparations") == "none":
-            index = Path(apoz.path) / "prepared.json"
-            index.parent.mkdir(parents=True, exist_ok=True)
-            index.write_text('{"schema_version": 1, "made": {}}', encoding="utf-8")
-            return
-        from flexfleet.pipeline.prepare import Resolved  # imports torch, for two seconds
-        from flexfleet.pipeline.pretrain import pretrain as step
-
         step(Resolved.load(config.path), Path(parts.path), Path(apoz.path))
 
 
@@ -96,7 +86,6 @@ def model_pool(
 ) -> None:
     from pathlib import Path
 
-    from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.task_end import ending
     from flexfleet.pipeline.model_pool import model_pool as step
     from flexfleet.pipeline.prepare import Resolved
@@ -105,7 +94,6 @@ def model_pool(
     with ending("run_id"):
         resolved = Resolved.load(config.path)
         step(resolved, Path(apoz.path), Path(pool.path))
-        pool.metadata.update(metadata.of_pool(Path(pool.path)))
         dvc_remote.hand_on(Path(pool.path), "pool", resolved.config.publish.dvc, Path(dvc_pointer.path))
 
 
@@ -121,9 +109,7 @@ def federate(
     import logging
     from pathlib import Path
 
-    from flexfleet.config.form import run_folder
-    from flexfleet.kubeflow import metadata
-    from flexfleet.kubeflow.task_end import ending, patiently
+    from flexfleet.kubeflow.task_end import ending, metadata_of, patiently
     from flexfleet.pipeline.prepare import Resolved
     from flexfleet.pipeline.resume import store_of
     from flexfleet.pipeline.retry import federate_in
@@ -131,7 +117,7 @@ def federate(
 
     with ending("run_id"):
         resolved = Resolved.load(config.path)
-        folder = run_folder(resolved.config, names["run"])
+        folder = Path(resolved.config.run.store) / names["run"]  # this folder may be deleted with the pod
         tags = track.of_job(resolved.config, job_id)
         paths = (Path(parts.path), Path(pool.path), Path(run.path))
         store = store_of(resolved.config, names["run"], folder)
@@ -144,7 +130,7 @@ def federate(
             return federate_in(folder, resolved, *paths, tags, mlflow_run or None)
 
         patiently(rounds)
-        run.metadata.update(metadata.of_model(Path(run.path)))
+        run.metadata.update(metadata_of(Path(run.path)))
 
 
 @task
@@ -175,7 +161,7 @@ def evaluate(
         for name, found in scores.local.items():
             evaluation.log_metric(f"local/{name}", found.mean)
         for rows in list(ConfusionFile.read(Path(evaluation.path) / "confusion.json").levels.values())[-1:]:
-            # The last level is the full model. Without classes there is no confusion matrix.
+            # The last level is the full model. Only tasks with classes have a confusion matrix.
             matrix.log_confusion_matrix([str(c) for c in range(len(rows))], [list(row) for row in rows])
 
 
@@ -194,16 +180,15 @@ def report(
     import shutil
     from pathlib import Path
 
-    from flexfleet.config import load_config
-    from flexfleet.kubeflow import metadata
-    from flexfleet.kubeflow.task_end import ending, patiently
-    from flexfleet.pipeline.report import finish
-    from flexfleet.tracking.dvc_runs import POINTERS
+    from flexfleet.kubeflow.task_end import ending, metadata_of, patiently
+    from flexfleet.pipeline.prepare import Resolved
+    from flexfleet.pipeline.run import finish
+    from flexfleet.tracking.dvc_remote import POINTERS
 
     with ending("run_id"):
         folders = [Path(given.path) for given in (run, parts, apoz, pool, evaluation, run_folder)]
-        result = patiently(lambda: finish(load_config(config.path), *folders))
-        run_folder.metadata.update(metadata.of_model(folders[0], folders[4]))
+        result = patiently(lambda: finish(Resolved.load(config.path), *folders))
+        run_folder.metadata.update(metadata_of(folders[0], folders[4]))
         shutil.copyfile(result.report, page.path)
         Path(dvc_pointers.path).mkdir()
         for pointer in Path(run_folder.path).glob(f"{POINTERS}/*.dvc"):

@@ -1,4 +1,4 @@
-"""The tasks of the pipeline `tune`: prepare, search, report."""
+"""Define the tasks of the pipeline `tune`: prepare, search, report."""
 
 from typing import Any, List  # noqa: UP035 - kfp accepts lists of artifacts only as typing.List
 
@@ -6,7 +6,7 @@ from kfp import dsl
 
 from components.task import task
 
-# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
+# kfp needs types as annotations, so do not add `from __future__ import annotations` here.
 Artifact = dsl.Artifact
 
 
@@ -33,10 +33,10 @@ def prepare(
     from pathlib import Path
 
     from flexfleet.config import Config, form
-    from flexfleet.config.form_fields import SHORT, STUDY
+    from flexfleet.config.dotted import SHORT, STUDY
     from flexfleet.experiments.tune import prepare as step
     from flexfleet.kubeflow.task_end import ending
-    from flexfleet.pipeline import reachable
+    from flexfleet.pipeline import check
 
     given = locals()
 
@@ -46,7 +46,7 @@ def prepare(
         return form.config_from(asked, advanced)
 
     with ending("study_id", given):
-        config = reachable.check_form(given, checked)
+        config = check.check_form(given, checked)
         name = form.run_name(study_id, f"tune-{job_id}", config)
         return step(config, name, Path(prepared.path), job_id)
 

@@ -1,7 +1,7 @@
-"""The notebooks of examples/ as pages of the site, with their results and pictures: they are executed when it is built.
+"""Add the notebooks of examples/ to the site as pages. Building the site executes them, so pages have results.
 
-`mkdocs serve` shows them without results, so that a page that is being written appears at once. EXECUTED_EXAMPLES names
-a folder with notebooks that are executed already.
+`mkdocs serve` shows notebooks without results, so that changes appear immediately. EXECUTED_EXAMPLES names a folder
+with executed notebooks.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TIMEOUT_S = 600
-"""For one cell, on a machine that is busy with other things."""
+"""Timeout for one cell, also on a busy machine."""
 FENCE = "~" * 6
 NOTEBOOKS = re.compile(r"\(\.\./((?:\.\./)*)examples/(\w+)\.ipynb\)")
-"""A link from a page of docs/."""
+"""A link to a notebook on a page in docs/."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 serving = False
 
@@ -36,12 +36,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """In the repository the pages link the notebooks, in the site what became of them."""
+    """Replace links to notebooks by links to their pages."""
     return NOTEBOOKS.sub(r"(\1examples/\2.md)", markdown)
 
 
 def results(path: Path) -> Any:
-    """The notebook, executed."""
+    """Return the notebook, executed if the site is built."""
     import nbformat
 
     done = os.environ.get("EXECUTED_EXAMPLES")
@@ -52,7 +52,8 @@ def results(path: Path) -> Any:
 
 
 def execute(path: Path, folder: Path, **environment: str) -> Any:
-    """Every cell in order, in a new kernel whose folder is `folder`. Raises CellExecutionError where one fails."""
+    """Execute all cells in a new kernel with the working directory `folder`. Raises CellExecutionError if a cell
+    fails."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -64,7 +65,7 @@ def execute(path: Path, folder: Path, **environment: str) -> Any:
 
 
 def page(notebook: Any, name: str) -> str:
-    """As Markdown."""
+    """Return the notebook as Markdown."""
     parts = []
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
@@ -77,7 +78,7 @@ def page(notebook: Any, name: str) -> str:
 
 
 def shown(output: Any) -> str:
-    """What a cell printed, or the richest form of a value that a page can show."""
+    """Return a cell's printed text, or the richest representation of its value that a page can show."""
     if output.output_type == "stream":
         return _text(output.text)
     data = output.get("data", {})

@@ -1,5 +1,4 @@
-"""What the site takes from the code when it is built: every command's help, every parameter, and the algorithms'
-files."""
+"""Add the help of all commands, all parameters and the algorithms' docstrings to the site."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ def commands() -> str:
 
 
 def parameters() -> str:
-    """A table for each section, then one for everything that has options of its own. Every row has an anchor: the
-    dotted name, for an option followed by what it belongs to (`#algorithm.mu.fedprox`)."""
+    """Return a table for each section, followed by tables for parts with their own options. Every row has an anchor:
+    the dotted name, for an option followed by the part (`#algorithm.mu.fedprox`)."""
     from flexfleet.config.parameters import everything
 
     rows = everything()

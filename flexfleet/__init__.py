@@ -4,9 +4,8 @@
     result = flexfleet.run(rounds=5)
     result.history; result.model("M1"); result.report
 
-What is listed in `__all__` is loaded when it is first used: importing the package loads neither torch nor the engine.
-Import it before torch computes: it asks MKL for the same bits wherever in memory a matrix lies, which MKL can do before
-its first call only.
+Names in `__all__` are loaded when they are first used, so `import flexfleet` does not load torch. Import flexfleet
+before torch computes anything: it sets an option of MKL that makes results independent of memory addresses.
 """
 
 from __future__ import annotations
@@ -32,20 +31,26 @@ if TYPE_CHECKING:
     from fl_engine.rounds.replay import ClientRound
     from flexfleet.api.array_data import from_arrays, from_clients
     from flexfleet.api.callbacks import STOP, Callback, Round
-    from flexfleet.api.comparing import Comparison, compare, load_comparison
+    from flexfleet.api.comparing import Comparison, Paired, compare, load_comparison
+    from flexfleet.api.csv_logger import CSVLogger
+    from flexfleet.api.early_stopping import EarlyStopping
     from flexfleet.api.library_data import from_folder, from_huggingface, from_torch
-    from flexfleet.api.paired import Paired
     from flexfleet.api.results import Result, load
     from flexfleet.api.running import run
+    from flexfleet.api.tensorboard_logger import TensorBoardLogger
     from flexfleet.api.tuning import Study, load_study, tune
+    from flexfleet.api.wandb_logger import WandbLogger
 
 HOMES = {
     "flexfleet.api.running": ("run",),
     "flexfleet.api.results": ("Result", "load"),
-    "flexfleet.api.comparing": ("compare", "Comparison", "load_comparison"),
+    "flexfleet.api.comparing": ("compare", "Comparison", "Paired", "load_comparison"),
     "flexfleet.api.tuning": ("tune", "Study", "load_study"),
-    "flexfleet.api.paired": ("Paired",),
     "flexfleet.api.callbacks": ("Callback", "Round", "STOP"),
+    "flexfleet.api.csv_logger": ("CSVLogger",),
+    "flexfleet.api.early_stopping": ("EarlyStopping",),
+    "flexfleet.api.tensorboard_logger": ("TensorBoardLogger",),
+    "flexfleet.api.wandb_logger": ("WandbLogger",),
     "flexfleet.api.array_data": ("from_arrays", "from_clients"),
     "flexfleet.api.library_data": ("from_folder", "from_torch", "from_huggingface"),
     "fl_engine.models.traced": ("from_module",),
@@ -59,10 +64,10 @@ HOMES = {
 _HOME = {name: module for module, names in HOMES.items() for name in names}
 
 __all__ = [
-    "STOP", "Callback", "ClientRound", "Comparison", "ConfigError", "Data", "DataError", "EnvironmentFailure",
-    "FlexfleetError", "IntegrityError", "ModelError", "Paired", "Result", "Round", "Stopped", "Study", "__version__",
-    "compare", "from_arrays", "from_clients", "from_folder", "from_huggingface", "from_module",
-    "from_torch", "load", "load_comparison", "load_study", "run", "tune",
+    "STOP", "CSVLogger", "Callback", "ClientRound", "Comparison", "ConfigError", "Data", "DataError", "EarlyStopping",
+    "EnvironmentFailure", "FlexfleetError", "IntegrityError", "ModelError", "Paired", "Result", "Round", "Stopped",
+    "Study", "TensorBoardLogger", "WandbLogger", "__version__", "compare", "from_arrays", "from_clients", "from_folder",
+    "from_huggingface", "from_module", "from_torch", "load", "load_comparison", "load_study", "run", "tune",
 ]  # fmt: skip
 
 
@@ -76,4 +81,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

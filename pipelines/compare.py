@@ -1,15 +1,11 @@
-"""The comparison pipeline: prepare -> (for each algorithm and seed) run -> compare.
+"""Define the comparison pipeline: prepare -> run (for each algorithm and seed) -> compare.
 
-The first task resolves and checks every run, cuts each seed's partition and pre-trains on its proxy once; then the
-runs are made side by side, as many as the cluster has room for, each as `flexfleet run` makes it in the folder
-`<store_uri>/<comparison_id>/<label>-s<seed>`; the last task puts them in one table and one page.
+The first task checks all runs, and computes one partition and one pre-training for each seed. The runs are executed in
+parallel, in `<store_uri>/<comparison_id>/<label>-s<seed>`. The last task writes the table and the report.
 
-The loop is flat, over pairs of algorithm and seed: two nested loops would start a seed only when all runs of the seed
-before have ended, and `kfp.local` cannot run them. Its items are the runs' numbers in the file `pairs`, since a task's
-parameters are one argument of a command line, which Linux limits.
-
-Retries: a run resumes from its folder, which therefore has to outlive a pod. Give `comparison_id` to resume the
-comparison of an earlier pipeline run. Caching is off, for the reasons given in pipelines/train.py.
+The pipeline has one loop over pairs (algorithm, seed), because `kfp.local` cannot run nested loops. The items of the
+loop are only indices into the file `pairs`, because Linux limits the length of a command line. Retries and caching are
+described in pipelines/train.py.
 """
 
 from typing import Any
@@ -20,7 +16,7 @@ from components.compare_tasks import compare, prepare, run
 from pipelines.form import FIELDS, Field, form
 from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
 
-# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
+# kfp needs types as annotations, so do not add `from __future__ import annotations` here.
 
 
 @pipeline(
@@ -29,7 +25,7 @@ from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
     description=described(
         "Several federated algorithms on one task, with several seeds, in one table. Algorithms: "
         f"{', '.join(FIELDS['algorithm'].choices)}, or package.module:NAME.",
-        "algorithms, seeds, rounds, store_uri (where the runs are kept) and mlflow_uri (where their curves go)",
+        "algorithms, seeds, rounds, store_uri (storage for the runs) and mlflow_uri (MLflow for the curves)",
         '{"training.momentum": 0.9, "flexfl:algorithm.kd_weight": 5}',
         own="dataset.name",
     ),
@@ -49,7 +45,7 @@ from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
     ),
 )
 def comparison(**given: Any) -> None:
-    """The defaults are those of `flexfleet compare`, except for MLflow."""
+    """The defaults are the same as in `flexfleet compare`, except for MLflow."""
     job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     start = prepare(**given, job_id=job_id)
     pairs = start.outputs["pairs"]

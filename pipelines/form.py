@@ -1,5 +1,5 @@
-"""The forms of the pipelines: they have the parameters of form.json, which `components.describe` makes from the schema.
-So compiling reads defaults, meanings and choices without importing torch."""
+"""Build the forms of the pipelines from form.json, which `components.describe` creates from the schema. Because the
+file contains the defaults, descriptions and choices, this module does not import torch."""
 
 import inspect
 import json
@@ -9,30 +9,28 @@ from typing import Any, NamedTuple
 
 
 class Field(NamedTuple):
-    """One line of a form."""
-
     default: Any
     meaning: str
     choices: tuple[str, ...] = ()
-    """The values that the form offers as a list."""
+    """Values in the drop-down list of the form."""
 
 
 FILE = Path(__file__).with_name("form.json")
 NO_STORE = "empty: the platform's bucket, if the Secret flexfleet-s3 names one (S3_STORE)."
-"""What an empty `store_uri` means."""
+"""Description of the field `store_uri` for the case that it is empty."""
 FIELDS = {name: Field(**about) for name, about in json.loads(FILE.read_text("utf-8")).items()} | {
     "mlflow_uri": Field(
-        "", "Tracking URI of an MLflow server; empty: the one that Kubeflow gives tasks, else no tracking."
+        "", "Tracking URI of an MLflow server; empty: the server that Kubeflow sets for tasks, otherwise no tracking."
     ),
     "store_uri": Field("", f"s3://bucket/prefix of all runs, or a folder of a volume; {NO_STORE}"),
 }
-"""The fields of the forms, by name. `mlflow_uri` and `store_uri` mean something else here than in params.yaml, because
-a task cannot write files on the user's machine."""
+"""Form fields by name. The defaults of `mlflow_uri` and `store_uri` differ from params.yaml, because a task cannot
+write files on the user's machine."""
 
 
 def form(without: Sequence[str] = (), **own: Field) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a graph the form of FIELDS, except the fields in `without`; its `own` fields are added, or replace those of
-    the same name. The graph is called with all of them by name."""
+    """Return a decorator that adds FIELDS to a pipeline's graph, except the fields in `without`. Fields in `own` are
+    added, or replace fields with the same name. The graph receives all fields as keyword arguments."""
 
     def decorate(graph: Callable[..., None]) -> Callable[..., None]:
         fields = {name: field for name, field in (FIELDS | own).items() if name not in without}
@@ -40,7 +38,7 @@ def form(without: Sequence[str] = (), **own: Field) -> Callable[[Callable[..., N
         def called(*given: Any) -> None:
             graph(**dict(zip(fields, given, strict=True)))
 
-        # kfp reads the form from a function's signature, and the meanings from its docstring.
+        # kfp reads the form from the function's signature, and the descriptions from the function's docstring.
         parameters = [
             inspect.Parameter(
                 name,

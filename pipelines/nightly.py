@@ -1,13 +1,8 @@
-"""Nightly regression run: prepare -> (for each case, algorithm and seed) run -> gate -> decide.
+"""Define the nightly pipeline: prepare -> run (for each case, algorithm and seed) -> gate -> decide.
 
-The suite and its reference come from the image, and the earlier runs that passed come from MLflow. `gate` measures,
-judges, reports, and registers the models if the verdict is good. A separate task, `decide`, fails if the gate failed:
-Kubeflow keeps no artifacts of a failed task, and people need the report of a failed run.
-
-`flexfleet nightly` makes a recurring run of it: an empty `night_id` becomes the pipeline run's id.
-
-Retries: a run resumes from its folder, which therefore has to outlive a pod. Caching is off, for the reasons given in
-pipelines/train.py.
+The suite and its reference are part of the image, and earlier runs that passed are read from MLflow. `gate` checks the
+metrics, writes the report, and registers the models if all checks pass. The separate task `decide` fails if the gate
+failed, because Kubeflow does not keep artifacts of failed tasks. For retries and caching, see pipelines/train.py.
 """
 
 from typing import Any
@@ -18,15 +13,15 @@ from components.compare_tasks import run
 from components.nightly_tasks import decide, gate, prepare
 from pipelines.shared import COORDINATOR_KEYS, WEBHOOK_KEY, WEBHOOK_SECRET, described, on_cluster, pipeline
 
-# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
+# kfp needs types as annotations, so do not add `from __future__ import annotations` here.
 
 
 @pipeline(
     name="nightly",
     display_name="Nightly regression",
     description=described(
-        "A fixed suite, compared with a reference and with the nightly regression runs that passed.",
-        "mlflow_uri (which has the earlier runs) and store_uri (where the runs are kept)",
+        "A fixed suite, compared with a reference and with earlier nightly regression runs that passed.",
+        "mlflow_uri (which has the earlier runs) and store_uri (storage for the runs)",
         '{"publish.onnx": false}',
         own="",
     ),
@@ -36,19 +31,19 @@ def nightly(
     mlflow_uri: str = "",
     store_uri: str = "",
     night_id: str = "",
-    advanced: dict[str, Any] = {},  # noqa: B006 - kfp writes it into the specification, nobody holds it
+    advanced: dict[str, Any] = {},  # noqa: B006 - kfp writes it into the specification
 ) -> None:
-    """Fails if a figure is worse than before by more than noise explains.
+    """The run fails if a metric is worse than before by more than its noise.
 
     Args:
-        suite: A suite of flexfleet/experiments/nightly_suites: what is run, and its reference figures.
-        mlflow_uri: Tracking URI of an MLflow server, which has the earlier runs; empty: the one that Kubeflow gives
-            tasks, else the reference alone.
-        store_uri: s3://bucket/prefix of all runs, or a folder of a volume; empty: the platform's bucket, if the Secret
-            flexfleet-s3 names one (S3_STORE).
-        night_id: Name of the night's folder; the same name resumes it. Empty: the pipeline run's id.
-        advanced: Parameters of params.yaml that change no figure, by their dotted names (run.*, kubernetes.*, ...), as
-            in {"publish.onnx": false}.
+        suite: Name of a suite in flexfleet/experiments/nightly_suites, with runs and reference results.
+        mlflow_uri: Tracking URI of the MLflow server with the earlier runs. If empty, Kubeflow's MLflow is used.
+            Without MLflow, runs are compared only with the reference.
+        store_uri: Folder of a volume, or s3://bucket/prefix, for all runs. If empty, the bucket in the Secret
+            flexfleet-s3 (S3_STORE) is used.
+        night_id: Name of the run's folder; the same name resumes the run. If empty, the name is the pipeline run's ID.
+        advanced: Parameters of params.yaml that do not affect results, by dotted name (run.*, kubernetes.*), e.g.
+            {"publish.onnx": false}.
     """
     job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     given = {"suite": suite, "mlflow_uri": mlflow_uri, "store_uri": store_uri, "night_id": night_id,
@@ -65,5 +60,5 @@ def nightly(
     on_cluster(decided, retries=0)
     on_cluster(one, keys=COORDINATOR_KEYS, trains=True)
     on_cluster(judged, trains=True)
-    for each in (start, one, judged, decided):  # each tells of its own failure: see docs/guides/nightly.md
+    for each in (start, one, judged, decided):  # every task reports its own failure (docs/guides/nightly.md)
         kubernetes.use_secret_as_env(each, WEBHOOK_SECRET, {WEBHOOK_KEY: WEBHOOK_KEY}, optional=True)

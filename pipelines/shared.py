@@ -1,4 +1,4 @@
-"""What all pipelines share: the description of their forms, and the settings of every task on the cluster."""
+"""Describe the forms of all pipelines, and set resources and credentials of their tasks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,9 +9,8 @@ from fl_engine import PARAMETER_TABLE
 from flexfleet.kubeflow.retarget import DEFAULT_IMAGE, SECRETS, SIZES
 
 S3_SECRET = SECRETS["FLEXFLEET_S3_SECRET"]
-"""Its keys are the variables that boto3 reads, and S3_STORE, the store for forms whose `store_uri` is empty. In tasks
-their names start with FLEXFLEET_: else Kubeflow's launcher, in the same container, would use them for its own
-artifacts."""
+"""Secret with the variables that boto3 reads, and S3_STORE, the default for an empty `store_uri`. In tasks, their names
+start with FLEXFLEET_, because Kubeflow's launcher in the same container uses AWS_* for its own artifacts."""
 S3_KEYS = (
     "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION",
     "S3_STORE",
@@ -22,18 +21,18 @@ COORDINATOR_KEYS = (
     "SECRETS_AWS_ENDPOINT_URL",
     "S3_UNCHECKED",
 )
-"""For tasks that run rounds: the credentials that sign clients' URLs and those of the bucket with the run's key, if
-they are not the task's own; and the permission to use a server that does not check."""
+"""Keys for tasks that run rounds. The additional credentials are for signing clients' URLs, and for the bucket with the
+run's key. S3_UNCHECKED permits a server that does not enforce signatures."""
 
 MLFLOW_SECRET = SECRETS["FLEXFLEET_MLFLOW_SECRET"]
-"""For an MLflow server that asks for a password. Its keys are the variables that MLflow reads."""
+"""Secret with the variables from which MLflow reads its credentials."""
 MLFLOW_KEYS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 
 TUNE_SECRET, TUNE_KEY = SECRETS["FLEXFLEET_TUNE_SECRET"], "FLEXFLEET_TUNE_STORAGE"
-"""The address of a study's database, password included."""
+"""Secret and key for the address of a study's database, including the password."""
 
 WEBHOOK_SECRET, WEBHOOK_KEY = SECRETS["FLEXFLEET_WEBHOOK_SECRET"], "FLEXFLEET_WEBHOOK"
-"""Address that a task of the nightly pipeline calls if the task fails or the gate fails."""
+"""Secret and key for the webhook that nightly tasks call if a task or the gate fails."""
 
 
 def described(
@@ -42,9 +41,8 @@ def described(
     example: str = '{"algorithm.kd_weight": 5, "rounds.evaluate_every": 5}',
     own: str = "algorithm.name",
 ) -> str:
-    """Return a pipeline's description. The form shows it above the fields; of a field it shows only the name, the
-    default and the list of choices. `first` names the fields that a newcomer should change first, `own` a parameter
-    that takes the user's own class in place of a field's choices; empty: the form has no such field."""
+    """Return a pipeline's description, which the form shows above the fields. `first` names the fields to change
+    first. `own` names a parameter for the user's own class; empty if the form does not have one."""
     text = (
         f"{what} Change first: {first}. Everything else goes into `advanced`, as one JSON object of dotted names: "
         f"{example}. "
@@ -55,17 +53,17 @@ def described(
 
 
 LOST = ("unreachable", "not-ready")
-"""Taints of a lost node. Tasks tolerate them for a minute, not for the default five."""
+"""Taints of a lost node, which tasks tolerate for one minute instead of the default five."""
 
-# kfp has no type hints. This annotation saves each graph a `type: ignore`.
+# kfp has no type hints. Without this annotation, each graph would need a `type: ignore`.
 pipeline: Callable[..., Callable[[Callable[..., Any]], Any]] = dsl.pipeline
 
 
 def on_cluster(*tasks: Any, retries: int = 3, keys: Sequence[str] = S3_KEYS, trains: bool = False) -> None:
-    """Sets for every task: its image, also for the pods that it makes; the credentials of S3 (`keys`) and MLflow from
-    their Secrets; a short wait for a lost node; its CPU and memory; and a user other than root, which namespaces that
-    enforce `restricted` require. Also sets retries with a new pod, if Kubeflow's version makes them (see the guide),
-    and no cache. `retarget` sets what differs between clusters."""
+    """Set the image (also for clients' pods), CPU, memory, and credentials for S3 (`keys`) and MLflow of every task.
+
+    The tasks also get a short toleration of lost nodes, a non-root user (required by `restricted`), no cache, and
+    retries with a new pod. `retarget` sets the values that differ between clusters."""
     for each in tasks:
         each.set_caching_options(False)
         size = SIZES["TRAIN" if trains else "TASK"]

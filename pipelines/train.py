@@ -1,20 +1,13 @@
-"""The training pipeline: partition -> pretrain -> model_pool -> federate -> evaluate -> report.
+"""Define the training pipeline: partition -> pretrain -> model_pool -> federate -> evaluate -> report.
 
-This file has only the graph: each task unpacks paths and calls the function that the command line and DVC call too.
-The first task resolves and checks the whole configuration; every other task reads its outcome.
+This file contains only the graph. Each task unpacks paths, and calls the same function as the command line and DVC. The
+first task checks the whole configuration, and all other tasks read the configuration from its output.
 
-Retries: if a server does not answer, the task itself tries again. Kubeflow up to 2.16 starts a failed task again,
-Kubeflow 2.17 only one whose pod vanished (docs/guides/kubeflow.md). Otherwise `flexfleet submit --wait` retries the
-run; or use the UI's Retry, or start another run with the same `run_id`. `federate` owns all rounds and resumes from
-`<store_uri>/<run_id>`, which therefore has to outlive a pod: s3://bucket/prefix, or a folder of a volume. Nothing
-depends on a graceful end.
+Retries: docs/guides/kubeflow.md. `federate` runs all rounds and resumes from `<store_uri>/<run_id>`. This folder or
+prefix must still exist after a pod has ended, so `store_uri` must be s3://bucket/prefix or a folder of a volume.
 
-With `publish.dvc`, the tasks partition, model_pool and report push their outputs to a DVC remote, and each passes its
-pointers on.
-
-Caching is off for every task. Kubeflow's cache key is a task's parameters and the ids of its input artifacts: it does
-not include the data set, which every task reads, and it hits only if every task before has hit. The run store makes
-resuming possible, and on a laptop `dvc repro` skips what is unchanged.
+Caching is off for every task. Kubeflow's cache key consists of a task's parameters and the IDs of its input artifacts.
+The key does not include the data set, which every task reads.
 """
 
 from typing import Any
@@ -25,7 +18,7 @@ from components.train_tasks import evaluate, federate, model_pool, partition, pr
 from pipelines.form import Field, form
 from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
 
-# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
+# kfp needs types as annotations, so do not add `from __future__ import annotations` here.
 
 
 @pipeline(
@@ -33,7 +26,7 @@ from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
     display_name="Train",
     description=described(
         "Model-heterogeneous federated learning, from the partition to the report.",
-        "algorithm, dataset, rounds, store_uri (where the run is kept) and mlflow_uri (where its curves go)",
+        "algorithm, dataset, rounds, store_uri (storage for the run) and mlflow_uri (MLflow for its curves)",
     ),
 )
 @form(
@@ -42,7 +35,7 @@ from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
     advanced=Field({}, 'Any other parameter of params.yaml by its dotted name, e.g. {"algorithm.kd_weight": 5}.'),
 )
 def train(**given: Any) -> None:
-    """The defaults are those of `flexfleet run`, except for MLflow."""
+    """The defaults are the same as in `flexfleet run`, except for MLflow."""
     job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     start = partition(**given, job_id=job_id)
     config, parts = start.outputs["config"], start.outputs["parts"]

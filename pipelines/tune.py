@@ -1,13 +1,12 @@
-"""The tuning pipeline: prepare -> (for each worker) search -> report.
+"""Define the tuning pipeline: prepare -> search (for each worker) -> report.
 
-The first task resolves and checks the configuration, cuts the partition and pre-trains; then `tune.workers` pods run
-trial after trial of one study, as `flexfleet tune` makes it in the folder `<store_uri>/<study_id>`; the last task runs
-the best setting against the default and puts it on a page.
+The first task checks the configuration and computes partition and pre-training. Then `tune.workers` pods run the trials
+of one study, in `<store_uri>/<study_id>`. The last task compares the best setting with the default.
 
-Several workers share the study through the database that `tune.storage` or a Secret names. The other workers, or the
-next pod, take over the trials of a killed pod. One worker without a database resumes from its folder, if that outlives
-a pod (a volume); else the study begins again: a trial with the number and the inputs of an earlier one takes that one's
-rounds from the bucket, all others train. Caching is off, for the reasons given in pipelines/train.py.
+Several workers share the study through a database. Its address is set in `tune.storage` or a Secret. Without a
+database, there is a single worker. The worker resumes from its folder if this folder is not deleted with the pod.
+Otherwise, it restarts the study and reuses the rounds of equal trials. Retries and caching are described in
+pipelines/train.py.
 """
 
 from typing import Any
@@ -18,15 +17,15 @@ from components.tune_tasks import prepare, report, search
 from pipelines.form import FIELDS, NO_STORE, Field, form
 from pipelines.shared import COORDINATOR_KEYS, TUNE_KEY, TUNE_SECRET, described, on_cluster, pipeline
 
-# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
+# kfp needs types as annotations, so do not add `from __future__ import annotations` here.
 
 
 @pipeline(
     name="tune",
     display_name="Tune",
     description=described(
-        "A search for hyper-parameters, checked on seeds that no trial has seen.",
-        "algorithm, trials, rounds, store_uri (where the study is kept) and mlflow_uri (where the curves go)",
+        "A search for hyper-parameters, whose result is checked on held-out seeds.",
+        "algorithm, trials, rounds, store_uri (storage for the study) and mlflow_uri (MLflow for the curves)",
         '{"tune.space": {"training.lr": {"low": 0.01, "high": 0.1, "log": true}}}',
     ),
 )
@@ -44,7 +43,7 @@ from pipelines.shared import COORDINATOR_KEYS, TUNE_KEY, TUNE_SECRET, described,
     ),
 )
 def tuning(**given: Any) -> None:
-    """The defaults are those of `flexfleet tune`, without MLflow."""
+    """The defaults are the same as in `flexfleet tune`, except for MLflow."""
     job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     start = prepare(**given, job_id=job_id)
     workers = start.outputs["Output"]

@@ -1,11 +1,12 @@
-"""The per-element weighted mean over heterogeneous updates (FlexFL Sec. III-E, HeteroFL Eq. 2 with weights).
+"""Weighted mean of each element over updates of different sub-models (FlexFL Sec. III-E, HeteroFL Eq. 2 with weights).
 
-For each element p of the global model, over the updates m that hold it, with weights d_m:
+Each element p of the global model is averaged over the updates m that contain p, with weights d_m:
 
-    p = sum_m d_m * p_m / sum_m d_m        and p keeps its old value if no update holds it.
+    p = sum_m d_m * p_m / sum_m d_m        p keeps its old value if no update contains it.
 
-Sums are in double precision. The engine adds updates in client order, so the result is one fixed number. Another order
-moves an element by a few ulp of double, far below the stored single precision. Equal values average to themselves.
+Sums use double precision. The engine adds updates in client order, so the result is deterministic. In another order,
+the rounding errors of double precision differ, but are far below the stored single precision. The mean of identical
+values is exact.
 """
 
 from __future__ import annotations
@@ -22,84 +23,77 @@ from fl_engine.core.slicing import is_statistic, places
 from fl_engine.core.types import Keep, ParamLayout, Params, SubmodelSpec
 
 Region = tuple[slice | Tensor, ...]
-"""The positions of an update's entries in the global tensor: slices, or broadcast indices like `numpy.ix_`."""
+"""Indices of an update's entries in the global tensor, as slices or as broadcast indices like `numpy.ix_`."""
 
 Kind = tuple[SubmodelSpec, tuple[str, ...]]
-"""The sub-model of an update, and the names of its tensors."""
+"""Tuple of an update's sub-model and the names of the update's tensors."""
 
 HELD_BACK_BYTES = 2**20
-"""Bytes. Small updates of one kind are buffered up to this size and added at once."""
+"""Buffer size in bytes for small updates of the same kind, which are added in one pass."""
 
 ROWS_BYTES = 2**19
-"""Bytes in double precision: a tensor's mean is computed over as many rows at a time. Smaller than
-`system.LARGE_BLOCK`, so that the same memory is used again."""
+"""Bytes of a chunk of rows in double precision. Means are computed chunk by chunk. A chunk must be smaller than
+`system.LARGE_BLOCK`, so that its memory is reused."""
 
 
 class Regions:
-    """The positions and shapes of updates in the tensors of `old`, cached by kind of update."""
+    """Indices and shapes of updates within the tensors of `old`, cached for each kind of update."""
 
     def __init__(self, old: Params, layout: ParamLayout) -> None:
         self._old = old
         self._layout = layout
-        self._of: dict[Kind, dict[str, Region]] = {}
-        self._shapes: dict[Kind, dict[str, tuple[int, ...]]] = {}
-        self._sizes: dict[Kind, int] = {}
+        self._located: dict[Kind, tuple[dict[str, Region], dict[str, tuple[int, ...]]]] = {}
 
     def fit(self, payload: Params, spec: SubmodelSpec) -> Kind:
-        """Return the update's kind. Raises ModelError for a name or a shape that its sub-model does not have."""
+        """Return the kind of an update. Raises ModelError if a tensor's name or shape does not match the sub-model."""
         kind = (spec, tuple(payload))
-        shapes = self._shapes.get(kind) or self.shapes(kind)
-        for name, shape in shapes.items():
-            found = tuple(payload.shape(name) if isinstance(payload, Spooled) else payload[name].shape)
-            if found != shape:
-                raise ModelError(f"{name}: the update brings shape {found}, its sub-model has {list(shape)}")
+        for name, shape in self.shapes(kind).items():
+            actual = tuple(payload.shape(name) if isinstance(payload, Spooled) else payload[name].shape)
+            if actual != shape:
+                raise ModelError(f"{name} must have the shape {list(shape)} of the sub-model, got {list(actual)}")
         return kind
 
     def of(self, kind: Kind) -> dict[str, Region]:
-        """Return the positions of an update's entries by name. Raises ModelError for a name or channels that the
-        network does not have."""
-        if kind not in self._of:
-            self._locate(kind)
-        return self._of[kind]
+        """Map each tensor name of an update to the indices of the tensor's entries. Raises ModelError if the network
+        does not have a tensor or channel of the update."""
+        return self._locate(kind)[0]
 
     def shapes(self, kind: Kind) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of an update's tensors by name. Raises as `of` does."""
-        if kind not in self._shapes:
-            self._locate(kind)
-        return self._shapes[kind]
+        """Map each tensor name of an update to the tensor's shape. Raises ModelError as `of` does."""
+        return self._locate(kind)[1]
 
     def size(self, kind: Kind) -> int:
-        """Return the bytes of an update in float32."""
-        if kind not in self._sizes:
-            self._sizes[kind] = 4 * sum(math.prod(shape) for shape in self.shapes(kind).values())
-        return self._sizes[kind]
+        """Return the size of an update in float32, in bytes."""
+        return 4 * sum(math.prod(shape) for shape in self.shapes(kind).values())
 
     def total(self, name: str, weights: Mapping[Kind, float]) -> Tensor:
-        """Return for each element the sum of the weights of the kinds that hold it, float64."""
+        """Return each element's sum of weights (float64) over the updates that contain the element."""
         out = torch.zeros(self._old[name].shape, dtype=torch.float64)
         for kind, weight in weights.items():
             if name in self.of(kind):
                 out[self.of(kind)[name]] += weight
         return out
 
-    def _locate(self, kind: Kind) -> None:
+    def _locate(self, kind: Kind) -> tuple[dict[str, Region], dict[str, tuple[int, ...]]]:
+        if (cached := self._located.get(kind)) is not None:
+            return cached
         spec, names = kind
         self._layout.check(spec)
-        kept = self._layout.channels(spec)
-        found = {name: self._region(name, spec, kept) for name in names}
-        self._of[kind] = {name: region for name, (region, _) in found.items()}
-        self._shapes[kind] = {name: shape for name, (_, shape) in found.items()}
+        channels = self._layout.channels(spec)
+        located = {name: self._region(name, spec, channels) for name in names}
+        regions = {name: region for name, (region, _) in located.items()}
+        self._located[kind] = regions, {name: shape for name, (_, shape) in located.items()}
+        return self._located[kind]
 
-    def _region(self, name: str, spec: SubmodelSpec, kept: Mapping[str, Keep]) -> tuple[Region, tuple[int, ...]]:
-        """Return the region and the shape of an update's tensor."""
+    def _region(self, name: str, spec: SubmodelSpec, channels: Mapping[str, Keep]) -> tuple[Region, tuple[int, ...]]:
         slot = self._layout.slots.get(name)
         if slot is None or not self._layout.has_block(spec, slot.block):
-            raise ModelError(f"the update brings {name!r}, which its sub-model does not have")
+            raise ModelError(f"the update contains {name!r}, which is not a tensor of the client's sub-model")
         full = self._old[name].shape
         index: list[slice | Tensor] = []
         shape: list[int] = []
         for size, axis in zip(full, slot.axes, strict=True):
-            at = places(kept, axis, size, self._layout.groups)
+            at = places(channels, axis, size, self._layout.groups)
             index.append(at)
             shape.append(at.stop if isinstance(at, slice) else len(at))
         if all(isinstance(i, slice) for i in index):
@@ -110,62 +104,64 @@ class Regions:
 
 
 def change_of(tensor: Tensor, before: Tensor) -> Tensor:
-    """Return the change of a tensor from the server's weights, float64. The client may have received slightly other
-    weights because of a codec."""
+    """Return the float64 difference from the server's weights. With a codec, the client received different weights."""
     return tensor.to(torch.float64, copy=True).sub_(before)
 
 
 def norm_of(
     payload: Params, kind: Kind, old: Params, regions: Regions, counts: Callable[[str], bool] = lambda name: True
 ) -> float:
-    """Return the L2 norm of an update's change over all tensors that count by name, computed tensor by tensor."""
+    """Return the L2 norm of an update's change over all tensors for which `counts(name)` is True."""
     at = regions.of(kind)
     changes = (change_of(payload[name], old[name][at[name]]) for name in payload if counts(name))
     return math.hypot(*(float(torch.linalg.vector_norm(change)) for change in changes))
 
 
 def limited(payload: Params, spec: SubmodelSpec, old: Params, regions: Regions, clip: float | None) -> Params:
-    """Return the update with the change of its weights scaled down to an L2 norm of at most `clip`. Running statistics
-    neither count nor are scaled. Raises ModelError for an update that does not fit."""
+    """Return the update with its weight change scaled to an L2 norm of at most `clip`. Running statistics are not part
+    of the norm and are not scaled. Raises ModelError if the update does not match the model."""
     kind = regions.fit(payload, spec)
-    if clip is None or (norm := norm_of(payload, kind, old, regions, _is_weight)) <= clip:
+    if clip is None or (norm := norm_of(payload, kind, old, regions, lambda name: not is_statistic(name))) <= clip:
         return payload
-    at, found = regions.of(kind), {}
+    region, clipped = regions.of(kind), {}
     for name, tensor in payload.items():
-        if not _is_weight(name):
-            found[name] = tensor
+        if is_statistic(name):
+            clipped[name] = tensor
             continue
-        before = old[name][at[name]]
-        found[name] = change_of(tensor, before).mul_(clip / norm).add_(before).to(tensor)
-    return found
-
-
-def _is_weight(name: str) -> bool:
-    return not is_statistic(name)
+        before = old[name][region[name]]
+        clipped[name] = change_of(tensor, before).mul_(clip / norm).add_(before).to(tensor)
+    return clipped
 
 
 class StreamingMean:
-    """The streaming mean: one running sum per element, plus HELD_BACK_BYTES of updates. `result` turns the sums into
-    means tensor by tensor, so that the model is not in memory twice."""
+    """Streaming mean of updates, whose changes are clipped to an L2 norm of `clip` (`limited`).
 
-    def __init__(self, old: Params, layout: ParamLayout) -> None:
+    The object stores one running sum per element and up to HELD_BACK_BYTES of updates. `result` converts the sums to
+    means tensor by tensor, because all sums and all means together would need more memory.
+    """
+
+    def __init__(
+        self, old: Params, layout: ParamLayout, clip: float | None = None, rows_bytes: int = ROWS_BYTES
+    ) -> None:
         self._old = old
         self._regions = Regions(old, layout)
+        self._clip, self._rows_bytes = clip, rows_bytes
         self._sum: Params = {}
         self._weight: dict[Kind, float] = {}
         self._held: list[tuple[Params, float]] = []
         self._held_kind: Kind | None = None
         self._room = 0
-        """The most updates of that kind to buffer."""
+        """Maximum number of updates in the buffer."""
         self._made: Params | None = None
 
     def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
-        """Add one update with `weight` > 0: CPU tensors of the shapes of `spec`, which are buffered and must not change
-        afterwards. Absent names do not count. Raises ModelError for a name, a shape or a weight that does not fit,
-        without adding anything."""
-        assert self._made is None, "the mean was taken: what is added now would be lost"
+        """Add one update with `weight` > 0. `payload` contains all or some tensors of `spec` on the CPU. The tensors
+        are buffered and must not be modified afterwards. If a name, shape or weight is invalid, nothing is added and
+        ModelError is raised."""
+        assert self._made is None, "an update was added after the mean was computed"
         if not 0 < weight < math.inf:
             raise ModelError(f"an update's weight must be positive and finite, got {weight}")
+        payload = limited(payload, spec, self._old, self._regions, self._clip)
         kind = self._regions.fit(payload, spec)
         if kind != self._held_kind:
             self._flush()
@@ -176,17 +172,17 @@ class StreamingMean:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was added."""
+        """True if no tensor was added."""
         held = () if self._held_kind is None else (self._held_kind,)
         return not any(names for _, names in (*self._weight, *held))
 
     def trained(self) -> Params:
-        """Return masks (bool, shapes of the model) of the elements that an update held."""
+        """Return boolean masks of the elements that at least one update contains, in the shapes of the model."""
         self._flush()
-        return {name: self._weights(name) > 0 for name in self._old}
+        return {name: self._regions.total(name, self._weight) > 0 for name in self._old}
 
     def result(self) -> Params:
-        """Return the new model, or the tensors of `old` if nothing was added. Ends the mean."""
+        """Return the new model, or the old tensors if no update was added. Do not add updates after this call."""
         if self._made is None:
             self._flush()
             self._made = dict(self._old)
@@ -195,17 +191,17 @@ class StreamingMean:
         return self._made
 
     def _mean(self, name: str, total: Tensor) -> Tensor:
-        before, weights = self._old[name], self._weights(name)
+        before, weights = self._old[name], self._regions.total(name, self._weight)
         out = torch.empty(before.shape, dtype=before.dtype)
-        step = max(1, ROWS_BYTES // max(1, 8 * math.prod(out.shape[1:])))
-        parts = (_in_rows(tensor, step) for tensor in (before, out, total, weights))
+        step = max(1, self._rows_bytes // max(1, 8 * math.prod(out.shape[1:])))
+        parts = (torch.split(tensor, step) if tensor.dim() else (tensor,) for tensor in (before, out, total, weights))
         for old, new, sums, weight in zip(*parts, strict=True):
             mean = torch.where(weight > 0, sums / weight.clamp_min(1e-300), old.double())
             new.copy_(mean.to(old.dtype))
         return out
 
     def _flush(self) -> None:
-        """Add the buffered updates: large ones one by one, small ones in one pass."""
+        """Add the buffered updates to the sums. Several buffered updates are added in one pass."""
         if self._held_kind is None:
             return
         kind, self._held_kind = self._held_kind, None
@@ -224,14 +220,5 @@ class StreamingMean:
             else:
                 rows = torch.stack([payload[name] for payload, _ in held])
                 into += torch.mv(rows.view(len(held), -1).double().T, weights).view(rows.shape[1:])
-            if any(isinstance(index, Tensor) for index in region):  # a copy was added to, not a view
+            if any(isinstance(index, Tensor) for index in region):  # `into` is a copy instead of a view.
                 self._sum[name][region] = into
-
-    def _weights(self, name: str) -> Tensor:
-        """Return the weight of each element, float64."""
-        return self._regions.total(name, self._weight)
-
-
-def _in_rows(tensor: Tensor, step: int) -> tuple[Tensor, ...]:
-    """Split a tensor into views of `step` rows. A scalar has no rows."""
-    return torch.split(tensor, step) if tensor.dim() else (tensor,)

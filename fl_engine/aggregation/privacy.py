@@ -1,21 +1,23 @@
-"""Client-level differential privacy: a noisy sum of clipped changes, and its epsilon (docs/guides/privacy.md).
+"""Client-level differential privacy with a noisy sum of clipped changes, and its epsilon (docs/guides/privacy.md).
 
-The Gaussian mechanism on a sum (McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018,
+Gaussian mechanism on a sum (McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018,
 Algorithm 1 with the fixed-denominator estimator). All clients have the same weight. For each element
 
     new = old + (sum_m clip(p_m - old) + N(0, (noise_multiplier * clip)^2)) / expected holders
 
-Neighbours are two fleets of which one has a client whose updates change nothing. The change of a sub-model counts as a
-change of the whole model with zeros elsewhere, so the sums of neighbours differ by at most `clip`. Every element that
-a client may have been sent gets noise, because the holders must stay hidden. The other elements keep their values.
-These elements and the divisor follow from public facts (`Public`).
+Two neighbouring fleets differ in one client, whose updates are zero in one of the fleets. The change of a sub-model
+counts as a change of the whole model with zeros in all other elements. The sums of neighbouring fleets therefore differ
+by at most `clip`. Noise is added to every element that a client may have received, to hide which clients hold an
+element. All other elements keep their values. The noisy elements and the divisor depend only on public facts
+(`Public`).
 
-Rounds compose by Renyi differential privacy (Mironov, CSF 2017), computed by the library dp-accounting. If the
-selection is secret and draws k of N uniformly without replacement, epsilon is smaller (Wang et al., AISTATS 2019,
-Theorem 27). That theorem's neighbours differ in one client, so their sums differ by 2 * clip.
+The library dp-accounting composes epsilon over rounds by Renyi differential privacy (Mironov, CSF 2017). If the
+selection is secret and draws k of N clients uniformly without replacement, epsilon is smaller (Wang et al., AISTATS
+2019, Theorem 27). In this theorem, another client replaces one client, so the sums of neighbouring fleets differ by 2 *
+clip.
 
-All randomness follows from the run's key by HMAC-SHA256 and none from the run's `seed`, which clients know: the
-selection (`plan_seed`) and the noise (`noise_seed`, `noise`), whose bits are those of SHAKE-256 (FIPS 202).
+The selection (`plan_seed`) and the noise (`noise_seed`, `noise`) are derived from the run's key by HMAC-SHA256. The
+run's `seed` is not used, because clients receive it. Noise is generated from the output of SHAKE-256 (FIPS 202).
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -35,8 +36,8 @@ from pydantic import Field
 from torch import Tensor
 
 from fl_engine.aggregation.averaging import Kind, Regions, change_of, norm_of
-from fl_engine.core.contracts import Algorithm, KeepsClientState, Selector
-from fl_engine.core.errors import ConfigError, EnvironmentFailure
+from fl_engine.core.contracts import Algorithm, KeepsClientState, MeasuresClients, Selector
+from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import Device, ParamLayout, Params, Pool, RoundPlan, SubmodelSpec
@@ -46,59 +47,59 @@ from fl_engine.selection.capacity import able, dispatched, eligible, round_size
 
 @dataclass(frozen=True)
 class Public:
-    """What is known about a round without any client's data. A private aggregate uses only this and the noisy sum."""
+    """Facts of a round that do not depend on clients' data, for private aggregates."""
 
     clients: int
-    """Number of clients that were asked."""
+    """Number of selected clients."""
     models: tuple[SubmodelSpec, ...]
-    """The sub-models that a client may have been sent, assumed to be equally likely."""
+    """Sub-models that a client may have received. All sub-models are assumed to be equally likely."""
     noise_seed: bytes | None
-    """Secret: 256 bits, used only for this round's noise of this part."""
+    """256-bit secret for the noise in this round and in this part of the model; None without a secret key."""
     moving: bool = False
-    """The models give only sizes, because their channels change from round to round (FedRolex, Federated Dropout)."""
+    """True if the models define only sizes and the channels change in every round (FedRolex, Federated Dropout)."""
 
     @staticmethod
     def of(plan: RoundPlan, pool: Pool, *, moving: bool = False, part: str = "") -> Public:
-        """Return a round's public facts. `part` names a model that is aggregated separately and needs its own noise."""
+        """Return the public facts of a round. `part` names a separately aggregated model, which gets separate noise."""
         seed = None if plan.noise_seed is None else _derived(plan.noise_seed, f"{plan.round} {part}")
-        return Public(len(plan.orders), tuple(m.spec for m in pool if m.dispatched), seed, moving)
+        return Public(len(plan.assignments), tuple(m.spec for m in pool if m.dispatched), seed, moving)
 
 
 # -------------------------------------------------------------------------------------------------- the noise
 STREAM = "shake256-box-muller-1"
-"""The rule by which noise follows from a key. A resumed run must use the same rule, because a round must not be
-released with two different noises."""
+"""Name of the algorithm that generates noise from a key. A resumed run must use the same algorithm, because two results
+of one round with different noise would reveal more."""
 BLOCK = 2**18
-"""Number of values drawn at a time: 2 MB of SHAKE-256's output."""
+"""Number of values that are drawn together (2 MB of SHAKE-256 output)."""
 
 
 def noise_key(key: bytes, run: str) -> bytes:
-    """Return the key of one run. `run` is unique and public, and separates runs that share a key."""
+    """Return the noise key of a run. `run` is a unique public name, so runs with the same `key` get different noise."""
     return _derived(key, f"flexfleet noise {run}")
 
 
 def noise_seed(key: bytes | None, round: int) -> bytes | None:
-    """Return the value of `RoundPlan.noise_seed`."""
+    """Return `RoundPlan.noise_seed` for a round, or None without a key."""
     return None if key is None else _derived(key, f"round {round}")
 
 
 def plan_seed(key: bytes) -> int:
-    """Return the seed of `plan`, 256 bits. Clients see only SHA-256 values of it, which cannot be inverted."""
+    """Return the 256-bit seed for `Algorithm.plan`. Clients receive only SHA-256 hashes of this seed."""
     return int.from_bytes(_derived(key, "plan"), "little") | 2**255
 
 
 def server_seed(aggregation: object, plan: RoundPlan) -> int:
-    """Return the seed of the server's training after a merge. With secret selection it is not the seed of the first
-    assignment, from which that client could recognise its place."""
+    """Return the seed for the server's training after a merge. With secret selection, the first assignment's seed is
+    not used, because its client could recognise the seed."""
     if isinstance(aggregation, Private) and aggregation.secret_selection and plan.noise_seed is not None:
         return int.from_bytes(_derived(plan.noise_seed, f"server {plan.round}"), "little")
-    return plan.orders[0].seed
+    return plan.assignments[0].seed
 
 
 def noise(seed: bytes, name: str, shape: Sequence[int]) -> np.ndarray:
-    """Return standard normal float64 numbers for one tensor. `seed` has 256 secret bits, and `name` is unique for it.
+    """Return standard normal float64 values for one tensor. Each pair of a 256-bit `seed` and a `name` is used once.
 
-    Box-Muller on uniform numbers of 53 bits, u in (0, 1] and v in [0, 1). No number exceeds 8.58 (probability 1e-17).
+    Uses the Box-Muller transform with uniform 53-bit values u in (0, 1] and v in [0, 1). The maximum is 8.58.
     """
     key, count = _derived(seed, name), math.prod(shape)
     drawn = [_normal(key, start // BLOCK, min(BLOCK, count - start)) for start in range(0, count, BLOCK)]
@@ -107,7 +108,7 @@ def noise(seed: bytes, name: str, shape: Sequence[int]) -> np.ndarray:
 
 def _normal(key: bytes, block: int, count: int) -> np.ndarray:
     pairs = (count + 1) // 2
-    # The key's length is fixed, so SHAKE-256 of the key and a number is a keyed function of the number.
+    # The key has a fixed length, so SHAKE-256 of key and block number is a keyed function of the block number.
     raw = hashlib.shake_256(key + block.to_bytes(8, "little")).digest(16 * pairs)
     u, v = np.frombuffer(raw, dtype="<u8").reshape(2, pairs) >> np.uint64(11)
     radius = np.sqrt(-2 * np.log((u + 1.0) * 2.0**-53))
@@ -122,42 +123,38 @@ def _derived(key: bytes, purpose: str) -> bytes:
 # -------------------------------------------------------------------------------------------------- the sum
 @dataclass(frozen=True)
 class Private:
-    """Hides whether any one client's data had a part in the global model. All clients have the same weight."""
+    """Noisy sum that hides whether the data of a single client were used. All clients have the same weight."""
 
     __pydantic_config__ = STRICT
     name: Literal["private"] = "private"
     clip: Positive = 1.0
-    """C: largest L2 norm of an update's change."""
+    """Maximum L2 norm C of an update's change."""
     noise_multiplier: Positive = 1.0
-    """z: standard deviation of the noise, over C."""
+    """Standard deviation of the noise, divided by C."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    """The delta for which epsilon is reported; well below one over the number of clients."""
+    """Delta for which epsilon is reported. Choose a value well below 1 / (number of clients)."""
     secret_selection: bool = False
-    """Who takes part in a round stays secret. Epsilon is then smaller if `algorithm.selection` names `uniform` or
-    `by_capacity`, and the same with any other selection, also with `selection: null`."""
+    """Keep secret which clients are selected in a round. This reduces epsilon if `algorithm.selection` is `uniform` or
+    `by_capacity`, but not for other selections or `selection: null`."""
 
     def start(self, old: Params, layout: ParamLayout, public: Public) -> NoisySum:
-        return NoisySum(old, layout, public, self.clip, self.noise_multiplier)
+        return NoisySum(old, layout, public, self)
 
 
 class NoisySum:
-    """An aggregate that holds one sum per element. Raises ConfigError without a secret noise seed."""
+    """Accumulates the noisy sum of clipped changes. Raises ConfigError for a plan without a secret noise seed."""
 
-    def __init__(self, old: Params, layout: ParamLayout, public: Public, clip: float, noise_multiplier: float) -> None:
+    def __init__(self, old: Params, layout: ParamLayout, public: Public, options: Private) -> None:
         if public.noise_seed is None:
-            raise ConfigError("private aggregation needs a plan with a noise_seed from a secret key, got none")
-        self._old = old
-        self._layout = layout
-        self._regions = Regions(old, layout)
-        self._public = public
-        self._noise_seed = public.noise_seed
-        self._clip = clip
-        self._noise_multiplier = noise_multiplier
+            raise ConfigError("a private aggregation requires a plan with a secret noise_seed, got None")
+        self._old, self._layout, self._regions = old, layout, Regions(old, layout)
+        self._public, self._noise_seed = public, public.noise_seed
+        self._clip, self._noise_multiplier = options.clip, options.noise_multiplier
         self.sum = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in old.items()}
-        """The sum before the noise, which must not leave this object."""
+        """Sum before noise is added. Other objects must not read this sum."""
 
     def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
-        """Add one update's change with weight 1. Raises ModelError if it does not fit."""
+        """Add the change of an update with weight 1. Raises ModelError if the update does not match the model."""
         kind = self._regions.fit(payload, spec)
         norm, at = norm_of(payload, kind, self._old, self._regions), self._regions.of(kind)
         factor = self._clip / norm if norm > self._clip else 1.0
@@ -166,11 +163,11 @@ class NoisySum:
 
     @property
     def empty(self) -> bool:
-        """Whether no client was asked. The noise is added even if all clients have failed."""
+        """True if no client was selected. Noise is added even if all selected clients fail."""
         return self._public.clients == 0
 
     def trained(self) -> Params:
-        """Return masks (bool, shapes of the model) of the elements that some client may have been sent."""
+        """Return boolean masks of the elements that a client may have received, in the shapes of the model."""
         kinds = self._kinds()
         return {name: (self._holders(name, kinds) > 0).expand(old.shape) for name, old in self._old.items()}
 
@@ -180,11 +177,11 @@ class NoisySum:
             drawn, holders = torch.from_numpy(noise(self._noise_seed, name, old.shape)), self._holders(name, kinds)
             noisy = self.sum[name] + self._noise_multiplier * self._clip * drawn
             new = (old.double() + noisy / holders.clamp_min(1)).to(old.dtype)
-            out[name] = torch.where(holders > 0, new, old)  # depends on the pool, not on who answered
+            out[name] = torch.where(holders > 0, new, old)  # `holders` does not depend on the received updates.
         return out
 
     def _kinds(self) -> dict[Kind, float]:
-        """Map each model that clients may have been sent to the expected number of clients."""
+        """Map each model in `Public.models` to the expected number of its clients."""
         kinds = {}
         for spec in self._public.models:
             names = tuple(n for n in self._old if self._layout.has_block(spec, self._layout.slots[n].block))
@@ -192,7 +189,7 @@ class NoisySum:
         return kinds
 
     def _holders(self, name: str, kinds: dict[Kind, float]) -> Tensor:
-        """Return the expected number of holders of each element, float64."""
+        """Return the expected number (float64) of clients that hold each element."""
         if not self._public.moving:
             return self._regions.total(name, kinds)
         sizes = {kind: math.prod(self._regions.shapes(kind).get(name, (0,))) for kind in kinds}
@@ -200,18 +197,12 @@ class NoisySum:
         return torch.tensor(held, dtype=torch.float64)
 
 
-# ---------------------------------------------------------------------------------------- what it cannot go with
+# -------------------------------------------------------------------------------------------- refused options
 def is_private(algorithm: Algorithm) -> bool:
-    return _private(algorithm) is not None
-
-
-def _private(algorithm: Algorithm) -> Private | None:
-    found = getattr(algorithm, "aggregation", None)
-    return found if isinstance(found, Private) else None
+    return isinstance(getattr(algorithm, "aggregation", None), Private)
 
 
 LEARN_NOTHING = (Uniform, ByCapacity, ResourceTable)
-"""Selections whose `learn` is the identity."""
 
 EXPOSED = {
     "rounds.norm_bound=null": "a bound from all updates decides whether one of them is merged",
@@ -227,25 +218,25 @@ EXPOSED = {
         "the ledger is in run.remote, and its key would be lost with this machine"
     ),
 }
-"""Map the cure for a setting that exposes single clients to the reason."""
+"""Map each recommended setting to the reason why other settings would expose single clients."""
 
 
 def _refuse(why: str, cure: str) -> None:
-    raise ConfigError(f"algorithm.aggregation is private, but {why}. Set {cure}")
+    message = f"algorithm.aggregation is private, but {why}. Set {cure}"
+    raise ConfigError(message, code="config.conflict", path=cure.partition("=")[0].partition(" ")[0])
 
 
 def check_settings(algorithm: Algorithm, known: bool, exposed: Mapping[str, bool]) -> None:
-    """Raise ConfigError if a run would reveal more about its clients than the noisy sum.
+    """Raise ConfigError if a run would reveal more about clients than the noisy sum.
 
     Args:
-        algorithm: The configured algorithm. Nothing is checked unless its aggregation is private.
-        known: Whether the algorithm belongs to this package, whose tests check what it learns from single clients.
-        exposed: For each key of EXPOSED whether the configuration needs this cure.
+        algorithm: Configured algorithm. Nothing is checked if the algorithm's aggregation is not private.
+        known: True if flexfleet contains the algorithm and tests what the algorithm learns from single clients.
+        exposed: Map each key of EXPOSED to True if the configuration must use this setting.
     """
-    private = _private(algorithm)
-    if private is None:
+    private = getattr(algorithm, "aggregation", None)
+    if not isinstance(private, Private):
         return
-    check_state(private, algorithm)
     if not known:
         _refuse("what your own algorithm learns from single clients is not known", "another aggregation")
     if type(private) is not Private:
@@ -255,69 +246,70 @@ def check_settings(algorithm: Algorithm, known: bool, exposed: Mapping[str, bool
             _refuse(EXPOSED[cure], cure)
 
 
-def check_model(aggregation: object, layout: ParamLayout, pool: Pool) -> None:
-    """Raise ConfigError if a private aggregation would not be private, or would be useless, with this network."""
-    if not isinstance(aggregation, Private):
+STATELESS = "model.norm=batch, or track_running_stats=False in your own network"
+
+
+def check_start(algorithm: Any, selection: Selector, layout: ParamLayout, pool: Pool) -> None:
+    """Raise ConfigError if a private aggregation does not support the network or algorithm. The network must not have
+    running statistics, the selection must not learn from single clients, and clients must not have a state."""
+    if not is_private(algorithm):
         return
     if any(m.static_bn for m in pool):
         _refuse("batch norm's statistics would be collected on all clients' data", "algorithm.static_bn=false")
     if any(is_statistic(name) for name in layout.slots):
-        _refuse("the network has running statistics, whose noisy variances could be negative", "model.norm=batch")
-
-
-def check_selection(aggregation: object, selection: Selector) -> None:
-    """Raise ConfigError if a single client's update or failure influences who is asked next."""
-    # A subclass may learn, so the type must be one of these exactly.
-    if isinstance(aggregation, Private) and type(selection) not in LEARN_NOTHING:
+        _refuse("the network has running statistics, whose noisy variances could be negative", STATELESS)
+    if type(selection) not in LEARN_NOTHING:  # A subclass may learn from clients, so do not use `isinstance`.
         _refuse(
             f"the selection {type(selection).__name__} may learn from single clients",
             "algorithm.selection={name: uniform}, {name: by_capacity} or {name: resource_table}",
         )
-
-
-def check_draw(aggregation: object, why: str) -> None:
-    """Raise ConfigError for secret selection, because of an algorithm in which one selected client influences other
-    clients' assignments (`why`). Replacing that client may move the sum by more than 2 * clip."""
-    if isinstance(aggregation, Private) and aggregation.secret_selection:
-        _refuse(f"{why}, so secret selection is not accounted for", "algorithm.aggregation.secret_selection=false")
-
-
-def check_state(aggregation: object, algorithm: object) -> None:
-    """Raise ConfigError if clients keep a state, because the server stores it without noise."""
-    if isinstance(aggregation, Private) and isinstance(algorithm, KeepsClientState):
-        _refuse(f"the server stores the client states of {type(algorithm).__name__} without noise", "another one")
+    if algorithm.aggregation.secret_selection and algorithm.draw_matters:
+        why = f"{algorithm.draw_matters}, so secret selection is not accounted for"
+        _refuse(why, "algorithm.aggregation.secret_selection=false")
+    if isinstance(algorithm, MeasuresClients):
+        _refuse(
+            f"{type(algorithm).__name__} uses metrics of single clients, to which no noise is added",
+            "algorithm.name to another one",
+        )
+    if isinstance(algorithm, KeepsClientState):
+        _refuse(
+            f"the server stores the client states of {type(algorithm).__name__} without noise",
+            "algorithm.name to another one",
+        )
 
 
 # ------------------------------------------------------------------------------------------------- accounting
 def epsilon(algorithm: Algorithm, fleet: Sequence[Device], pool: Pool, rounds: int) -> float | None:
-    """Return the epsilon of this many rounds at the aggregation's delta, or None if it is not private.
+    """Return epsilon after `rounds` rounds for the aggregation's delta; None if the aggregation is not private.
 
-    Without secret selection each client counts as taking part in every round. Raises EnvironmentFailure if the
-    accounting library is not installed.
+    Without secret selection, each client is assumed to be selected in every round. Requires dp-accounting.
     """
-    private = _private(algorithm)
-    if private is None:
+    private = getattr(algorithm, "aggregation", None)
+    if not isinstance(private, Private):
         return None
+    from dp_accounting.rdp import compute_epsilon
+
     sampled = _sampled(algorithm, fleet, pool) if private.secret_selection else None
     orders, spent = _one_round(private.noise_multiplier, sampled)
-    return float(_library().rdp.compute_epsilon(orders, rounds * spent, private.delta)[0])
+    return float(compute_epsilon(orders, rounds * spent, private.delta)[0])
 
 
 def _sampled(algorithm: Any, fleet: Sequence[Device], pool: Pool) -> tuple[int, int] | None:
-    """Return (k, N) if the selection is known to draw k of N clients uniformly."""
+    """Return (k, N) if the selection draws k of N clients uniformly, or None for other selections."""
     selection = type(getattr(algorithm, "selection", None))
     if selection not in (Uniform, ByCapacity):
         return None
-    asked: Sequence[Device] = eligible(algorithm, fleet, pool)
+    devices: Sequence[Device] = eligible(algorithm, fleet, pool)
     if selection is ByCapacity:
-        asked = able(asked, pool[dispatched(pool)[0]].share)
-    return min(round_size(algorithm.training.fraction, len(fleet)), len(asked)), len(asked)
+        devices = able(devices, pool[dispatched(pool)[0]].share)
+    return min(round_size(algorithm.training.fraction, len(fleet)), len(devices)), len(devices)
 
 
 @lru_cache(maxsize=16)
 def _one_round(noise_multiplier: float, sampled: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the orders alpha and the RDP epsilon(alpha) of one round, the smaller of two bounds if sampled."""
-    library = _library()
+    """Return (orders alpha, RDP epsilon(alpha)) of one round. With sampling, epsilon is the smaller of two bounds."""
+    import dp_accounting as library
+
     relation = library.NeighboringRelation
     whole = library.rdp.RdpAccountant(neighboring_relation=relation.ADD_OR_REMOVE_ONE)
     whole.compose(library.GaussianDpEvent(noise_multiplier))
@@ -325,16 +317,6 @@ def _one_round(noise_multiplier: float, sampled: tuple[int, int] | None) -> tupl
         return whole.orders, whole.rdp
     k, eligible = sampled
     part = library.rdp.RdpAccountant(neighboring_relation=relation.REPLACE_ONE)
-    half = library.GaussianDpEvent(noise_multiplier / 2)  # the sensitivity is 2 * clip, not clip
+    half = library.GaussianDpEvent(noise_multiplier / 2)  # The sensitivity is 2 * clip.
     part.compose(library.SampledWithoutReplacementDpEvent(eligible, k, half))
     return whole.orders, np.minimum(whole.rdp, part.rdp)
-
-
-def _library() -> ModuleType:
-    try:
-        import dp_accounting
-    except ImportError as error:
-        raise EnvironmentFailure(
-            "private aggregation needs the package dp-accounting to compute epsilon: pip install 'flexfleet[privacy]'"
-        ) from error
-    return dp_accounting  # type: ignore[no-any-return]

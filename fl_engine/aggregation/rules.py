@@ -1,35 +1,107 @@
-"""The aggregations. A new one is a file and a line here.
+"""Aggregations combine the updates of a round into one model. List a new aggregation in AGGREGATIONS.
 
-`algorithm.aggregation.name` names one of them, or your own as `package.module:NAME` (`protocol.AggregationRule`). The
-server's optimizer steps after the aggregation.
+`algorithm.aggregation.name` is a name in AGGREGATIONS, or a custom `AggregationRule` as `package.module:NAME`. The
+server's optimizer (`server_opt`) then moves the global model towards the aggregate.
+
+Median and trimmed mean are defined by Yin et al., Byzantine-Robust Distributed Learning, ICML 2018, Definitions 1 and
+2. Each element p is aggregated over the n updates m that contain p, with equal weights:
+
+    median        the middle value of p_m, or the mean of the two middle ones
+    trimmed_mean  the mean of p_m without the floor(trim * n) smallest and the floor(trim * n) largest values
+
+An element that no update contains keeps its old value.
+
+Departs from the paper, in which every client trains the whole model. Here n differs between elements. An element is
+safe if few of its n updates are Byzantine. If n is so small that no value is dropped (n = 2 for the median, floor(trim
+* n) < 1), the element moves by the smallest of the n changes, but only if all changes have the same sign. If the signs
+differ or n = 1, the element keeps its old value. `trim: 0` is the plain mean over the n updates.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
-from fl_engine.aggregation import averaging
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fl_engine.aggregation.averaging import Kind, Region, Regions, StreamingMean, limited
 from fl_engine.aggregation.privacy import Private, Public
-from fl_engine.aggregation.protocol import Aggregate, AggregationRule, clipped
-from fl_engine.aggregation.robust import Median, TrimmedMean
+from fl_engine.aggregation.spool import IN_MEMORY_BYTES, Spool
 from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.registry import Contract
-from fl_engine.core.types import ParamLayout, Params
+from fl_engine.core.types import ParamLayout, Params, SubmodelSpec
+
+CHUNK_BYTES = 32 * 2**20
+"""Maximum bytes of the clients' values in memory. Tensors are processed in chunks of rows of this size."""
+
+
+class Aggregate(Protocol):
+    """Accumulator for the updates of a round."""
+
+    def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
+        """Add an update. If the update does not match the model, raise ModelError and add nothing."""
+
+    @property
+    def empty(self) -> bool:
+        """True if `result` returns the old model unchanged."""
+
+    def trained(self) -> Params:
+        """Return boolean masks of the elements that the server's step changes, in the shapes of the model."""
+
+    def result(self) -> Params:
+        """Return the new model, on the CPU."""
+
+
+class AggregationRule(Protocol):
+    """Frozen dataclass with the options of an aggregation."""
+
+    def start(self, old: Params, layout: ParamLayout, public: Public) -> Aggregate:
+        """Return an aggregate for a round that starts with the model `old`. `public` contains facts about the round
+        that do not depend on clients' data."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """FedAvg: the weighted mean of each element over the updates that hold it (`averaging.StreamingMean`)."""
+    """FedAvg: the weighted mean of each element over the updates that contain it (`averaging.StreamingMean`)."""
 
     __pydantic_config__ = STRICT
     name: Literal["mean"] = "mean"
     clip: Positive | None = None
-    """Largest L2 norm of the change of an update's weights; null: no limit. Running statistics neither count nor are
-    scaled. With a coarse codec on the way down, most of this change may be the codec's rounding."""
+    """Maximum L2 norm of an update's weight change over all tensors together; null: no limit. Running statistics are
+    not clipped, because `rounds.norm_bound` limits them. With a coarse download codec, most of the change may be the
+    codec's rounding error."""
 
     def start(self, old: Params, layout: ParamLayout, public: Public) -> Aggregate:
-        return clipped(averaging.StreamingMean(old, layout), old, layout, self.clip)
+        return StreamingMean(old, layout, self.clip)
+
+
+@dataclass(frozen=True)
+class Median:
+    """Median, which tolerates fewer than half Byzantine clients among the clients that hold an element."""
+
+    __pydantic_config__ = STRICT
+    name: Literal["median"] = "median"
+    clip: Positive | None = None
+
+    def start(self, old: Params, layout: ParamLayout, public: Public) -> Aggregate:
+        return Middle(old, layout, 0.5, self.clip)
+
+
+@dataclass(frozen=True)
+class TrimmedMean:
+    """Trimmed mean, which tolerates Byzantine clients up to the fraction `trim` of the clients that hold an element."""
+
+    __pydantic_config__ = STRICT
+    name: Literal["trimmed_mean"] = "trimmed_mean"
+    trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
+    """Fraction of the values that is dropped at each end."""
+    clip: Positive | None = None
+
+    def start(self, old: Params, layout: ParamLayout, public: Public) -> Aggregate:
+        return Middle(old, layout, self.trim, self.clip)
 
 
 AGGREGATIONS: dict[str, type[AggregationRule]] = {
@@ -40,6 +112,100 @@ AGGREGATIONS: dict[str, type[AggregationRule]] = {
 }
 
 Aggregation = Annotated[AggregationRule, Contract("aggregation", AGGREGATIONS, AggregationRule)]
-"""The annotation of an algorithm's field."""
 
-__all__ = ["AGGREGATIONS", "Aggregate", "Aggregation", "Mean", "Median", "Private", "TrimmedMean"]
+
+# --------------------------------------------------------------------------------------- median, trimmed mean
+class Middle:
+    """Mean of an element's values without the fraction `trim` at each end. 0.5 is the median, and 0 is the mean.
+
+    All updates are stored until `result` reads them in chunks of rows. Updates above `spool.IN_MEMORY_BYTES` are stored
+    in a file. Values are sorted before the sum, so results are bit-identical for any order of updates.
+    """
+
+    def __init__(
+        self,
+        old: Params,
+        layout: ParamLayout,
+        trim: float,
+        clip: float | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        held_bytes: int = IN_MEMORY_BYTES,
+    ) -> None:
+        self._old = old
+        self._regions = Regions(old, layout)
+        self._trim, self._clip, self._chunk_bytes = trim, clip, chunk_bytes
+        self._spool = Spool(held_bytes)
+        self._kinds: list[Kind] = []
+        """Kind of each entry in the spool."""
+        self._count: dict[Kind, float] = {}
+
+    def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
+        payload = limited(payload, spec, self._old, self._regions, self._clip)
+        kind = self._regions.fit(payload, spec)
+        self._spool.put({name: tensor.to(_wide(self._old[name])) for name, tensor in payload.items()})
+        self._kinds.append(kind)
+        self._count[kind] = self._count.get(kind, 0) + 1
+
+    @property
+    def empty(self) -> bool:
+        return not any(names for _, names in self._count)
+
+    def trained(self) -> Params:
+        return {name: self._regions.total(name, self._count) > 0 for name in self._old}
+
+    def result(self) -> Params:
+        return {name: self._middle(name, old) for name, old in self._old.items()}
+
+    def _middle(self, name: str, old: Tensor) -> Tensor:
+        entries = [entry for entry, (_, names) in enumerate(self._kinds) if name in names]
+        if not entries:
+            return old
+        holders, out = self._regions.total(name, self._count), old.clone()
+        if not old.dim():
+            values = torch.stack([self._spool.rows(entry, name) for entry in entries])
+            return _middle_of(values, holders, old, self._trim).to(old.dtype)
+        row = len(entries) * _wide(old).itemsize * max(1, math.prod(old.shape[1:]))
+        step = max(1, self._chunk_bytes // row)
+        for first in range(0, len(old), step):
+            last = min(len(old), first + step)
+            values = torch.full((len(entries), last - first, *old.shape[1:]), math.nan, dtype=_wide(old))
+            for place, entry in enumerate(entries):
+                low, high, within = _rows(self._regions.of(self._kinds[entry])[name], first, last)
+                if low < high:
+                    values[place][within] = self._spool.rows(entry, name, low, high)
+            count = holders[first:last]
+            out[first:last] = _middle_of(values, count, old[first:last], self._trim).to(old.dtype)
+        return out
+
+
+def _rows(region: Region, first: int, last: int) -> tuple[int, int, Region]:
+    """Return (start, stop, region): the update's rows between the global rows `first` and `last`, and their region
+    relative to `first`."""
+    head, *rest = region
+    if isinstance(head, slice):  # The update has the first rows of the tensor.
+        high = max(first, min(last, head.stop))
+        return first, high, (slice(0, high - first), *rest)
+    low, high = torch.searchsorted(head.flatten(), torch.tensor([first, last])).tolist()
+    return low, high, (head[low:high] - first, *rest)
+
+
+def _middle_of(values: Tensor, holders: Tensor, old: Tensor, trim: float) -> Tensor:
+    """Return the trimmed mean of `values` (n, ...), float64. If no value is dropped, move `old` by the smallest change,
+    provided that all changes have the same sign. `values` is NaN if a client does not hold an element. `holders` (...)
+    counts the clients that hold each element. `values` is sorted in place."""
+    values.numpy().sort(axis=0)  # NumPy sorts NaN last.
+    low = torch.minimum((trim * holders + 1e-9).floor(), ((holders - 1) / 2).floor()).clamp_min(0)
+    high = holders - low
+    total = torch.zeros_like(holders)
+    for rank in range(int(low.min()), int(high.max())):
+        total += torch.where((rank >= low) & (rank < high), values[rank], 0.0)
+    middle, old = total / (high - low).clamp_min(1), old.double()
+    if trim == 0:
+        return torch.where(holders > 0, middle, old)
+    last = (holders.long() - 1).clamp_min(0)
+    agreed = old.clamp(values[0].double(), values.gather(0, last[None])[0].double())
+    return torch.where(low > 0, middle, torch.where(holders > 1, agreed, old))
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

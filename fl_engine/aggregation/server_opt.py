@@ -1,7 +1,7 @@
-"""Server optimizers: how the global model moves towards the clients' mean.
+"""Server optimizers, which move the global model towards the clients' mean.
 
-Adaptive Federated Optimization (Reddi et al., ICLR 2021), Algorithm 2. With the pseudo-gradient
-`delta = mean - old`, element by element:
+Adaptive Federated Optimization (Reddi et al., ICLR 2021), Algorithm 2. Each element has the pseudo-gradient `delta =
+mean - old`:
 
     m = b1 * m + (1 - b1) * delta
     Adagrad: v = v + delta^2
@@ -9,13 +9,13 @@ Adaptive Federated Optimization (Reddi et al., ICLR 2021), Algorithm 2. With the
     Adam:    v = b2 * v + (1 - b2) * delta^2
     new = old + lr * m / (sqrt(v) + tau)          m starts at 0, v at tau^2; no bias correction
 
-With `bias_correction`, Adam is that of torch (Kingma and Ba, ICLR 2015, Algorithm 1) with tau for its eps, as in
-FedAIoT's code. Yogi is corrected alike. Both moments then start at 0, and t counts the element's steps:
+With `bias_correction`, Adam is the same as in torch (Kingma and Ba, ICLR 2015, Algorithm 1) with tau as eps, as in
+FedAIoT's code. Both moments then start at 0, and t is the number of steps of the element:
 
     new = old + lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + tau)
 
-Departs from the paper: it has one model for all. Here an element that no client trained in a round has no
-pseudo-gradient, so neither it nor its moments move. Running statistics of batch norm are averaged.
+Departs from the paper, in which every client trains the whole model. Here an element that no client trained in a round
+has no pseudo-gradient, so the element and its moments do not change. Running statistics of batch norm are averaged.
 """
 
 from __future__ import annotations
@@ -48,8 +48,33 @@ class Average:
 
 
 class _Adaptive:
+    lr: float
+    b1: float
+    b2: float = 0.0
+    tau: float
+    bias_correction: bool = False
+
+    def second(self, v: Tensor, delta: Tensor) -> Tensor:
+        """Return the updated second moment."""
+        raise NotImplementedError
+
     def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
-        return _step(self, moments, old, mean, trained)  # type: ignore[arg-type]
+        after, new = {}, {}
+        for name, before in old.items():
+            if is_statistic(name):
+                new[name] = mean[name]
+                continue
+            m = moments.get(f"m/{name}", torch.zeros_like(before))
+            v = moments.get(f"v/{name}", torch.full_like(before, 0.0 if self.bias_correction else self.tau**2))
+            delta, mask = mean[name] - before, trained[name]
+            m = torch.where(mask, self.b1 * m + (1 - self.b1) * delta, m)
+            v = torch.where(mask, self.second(v, delta), v)
+            after[f"m/{name}"], after[f"v/{name}"] = m, v
+            if self.bias_correction:
+                t = after[f"t/{name}"] = moments.get(f"t/{name}", torch.zeros_like(before)) + mask
+                m, v = m / _share(self.b1, t), v / _share(self.b2, t)
+            new[name] = torch.where(mask, before + self.lr * m / (v.sqrt() + self.tau), before)
+        return after, new
 
 
 @dataclass(frozen=True)
@@ -59,17 +84,17 @@ class Adagrad(_Adaptive):
     __pydantic_config__ = STRICT
     name: Literal["adagrad"] = "adagrad"
     lr: Positive = 0.1
-    """eta of the server."""
+    """Learning rate eta of the server."""
     b1: Beta = 0.0
     tau: Positive = 1e-3
-    """Degree of adaptivity: the smaller, the more adaptive."""
+    """Degree of adaptivity. Smaller values are more adaptive."""
 
     def second(self, v: Tensor, delta: Tensor) -> Tensor:
         return v + delta**2
 
 
 @dataclass(frozen=True)
-class Adam(_Adaptive):
+class FedAdam(_Adaptive):
     """FedAdam."""
 
     __pydantic_config__ = STRICT
@@ -79,7 +104,7 @@ class Adam(_Adaptive):
     b2: Beta = 0.99
     tau: Positive = 1e-3
     bias_correction: bool = False
-    """true: as in torch's optimizers, whose usual b2 is 0.999 and tau 1e-8."""
+    """true: use bias correction as in torch's Adam, whose defaults are b2 = 0.999 and tau = 1e-8."""
 
     def second(self, v: Tensor, delta: Tensor) -> Tensor:
         return self.b2 * v + (1 - self.b2) * delta**2
@@ -95,41 +120,16 @@ class Yogi(_Adaptive):
     b1: Beta = 0.9
     b2: Beta = 0.99
     tau: Positive = 1e-3
-    bias_correction: bool = False
 
     def second(self, v: Tensor, delta: Tensor) -> Tensor:
         return v - (1 - self.b2) * delta**2 * torch.sign(v - delta**2)
 
 
-def _step(
-    rule: Adagrad | Adam | Yogi, moments: Params, old: Params, mean: Params, trained: Params
-) -> tuple[Params, Params]:
-    corrected = isinstance(rule, Adam | Yogi) and rule.bias_correction
-    kept, new = {}, {}
-    for name, before in old.items():
-        if is_statistic(name):
-            new[name] = mean[name]
-            continue
-        m = moments.get(f"m/{name}", torch.zeros_like(before))
-        v = moments.get(f"v/{name}", torch.full_like(before, 0.0 if corrected else rule.tau**2))
-        delta, mask = mean[name] - before, trained[name]
-        m = torch.where(mask, rule.b1 * m + (1 - rule.b1) * delta, m)
-        v = torch.where(mask, rule.second(v, delta), v)
-        kept[f"m/{name}"], kept[f"v/{name}"] = m, v
-        if corrected and isinstance(rule, Adam | Yogi):
-            t = moments.get(f"t/{name}", torch.zeros_like(before)) + mask
-            kept[f"t/{name}"] = t
-            m, v = m / _share(rule.b1, t), v / _share(rule.b2, t)
-        new[name] = torch.where(mask, before + rule.lr * m / (v.sqrt() + rule.tau), before)
-    return kept, new
-
-
 def _share(beta: float, steps: Tensor) -> Tensor:
-    """Return 1 - beta^t, or 1 without a step. In double precision, because 1 - 0.999 loses three digits in single."""
+    """Return 1 - beta^t, or 1 if t is 0. Single precision would lose three digits in 1 - 0.999."""
     return torch.where(steps > 0, 1 - beta ** steps.double(), 1.0).to(steps.dtype)
 
 
-SERVERS: dict[str, type[ServerOptimizer]] = {"average": Average, "adagrad": Adagrad, "adam": Adam, "yogi": Yogi}
+SERVERS: dict[str, type[ServerOptimizer]] = {"average": Average, "adagrad": Adagrad, "adam": FedAdam, "yogi": Yogi}
 
 Server = Annotated[ServerOptimizer, Contract("server optimizer", SERVERS, ServerOptimizer)]
-"""The annotation of an algorithm's field."""

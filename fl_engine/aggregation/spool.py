@@ -1,16 +1,17 @@
-"""Tensors that wait for other updates: in memory while they are few, beyond that in an unnamed temporary file.
+"""Storage for tensors in memory, and in an unnamed temporary file beyond a size limit.
 
-The norm bound and the median need all updates of a round, but memory must not grow with their number. The operating
-system removes the file when the process ends.
+The norm bound and the median need all updates of a round, but memory must not grow with the number of updates. The
+operating system deletes the file when the process ends.
 """
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import IO, NamedTuple, cast
 
 import torch
@@ -18,42 +19,29 @@ from torch import Tensor
 
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.types import Params
-from fl_engine.storage.serialization import bytes_of
+from fl_engine.storage.store import bytes_of
 
 IN_MEMORY_BYTES = 64 * 2**20
-"""Bytes that stay in memory. Up to twice as much is used, because the C library does not put a large aligned block into
-a hole of its size."""
-
-Head = tuple[tuple[str, torch.dtype, torch.Size], ...]
-"""Names, types and shapes of an entry's tensors."""
+"""Maximum bytes of tensors in memory. The process may need twice as much memory, because the C library cannot reuse a
+freed block for a large aligned block of the same size."""
 
 
 class _Place(NamedTuple):
-    """The place of a tensor in an entry's bytes."""
+    """Byte offset, type and shape of a tensor in an entry."""
 
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Written:
-    """An entry in the file. Entries with equal heads share `places`."""
-
-    offset: int
-    places: dict[str, _Place]
-
-
 class Spooled(Mapping[str, Tensor]):
-    """An entry in a spool's file, by name. Each access reads the tensor again."""
+    """Tensors of an entry in the spool's file by name. Each access reads the file."""
 
-    def __init__(self, spool: Spool, entry: int, places: Mapping[str, _Place]) -> None:
-        self._spool, self._entry, self._places = spool, entry, places
+    def __init__(self, file: IO[bytes], offset: int, places: Mapping[str, _Place]) -> None:
+        self._file, self._offset, self._places = file, offset, places
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._places:
-            raise KeyError(name)
-        return self._spool.rows(self._entry, name)
+        return self.rows(name, 0, None)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -62,21 +50,36 @@ class Spooled(Mapping[str, Tensor]):
         return len(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape without reading it."""
+        """Return the shape of a tensor without reading the file."""
         return self._places[name].shape
+
+    def rows(self, name: str, first: int, last: int | None) -> Tensor:
+        place = self._places[name]
+        shape, offset = place.shape, self._offset + place.offset
+        if shape:
+            offset += first * math.prod(shape[1:]) * place.dtype.itemsize
+            shape = (len(range(*slice(first, last).indices(shape[0]))), *shape[1:])
+        tensor = torch.empty(shape, dtype=place.dtype)
+        into = bytes_of(tensor)
+        done = 0
+        while done < len(into):
+            try:
+                read = os.preadv(self._file.fileno(), [into[done:]], offset + done)
+                if not read:
+                    raise OSError(errno.EIO, "the file was cut off")
+            except OSError as error:
+                raise EnvironmentFailure(f"cannot read the temporary file of updates: {error.strerror}") from error
+            done += read
+        return tensor
 
 
 class Spool:
-    """Stores entries, numbered from 0. Raises EnvironmentFailure if the file cannot be written."""
+    """Store for entries, which are numbered from 0. Raises EnvironmentFailure if the file cannot be written."""
 
     def __init__(self, held_bytes: int = IN_MEMORY_BYTES) -> None:
         self._left = held_bytes
-        self._entries: list[Params | _Written] = []
-        self._places: dict[Head, dict[str, _Place]] = {}
+        self._entries: list[Params | Spooled] = []
         self._file: IO[bytes] | None = None
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def put(self, tensors: Params) -> int:
         """Store an entry and return its number."""
@@ -85,24 +88,17 @@ class Spool:
         return len(self._entries) - 1
 
     def get(self, entry: int) -> Params:
-        """Return the entry's tensors by name, a `Spooled` if it is in the file."""
-        found = self._entries[entry]
-        return cast(Params, Spooled(self, entry, found.places)) if isinstance(found, _Written) else found
+        """Return the tensors of an entry by name, as a `Spooled` if they are in the file."""
+        return cast(Params, self._entries[entry])
 
     def rows(self, entry: int, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        """Return rows `first` to `last` of one tensor of an entry; all by default."""
-        found = self._entries[entry]
-        if not isinstance(found, _Written):
-            return found[name] if last is None and not first else found[name][first:last]
-        place = found.places[name]
-        if not place.shape:
-            return self._read(found.offset + place.offset, place.dtype, ())
-        count = (place.shape[0] if last is None else min(last, place.shape[0])) - first
-        row = math.prod(place.shape[1:])
-        offset = found.offset + place.offset + first * row * place.dtype.itemsize
-        return self._read(offset, place.dtype, (count, *place.shape[1:]))
+        """Return the rows from `first` to `last` of a tensor in an entry, by default all rows."""
+        stored = self._entries[entry]
+        if isinstance(stored, Spooled):
+            return stored.rows(name, first, last)
+        return stored[name] if last is None and not first else stored[name][first:last]
 
-    def _write(self, tensors: Params) -> _Written:
+    def _write(self, tensors: Params) -> Spooled:
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(prefix="flexfleet-")  # noqa: SIM115 - open as long as the spool is
@@ -112,33 +108,15 @@ class Spool:
             self._file.flush()
         except OSError as error:
             raise EnvironmentFailure(
-                f"cannot write a round's updates to {tempfile.gettempdir()}: {error.strerror}. Set TMPDIR elsewhere"
+                f"cannot write updates to {tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to another folder"
             ) from error
-        head = tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
-        if head not in self._places:
-            self._places[head] = _places(head)
-        return _Written(offset, self._places[head])
-
-    def _read(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        assert self._file is not None
-        found = torch.empty(shape, dtype=dtype)
-        into = bytes_of(found)
-        done = 0
-        while done < len(into):
-            try:
-                read = os.preadv(self._file.fileno(), [into[done:]], offset + done)
-            except OSError as error:
-                raise EnvironmentFailure(f"a round's updates cannot be read again: {error.strerror}") from error
-            if not read:
-                raise EnvironmentFailure("the temporary file of a round's updates was cut off")
-            done += read
-        return found
+        return Spooled(self._file, offset, _places(tuple([(name, t.dtype, t.shape) for name, t in tensors.items()])))
 
 
-def _places(head: Head) -> dict[str, _Place]:
-    """Return the places of consecutive tensors."""
+@lru_cache(maxsize=256)
+def _places(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> dict[str, _Place]:
     found, offset = {}, 0
-    for name, dtype, shape in head:
+    for name, dtype, shape in tensors:
         found[name] = _Place(offset, dtype, tuple(shape))
         offset += shape.numel() * dtype.itemsize
     return found

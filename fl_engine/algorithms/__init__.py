@@ -1,4 +1,4 @@
-"""The algorithms by name. A new one is a file and a line in `ALGORITHMS`; a new preset is a line in `PRESETS`."""
+"""Registry of algorithms. List a new algorithm in `ALGORITHMS` and a new preset in `PRESETS`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,18 +9,23 @@ from fl_engine.algorithms.adaptivefl import AdaptiveFL
 from fl_engine.algorithms.dadaquant import DAdaQuant
 from fl_engine.algorithms.decoupled import Decoupled
 from fl_engine.algorithms.depthfl import DepthFL
-from fl_engine.algorithms.fedavg import FedAvg
+from fl_engine.algorithms.ditto import Ditto
+from fl_engine.algorithms.fedavg import FedAvg, FedSGD
+from fl_engine.algorithms.fedbn import FedBN
 from fl_engine.algorithms.federated_dropout import FederatedDropout
+from fl_engine.algorithms.fednova import FedNova
+from fl_engine.algorithms.fedper import FedPer
 from fl_engine.algorithms.fedrolex import FedRolex
-from fl_engine.algorithms.fedsgd import FedSGD
 from fl_engine.algorithms.fedx import FedX
 from fl_engine.algorithms.fjord import FjORD
 from fl_engine.algorithms.flexfl import FlexFL
 from fl_engine.algorithms.heterofl import HeteroFL
 from fl_engine.algorithms.multibranch import MultiBranch
+from fl_engine.algorithms.qffl import QFFL
 from fl_engine.algorithms.quantized_fedavg import QuantizedFedAvg
+from fl_engine.algorithms.scaffold import Scaffold
 from fl_engine.algorithms.scalefl import ScaleFL
-from fl_engine.core.contracts import Algorithm, ChoosesNetwork, KeepsClientState, MeasuresClients, Searched
+from fl_engine.core.contracts import Algorithm
 from fl_engine.core.registry import Contract
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
@@ -29,8 +34,12 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "dadaquant": DAdaQuant,
     "decoupled": Decoupled,
     "depthfl": DepthFL,
+    "ditto": Ditto,
     "federated_dropout": FederatedDropout,
     "fedavg": FedAvg,
+    "fedbn": FedBN,
+    "fednova": FedNova,
+    "fedper": FedPer,
     "fedrolex": FedRolex,
     "fedsgd": FedSGD,
     "fedx": FedX,
@@ -38,21 +47,23 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "flexfl": FlexFL,
     "heterofl": HeteroFL,
     "multibranch": MultiBranch,
+    "qffl": QFFL,
     "quantized_fedavg": QuantizedFedAvg,
+    "scaffold": Scaffold,
     "scalefl": ScaleFL,
 }
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A name for an algorithm with other default options."""
+    """Named set of default options for an algorithm."""
 
     algorithm: str
-    """Its name in `ALGORITHMS`."""
+    """Name of the algorithm in `ALGORITHMS`."""
     meaning: str
-    """For lists."""
+    """Description that `flexfleet list algorithms` prints."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """As a configuration has them."""
+    """Options that replace defaults of the algorithm, with the keys of the section `algorithm`."""
 
 
 PRESETS: dict[str, Preset] = {
@@ -78,14 +89,13 @@ CONTRACT = Contract(
     ALGORITHMS | {name: ALGORITHMS[preset.algorithm] for name, preset in PRESETS.items()},
     Algorithm,
     needs=("training",),
-    optional=(ChoosesNetwork, Searched, MeasuresClients, KeepsClientState),
 )
-"""What an algorithm must have, and what it may have."""
+"""Attributes and methods that every algorithm must have."""
 
 
 def options_of(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a configuration's section `algorithm`: those of its preset, if its name is one, replaced by
-    those that the section gives."""
+    """Return the options of the section `algorithm`. If its `name` is a preset, add the preset's options that the
+    section does not set."""
     preset = PRESETS.get(section["name"])
     given = {key: value for key, value in section.items() if key != "name"}
     return {**(preset.options if preset else {}), **given}
@@ -95,12 +105,17 @@ __all__ = [
     "ALGORITHMS",
     "CONTRACT",
     "PRESETS",
+    "QFFL",
     "AdaGQ",
     "AdaptiveFL",
     "DAdaQuant",
     "Decoupled",
     "DepthFL",
+    "Ditto",
     "FedAvg",
+    "FedBN",
+    "FedNova",
+    "FedPer",
     "FedRolex",
     "FedSGD",
     "FedX",
@@ -111,6 +126,7 @@ __all__ = [
     "MultiBranch",
     "Preset",
     "QuantizedFedAvg",
+    "Scaffold",
     "ScaleFL",
     "options_of",
-]
+]  # fmt: skip

@@ -1,33 +1,31 @@
 """AdaGQ: Communication-Efficient Federated Learning for Heterogeneous Edge Devices Based on Adaptive Gradient
-Quantization (Liu, He, Cao; arXiv 2212.08272): bits that follow the gradient's norm, and the clients' speed.
+Quantization (Liu, He, Cao; arXiv:2212.08272). The number of bits depends on the gradient norm and the clients' speeds.
 
-Only its abstract was at hand. It says that AdaGQ "exploits the change of gradient norm to adjust the quantization
-resolution in each training round", and "assigns lower quantization resolution to slow clients to align their training
-time with other clients", "and higher quantization resolution to fast clients". Both rules below are ours:
+Only the paper's abstract was available, so the two rules below are flexfleet's interpretation. According to the
+abstract, AdaGQ "exploits the change of gradient norm to adjust the quantization resolution in each training round".
+AdaGQ also assigns "lower quantization resolution to slow clients to align their training time with other clients" and
+"higher quantization resolution to fast clients".
 
-- **In time**: QSGD's step is the norm over the number of levels, so levels in proportion to the norm keep the step what
-  it was in the first round. The mean bits of a round's clients are
+- **Over time**: QSGD's step size is the norm divided by the number of levels. If the number of levels is proportional
+  to the norm, the step size does not change. The mean number of bits per client in round t is
 
       bits + log2(|D_t| / |D_1|), at least `least` and at most `most`,
 
-  where |D_1| is how far the first merge moved the global model, and |D_t| the last one (L2, before fine-tuning).
-- **Between clients**: the round has (its mean bits) x (its clients) bits a number to give away. All get `least`; the
-  rest goes out bit by bit, each to the client that would be done first with it, by the simulated clock's rule: three
-  times the forward pass's multiply-adds, times the samples it trains on, over its speed; plus the bytes of its model
-  down and of its quantised change up, over its bandwidth. Of equals
-  the lower number is first; `most` is the most that one gets.
+  where |D_1| is the L2 norm of the first change of the global model, and |D_t| is the norm of its latest change, both
+  before fine-tuning.
+- **Between clients**: every client gets `least` bits. The remaining bits of the round are assigned one by one. Each bit
+  is assigned to the client that would finish first on the simulated clock with this bit. Ties are broken by the lower
+  client number. No client gets more than `most` bits.
 
-Weights go down as they are; changes come back by QSGD. As FedX's rival each device trains the largest of three nested
-sub-networks that it can hold. For FedX's comparison (Section IV-D), where "the server has data, fine-tunes without
-regularization", set `fine_tuning: {gamma: 0}`. The run's `codec` is not used.
+The server sends unquantised weights. Clients quantise the returned changes with QSGD, and the run's `codec` is ignored.
+Three sub-networks are nested, and each device trains the largest one that fits into its memory. In FedX's comparison
+(Section IV-D), the server "has data, fine-tunes without regularization" (`fine_tuning: {gamma: 0}`).
 
-A private aggregation hides how many samples a client holds. With it the clock counts one sample for every client, so
-that no client's samples decide about another's bits. Who else is drawn still does: `secret_selection` is refused.
+With a private aggregation, the simulated clock assumes one sample per client, because the sample counts are secret.
+`secret_selection` is rejected, because a client's number of bits depends on the other selected clients.
 
-What a client can gain by lying: the norm is of the merged change, so `rounds.norm_bound` limits how far one client
-raises it (a first norm five times too large costs log2(5) < 3 bits for good). One that cancels the others' updates in
-the first round makes that norm small, and the bits of all later rounds large; they stay within `least` and
-`most`. Speed and bandwidth are the fleet's, not what a client says.
+`rounds.norm_bound` limits how much a malicious client can change the norm. If a malicious client cancels out the other
+updates of the first round, the number of bits increases in all later rounds, up to `most`.
 """
 
 from __future__ import annotations
@@ -36,60 +34,52 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
-from fl_engine.aggregation.privacy import check_draw, is_private
-from fl_engine.algorithms.fine_tuning import FineTuning, check_tuning, tuned
+from fl_engine.aggregation.privacy import is_private
+from fl_engine.algorithms.fine_tuning import FineTuned
 from fl_engine.algorithms.levels import WIDTHS, Bits, Widths, nested_pool
-from fl_engine.algorithms.pooled import PooledAlgorithm, PooledState, StaticBN
+from fl_engine.algorithms.pooled import PooledState, with_codecs
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.costs import FORWARDS_PER_STEP
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.fields import Count
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import (
+    ClientResult,
     Codecs,
     Device,
-    LocalTask,
-    Outcome,
-    ParamLayout,
     Params,
     Pool,
     PoolModel,
     Prepared,
     RoundContext,
     RoundPlan,
-    TaskContext,
-    WorkOrder,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaGQState(PooledState):
-    """`first`, `last`: L2 norm of the first and of the latest nonzero change by a merge; 0: none yet."""
+    """L2 norms of the global model's changes: `first` is the first nonzero norm, `last` is the latest nonzero norm."""
 
     first: float = 0.0
     last: float = 0.0
 
 
 @dataclass(frozen=True)
-class AdaGQ(PooledAlgorithm):
+class AdaGQ(FineTuned):
+    draw_matters: ClassVar[str] = "adagq shares a round's bits among the clients that are drawn"
+
     widths: Widths = WIDTHS
-    """Width ratios of small, medium and large, ascending to 1, of a network that has no nested sub-networks of its
-    own."""
+    """Ascending width ratios of the sub-networks; the last is 1. Ignored if the network has nested sub-networks."""
     bits: Bits = 8
-    """Mean bits of QSGD over the clients in the first two rounds; later rounds follow the norm of the change."""
+    """Mean QSGD bits per client in rounds 1 and 2. Later, the mean depends on the norm of the model's change."""
     least: Bits = 4
-    """The fewest bits of a client, and the lowest mean."""
+    """Minimum number of bits per client."""
     most: Bits = 12
-    """The most bits of a client, and the highest mean."""
-    bucket: Count | None = 512
-    """Elements that share a norm in QSGD; null: one norm per tensor."""
-    fine_tuning: FineTuning | None = None
-    """The server's training after each merge, on its own data; null: none. FedX's comparison: {gamma: 0}."""
-    static_bn: StaticBN = "kept"
+    """Maximum number of bits per client."""
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         return nested_pool(self, family, self.widths, Codecs(up=self._codec(self.most)))
@@ -97,48 +87,39 @@ class AdaGQ(PooledAlgorithm):
     def _codec(self, bits: int) -> Qsgd:
         return Qsgd(bits=bits, bucket=self.bucket)
 
-    def init(
-        self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
-    ) -> AdaGQState:
-        """Raises ConfigError for secret selection, for bits that do not lie between the least and the most, and for
-        fine-tuning without data."""
-        check_tuning(self.fine_tuning, server)
-        check_draw(self.aggregation, "adagq shares a round's bits among the clients that are drawn")
+    def check(self, fleet: Sequence[Device], pool: Pool, server: ServerContext) -> None:
+        super().check(fleet, pool, server)
         if not self.least <= self.bits <= self.most:
             raise ConfigError(
-                f"algorithm.least <= algorithm.bits <= algorithm.most is expected, got {self.least}, {self.bits} and "
-                f"{self.most}"
+                f"algorithm.bits must be between least = {self.least} and most = {self.most}, got {self.bits}",
+                path="algorithm.bits",
             )
-        return AdaGQState(**vars(super().init(params, layout, fleet, pool, server)))
+
+    def first_state(self, common: PooledState) -> AdaGQState:
+        return AdaGQState(**vars(common))
 
     def plan(self, state: AdaGQState, context: RoundContext) -> RoundPlan:
         plan = super().plan(state, context)
         devices = {device.client: device for device in context.available}
         alike = is_private(self) or not context.draws
         draws = (1,) * len(context.fleet) if alike else context.draws
-        clocks = [clock(state.pool[o.level], devices[o.client], draws[o.client]) for o in plan.orders]
+        clocks = [clock(state.pool[a.level], devices[a.client], draws[a.client]) for a in plan.assignments]
         mean = mean_bits(self.bits, state.first, state.last, self.least, self.most)
-        given = shared(clocks, round(mean * len(clocks)), self.least, self.most)
-        pairs = zip(plan.orders, given, strict=True)
-        orders = tuple(replace(order, codecs=Codecs(up=self._codec(bits))) for order, bits in pairs)
-        return replace(plan, orders=orders)
+        bits = share_bits(clocks, round(mean * len(clocks)), self.least, self.most)
+        return with_codecs(plan, (Codecs(up=self._codec(each)) for each in bits))
 
-    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        return self.whole(order, ctx)
-
-    def merge(
-        self, state: AdaGQState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
+    def aggregated(
+        self, state: AdaGQState, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext
     ) -> AdaGQState:
-        merged: AdaGQState = super().merge(state, plan, answers, server)
+        merged: AdaGQState = super().aggregated(state, plan, results, server)
         norm = distance(state.params, merged.params)
         if norm > 0:
             merged = replace(merged, first=state.first or norm, last=norm)
-        return tuned(self.fine_tuning, self.aggregation, state, merged, plan, server)
+        return merged
 
 
-# ------------------------------------------------------------------------------------------------------ in time
 def distance(before: Params, after: Params) -> float:
-    """How far the weights moved: L2, running statistics and integers left out."""
+    """Return the L2 norm of `after - before` over all weights. Running statistics and integer tensors are excluded."""
     return math.hypot(
         *(
             float(torch.dist(after[name].double(), tensor.double()))
@@ -149,29 +130,27 @@ def distance(before: Params, after: Params) -> float:
 
 
 def mean_bits(bits: int, first: float, last: float, least: int, most: int) -> float:
-    """The mean bits of a round's clients. `first`, `last`: norms of the first merge and of the last one; 0: not known
-    yet."""
+    """Return the mean number of bits per client. `first` and `last` are the fields of `AdaGQState`."""
     change = math.log2(last / first) if first and last else 0.0
     return min(max(float(least), bits + change), float(most))
 
 
-# --------------------------------------------------------------------------------------------- between clients
 def clock(model: PoolModel, device: Device, draws: int) -> tuple[float, float]:
-    """(seconds of a device's round without its upload, seconds of the upload for each bit that a number takes)."""
+    """Return a tuple: the seconds of a round without the upload, and the seconds to upload one bit per parameter."""
     compute = FORWARDS_PER_STEP * model.macs * draws / device.speed
     return compute + model.bytes / device.bandwidth, model.params / 8 / device.bandwidth
 
 
-def shared(clocks: Sequence[tuple[float, float]], total: int, least: int, most: int) -> list[int]:
-    """The bits of each client: `least`, and of what is left of `total` each next bit to the client that would be done
-    first with it. A number takes a bit more, for its sign."""
+def share_bits(clocks: Sequence[tuple[float, float]], total: int, least: int, most: int) -> list[int]:
+    """Distribute `total` bits over the clients. All clients get `least` bits. Each further bit is assigned to the
+    client that would finish first with this bit. Every encoded number needs one additional bit for the sign."""
     bits = [least] * len(clocks)
 
-    def done(client: int) -> tuple[float, int]:
+    def finish(client: int) -> tuple[float, int]:
         rest, each = clocks[client]
         return rest + (1 + bits[client] + 1) * each, client
 
-    waiting = [done(client) for client in range(len(clocks)) if least < most]
+    waiting = [finish(client) for client in range(len(clocks)) if least < most]
     heapq.heapify(waiting)
     for _ in range(total - least * len(clocks)):
         if not waiting:
@@ -179,5 +158,5 @@ def shared(clocks: Sequence[tuple[float, float]], total: int, least: int, most: 
         _, client = heapq.heappop(waiting)
         bits[client] += 1
         if bits[client] < most:
-            heapq.heappush(waiting, done(client))
+            heapq.heappush(waiting, finish(client))
     return bits

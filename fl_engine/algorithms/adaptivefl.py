@@ -1,21 +1,23 @@
-"""AdaptiveFL: Adaptive Heterogeneous Federated Learning for Resource-Constrained AIoT Systems (Jia et al., DAC 2024).
+"""AdaptiveFL: Adaptive Heterogeneous Federated Learning for Resource-Constrained AIoT Systems (Jia et al., DAC 2024;
+arXiv:2311.13166).
 
-Server, once: a pool of 2p + 1 models, S_p < ... < S_1 < M_p < ... < M_1 < L_1, cut by a width ratio from a layer on
-(Sec. 3.2). Round: models drawn at random, clients by what they brought back before (Sec. 3.3, Alg. 1; the tables are
-in `selection.Curiosity`). A device prunes what it receives to the largest pool model inside it that fits what it has
-free (`task`). The mean is per element (Alg. 2).
+Before the first round, the server builds a pool of 2p + 1 models, S_p < ... < S_1 < M_p < ... < M_1 < L_1. The first
+layers of a model have full width, and a width ratio reduces the later layers (Sec. 3.2). In each round, the server
+draws pool models at random. A client's probability of selection depends on the sizes of the models that the client
+returned before (Sec. 3.3, Alg. 1). A device prunes the received model to the largest nested pool model that fits into
+its free memory (`task`). Each element is averaged over the updates that contain it (Alg. 2).
 
 Departs from the paper:
-- the device's search runs over the pool's (r_w, I), as in the authors' code, not over all pairs; unlike the code, it
-  keeps to models that are nested in the one received (S_1 is not inside M_3);
-- a model fits where more is free than its size, which is that of its parameters in % of the full model's; in the paper
-  it fits from its size on (size <= Gamma). A device that has less free than the smallest model inside what it received
-  trains that one all the same (`on_too_small`), where the paper's search would have no answer;
-- for networks that neither paper nor code has, S_1 and M_1 have at most 30 and 60 % of the whole (Table 1: 25 and 50);
-- R_s is divided by the number of models of the type (see `selection.Curiosity`).
+- A device chooses only among the pairs (r_w, I) of the pool, as in the authors' code. Unlike in the code, the chosen
+  model must be nested in the received model (S_1 is not nested in M_3).
+- A model fits if the free memory is larger than the model's size, both in % of the full model. In the paper a model
+  also fits if its size equals the free memory (size <= Gamma). If no model that is nested in the received model fits,
+  the device still trains the smallest nested model (`on_too_small`). The paper's search would then not find a model.
+- For networks outside of paper and code, S_1 and M_1 have at most 30 and 60 % of the size (Table 1: 25 and 50 %).
+- The reward R_s is divided by the number of models of the same type (see `selection.Curiosity`).
 
-The paper prints r_w and I of VGG16 (Table 1); those of ResNet18 and MobileNetV2 are those of the authors' code. The
-devices are the fleets `adaptivefl` (VGG16) and `adaptivefl_resnet18`.
+The width ratios r_w and start layers I for VGG16 are from the paper (Table 1). The values for ResNet18 and MobileNetV2
+are from the authors' code. The paper's devices are the fleets `adaptivefl` (VGG16) and `adaptivefl_resnet18`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from fl_engine.core.costs import count_params
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import Count, Fraction, Index
 from fl_engine.core.slicing import contains
-from fl_engine.core.types import FULL, LocalTask, Pool, PoolModel, Prepared, TaskContext, WorkOrder
+from fl_engine.core.types import FULL, Assignment, LocalTask, Pool, PoolModel, Prepared, TaskContext
 from fl_engine.core.widths import from_layer
 from fl_engine.selection import Curiosity, Selection, Uniform
 
@@ -47,41 +49,41 @@ PUBLISHED: dict[tuple[str, ...], tuple[Widths, tuple[int, ...]]] = {
     _RESNET18: ((0.43, 0.68), (3, 2, 1)),
     _MOBILENETV2: ((0.46, 0.69), (4, 3, 2)),
 }
-"""r_w of the S and the M models, and I, by the layers that can be pruned: VGG16 (Table 1), ResNet18 and MobileNetV2
-(the authors' code). The stem and each stage are a layer."""
+"""Map the names of a network's prunable layers to a tuple: the published ratios r_w of the S and M models, and the
+published values of I."""
 
 OTHERS: Widths = (0.40, 0.66)
 """r_w for other networks."""
 
 LIMITS = (30.0, 60.0)
-"""For other networks: the largest I with which S_1 and M_1 stay within these % of the whole."""
+"""Maximum sizes of S_1 and M_1 in % of the full model, for networks without published values."""
 
 
 @dataclass(frozen=True)
 class AdaptiveFL(PooledAlgorithm):
     widths: Widths | None = None
-    """r_w of the S and the M models. null: the authors' for ResNet18 (0.43, 0.68; also for other networks of a stem and
-    four stages) and MobileNetV2 (0.46, 0.69); the paper's for VGG16, 0.4 and 0.66, for all other networks too."""
+    """Width ratios r_w of the S and M models. null: (0.43, 0.68) for ResNet18 and other networks with a stem and four
+    stages, (0.46, 0.69) for MobileNetV2, (0.4, 0.66) for all other networks."""
     p: Count = 3
-    """Models per level: 3 is fine-grained, 1 coarse (the ablation of Table 4)."""
+    """Number of models in each of the levels S and M. The paper compares 3 (fine-grained) with 1 (coarse; Table 4)."""
     starts: tuple[Index, ...] | None = None
-    """I of the models 1 .. p of a level: so many layers keep full width. null: the paper's for VGG16 (8, 6, 4), the
-    authors' for ResNet18 (3, 2, 1) and MobileNetV2 (4, 3, 2); for other networks, and where those do not
-    serve p and `widths`, the largest with which S_1 has at most 30 and M_1 at most 60 % of the whole, and the next
-    smaller ones (fewer than p where the network has too few layers)."""
+    """Number I of full-width layers, for each model of a level in descending order. null: the published values for
+    VGG16 (8, 6, 4), ResNet18 (3, 2, 1) and MobileNetV2 (4, 3, 2). For other networks or values of `p` or `widths`:
+    consecutive numbers, from the largest I for which S_1 has at most 30 % and M_1 at most 60 % of the parameters."""
     variant: Variant = "cs"
-    """How clients are selected: by curiosity and resources (cs), by one of them (c, s), at random (random), or the
-    full model to random clients (greed)."""
+    """Rule for the selection of clients. cs: by curiosity and resources; c: only by curiosity; s: only by resources;
+    random: at random; greed: at random, and every client receives the full model."""
     selection: Selection | None = None  # type: ignore[assignment]
-    """null: the variant's."""
+    """null: the selection that `variant` names."""
 
-    # ------------------------------------------------------------------------------------ before the rounds
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        """S_p .. S_1, M_p .. M_1, L_1 (Sec. 3.2, Table 1). avg is the mean of S_1, M_1 and L_1."""
+        """Return the models S_p to S_1, M_p to M_1 and L_1 (Sec. 3.2, Table 1). Only S_1, M_1 and L_1 are evaluated."""
         published = PUBLISHED.get(tuple(layer.group for layer in family.prunable()), (OTHERS, ()))
         widths = published[0] if self.widths is None else self.widths
         if not widths[0] < widths[1] < 1:
-            raise PoolError(f"algorithm.widths must be two ratios, S below M below 1, got {list(widths)}")
+            raise PoolError(
+                f"algorithm.widths must be two ascending numbers below 1, got {list(widths)}", path="algorithm.widths"
+            )
         starts = self._starts(family, widths, published[1])
         models: list[PoolModel] = []
         for level, width in zip("SM", widths, strict=True):
@@ -92,7 +94,7 @@ class AdaptiveFL(PooledAlgorithm):
         return pools.ascending(tuple(models))
 
     def _starts(self, family: ModelFamily, widths: Widths, published: tuple[int, ...]) -> tuple[int, ...]:
-        """I of the models 1 .. p, descending; `published`: the paper's or the authors', if any."""
+        """Return the values of I for the models 1 to p, in descending order."""
         layers, whole = len(family.prunable()), count_params(family)
 
         def shares(starts: Sequence[int], width: float) -> list[float]:
@@ -102,8 +104,8 @@ class AdaptiveFL(PooledAlgorithm):
             starts = self.starts
             if len(starts) != self.p or list(starts) != sorted(set(starts), reverse=True) or starts[0] >= layers:
                 raise PoolError(
-                    f"algorithm.starts: p = {self.p} descending numbers of layers below {layers} are expected, "
-                    f"got {list(starts)}"
+                    f"algorithm.starts must have p = {self.p} descending numbers below {layers}, got {list(starts)}",
+                    path="algorithm.starts",
                 )
             return starts
         if len(published) >= self.p and shares(published, widths[0])[0] < shares(published, widths[1])[-1]:
@@ -112,8 +114,9 @@ class AdaptiveFL(PooledAlgorithm):
             if all(shares((first,), w)[0] <= limit for w, limit in zip(widths, LIMITS, strict=True)):
                 return tuple(range(first, max(-1, first - self.p), -1))
         raise PoolError(
-            f"{type(family).__name__} has no I with which S1 and M1, of widths {list(widths)}, stay within "
-            f"{LIMITS[0]:g} and {LIMITS[1]:g} % of the whole: give algorithm.starts, or smaller algorithm.widths"
+            f"algorithm.starts must be set, because with widths {list(widths)} S1 always exceeds {LIMITS[0]:g} % or M1 "
+            f"{LIMITS[1]:g} % of the full model",
+            path="algorithm.starts",
         )
 
     def selector(self, pool: Pool) -> Selector:
@@ -127,9 +130,7 @@ class AdaptiveFL(PooledAlgorithm):
             case score:
                 return Curiosity(score=score, per_type=(len(pool) - 1) // 2)
 
-    # --------------------------------------------------------------------------------------------- a round
-    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        """On the device: available-resource-aware pruning (Sec. 3.2)."""
-        inside = [i for i in range(order.level + 1) if contains(ctx.layout, order.spec, ctx.pool[i].spec)]
+    def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
+        inside = [i for i in range(assignment.level + 1) if contains(ctx.layout, assignment.spec, ctx.pool[i].spec)]
         trained = self.largest_fitting(ctx, inside)
-        return self.local_task(order, ctx.pool[trained].spec)
+        return self.local_task(assignment, ctx.pool[trained].spec)

@@ -1,37 +1,38 @@
 """DAdaQuant: Doubly-adaptive quantization for communication-efficient Federated Learning (Hoenig, Zhao, Mullins, ICML
-2022): what clients send up is quantised in levels that grow while the run learns less, and differ between clients.
+2022; arXiv:2111.00465). The number of quantisation levels grows when the loss stops decreasing. Clients with a larger
+weight get more levels.
 
-In time, q begins at `q_min` and doubles, up to `q_max`, when the moving average of the clients' loss,
+The number of levels q starts at `q_min`. The clients' loss has the moving average
 
-    L_t = psi L_{t-1} + (1 - psi) (mean loss of the round's clients),
+    L_t = psi L_{t-1} + (1 - psi) (mean loss of the round's clients).
 
-is not below what it was phi rounds ago; then phi rounds pass before it can double again. Between clients, those whose
-updates weigh more in the mean get more levels: the fewest in total with the variance of the same q for all clients:
+If L_t is at least L_{t - phi}, q doubles, up to `q_max`. After doubling, q stays constant for at least phi rounds. Each
+client k gets a separate number of levels q_k. The variance of the mean must be the same as with q levels for every
+client. Under this condition, the sum of all q_k is smallest for:
 
     q_k = sqrt(a / b) w_k^(2/3),  a = sum_j w_j^(2/3),  b = sum_j w_j^2 / q^2       over the clients of the round
 
-with the weights w of the mean. With any other aggregation all clients weigh the same here, and q_k is q. The server's
-weights go down as they are, and the changes come back by QSGD with q_k levels per sign, then zero run-length and
-Elias-omega, or fixed width where that is shorter: the paper compresses the client's way to the server. As FedX's rival
-each device trains the largest of three nested sub-networks that it can hold. For FedX's comparison (Section IV-D),
-where "the server has data, fine-tunes without regularization", set `fine_tuning: {gamma: 0}`.
+where w_j is the weight of client j in the mean. With any other aggregation all clients have the same weight, and q_k is
+q. The server sends unquantised weights. Clients quantise the returned changes with QSGD and q_k levels per sign. The
+levels are encoded as run lengths of zeros and Elias omega codes, or with a fixed width. The shorter encoding is sent.
+The run's `codec` is ignored. Three sub-networks are nested, and each device trains the largest one that fits into its
+memory. In FedX's comparison (Section IV-D), the server "has data, fine-tunes without regularization" (`fine_tuning:
+{gamma: 0}`).
 
-Written without the paper's text, from its abstract and what is known of it. Decided here, or different:
+Departs from the paper, whose text was not available:
 
-- q_k is rounded to the nearest whole number, halves up, at least 1. Elements that not all clients hold, whose weights
-  therefore differ, count like the others.
-- the first L is the first round's loss. phi is a number of rounds, by default a tenth of 40: the paper's is a tenth of
-  all, but a run may be prolonged, which must not change its past.
-- a client's loss counts from 0 up to twice the round's median. As long as fewer than half of the clients lie, their
-  mean stays between 0 and twice the largest loss among the others. The level never falls, never exceeds `q_max`, and
-  at most doubles every phi rounds: all that lies can gain is that it doubles as soon as it may, which costs bits, or
-  that it is held, which costs accuracy.
-- a norm for every 512 elements. The paper's single norm of a tensor is `bucket: null`: with few levels the error is
-  then many times the change (of n elements about sqrt(n) / q of it, root of the mean square), and only the mean over
-  clients and rounds takes it away.
+- q_k is rounded to the nearest integer (halves are rounded up), at least 1. If only some clients train an element, the
+  weights of these clients in the element's mean differ from w_j. This difference is ignored.
+- The first L is the first round's loss. phi is a number of rounds, by default 4, a tenth of 40. In the paper phi is a
+  tenth of all rounds, but here extending a run must not change its earlier rounds.
+- A client's loss is clipped to the range from 0 to twice the round's median. If fewer than half of the clients report
+  wrong losses, the mean stays between 0 and twice the largest correct loss. Wrong losses can double q as soon as
+  possible, so that more bits are sent. Wrong losses can also prevent any doubling, so that the accuracy is lower.
+- Every 512 elements have a common norm. `bucket: null` is the paper's single norm for a tensor. With few levels, a
+  single norm for n elements causes a root-mean-square error of about sqrt(n) / q times the change.
 
-The levels follow the clients' losses, which no noise hides: with a private aggregation set `phi: null`, so that all
-clients have `q_min` levels in every round. The run's `codec` is not used.
+A private aggregation does not add noise to the clients' losses, so it requires `phi: null`. All clients then use
+`q_min` levels in every round.
 """
 
 from __future__ import annotations
@@ -46,60 +47,40 @@ from pydantic import Field
 
 from fl_engine.aggregation.privacy import is_private
 from fl_engine.aggregation.rules import Mean
-from fl_engine.algorithms.fine_tuning import FineTuning, check_tuning, tuned
+from fl_engine.algorithms.fine_tuning import FineTuned
 from fl_engine.algorithms.levels import WIDTHS, Widths, nested_pool
-from fl_engine.algorithms.pooled import PooledAlgorithm, PooledState, StaticBN, counted
+from fl_engine.algorithms.pooled import PooledState, weight_of, with_codecs
 from fl_engine.codecs.qsgd import MOST_LEVELS, Qsgd
 from fl_engine.core import costs
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Count
-from fl_engine.core.types import (
-    ClientUpdate,
-    Codecs,
-    Device,
-    LocalTask,
-    Outcome,
-    ParamLayout,
-    Params,
-    Pool,
-    Prepared,
-    RoundContext,
-    RoundPlan,
-    TaskContext,
-    WorkOrder,
-)
+from fl_engine.core.types import ClientResult, ClientUpdate, Codecs, Device, Pool, Prepared, RoundContext, RoundPlan
 
 Levels = Annotated[int, Field(ge=1, le=MOST_LEVELS)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DAdaQuantState(PooledState):
-    """`level`: q of the next round, levels per sign. `averages`: L after each round since q last changed, the latest
-    last, at most phi + 1 of them."""
+    """`level` is the number of levels per sign, q, in the next round. `averages` are the latest values of L since q
+    changed, at most phi + 1 values."""
 
     level: int
     averages: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
-class DAdaQuant(PooledAlgorithm):
+class DAdaQuant(FineTuned):
     widths: Widths = WIDTHS
-    """Width ratios of small, medium and large, ascending to 1, of a network that has no nested sub-networks of its
-    own."""
+    """Ascending width ratios of the sub-networks; the last is 1. Ignored if the network has nested sub-networks."""
     q_min: Levels = 1
-    """Levels per sign in the first round; 2^bits - 1 of them take `bits` bits, and one for the sign."""
+    """Number of quantisation levels per sign in the first round. 2^b - 1 levels need b bits and one sign bit."""
     q_max: Levels = 2047
-    """The most levels per sign of a round; a client that weighs more than others may have more."""
+    """Maximum number of levels per sign in a round. A client with a large weight may exceed this maximum."""
     psi: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """How much of the moving average of the loss stays from round to round."""
+    """Weight of the previous value in the moving average of the loss."""
     phi: Count | None = 4
-    """q doubles when the average is no lower than this many rounds ago; null: q stays `q_min`."""
-    bucket: Count | None = 512
-    """Elements that share a norm in QSGD; null: one norm per tensor."""
-    fine_tuning: FineTuning | None = None
-    """The server's training after each merge, on its own data; null: none. FedX's comparison: {gamma: 0}."""
-    static_bn: StaticBN = "kept"
+    """Number of rounds over which the average loss must decrease; otherwise q doubles. null: q stays at `q_min`."""
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         return nested_pool(self, family, self.widths, Codecs(up=self._codec(self.q_max)))
@@ -107,85 +88,70 @@ class DAdaQuant(PooledAlgorithm):
     def _codec(self, levels: int) -> Qsgd:
         return Qsgd(levels=levels, bucket=self.bucket)
 
-    def init(
-        self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
-    ) -> DAdaQuantState:
-        """Raises ConfigError if the levels would reveal what a private aggregation hides, if q_max is below q_min, and
-        for fine-tuning without data."""
-        check_tuning(self.fine_tuning, server)
+    def check(self, fleet: Sequence[Device], pool: Pool, server: ServerContext) -> None:
+        super().check(fleet, pool, server)
         if self.phi is not None and is_private(self):
             raise ConfigError(
-                "dadaquant's levels follow the clients' losses, which a private aggregation does not hide: set "
-                "algorithm.phi=null, so that they stay at algorithm.q_min"
+                "algorithm.phi must be null with a private aggregation, because levels would reveal clients' losses",
+                path="algorithm.phi",
             )
         if self.q_max < self.q_min:
-            raise ConfigError(f"algorithm.q_max = {self.q_max} is below algorithm.q_min = {self.q_min}: raise it")
-        return DAdaQuantState(**vars(super().init(params, layout, fleet, pool, server)), level=self.q_min)
+            raise ConfigError(
+                f"algorithm.q_max must be at least algorithm.q_min = {self.q_min}, got {self.q_max}",
+                path="algorithm.q_max",
+            )
+
+    def first_state(self, common: PooledState) -> DAdaQuantState:
+        return DAdaQuantState(**vars(common), level=self.q_min)
 
     def plan(self, state: DAdaQuantState, context: RoundContext) -> RoundPlan:
-        if not context.samples:
-            raise ConfigError(
-                "dadaquant's levels follow from how many samples each client holds, and with partition.rule=local the "
-                "server does not know: take another algorithm, or another rule"
-            )
+        self.check_samples(context)
         plan = super().plan(state, context)
-        weights = [1.0] * len(plan.orders)
+        weights = [1.0] * len(plan.assignments)
         if isinstance(self.aggregation, Mean):
-            held = (context.samples[order.client] for order in plan.orders)
-            weights = [self._expected(state, order, n) for order, n in zip(plan.orders, held, strict=True)]
-        shares = zip(plan.orders, levels_of(weights, state.level), strict=True)
-        orders = tuple(replace(order, codecs=Codecs(up=self._codec(levels))) for order, levels in shares)
-        return replace(plan, orders=orders)
+            for i, assignment in enumerate(plan.assignments):
+                samples = context.samples[assignment.client]
+                steps = costs.steps(self.training, samples)
+                weights[i] = float(weight_of(self.weighting, state.layout, assignment.payload, samples, steps))
+        return with_codecs(plan, (Codecs(up=self._codec(q)) for q in levels_of(weights, state.level)))
 
-    def _expected(self, state: DAdaQuantState, order: WorkOrder, samples: int) -> float:
-        """The weight of the update if the client trains all that it is sent."""
-        steps = costs.steps(self.training, samples)
-        return float(counted(self.weighting, state.layout, order.payload, samples, steps))
-
-    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        return self.whole(order, ctx)
-
-    def merge(
-        self, state: DAdaQuantState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
+    def aggregated(
+        self, state: DAdaQuantState, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext
     ) -> DAdaQuantState:
         losses: list[float] = []
-        merged: DAdaQuantState = super().merge(state, plan, _heard(answers, losses), server)
+        merged: DAdaQuantState = super().aggregated(state, plan, _collecting_losses(results, losses), server)
         if self.phi is not None and losses:
             average = averaged(losses, state.averages, self.psi)
             level, averages = doubled(state.level, (*state.averages, average), self.phi, self.q_max)
             merged = replace(merged, level=level, averages=averages)
-        return tuned(self.fine_tuning, self.aggregation, state, merged, plan, server)
+        return merged
 
 
-def _heard(answers: Iterable[Outcome], losses: list[float]) -> Iterator[Outcome]:
-    """The same answers, to be read once; appends each loss that a client reports to `losses`."""
-    for answer in answers:
-        if isinstance(answer, ClientUpdate):
-            losses.append(answer.metrics["loss"])
-        yield answer
+def _collecting_losses(results: Iterable[ClientResult], losses: list[float]) -> Iterator[ClientResult]:
+    """Yield `results` unchanged, and append each reported loss to `losses`."""
+    for result in results:
+        if isinstance(result, ClientUpdate):
+            losses.append(result.metrics["loss"])
+        yield result
 
 
-# ------------------------------------------------------------------------------------------------------ in time
 def averaged(losses: Sequence[float], averages: Sequence[float], psi: float) -> float:
-    """The next moving average, after `averages`. Each loss counts from 0 up to twice the median of `losses`, which are
-    one or more."""
+    """Return the next moving average after `averages`. Clip each loss to at least 0 and at most twice the median."""
     most = 2 * max(0.0, median(losses))
     mean = math.fsum(min(max(0.0, loss), most) for loss in losses) / len(losses)
     return psi * averages[-1] + (1 - psi) * mean if averages else mean
 
 
 def doubled(level: int, averages: Sequence[float], phi: int, q_max: int) -> tuple[int, tuple[float, ...]]:
-    """The next round's level, and the averages that the one after it is decided by. `averages`: since the level last
-    changed."""
-    kept = tuple(averages)[-(phi + 1) :]
-    if len(kept) > phi and kept[-1] >= kept[0]:
-        return min(2 * level, q_max), kept[-1:]
-    return level, kept
+    """Return a tuple: the number of levels for the next round, and the averages since q changed to this number."""
+    recent = tuple(averages)[-(phi + 1) :]
+    if len(recent) > phi and recent[-1] >= recent[0]:
+        return min(2 * level, q_max), recent[-1:]
+    return level, recent
 
 
-# --------------------------------------------------------------------------------------------- between clients
 def levels_of(weights: Sequence[float], level: int) -> list[int]:
-    """q_k of clients with these weights, of any unit, from 1 to MOST_LEVELS; where all weigh the same, `level`."""
+    """Return q_k for each client, from 1 to MOST_LEVELS. With equal weights, every q_k is `level`."""
     total = sum(weights)
     w = [weight / total if total else 1 / len(weights) for weight in weights]
     a = math.fsum(share ** (2 / 3) for share in w)

@@ -1,33 +1,33 @@
-"""Decoupled: one FedAvg per level among the devices that can hold it, nothing shared between levels (the baseline of
-FlexFL, AdaptiveFL, HeteroFL and ScaleFL).
+"""Decoupled: a separate FedAvg for each level, among the devices whose memory can hold the level. FlexFL, AdaptiveFL,
+HeteroFL and ScaleFL use Decoupled as a baseline.
 
-Every round each level has k devices of its own. A device that has less free than its model needs fails: it cannot
-prune, since the smaller model has other weights. Only one that was sent the smallest model trains it all the same,
-unless `on_too_small: fail` is set.
+In every round, k devices are selected for each level. A device fails if the received model does not fit into its free
+memory. A smaller level has different weights, so it cannot be pruned from the received model. The smallest model is
+trained regardless of the free memory, unless `on_too_small: fail` is set.
 
-Departs from the papers: a device serves at most one level in a round; the largest level, which the fewest can hold,
-chooses first. In FlexFL's comparison a device that is short trains the level that fits instead; here the server cannot
-know in time, and about one in six orders of the larger levels fails on the common fleet.
+Departs from the papers: a device trains at most one level in a round. Devices for the largest level, which the fewest
+devices can hold, are selected first. In FlexFL's comparison a device with too little memory trains a smaller level that
+fits. Here the server does not know the free memory at selection, so about one in six assignments of the larger levels
+fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from fl_engine.aggregation.privacy import Public, check_draw
+from fl_engine.aggregation.privacy import Public
 from fl_engine.algorithms.levels import prefix_pool
-from fl_engine.algorithms.pooled import PooledAlgorithm, PooledState, asked, assignment, picked, stepped, wanted
-from fl_engine.core import seeds
+from fl_engine.algorithms.pooled import PooledAlgorithm, PooledState, stepped
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import Fraction
 from fl_engine.core.slicing import take
 from fl_engine.core.types import (
+    Assignment,
+    ClientResult,
     ClientUpdate,
-    Device,
     LocalTask,
-    Outcome,
-    ParamLayout,
     Params,
     Pick,
     Pool,
@@ -36,14 +36,14 @@ from fl_engine.core.types import (
     RoundContext,
     RoundPlan,
     TaskContext,
-    WorkOrder,
 )
 from fl_engine.selection.capacity import level_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoupledState(PooledState):
-    """`params` is the largest level's model; `levels` the others', as `<level>/<name>`, shapes of the level."""
+    """`params` is the model of the largest level. `levels` maps `<level>/<name>` to the tensors of all smaller
+    levels."""
 
     levels: Params
 
@@ -54,56 +54,56 @@ class DecoupledState(PooledState):
 
 @dataclass(frozen=True)
 class Decoupled(PooledAlgorithm):
+    draw_matters: ClassVar[str] = "decoupled draws its clients level by level"
+
     widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
-    """Width ratio of each level, ascending to 1; these make about 25, 50 and 100 % of the parameters."""
+    """Ascending width ratios; the last is 1. The defaults give about 25, 50 and 100 % of the parameters."""
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         return prefix_pool(self, family, self.widths)
 
-    def init(
-        self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
-    ) -> DecoupledState:
-        """All levels start from slices of one initial model. Raises ConfigError for secret selection."""
-        check_draw(self.aggregation, "decoupled draws its clients level by level")
-        common = super().init(params, layout, fleet, pool, server)
-        levels = {f"{m.name}/{n}": t.clone() for m in pool[:-1] for n, t in take(params, layout, m.spec).items()}
-        return DecoupledState(**vars(common), levels=levels)
+    def first_state(self, common: PooledState) -> DecoupledState:
+
+        levels = {m.name: take(common.params, common.layout, m.spec) for m in common.pool[:-1]}
+        own = {f"{level}/{name}": t.clone() for level, params in levels.items() for name, t in params.items()}
+        return DecoupledState(**vars(common), levels=own)
 
     def plan(self, state: DecoupledState, context: RoundContext) -> RoundPlan:
         picks: list[Pick] = []
         enough = 0
         for level in reversed(range(len(state.pool))):
-            rng = seeds.rng(context.seed, f"select level {level}", context.round)
             busy = {client for client, _ in picks}
             free = tuple(d for d in context.available if d.client not in busy and level_of(d, state.pool) >= level)
             alone = tuple(replace(m, dispatched=i == level) for i, m in enumerate(state.pool))
             now = replace(context, available=free, pool=alone)
-            found = picked(self.selection, state, now, asked(self.training, context), rng)
-            enough += wanted(self.training, context, len(found))
+            found = self.select(state, now, f"select level {level}")
+            enough += self.enough(context, found)
             picks += found
         own = [_own(state, m) for m in state.pool]
-        orders = (assignment(context, c, level, state.pool[level].spec, own[level]) for c, level in sorted(picks))
-        return RoundPlan(context.round, tuple(orders), enough)
+        sent = self.assign(state, context, sorted(picks)).assignments
+        return RoundPlan(context.round, tuple(replace(each, payload=own[each.level]) for each in sent), enough)
 
-    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        return self.whole(order, ctx, scaler=self.widths[order.level])
+    def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
+        return self.whole(assignment, ctx, scaler=self.widths[assignment.level])
 
     def merge(
-        self, state: DecoupledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
+        self, state: DecoupledState, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext
     ) -> DecoupledState:
-        """One aggregate per level, of its own weights: prefixes, which the full layout can address."""
+        """Merge each level separately. The full model's layout is valid for every level, because levels are
+        prefixes."""
         tables = state.tables
         old = {m.name: _own(state, m) for m in state.pool}
-        aggregates = {
-            m.name: self.aggregation.start(old[m.name], state.layout, _public(plan, level, m))
-            for level, m in enumerate(state.pool)
-        }
-        for answer in answers:
-            order = plan.order_of[answer.client]
-            if isinstance(answer, ClientUpdate):
-                aggregate = aggregates[state.pool[order.level].name]
-                aggregate.add(answer.payload, answer.spec, self.weight(answer, state, server))
-            tables = self.selection.learn(tables, order, answer, answer.elapsed)
+        aggregates = {}
+        for level, m in enumerate(state.pool):
+            part = replace(plan, assignments=tuple(each for each in plan.assignments if each.level == level))
+            public = Public.of(part, (m,), part=m.name)
+            aggregates[m.name] = self.aggregation.start(old[m.name], state.layout, public)
+        for result in results:
+            assignment = plan.assignment_of[result.client]
+            if isinstance(result, ClientUpdate):
+                aggregate = aggregates[state.pool[assignment.level].name]
+                aggregate.add(result.payload, result.spec, self.weight(result, state, server))
+            tables = self.selection.learn(tables, assignment, result, result.elapsed)
         levels: Params = {}
         moments: Params = {}
         for model in state.pool:
@@ -121,17 +121,10 @@ class Decoupled(PooledAlgorithm):
         )
 
 
-def _public(plan: RoundPlan, level: int, model: PoolModel) -> Public:
-    """The level's part of the round."""
-    orders = tuple(order for order in plan.orders if order.level == level)
-    return Public.of(replace(plan, orders=orders), (model,), part=model.name)
-
-
 def _with_prefix(tensors: Params, level: str) -> Params:
     prefix = f"{level}/"
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def _own(state: DecoupledState, model: PoolModel) -> Params:
-    """The level's weights."""
     return state.params if model == state.pool[-1] else _with_prefix(state.levels, model.name)

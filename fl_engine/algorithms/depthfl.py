@@ -1,22 +1,23 @@
-"""DepthFL: Depthwise Federated Learning for Heterogeneous Clients (Kim et al., ICLR 2023).
+"""DepthFL: Depthwise Federated Learning for Heterogeneous Clients (Kim et al., ICLR 2023;
+openreview.net/forum?id=pf8RIZTMU58).
 
-A level is a depth, at full width, with an exit at its end and at every shallower level's. A client trains all its
-exits, and each learns from every other (Sec. 3.2, Eq. 3); the weight of that rises over the first rounds. A level
-answers with the mean of its exits' logits. Optimised with FedDyn (Acar et al., ICLR 2021), as in the authors' code:
+A level contains the first blocks of the network at full width, with an exit at the end of the level and at the end of
+every shallower level. A client trains all exits of its level. Each exit is also distilled from all other exits (Sec.
+3.2, Eq. 3), with a weight that increases over the first rounds. The prediction of a level is the mean of the exits'
+logits. Clients and server optimise with FedDyn (Acar et al., ICLR 2021; arXiv:2111.04263), as in the authors' code:
 
     client k:  min F_k(w) - <g_k, w> + alpha/2 * ||w - w^t||^2,     g_k <- g_k - alpha * (w_k - w^t)
     server:    h <- h - alpha/K * sum_k (w_k - w^t),                w^(t+1) = mean_k w_k - h / alpha
 
-Departs from the paper: exits are a global pooling and one linear layer, at the deepest blocks at which each level has
-at most its target plus 5 points (`widths.choose_exits`; for VGG16 29.7, 50.1 and 100 %, for ResNet18 15.8, 26.2 and 100
-%); a device with less free than its level needs steps down. Devices would keep g_k; here the server's state does,
-one model for each client that has taken part, written at every commit: for large networks set `alpha: 0`, or commit
-rarely. g_k travels with the order and counts in `bytes_down`: up to one more model for a client that takes part
-again.
+Departs from the paper: an exit is a global pooling and one linear layer. The exit of a level follows the deepest block
+with which the level's size exceeds the target by at most 5 percentage points (`widths.choose_exits`). The sizes are
+29.7, 50.1 and 100 % for VGG16, and 15.8, 26.2 and 100 % for ResNet18. A device trains a smaller level if the assigned
+level does not fit into its free memory. In the paper devices store g_k. Here the server's state contains g_k, which is
+as large as the model, for each client that has returned an update. Each commit writes all g_k, so set `alpha: 0` for
+large networks, or commit rarely. g_k is sent with the assignment and counts in `bytes_down`.
 
-With a codec on the way down, w^t in g_k and h is what client k decoded: the client starts from it and is pulled to
-it, and h stays the mean of all clients' g_k. A change from the server's own weights would contain the codec's
-rounding, which g_k and h would add up.
+If a codec compresses the server's weights, w^t in the updates of g_k and h is the model that client k decoded.
+Otherwise g_k and h would accumulate the codec's rounding errors.
 """
 
 from __future__ import annotations
@@ -37,26 +38,25 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Count, NotNegative, Positive
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import (
+    Assignment,
+    ClientResult,
     ClientUpdate,
     Device,
     ExitLoss,
     LocalTask,
-    Outcome,
-    ParamLayout,
     Params,
     Pool,
     Prepared,
     RoundContext,
     RoundPlan,
     TaskContext,
-    WorkOrder,
 )
 from fl_engine.core.widths import choose_exits, with_exits
 
 
 @dataclass(frozen=True, kw_only=True)
 class DepthState(PooledState):
-    """`memory`: g_k by `<client>/<name>`; `h` by name, of parameters that some client has trained."""
+    """`memory` maps `<client>/<name>` to tensors of g_k. `h` has a tensor for each parameter that clients trained."""
 
     memory: Params
     h: Params
@@ -65,20 +65,20 @@ class DepthState(PooledState):
 @dataclass(frozen=True)
 class DepthFL(PooledAlgorithm):
     targets: tuple[Positive, ...] = (25.0, 50.0, 100.0)
-    """Size of each level in % of the full network, which limits how deep it is."""
+    """Target size of each level in % of the full network. The target limits the depth of the level."""
     exits: tuple[str, ...] | None = None
-    """The block after which each level but the last ends; null: chosen by the targets."""
+    """Last block of each level except the largest level; null: chosen according to `targets`."""
     kd_weight: NotNegative = 1.0
-    """Weight of the distillation between exits; 0: none."""
+    """Weight of the distillation between exits; 0: no distillation."""
     temperature: Positive = 1.0
-    """Temperature of this distillation."""
+    """Temperature of the distillation between exits."""
     ramp: Count = 300
-    """The weight in round t is kd_weight * exp(-5 (1 - t/ramp)^2), and kd_weight from round `ramp` on."""
+    """Number of rounds until the weight is kd_weight. In round t < ramp: kd_weight * exp(-5 (1 - t/ramp)^2)."""
     alpha: NotNegative = 0.1
-    """alpha of FedDyn; 0 is FedAvg."""
+    """Regularisation weight alpha of FedDyn; 0 is FedAvg."""
     weighting: Weighting = "uniform"
     server: Server = Average()
-    """The step towards the mean, before FedDyn's correction by h."""
+    """Server optimizer that is applied to the mean before FedDyn's correction by h."""
 
     @property
     def remembers_changes(self) -> bool:
@@ -94,63 +94,68 @@ class DepthFL(PooledAlgorithm):
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         return exit_pool(self, family, (1.0,) * len(self.targets), self._ends(family), ensemble=True)
 
-    def init(
-        self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
-    ) -> DepthState:
+    def check(self, fleet: Sequence[Device], pool: Pool, server: ServerContext) -> None:
         if self.alpha > 0 and type(self.aggregation) is not Mean:
             raise ConfigError(
-                f"algorithm.aggregation must be mean (which may clip) with algorithm.alpha > 0, got "
-                f"{type(self.aggregation).__name__}: FedDyn adds up the clients' changes. Set algorithm.alpha=0"
+                f"algorithm.aggregation must be mean if algorithm.alpha > 0, got {type(self.aggregation).__name__}",
+                path="algorithm.aggregation",
             )
-        return DepthState(**vars(super().init(params, layout, fleet, pool, server)), memory={}, h={})
+
+    def first_state(self, common: PooledState) -> DepthState:
+        return DepthState(**vars(common), memory={}, h={})
 
     def plan(self, state: DepthState, context: RoundContext) -> RoundPlan:
-        plan = super().plan(state, context)
-        return replace(plan, orders=tuple(replace(o, memory=_memory(state, o)) for o in plan.orders))
+        plan, assignments = super().plan(state, context), []
+        for each in plan.assignments:
+            memory = {name: state.memory.get(f"{each.client}/{name}") for name in each.payload}
+            assignments.append(replace(each, memory={n: t for n, t in memory.items() if t is not None}))
+        return replace(plan, assignments=tuple(assignments))
 
-    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        level = self.largest_fitting(ctx, range(order.level + 1))
-        progress = min(order.round, self.ramp) / self.ramp
+    def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
+        level = self.largest_fitting(ctx, range(assignment.level + 1))
+        progress = min(assignment.round, self.ramp) / self.ramp
         exits = ExitLoss(
             weights=(1.0,) * (level + 1),
             kd_weight=self.kd_weight * math.exp(-5 * (1 - progress) ** 2),
             temperature=self.temperature,
             teachers="all",
         )
-        return self.local_task(order, ctx.pool[level].spec, exits=exits, proximal=self.alpha)
+        return self.local_task(assignment, ctx.pool[level].spec, exits=exits, proximal=self.alpha)
 
     def merge(
-        self, state: DepthState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
+        self, state: DepthState, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext
     ) -> DepthState:
         if self.alpha == 0:
-            merged: DepthState = super().merge(state, plan, answers, server)
+            merged: DepthState = super().merge(state, plan, results, server)
             return merged
         memory = dict(state.memory)
         moved: Params = {}
         trained: Params = {}
         regions = Regions(state.params, state.layout)
 
-        def remembering() -> Iterator[Outcome]:
-            for answer in answers:
-                if isinstance(answer, ClientUpdate):
-                    clip = self.aggregation.clip if isinstance(self.aggregation, Mean) else None
-                    sent = plan.order_of[answer.client].payload  # at full width, so that its regions are the model's
-                    learned = limited(answer.payload, answer.spec, sent, regions, clip)
-                    kept = limited(answer.payload, answer.spec, state.params, regions, clip)
-                    answer = replace(answer, payload=kept)
-                    at = regions.of((answer.spec, tuple(kept)))
-                    for name, tensor in learned.items():
-                        if is_statistic(name):
-                            continue
-                        key, whole = f"{answer.client}/{name}", state.params[name]
-                        change = torch.zeros_like(whole)  # 0 in rows of classes that the client does not hold
-                        change[at[name]] = tensor - sent[name][at[name]]
-                        memory[key] = memory.get(key, torch.zeros_like(change)) - self.alpha * change
-                        moved[name] = moved.get(name, torch.zeros_like(change, dtype=torch.float64)) + change.double()
-                        trained.setdefault(name, torch.zeros(whole.shape, dtype=torch.bool))[at[name]] = True
-                yield answer
+        clip = self.aggregation.clip if isinstance(self.aggregation, Mean) else None
 
-        unclipped = replace(self, aggregation=Mean())  # what is over the limit is cut off above
+        def remembering() -> Iterator[ClientResult]:
+            for result in results:
+                if not isinstance(result, ClientUpdate):
+                    yield result
+                    continue
+                sent = plan.assignment_of[result.client].payload
+                learned = limited(result.payload, result.spec, sent, regions, clip)
+                clipped = limited(result.payload, result.spec, state.params, regions, clip)
+                at = regions.of((result.spec, tuple(clipped)))
+                for name, tensor in learned.items():
+                    if is_statistic(name):
+                        continue
+                    key, whole = f"{result.client}/{name}", state.params[name]
+                    change = torch.zeros_like(whole)  # Rows of classes without samples stay 0.
+                    change[at[name]] = tensor - sent[name][at[name]]
+                    memory[key] = memory.get(key, torch.zeros_like(change)) - self.alpha * change
+                    moved[name] = moved.get(name, torch.zeros_like(change, dtype=torch.float64)) + change.double()
+                    trained.setdefault(name, torch.zeros(whole.shape, dtype=torch.bool))[at[name]] = True
+                yield replace(result, payload=clipped)
+
+        unclipped = replace(self, aggregation=Mean())  # `remembering` clips the updates.
         merged = PooledAlgorithm.merge(unclipped, state, plan, remembering(), server)
         h, params = dict(state.h), dict(merged.params)
         for name, change in moved.items():
@@ -158,8 +163,3 @@ class DepthFL(PooledAlgorithm):
             h[name] = (before.double() - self.alpha / len(server.samples) * change).to(before.dtype)
             params[name] = torch.where(trained[name], params[name] - h[name] / self.alpha, params[name])
         return replace(merged, params=params, memory=memory, h=h)
-
-
-def _memory(state: DepthState, order: WorkOrder) -> Params:
-    kept = {name: state.memory.get(f"{order.client}/{name}") for name in order.payload}
-    return {name: tensor for name, tensor in kept.items() if tensor is not None}

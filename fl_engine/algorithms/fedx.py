@@ -1,57 +1,45 @@
-"""FedX: Adaptive Model Decomposition and Quantization for IoT Federated Learning (Lai et al.), Algorithm 1.
+"""FedX: Adaptive Model Decomposition and Quantization for IoT Federated Learning (Lai et al., DCOSS-IoT 2025;
+arXiv:2504.12849), Algorithm 1.
 
-Each kind of device, here a tier of the fleet, has a nested sub-network and a number of bits. Each round the server
-sends the sub-network, quantised by QSGD; a device trains what it has decoded, and returns it as trained. The server
-takes the mean of each element over the clients that hold it, all alike (Eq. 4: the sum over the mask's counts), and
-then trains the whole network on its own data (`fine_tuning`, Eq. 5). Before the first round it has trained the
-sub-networks there, and chosen one for each tier (Eq. 2): the preparation `supernet`. `fedx_small`, `fedx_medium` and
-`fedx_large` send the same sub-network to all devices, in bits that are chosen likewise.
+Each tier of the fleet has a nested sub-network and a number of bits. Before the first round, the preparation `supernet`
+trains the sub-networks on the server's data and chooses the sub-network of each tier (Eq. 2). In each round the server
+sends the sub-networks, quantised by QSGD. A device trains the decoded weights and returns unquantised weights. The
+server averages each element over the updates that contain it, with equal weights (Eq. 4). Then the server trains the
+whole network on its own data (`fine_tuning`, Eq. 5). `fedx_small`, `fedx_medium` and `fedx_large` send the same
+sub-network to all devices and search only for the number of bits.
 
 Departs from the paper:
 
-- a tier gets the fewest bits that lose hardly more accuracy than the best; see `preparation.submodel_search`.
-- QSGD has a norm for every 512 elements: with the paper's single norm over all, 8 bits of 2.4 M weights are off by
-  twice their size (`bucket: null` is one norm over each tensor).
-- the server's first training starts from fresh weights; the paper's MobileNetV3 comes from ImageNet.
-- a device that has less free than its sub-network needs fails; if that is the smallest level, it trains it all the same
-  (`on_too_small`).
-- where a network keeps running statistics, those of its sub-networks differ, so they are collected anew before a level
-  is scored (`static_bn`).
-- the paper's MobileNetV3 and 1-D network have nested sub-networks of their own; others get prefixes of `widths`.
-- a round without any update changes nothing: the server does not fine-tune then.
+- A tier gets the smallest number of bits with nearly the best accuracy (`delta` in `preparation.submodel_search`).
+- QSGD has a norm for every 512 elements. With the paper's single norm over all weights, quantising 2.4 M weights with 8
+  bits causes a root-mean-square error of about twice the weights. `bucket: null` is one norm per tensor.
+- The server's first training starts from random weights. The paper's MobileNetV3 is pretrained on ImageNet.
+- A device fails if its sub-network does not fit into its free memory. The smallest level is trained regardless of the
+  memory (`on_too_small`).
+- Sub-networks have different running statistics, which are collected again before a level is evaluated (`static_bn`).
+- The paper's MobileNetV3 and 1-D network define their nested sub-networks. The sub-networks of other networks are the
+  first channels of each layer, with the ratios `widths`.
+- After a round without any update the server does not fine-tune, so the model does not change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from fl_engine.aggregation.privacy import is_private
-from fl_engine.algorithms.fine_tuning import FineTuning, tuned
+from fl_engine.algorithms.fine_tuning import FineTuned, FineTuning
 from fl_engine.algorithms.levels import Bits
-from fl_engine.algorithms.pooled import PooledAlgorithm, PooledState, StaticBN, Weighting
+from fl_engine.algorithms.pooled import PooledState, Weighting, with_codecs
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import Interval, ModelFamily, ServerContext, around
 from fl_engine.core.errors import ConfigError, PoolError, nearest
-from fl_engine.core.fields import STRICT, Count, Fraction, Index, NotNegative, Positive
-from fl_engine.core.types import (
-    Codecs,
-    Device,
-    LocalTask,
-    Outcome,
-    ParamLayout,
-    Params,
-    Pool,
-    Prepared,
-    RoundContext,
-    RoundPlan,
-    TaskContext,
-    WorkOrder,
-)
+from fl_engine.core.fields import STRICT, Count, Fraction, NotNegative, Positive
+from fl_engine.core.types import Codecs, Device, Pool, Prepared, RoundContext, RoundPlan
 from fl_engine.core.widths import SIZES, nested
 from fl_engine.preparation.supernet import Supernet, anchors
 from fl_engine.selection import ByCapacity, Selection
@@ -60,66 +48,56 @@ from fl_engine.selection.capacity import by_tier, holds
 
 @dataclass(frozen=True)
 class Assigned:
-    """The sub-network and the bits of a tier."""
+    """Sub-network and number of bits for a tier."""
 
     __pydantic_config__ = STRICT
 
     level: str
-    """The sub-network's name."""
+    """Name of the sub-network."""
     bits: Bits | None = None
-    """Bits of QSGD on the way down; null: the run's `codec`, both ways."""
+    """Number of QSGD bits for the weights that the server sends; null: use the run's `codec` in both directions."""
 
 
 @dataclass(frozen=True)
-class FedX(PooledAlgorithm):
+class FedX(FineTuned):
     preparations: ClassVar[tuple[str, ...]] = ("supernet",)
 
     widths: tuple[Fraction, ...] = (0.5, 0.75, 1.0)
-    """Width ratios of the sub-networks, ascending to 1, of a network that has none of its own."""
+    """Ascending width ratios of the sub-networks; the last is 1. Ignored if the network has nested sub-networks."""
     names: tuple[str, ...] = SIZES
-    """Names of these sub-networks."""
+    """Names of the sub-networks in `widths`."""
     level: str | None = None
-    """The sub-network of every device; null: each tier has its own."""
+    """Name of the sub-network for all devices; null: each tier has its own sub-network."""
     assigned: Mapping[str, Assigned] = field(default_factory=dict, hash=False)
-    """By tier, the sub-network and the bits, e.g. {weak: {level: small, bits: 11}, medium: {level: medium, bits: 9}};
-    empty: they are searched."""
+    """Map each tier to its sub-network and bits, e.g. {weak: {level: small, bits: 11}, medium: {level: medium, bits:
+    9}}; empty: a search chooses them."""
     bits: tuple[Bits, ...] = tuple(range(1, 17))
-    """Bits that the search tries."""
+    """Numbers of bits that the search tries."""
     q_max: Mapping[str, Bits] = field(default_factory=dict, hash=False)
-    """Map each tier to the most bits that its devices support; 16 for a tier that is missing."""
+    """Map each tier to the maximum number of bits that its devices support; 16 for tiers that are not listed."""
     seconds: Positive | None = None
-    """mu: a local round takes at most so long on the simulated clock, without the transfer; null: no limit. How long it
-    takes follows from the clients' sample counts, so that a private aggregation refuses it where it is searched."""
+    """mu: maximum duration of local training in a round, in simulated seconds; null: no limit. Durations reveal the
+    clients' sample counts, so a search with this limit cannot be combined with a private aggregation."""
     delta: NotNegative = 0.01
-    """Of the candidates whose accuracy is at most this much below the best one's, a tier takes the one with the fewest
-    encoded bits; 0: the most accurate (Eq. 2)."""
-    accept: NotNegative | None = None
-    """The search ends at the first candidate, in the order of their bits, that loses at most this much accuracy against
-    the whole network; null: all are tried."""
+    """Loss of accuracy that the search accepts to save encoded bits; 0: choose the most accurate candidate (Eq. 2)."""
     search_levels: Annotated[int, Field(ge=3)] | None = 9
-    """How many sub-networks are tried for a tier: small, medium, large, and others at equal distances; null: all."""
+    """Number of sub-networks to try for a tier: small, medium, large, and others at equal distances; null: all."""
     search_seeds: Count = 3
-    """How many times a candidate is rounded; its accuracy is the mean."""
-    random_levels: Index = 1
-    """Sub-networks that each step of the server's first training draws, besides the smallest and the largest."""
+    """Number of random roundings for each candidate. The candidate's score is the mean accuracy."""
     kd_weight: NotNegative = 1.0
-    """Weight of the distillation from the largest sub-network in this training; 0: none."""
-    kd_temperature: Positive = 1.0
-    """Temperature of this distillation."""
-    bucket: Count | None = 512
-    """Elements that share a norm in QSGD; null: one norm per tensor."""
+    """Weight of the distillation from the largest sub-network in the server's first training; 0: no distillation."""
     up: Literal["identity", "quantised"] = "identity"
-    """identity: a device returns its weights as trained; quantised: their change, in its tier's bits."""
+    """identity: devices return trained weights; quantised: devices return changes with the bits of their tier."""
     fine_tuning: FineTuning | None = FineTuning()
-    """The server's training after each merge; null: none."""
-    static_bn: StaticBN = "kept"
+    """Options of the server's training after each merge; null: no training."""
     weighting: Weighting = "uniform"
     selection: Selection = ByCapacity()
-    """Selects the clients; their tiers decide what they are sent."""
+    """Selection of the clients. A client's tier determines which sub-network the client receives."""
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        """Small, medium and large, and the sub-networks that tiers are sent. Before the preparation no tier has one:
-        then the selection may send each of them, or `level` alone."""
+        """Return the small, medium and large sub-network and all sub-networks that are assigned to tiers. Before the
+        preparation, tiers do not have sub-networks yet. The selection may then send any model, or only `level` if this
+        option is set."""
         levels = nested(family, self.widths, self.names)
         if self.level is not None:
             _known(self.level, levels, "algorithm.level")
@@ -143,17 +121,13 @@ class FedX(PooledAlgorithm):
     def _tiers(
         self, made: Supernet | None, levels: Mapping[str, object]
     ) -> dict[str, tuple[tuple[str, Codecs | None], ...]]:
-        """By sub-network, the tiers that are sent it."""
         if self.assigned and self.level is not None:
-            raise PoolError("algorithm.assigned and algorithm.level both say what devices are sent: leave one out")
-        told = dict(self.assigned) or {
-            tier: Assigned(each.level, each.bits) for tier, each in (made.chosen if made else {}).items()
-        }
-        found: dict[str, tuple[tuple[str, Codecs | None], ...]] = {}
-        for tier, each in told.items():
+            raise PoolError("algorithm.level must be null if algorithm.assigned is set", path="algorithm.level")
+        tiers_of: dict[str, tuple[tuple[str, Codecs | None], ...]] = {}
+        for tier, each in (self.assigned or (made.chosen if made else {})).items():
             _known(each.level, levels, f"algorithm.assigned.{tier}.level")
-            found[each.level] = (*found.get(each.level, ()), (tier, self._codecs(each.bits)))
-        return found
+            tiers_of[each.level] = (*tiers_of.get(each.level, ()), (tier, self._codecs(each.bits)))
+        return tiers_of
 
     def _codecs(self, bits: int | None) -> Codecs | None:
         if bits is None:
@@ -161,68 +135,54 @@ class FedX(PooledAlgorithm):
         codec = Qsgd(bits=bits, bucket=self.bucket)
         return Codecs(down=codec, up=codec if self.up == "quantised" else None)
 
-    def init(
-        self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
-    ) -> PooledState:
-        """Raises ConfigError if a tier of the fleet has no sub-network, or its devices cannot hold it, and if the
-        search would reveal what a private aggregation hides."""
+    def check(self, fleet: Sequence[Device], pool: Pool, server: ServerContext) -> None:
         if self.seconds is not None and not self.assigned and is_private(self):
             raise ConfigError(
-                "with algorithm.seconds the search goes by how many samples clients hold, which a private aggregation "
-                "hides: set algorithm.seconds=null, or say in algorithm.assigned what each tier is sent"
+                "algorithm.seconds must be null with a private aggregation. Alternatively, set algorithm.assigned",
+                path="algorithm.seconds",
             )
         tiers = by_tier(pool)
         for device in {device.tier: device for device in fleet}.values() if tiers else ():
             if device.tier not in tiers:
                 raise ConfigError(
-                    f"tier {device.tier!r} of the fleet has no sub-network: algorithm.assigned, or the preparation "
-                    f"supernet, names {', '.join(tiers)}{nearest(device.tier, tiers)}"
+                    f"algorithm.assigned must have an entry for tier {device.tier!r}{nearest(device.tier, tiers)}",
+                    path="algorithm.assigned",
                 )
             model = pool[tiers[device.tier][0]]
             if not holds(device, model.share):
                 raise ConfigError(
-                    f"tier {device.tier!r} is assigned {model.name}, which needs {100 * model.share:.1f} % of the full "
-                    f"model, and its devices hold {device.most:g} %: assign a smaller sub-network"
+                    f"algorithm.assigned: {model.name} is {100 * model.share:.1f} % of the full model, but tier "
+                    f"{device.tier!r} has memory for {device.most:g} %. Assign a smaller sub-network",
+                    path="algorithm.assigned",
                 )
-        return super().init(params, layout, fleet, pool, server)
 
     def plan(self, state: PooledState, context: RoundContext) -> RoundPlan:
-        """Each client that the selection picks is sent the sub-network of its tier, by its codecs."""
+        """Send each selected client the sub-network of the client's tier, with the tier's codecs."""
         picks, tiers = self.select(state, context), by_tier(state.pool)
         if not tiers:
             return self.assign(state, context, picks)
-        tier = {device.client: device.tier for device in context.available}
-        plan = self.assign(state, context, [(client, tiers[tier[client]][0]) for client, _ in picks])
-        orders = (replace(order, codecs=tiers[tier[order.client]][1]) for order in plan.orders)
-        return replace(plan, orders=tuple(orders))
-
-    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        return self.whole(order, ctx)
-
-    def merge(
-        self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
-    ) -> PooledState:
-        merged: PooledState = super().merge(state, plan, answers, server)
-        return tuned(self.fine_tuning, self.aggregation, state, merged, plan, server)
+        of_client = {device.client: tiers[device.tier] for device in context.available}
+        plan = self.assign(state, context, [(client, of_client[client][0]) for client, _ in picks])
+        return with_codecs(plan, (of_client[assignment.client][1] for assignment in plan.assignments))
 
     def search_space(self, pool: Pool) -> Mapping[str, Interval]:
-        """The server's fine-tuning, where there is one, and its regulariser, where that is not switched off."""
-        tuning, found = self.fine_tuning, dict[str, Interval]()
-        if tuning is not None and tuning.gamma > 0:
-            found["fine_tuning.gamma"] = around(tuning.gamma, 1e-6, 1.0, log=True)
-        if tuning is not None:
-            found["fine_tuning.lr"] = around(tuning.lr, 1e-4, 0.1, log=True)
-        return found
+        """Return the search ranges of the fine-tuning's `lr` and `gamma`, without `gamma` if `gamma` is 0."""
+        if self.fine_tuning is None:
+            return {}
+        ranges = {"fine_tuning.lr": around(self.fine_tuning.lr, 1e-4, 0.1, log=True)}
+        if self.fine_tuning.gamma > 0:
+            ranges = {"fine_tuning.gamma": around(self.fine_tuning.gamma, 1e-6, 1.0, log=True)} | ranges
+        return ranges
 
 
-def _known(name: str, levels: Mapping[str, object], where: str) -> None:
+def _known(name: str, levels: Mapping[str, object], path: str) -> None:
     if name not in levels:
-        raise PoolError(f"{where}: there is no sub-network {name!r}{nearest(name, levels)}; {len(levels)} have names")
+        raise PoolError(f"{path} must be the name of a sub-network, got {name!r}{nearest(name, levels)}", path=path)
 
 
 def _finest(codecs: Sequence[Codecs | None]) -> Codecs | None:
-    """Of the tiers that are sent one sub-network, the codecs with the most bits: they count its bytes. None, for the
-    run's codecs, where a tier has none of its own."""
+    """Return the codecs with the highest number of bits, which determine the maximum bytes of a sub-network. Return
+    None if any tier uses the run's codecs."""
     known = [each for each in codecs if each is not None and isinstance(each.down, Qsgd)]
     if len(known) < len(codecs):
         return None

@@ -1,107 +1,93 @@
-"""The server trains the aggregate on its own data before the next round: FedX (Lai et al., section III-B),
-Algorithm 1, line 13, and Eq. 5:
+"""Fine-tuning of the merged model on the server's data before the next round: FedX (Lai et al., arXiv:2504.12849,
+section III-B; Algorithm 1, line 13; Eq. 5).
 
     theta^{t+1} = argmin L(theta, D_S) + gamma * ||theta - G||_2        G: the aggregate of the round
 
-Departs from the paper, or chooses between two statements of it:
+Departs from the paper, or chooses one of two contradicting statements:
 
-- Eq. 5 prints the norm without a square, while the proof (section III-D) has the gradient gamma * (theta - G), which is
-  that of gamma/2 * ||theta - G||^2. `norm: squared` is the proof's; `printed` is the equation's, whose gradient
-  gamma * (theta - G) / ||theta - G|| is 0 here at theta = G, where the norm has none.
-- Algorithm 1 starts at G (`start: aggregate`), so the regulariser is 0 in the first step; the proof takes its single
-  step from theta^{t-1}, the weights before the round (`start: previous`).
-- The number of steps is not given: here it is `epochs` over the server's data.
+- Eq. 5 prints the norm without a square, but its gradient is not defined at theta = G. Here, as in the proof (section
+  III-D), the term is gamma/2 * ||theta - G||^2 with the gradient gamma * (theta - G).
+- Training starts at G, as in Algorithm 1, so the regulariser is 0 in the first step. In the proof, training has a
+  single step and starts at theta^{t-1}, the weights before the round.
+- The paper does not state the number of steps. Here the server trains for `epochs` epochs over its data.
 
-The norm is over all weights together. Running statistics of batch norm are not weights: they start where the weights
-start, and move as in any training.
+The norm is computed over all weights together. Running statistics of batch norm are not part of the norm.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Any
 
 from fl_engine.aggregation import privacy
-from fl_engine.aggregation.rules import Aggregation
-from fl_engine.algorithms.pooled import PooledState
+from fl_engine.algorithms.pooled import PooledAlgorithm, StaticBN
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import ModelError
 from fl_engine.core.fields import STRICT, Count, NotNegative, Positive
-from fl_engine.core.types import FULL, SGD, LocalTask, Params, RoundPlan
+from fl_engine.core.types import FULL, SGD, Assignment, ClientResult, Device, LocalTask, Pool, RoundPlan, TaskContext
 
 log = logging.getLogger("flexfleet")
-
-S = TypeVar("S", bound=PooledState)
 
 
 @dataclass(frozen=True)
 class FineTuning:
-    """SGD without momentum; a last batch that is not full is used too."""
+    """Options of the server's training, which uses SGD without momentum. Incomplete last batches are used."""
 
     __pydantic_config__ = STRICT
 
     epochs: Count = 1
-    """Epochs over the server's data, after every round."""
+    """Number of epochs over the server's data after every round."""
     batch_size: Count = 32
     """Samples per batch."""
     lr: Positive = 0.01
     """Learning rate of the server's SGD."""
     gamma: NotNegative = 1e-4
-    """Weight of the regulariser; 0 is fine-tuning without it."""
-    norm: Literal["squared", "printed"] = "squared"
-    """squared: gamma/2 * ||theta - G||^2, as in FedX's proof; printed: gamma * ||theta - G||, as in its Eq. 5."""
-    start: Literal["aggregate", "previous"] = "aggregate"
-    """The weights that training starts from: this round's aggregate G, or those before the round."""
+    """Weight of the regulariser; 0: no regulariser."""
+
+    def task(self, seed: int) -> LocalTask:
+        """Return the task to train the whole network. `seed` determines the sample order and the dropout masks."""
+        return LocalTask(
+            FULL, SGD(self.lr), self.epochs, self.batch_size, drop_last=False, seed=seed, proximal=self.gamma
+        )
 
 
-def check_tuning(tuning: FineTuning | None, server: ServerContext) -> None:
-    """Raise ConfigError if the server is to fine-tune and holds no data."""
-    if tuning is not None:
-        _ = server.data
+@dataclass(frozen=True)
+class FineTuned(PooledAlgorithm):
+    """Base class of FedX and of the methods in FedX's comparison. Devices train the received sub-network. Then the
+    server may train the whole network."""
 
+    bucket: Count | None = 512
+    """Number of consecutive elements with a common norm in QSGD; null: one norm per tensor."""
+    fine_tuning: FineTuning | None = None
+    """Options of the server's training after each merge; null: no training. FedX's comparison uses {gamma: 0}."""
+    static_bn: StaticBN = "kept"
 
-def fine_tuned(tuning: FineTuning, server: ServerContext, aggregate: Params, previous: Params, seed: int) -> Params:
-    """Return the weights of the whole network after fine-tuning.
+    def check(self, fleet: Sequence[Device], pool: Pool, server: ServerContext) -> None:
+        """Raise ConfigError if `fine_tuning` is set but the server does not have data."""
+        if self.fine_tuning is not None:
+            _ = server.data
 
-    Args:
-        tuning: The options.
-        server: Trains on its data.
-        aggregate: G of the equation, weights of the whole network.
-        previous: The weights before the round.
-        seed: The order of the samples and dropout follow from it, so it must differ between rounds.
+    def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
+        return self.whole(assignment, ctx)
 
-    Raises:
-        ConfigError: The server has no data.
-        ModelError: Training diverges.
-    """
-    task = LocalTask(
-        FULL,
-        SGD(tuning.lr),
-        tuning.epochs,
-        tuning.batch_size,
-        drop_last=False,
-        seed=seed,
-        proximal=tuning.gamma,
-        proximal_squared=tuning.norm == "squared",
-    )
-    return server.train(task, aggregate if tuning.start == "aggregate" else previous, anchor=aggregate)
+    def merge(self, state: Any, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext) -> Any:
+        return self.tuned(state, self.aggregated(state, plan, results, server), plan, server)
 
+    def aggregated(self, state: Any, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext) -> Any:
+        """Return the state after the merge, before the server's fine-tuning."""
+        return super().merge(state, plan, results, server)
 
-def tuned(
-    tuning: FineTuning | None, aggregation: Aggregation, before: S, merged: S, plan: RoundPlan, server: ServerContext
-) -> S:
-    """Return the state after fine-tuning the merged model.
-
-    The merged state is returned unchanged without `tuning`, if no client trained, and if fine-tuning diverges, because
-    no update may end the run.
-    """
-    if tuning is None or merged.params is before.params:
-        return merged
-    seed = seeds.derive(privacy.server_seed(aggregation, plan), "fine-tuning", plan.round)
-    try:
-        return replace(merged, params=fine_tuned(tuning, server, merged.params, before.params, seed))
-    except ModelError as error:
-        log.warning("round %d: not fine-tuned: %s", plan.round + 1, error)
-        return merged
+    def tuned(self, before: Any, merged: Any, plan: RoundPlan, server: ServerContext) -> Any:
+        """Return the state after fine-tuning the merged model. Return `merged` if `fine_tuning` is None, if no client
+        trained or if fine-tuning diverges."""
+        if self.fine_tuning is None or merged.params is before.params:
+            return merged
+        seed = seeds.derive(privacy.server_seed(self.aggregation, plan), "fine-tuning", plan.round)
+        try:
+            return replace(merged, params=server.train(self.fine_tuning.task(seed), merged.params))
+        except ModelError as error:
+            log.warning("round %d: the model was not fine-tuned: %s", plan.round + 1, error)
+            return merged

@@ -1,14 +1,15 @@
 """FjORD: Fair and Accurate Federated Learning under Heterogeneous Targets with Ordered Dropout (Horvath et al.,
-NeurIPS 2021), Algorithm 1.
+NeurIPS 2021; arXiv:2102.13451), Algorithm 1.
 
-Widths are nested; a device has a largest width p_max that it can hold. In every local step it draws a width
-uniformly from those up to p_max and trains that sub-network. The mean is per element: a channel is averaged over the
-clients whose p_max reaches it.
+Sub-networks of smaller widths are nested in sub-networks of larger widths. p_max is the largest width that fits into a
+device's maximum memory. In every local step, the device draws a width up to p_max uniformly and trains this
+sub-network. The server averages each channel over the clients whose p_max includes the channel.
 
-Departs from the paper: no self-distillation between widths (its Sec. 3.2 offers it as an option); a device with less
-free than p_max needs goes down to the largest width that fits. The widths are the paper's: they make other sizes than
-the levels of FlexFL's comparison (`widths: [0.5, 0.71, 1.0]`), and avg is the mean over all of them. Batch norm has no
-running statistics here, so there are none to keep per width; its affine parameters are shared, as in the paper.
+Departs from the paper: larger widths are not distilled into smaller widths, which is optional in Sec. 3.2. If p_max
+does not fit into the free memory of a round, the device uses the largest width that fits. The default widths are from
+the paper. FlexFL's comparison uses `widths: [0.5, 0.71, 1.0]`. The result `avg` is the mean over all widths. The paper
+stores the running statistics of batch norm per width. Here batch norm has no running statistics. All widths share the
+affine parameters, as in the paper.
 """
 
 from __future__ import annotations
@@ -21,20 +22,24 @@ from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import Fraction
 from fl_engine.core.slicing import is_statistic
-from fl_engine.core.types import LocalTask, Pool, Prepared, TaskContext, WorkOrder
+from fl_engine.core.types import Assignment, LocalTask, Pool, Prepared, TaskContext
 
 
 @dataclass(frozen=True)
 class FjORD(PooledAlgorithm):
     widths: tuple[Fraction, ...] = (0.2, 0.4, 0.6, 0.8, 1.0)
-    """The widths p, ascending to 1; all are reported."""
+    """Width ratios p in ascending order; the last must be 1. All widths are evaluated."""
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         if any(is_statistic(name) for name in family.layout().slots):
-            raise PoolError("model.norm must be batch: fjord keeps no running statistics, which differ between widths")
+            raise PoolError(
+                "the network must not store running statistics, which differ by width. Set model.norm=batch, or in "
+                "your own network track_running_stats=False",
+                path="model.norm",
+            )
         return prefix_pool(self, family, self.widths)
 
-    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        largest = self.largest_fitting(ctx, range(order.level + 1))
+    def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
+        largest = self.largest_fitting(ctx, range(assignment.level + 1))
         widths = tuple(m.spec for m in ctx.pool[: largest + 1])
-        return self.local_task(order, ctx.pool[largest].spec, widths=widths)
+        return self.local_task(assignment, ctx.pool[largest].spec, widths=widths)

@@ -1,21 +1,24 @@
 """FlexFL: Heterogeneous Federated Learning via APoZ-Guided Flexible Pruning in Uncertain Scenarios (Chen et al.,
-IEEE TCAD 2024), Sections III-B to III-F, Algorithms 1 and 2.
+IEEE TCAD 2024; arXiv:2407.12729), Sections III-B to III-F, Algorithms 1 and 2.
 
-Server, once: pre-train on proxy data, measure APoZ, build a nested pool M1 < M2' < M2 < M3' < M3 (`pool`).
-Round: send each selected device a model it can hold at its maximum capacity (`plan`); the device prunes it further
-to what it has free now and trains it with self-distillation from the smaller models inside it (`task`); average
-element by element (`merge`).
+Before the first round, the server pre-trains on proxy data, measures APoZ and builds a nested pool M1 < M2' < M2 < M3'
+< M3 (`pool`). In each round, the server sends each selected device a model that fits into the device's maximum memory
+(`plan`). The device prunes the model to its free memory and trains it with self-distillation from the smaller nested
+models (`task`). Each element is averaged over the updates that contain it (`merge`).
 
 Departs from the paper:
-- the proxy is cut from the training data before the clients get theirs (the authors' code takes it from the test set);
-- one Adam pre-trains for all epochs; `pretrain.reset_adam` makes a new one each epoch, as the authors' code does;
-- gamma is found by bisection on the size of all parameters (`pool.py`), and a model fits where more is free than its
-  size; `rule: authors` is their search: its models are larger than the targets, and fit from the target size on;
-- selection draws uniformly among the devices that can hold the level (`selection.ResourceTable`);
-- the distillation term is reduced by the mean over batch and classes, as in the authors' code (`losses.py`);
-- teachers are all smaller pool members, M2' and M3' included, as in the code, and drop no units; in the code they do
-  in round one only, since the test of the pool then leaves them in evaluation mode (`teachers: authors`);
-- "without APoZ" sets every A_i = 0.5: with A = 1 the largest layer could never be wider than 1 %.
+- The proxy data are split off from the training data before the partition. The authors' code uses a part of the test
+  set.
+- One Adam optimizer pre-trains for all epochs. The authors' code creates a new optimizer in each epoch.
+- gamma is found by bisection on the size of all parameters (`pool.py`), and a model fits if the free memory exceeds the
+  model's size. `rule: authors` uses the search of the authors' code. This search finds models that are larger than the
+  targets, but devices compare their free memory with the targets.
+- Devices are drawn uniformly from all devices that can hold the level (`selection.ResourceTable`).
+- The distillation term is the mean over batch and classes, as in the authors' code (`losses.py`).
+- As in the code, all smaller models of the pool are teachers, including M2' and M3', but here without dropout. In the
+  code, teachers use dropout only in the first round, because the evaluation then leaves the teachers in evaluation mode
+  (`teachers: authors`).
+- The ablation "without APoZ" sets every A_i to 0.5. If A_i were 1, the largest layer could not be wider than 1 %.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from fl_engine.core.contracts import Interval, ModelFamily, ServerContext, aroun
 from fl_engine.core.costs import count_params
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import NotNegative, Positive, Share
-from fl_engine.core.types import FULL, Distillation, LocalTask, Pool, PoolModel, Prepared, TaskContext, WorkOrder
+from fl_engine.core.types import FULL, Assignment, Distillation, LocalTask, Pool, PoolModel, Prepared, TaskContext
 from fl_engine.preparation.apoz import measured
 from fl_engine.selection import ResourceTable, Selection
 
@@ -44,54 +47,57 @@ class FlexFL(PooledAlgorithm):
         "adaptive_size": "Γ",
         "gammas": "\N{GREEK SMALL LETTER GAMMA}",
     }
-    """The paper's symbols of the options, for reports."""
+    """Map options to their symbols in the paper, for reports."""
 
     targets: tuple[Positive, ...] = (25.0, 50.0, 100.0)
-    """L_p: sizes of the dispatched models in % of the full one, ascending, the last 100."""
+    """L_p: ascending sizes of the dispatched models in % of the full model; the last must be 100."""
     adaptive_size: Positive | None = 10.0
-    """Gamma: M' is this many points smaller than M; null: no adaptive models (ablation)."""
+    """Gamma: difference between the sizes of M and M', in percentage points; null: no adaptive models M' (ablation)."""
     gammas: tuple[Positive, ...] | None = None
-    """Fixed gamma for each target below 100 instead of its size; the targets then only order the models."""
+    """Fixed gamma for each target below 100; null: search. With fixed values, `targets` only set the models' order."""
     epsilon: Positive | None = None
-    """How far a model's size may be from its target, in points; null: the largest of 0.5, one channel of the widest
-    layer, and half a channel of the layer whose channels are largest."""
+    """Tolerance between a model's size and its target, in percentage points; null: the largest of 0.5, one channel of
+    the widest layer, and half a channel of the layer with the largest channels."""
     rule: pools.Rule = "closest"
-    """`closest` (the paper's sizes) or `authors` (the published code's first hit from above). With `authors`, a device
-    compares what it has free with the targets, as their code does, and not with the models' sizes, which are larger."""
+    """Search for gamma. closest: the size closest to the target; authors: the first match from above, as in the
+    authors' code. With `authors`, a device compares its free memory with the targets instead of the models' sizes."""
     apoz: tuple[Share, ...] | None = None
-    """A_i of each layer that can be pruned, in network order, instead of measured ones: nothing is pre-trained then."""
+    """APoZ A_i of each prunable layer, in network order; null: pre-train and measure APoZ."""
     use_apoz: bool = True
-    """false: every A_i = 0.5, whatever `apoz` says (ablation)."""
+    """false: set every A_i to 0.5 and ignore `apoz` (ablation)."""
     use_adjustment: bool = True
-    """false: every AdjW_i = 1 (ablation)."""
+    """false: set every adjustment weight AdjW_i to 1 (ablation)."""
     kd_weight: NotNegative = 10.0
-    """lambda, the weight of the distillation; 0 runs no teachers (ablation)."""
+    """Weight lambda of the distillation; 0: no distillation (ablation)."""
     temperature: Positive = 3.0
-    """tau, the temperature of the distillation."""
-    teachers: Literal["authors", "eval", "train"] = "eval"
-    """Whether teachers drop units, in networks with dropout: eval: never; train: always, each by its own mask;
-    authors: in the first round only, as in the published code. Without dropout in the network it makes no
-    difference."""
+    """Temperature tau of the distillation."""
+    teachers: Literal["authors", "eval"] = "eval"
+    """Dropout in the teachers. eval: no dropout; authors: dropout only in the first round, as in the authors' code."""
     selection: Selection = ResourceTable()
 
-    # ------------------------------------------------------------------------------------ before the rounds
     @property
     def preparations(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("apoz",) if self.use_apoz and self.apoz is None else ()
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        """M1, M2', M2, ..., each nested in the next (Alg. 1). Raises PoolError for impossible targets."""
+        """Return M1, M2', M2, ... Each model is nested in the next one (Alg. 1). Raises PoolError for impossible
+        targets."""
         if list(self.targets) != sorted(set(self.targets)) or not self.targets or self.targets[-1] != 100:
-            raise PoolError(f"algorithm.targets must ascend and end in 100, got {list(self.targets)}")
+            raise PoolError(
+                f"algorithm.targets must ascend and end with 100, got {list(self.targets)}", path="algorithm.targets"
+            )
         if self.gammas is not None and len(self.gammas) != len(self.targets) - 1:
-            raise PoolError(f"algorithm.gammas needs one value for each target below 100, got {list(self.gammas)}")
+            raise PoolError(
+                f"algorithm.gammas must have one value for each target below 100, got {list(self.gammas)}",
+                path="algorithm.gammas",
+            )
         layers = family.prunable()
         scores = self._scores(prepared, len(layers))
         if len(scores) != len(layers):
-            given = "the APoZ scores at hand" if self.apoz is None else "those in algorithm.apoz"
             names = ", ".join(layer.group for layer in layers)
             raise PoolError(
-                f"{len(layers)} layers can be pruned, {given} are {len(scores)}: give one for each of {names}"
+                f"algorithm.apoz must have one score for each of the layers {names}, got {len(scores)} scores",
+                path="algorithm.apoz",
             )
         sizes = pools.layer_sizes(family)
         adjust = pools.adjustment_weights(sizes) if self.use_adjustment else (1.0,) * len(layers)
@@ -116,7 +122,12 @@ class FlexFL(PooledAlgorithm):
         if self.adaptive_size is None:
             return tuple(mains)
         percent = self._percent(mains)
-        _check_adaptive(self.adaptive_size, percent)
+        gaps = [b - a for a, b in pairwise(percent)]
+        if gaps and self.adaptive_size >= min(gaps):  # Sec. III-C
+            raise PoolError(
+                f"algorithm.adaptive_size must be below {min(gaps):.4f} (smallest size gap), got {self.adaptive_size}",
+                path="algorithm.adaptive_size",
+            )
         models = mains[:1]
         for size, main in zip(percent[1:], mains[1:], strict=True):
             models += [build(f"{main.name}'", size - self.adaptive_size, None, sent=False), main]
@@ -128,50 +139,37 @@ class FlexFL(PooledAlgorithm):
         return measured(prepared) if self.apoz is None else self.apoz
 
     def _percent(self, mains: Sequence[PoolModel]) -> list[float]:
-        """What the dispatched models are meant to have, in % of the full one."""
+        """Return the nominal sizes of the dispatched models in % of the full model."""
         return [100 * m.share for m in mains] if self.gammas else list(self.targets)
 
-    # --------------------------------------------------------------------------------------------- a round
-    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        """On the device: AdaPrune (Sec. III-C), then self-distillation (Sec. III-D, Eq. 4)."""
+    def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
+        """Prune the received model (Section III-C) and train it with self-distillation (Section III-D, Eq. 4)."""
         thresholds = self._nominal(ctx.pool) if self.rule == "authors" else None
-        trained = self.largest_fitting(ctx, range(order.level + 1), thresholds)
+        trained = self.largest_fitting(ctx, range(assignment.level + 1), thresholds)
         smaller = ctx.pool[:trained]
-        drops = self.teachers == "train" or (self.teachers == "authors" and order.round == 0)
+        drops = self.teachers == "authors" and assignment.round == 0
         teachers = Distillation(tuple(m.spec for m in smaller), self.kd_weight, self.temperature, training=drops)
         distils = bool(smaller) and self.kd_weight > 0
-        return self.local_task(order, ctx.pool[trained].spec, distillation=teachers if distils else None)
+        return self.local_task(assignment, ctx.pool[trained].spec, distillation=teachers if distils else None)
 
     def _nominal(self, pool: Pool) -> list[float]:
-        """What each model is meant to have, in % of the full one: 25, 40, 50, 90 and 100 by default."""
+        """Return the nominal size of each model in % of the full model: 25, 40, 50, 90 and 100 by default."""
         smallest, *larger = self._percent([m for m in pool if m.dispatched])
         if self.adaptive_size is None:
             return [smallest, *larger]
         return [smallest, *(size for main in larger for size in (main - self.adaptive_size, main))]
 
-    # ---------------------------------------------------------------------------------------------- a search
     def search_space(self, pool: Pool) -> dict[str, Interval]:
-        """gamma of each dispatched model below the full one: from its solved value / 1.2 to * 1.2, within the geometric
-        means with its neighbours'; lambda and Gamma, unless switched off. Empty where the full model is alone."""
+        """Return the search ranges of every dispatched model's gamma, and of lambda and Gamma if they are not switched
+        off. A gamma varies by a factor of 1.2, but does not cross its geometric mean with a neighbouring gamma."""
         if len(pool) == 1:
             return {}
-        solved, found = [m.gamma for m in pool if m.dispatched and m.gamma is not None], dict[str, Interval]()
+        solved, ranges = [m.gamma for m in pool if m.dispatched and m.gamma is not None], dict[str, Interval]()
         middles = [math.sqrt(a * b) for a, b in pairwise(solved)]
         for i, (gamma, low, high) in enumerate(zip(solved, [0.0, *middles], [*middles, math.inf], strict=True)):
-            found[f"gammas.{i}"] = Interval(max(gamma / 1.2, low), min(gamma * 1.2, high), log=True, start=gamma)
+            ranges[f"gammas.{i}"] = Interval(max(gamma / 1.2, low), min(gamma * 1.2, high), log=True, start=gamma)
         if self.kd_weight > 0:
-            found["kd_weight"] = around(self.kd_weight, 0.1, 100.0, log=True)
+            ranges["kd_weight"] = around(self.kd_weight, 0.1, 100.0, log=True)
         if self.adaptive_size is not None:
-            found["adaptive_size"] = around(self.adaptive_size, 2.0, 20.0)
-        return found
-
-
-def _check_adaptive(adaptive_size: float, sizes: Sequence[float]) -> None:
-    """Sec. III-C: Gamma is smaller than the smallest difference between two models (all in % of the full one)."""
-    gaps = [b - a for a, b in pairwise(sizes)]
-    if gaps and adaptive_size >= min(gaps):
-        raise PoolError(
-            f"algorithm.adaptive_size (Gamma) = {adaptive_size} must be smaller than the smallest gap between two "
-            f"models, {round(min(gaps), 4)} (sizes in %: {', '.join(str(round(s, 4)) for s in sizes)}): an adaptive "
-            "model would not lie between them"
-        )
+            ranges["adaptive_size"] = around(self.adaptive_size, 2.0, 20.0)
+        return ranges

@@ -1,19 +1,31 @@
-"""Pools that several algorithms use: prefixes of all layers, early exits, and small, medium and large sub-networks."""
+"""Pools for several algorithms (prefixes, early exits, nested sub-networks), and the base class of methods whose
+sub-models change from round to round."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from fl_engine.algorithms.pooled import PooledAlgorithm
+from fl_engine.algorithms.pooled import PooledAlgorithm, StaticBN, Weighting
 from fl_engine.core import pool as pools
-from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import Fraction
-from fl_engine.core.types import FULL, Codecs, Pool, PoolModel
-from fl_engine.core.widths import SIZES, Rounding, Size, early_exit, nested, prefix
+from fl_engine.core.types import (
+    FULL,
+    Assignment,
+    Codecs,
+    LocalTask,
+    Pool,
+    PoolModel,
+    Prepared,
+    SubmodelSpec,
+    TaskContext,
+)
+from fl_engine.core.widths import SIZES, Rounding, Size, check_cuttable, early_exit, hidden, nested, prefix
 
 Widths = tuple[Fraction, Fraction, Fraction]
 WIDTHS: Widths = (0.5, 0.75, 1.0)
@@ -27,22 +39,20 @@ def prefix_pool(
     rounding: Rounding = "ceil",
     full_only: bool = False,
 ) -> Pool:
-    """Return a model per width ratio, of the first channels of every layer, named `0.5x` and so on.
+    """Return one model for each width ratio, named `0.5x` and so on, with the first channels of every layer.
 
-    Args:
-        algorithm: Whose options decide about static batch norm.
-        family: The network.
-        widths: Ascending ratios, of which the last is 1.
-        rounding: Of ratio * channels.
-        full_only: Only the full model is reported. The last ratio may then be below 1: the full model is not sent.
-
-    Raises:
-        PoolError: The widths do not ascend to 1, or two models have one size.
+    With `full_only`, only the full model is evaluated, and the last ratio may be below 1. Clients do not receive the
+    full model if the last ratio is below 1. Raises PoolError for widths that do not ascend to 1, and for models of
+    equal size.
     """
     if not widths or list(widths) != sorted(set(widths)) or (widths[-1] != 1 and not full_only):
-        end = "" if full_only else ", the last one 1"
-        raise PoolError(f"algorithm.widths must be different ratios in ascending order{end}, got {list(widths)}")
+        raise PoolError(
+            f"algorithm.widths must ascend{'' if full_only else ' and end with 1'}, got {list(widths)}",
+            path="algorithm.widths",
+        )
     layout = family.layout()
+    if widths[0] < 1:
+        check_cuttable(hidden(layout), family)
     models = [
         algorithm.member(family, f"{width:g}x", prefix(layout, width, rounding), reported=width == 1 or not full_only)
         for width in widths
@@ -55,25 +65,14 @@ def prefix_pool(
 def exit_pool(
     algorithm: PooledAlgorithm, family: ModelFamily, widths: Sequence[float], ends: Sequence[str], **more: Any
 ) -> Pool:
-    """Return a model per level, named `level1` and so on: all blocks up to its exit, at its width.
-
-    Args:
-        algorithm: Whose options decide about static batch norm.
-        family: The network with its exits.
-        widths: Width ratio of each level; the last one is 1.
-        ends: The block behind which each level but the last exits.
-        more: Other fields of `PoolModel`.
-
-    Raises:
-        PoolError: The widths descend or do not end in 1, or there is not one exit for each level but the last.
-    """
-    if len(ends) != len(widths) - 1 or widths[-1] != 1:
+    """Return one model for each width ratio, with the names `level1`, `level2` and so on. Each model ends with an exit
+    behind one of the blocks `ends`; the last model is the whole network. `more` are further fields."""
+    if len(ends) != len(widths) - 1 or widths[-1] != 1 or list(widths) != sorted(widths):
         raise PoolError(
-            "one early exit is expected for each level but the last, whose width is 1, got algorithm.widths "
-            f"{list(widths)} and exits {list(ends)}"
+            "algorithm.widths must increase and end with 1, with one exit for each smaller width, got the widths "
+            f"{list(widths)} and the exits {list(ends)}",
+            path="algorithm.widths",
         )
-    if list(widths) != sorted(widths):
-        raise PoolError(f"algorithm.widths must not descend, got {list(widths)}")
     specs = [early_exit(family, w, end) for w, end in zip(widths, (*ends, None), strict=True)]
     models = [algorithm.member(family, f"level{i}", spec, **more) for i, spec in enumerate(specs, 1)]
     return pools.ascending(tuple(models))
@@ -82,13 +81,41 @@ def exit_pool(
 def nested_member(
     algorithm: PooledAlgorithm, family: ModelFamily, size: Size, widths: Sequence[float], codecs: Codecs
 ) -> PoolModel:
-    """Return the small, medium or large sub-network: the network's own (`contracts.Nested`), else the first channels of
-    every layer. Raises PoolError if `widths` do not ascend to 1."""
+    """Return the small, medium or large sub-network that the network defines (`contracts.Nested`), otherwise a prefix
+    of every layer. Raises PoolError if `widths` do not ascend to 1."""
     spec = nested(family, widths, SIZES, only=size)[size]
     return algorithm.member(family, size, spec, codecs=codecs)
 
 
 def nested_pool(algorithm: PooledAlgorithm, family: ModelFamily, widths: Sequence[float], codecs: Codecs) -> Pool:
-    """Return all three, each a part of the next. Raises PoolError."""
+    """Return the small, medium and large sub-network. Raises PoolError unless each one is contained in the next."""
     models = tuple(nested_member(algorithm, family, size, widths, codecs) for size in SIZES)
     return pools.check_nested(family, models)
+
+
+@dataclass(frozen=True)
+class MovingWidths(PooledAlgorithm):
+    """Base class of methods with a width ratio for each client. In every round, `submodel` chooses the channels again.
+    Only the full model is evaluated."""
+
+    moving: ClassVar[bool] = True
+
+    widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
+    """Capacities beta of the clients, in ascending order. The last capacity may be below 1."""
+    weighting: Weighting = "uniform"
+    static_bn: StaticBN = True
+    scaler: bool = True
+
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
+        """Return one model for each capacity, and the full model."""
+        return prefix_pool(self, family, self.widths, "floor", full_only=True)
+
+    def part(self, assignment: Assignment, ctx: TaskContext, width: float) -> SubmodelSpec:
+        """Return the part with this width ratio of the received sub-model, for a device with too little memory."""
+        raise NotImplementedError
+
+    def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
+        level = self.largest_fitting(ctx, range(assignment.level + 1))
+        width = self.widths[level]
+        spec = self.part(assignment, ctx, width) if level < assignment.level else assignment.spec
+        return self.local_task(assignment, spec, width)

@@ -1,13 +1,13 @@
-"""Quantized FedAvg, a baseline of FedX (Lai et al., Section IV-D): FedAvg of one sub-network, the same on all
-devices, which the server sends quantised by QSGD. The server holds no data, and does not fine-tune.
+"""Quantized FedAvg, a baseline of FedX (Lai et al., arXiv:2504.12849, Section IV-D): all devices train the same
+sub-network, and the server sends the sub-network's weights quantised by QSGD. The server has no data and does not
+fine-tune.
 
-`level` is FedX's Quantized FedAvg-Small, -Medium or -Large. Only this sub-network trains, so it is the whole pool, and
-`full` is its accuracy; `model.safetensors` has the network's other weights as they were initialised.
+`level` selects FedX's Quantized FedAvg-Small, -Medium or -Large. Only this sub-network is trained and evaluated, and
+`full` is its accuracy. In `model.safetensors`, all other weights have their initial values.
 
-Departs from the paper: weights come back as trained ("quantization is done at the server in these variants"); `bits_up`
-quantises their change too. Every device takes part; with `eligible: capable`, as in `all_large`, only those that
-can hold the sub-network. QSGD has a norm for every 512 elements; `bucket: null` is one for each tensor. The run's
-`codec` is not used.
+Departs from the paper, in which clients return unquantised weights ("quantization is done at the server in these
+variants"). Here `bits_up` can quantise the returned changes. QSGD has a norm for every 512 elements, and `bucket: null`
+is one norm per tensor. The run's `codec` is ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fl_engine.algorithms.pooled import PooledAlgorithm, StaticBN, check_fits
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import Count
-from fl_engine.core.types import Codecs, LocalTask, Pool, Prepared, TaskContext, WorkOrder
+from fl_engine.core.types import Assignment, Codecs, LocalTask, Pool, Prepared, TaskContext
 from fl_engine.core.widths import Size
 from fl_engine.selection import Selection, Uniform
 
@@ -28,19 +28,17 @@ from fl_engine.selection import Selection, Uniform
 @dataclass(frozen=True)
 class QuantizedFedAvg(PooledAlgorithm):
     level: Size = "large"
-    """The sub-network that all devices train."""
+    """Sub-network that all devices train."""
     widths: Widths = WIDTHS
-    """Width ratios of small, medium and large, ascending to 1, of a network that has no nested sub-networks of its
-    own."""
+    """Ascending width ratios of the sub-networks; the last is 1. Ignored if the network has nested sub-networks."""
     bits: Bits = 8
-    """Bits of QSGD for the weights that the server sends."""
+    """Number of QSGD bits for the weights that the server sends."""
     bits_up: Bits | None = None
-    """Bits of QSGD for the change that a device sends back; null: it sends its weights unchanged."""
+    """Number of QSGD bits for the changes that devices return; null: devices return unquantised weights."""
     bucket: Count | None = 512
-    """Elements that share a norm in QSGD; null: one norm per tensor."""
+    """Number of consecutive elements with a common norm in QSGD; null: one norm per tensor."""
     eligible: Literal["all", "capable"] = "all"
-    """Which devices take part. `all`: every device, whatever it can hold; `capable`: those that can hold the
-    sub-network."""
+    """Devices that can be selected: `all`, or only devices that can hold the sub-network (`capable`)."""
     static_bn: StaticBN = "kept"
     selection: Selection = Uniform(model="largest")
 
@@ -49,7 +47,7 @@ class QuantizedFedAvg(PooledAlgorithm):
         codecs = Codecs(down=Qsgd(bits=self.bits, bucket=self.bucket), up=up)
         return (nested_member(self, family, self.level, self.widths, codecs),)
 
-    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+    def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
         if self.eligible == "capable" or self.on_too_small == "fail":
-            check_fits(ctx, order.level)
-        return self.local_task(order, order.spec)
+            check_fits(ctx, assignment.level)
+        return self.local_task(assignment, assignment.spec)

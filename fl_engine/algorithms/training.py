@@ -1,4 +1,4 @@
-"""Local training: the options of the section `training`, which all algorithms of a comparison share."""
+"""Options of the section `training`, which are the same for all algorithms of a comparison."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ from dataclasses import dataclass
 
 from fl_engine.core.augmentation import Augmenting
 from fl_engine.core.fields import Count, Fraction, NotNegative, Positive
-from fl_engine.core.samplers import Sampling, Shuffle
-from fl_engine.core.schedules import Constant, Scheduling
+from fl_engine.core.steps import Constant, Sampling, Scheduling, Shuffle
 from fl_engine.core.types import SGD, OwnOptimizer
 
 
 @dataclass(frozen=True)
 class Training:
-    """Local training, the same for every algorithm of a comparison. Defaults: FlexFL Sec. IV and its code; `fraction`,
-    `batch_size` and `lr` of a run suit the bundled digits (FlexFL: 0.1, 50, 0.01)."""
+    """Options of local training, which are the same for all algorithms of a comparison. Defaults are from FlexFL's
+    paper and code. In a run, the defaults of `fraction`, `batch_size` and `lr` are tuned for the bundled digits."""
 
     fraction: Fraction = 0.1
-    """Share of all clients selected per round."""
+    """Fraction of all clients that is selected in each round."""
     epochs: Count = 5
     """Epochs that a client trains per round."""
     batch_size: Count = 50
-    """Samples per step."""
+    """Number of samples per step."""
     lr: Positive = 0.01
     """Learning rate of SGD in the first round."""
     momentum: NotNegative = 0.5
@@ -29,28 +28,28 @@ class Training:
     weight_decay: NotNegative = 1e-4
     """Weight decay of SGD."""
     lr_decay: Positive = 0.998
-    """The learning rate of round r, counted from 0, is lr * lr_decay^r."""
+    """Factor by which the learning rate is multiplied after each round."""
     lr_steps: tuple[Count, ...] = ()
-    """Rounds, counted from 0, at which the learning rate is divided by ten (FedRolex Table 3.7)."""
+    """Rounds, counted from 1, after which the learning rate is divided by ten (FedRolex Table 3.7)."""
     clip_norm: Positive | None = None
-    """Largest norm of a step's gradient (HeteroFL's code: 1); null: no limit."""
+    """Maximum norm of the gradient in each step; null: no limit. HeteroFL's code uses 1."""
     drop_last: bool = True
-    """Leave out a last batch that is not full."""
+    """Skip the last batch of an epoch if it is incomplete."""
     sampler: Sampling = Shuffle()
-    """shuffle: each sample once per epoch. balanced: as many draws with replacement, each label equally likely; with
-    `smoothing`, a sample's weight is 1 / (smoothing + its label's count)."""
+    """shuffle: each sample once per epoch. balanced: draw as many samples with replacement, with the same probability
+    for each label. With `smoothing`, a sample's weight is 1 / (smoothing + its label's count)."""
     augment: tuple[Augmenting, ...] = ()
-    """Random changes of images and maps in training, one after the other, e.g. [{name: crop}, {name: flip}]. Boxes
-    follow all but crop."""
+    """Augmentations of training images and maps, in this order, e.g. [{name: crop}, {name: flip}]. All augmentations
+    except crop also transform bounding boxes."""
     schedule: Scheduling = Constant()
-    """Learning rate within a client's training of one round. cosine: from lr to `floor` * lr; with `restart`, again
-    after so many epochs, each time `factor` times as long."""
+    """Learning rate schedule within a round. cosine: from lr to `floor` * lr. With `restart`, the schedule restarts
+    after this number of epochs, and each period is `factor` times as long as the previous period."""
     objective: str | None = None
-    """Your own loss, package.module:NAME: objective(model, x, y, start), where `start` has the weights that training
-    began from; null: the task's loss plus the algorithm's terms. Clients then train one at a time."""
+    """Loss function `package.module:NAME`, called as objective(model, x, y, start) with the weights before training as
+    `start`; null: the task's loss plus the algorithm's terms. With a custom loss, clients train sequentially."""
     optimizer: str | None = None
-    """Your own optimizer, package.module:NAME: optimizer(parameters, lr), called in each round; null: SGD. `momentum`
-    and `weight_decay` belong to SGD. Clients then train one at a time."""
+    """Function `package.module:NAME`, called as optimizer(parameters, lr) in each round; null: SGD. `momentum` and
+    `weight_decay` apply only to SGD. With a custom optimizer, clients train sequentially."""
 
     def __post_init__(self) -> None:
         for name in ("objective", "optimizer"):
@@ -60,21 +59,16 @@ class Training:
         if self.optimizer is not None:
             for name in ("momentum", "weight_decay"):
                 if getattr(self, name) not in (0, getattr(Training, name)):
-                    raise ValueError(
-                        f"training.{name} belongs to the built-in SGD, which training.optimizer replaces: set {name} "
-                        f"to 0, and pass it to the optimizer in {self.optimizer}"
-                    )
+                    raise ValueError(f"training.{name} must be 0 if training.optimizer is set: use {self.optimizer}")
 
     @property
     def is_own(self) -> bool:
-        """Whether clients train with a user's functions."""
+        """True if clients train with a custom loss or optimizer."""
         return self.objective is not None or self.optimizer is not None
 
     def optimizer_in(self, round: int) -> SGD | OwnOptimizer:
-        """Return the optimizer that clients use in this round."""
-        sgd = self.sgd(round)
-        return sgd if self.optimizer is None else OwnOptimizer(sgd.lr, self.optimizer)
-
-    def sgd(self, round: int) -> SGD:
+        """Return the clients' optimizer for this round."""
         rate = self.lr * self.lr_decay**round / 10 ** sum(round >= step for step in self.lr_steps)
+        if self.optimizer is not None:
+            return OwnOptimizer(rate, self.optimizer)
         return SGD(rate, self.momentum, self.weight_decay)

@@ -1,11 +1,11 @@
-"""Backends execute the assignments of a round. All of them give the same bits for the same plan."""
+"""Backends execute the assignments of a round. All backends give bit-identical results for the same plan."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fl_engine.backends.in_process import InProcess
@@ -15,13 +15,12 @@ from fl_engine.core.errors import FlexfleetError, Replaced
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.remote.kubernetes.provisioner import MAILBOXES, Pods
-from fl_engine.remote.leases import Assigner
-from fl_engine.remote.mailboxes import Mailboxes
-from fl_engine.remote.provisioner import Enrolled
-from fl_engine.remote.registry import Registry
-from fl_engine.remote.scheduler import Remote
-from fl_engine.remote.settings import LEASE_S, AgentsConfig, KubernetesConfig
-from fl_engine.storage import lease
+from fl_engine.remote.leases import RemoteRun
+from fl_engine.remote.provisioner import Enrolled, Provisioner
+from fl_engine.remote.registry import Mailboxes, Registry
+from fl_engine.remote.scheduler import WorkerBackend
+from fl_engine.remote.settings import AgentsConfig, KubernetesConfig
+from fl_engine.storage.run_lock import RunLock, hold
 from fl_engine.storage.s3 import open_store
 from fl_engine.training.memory import Peaks
 
@@ -30,7 +29,7 @@ log = logging.getLogger("flexfleet")
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Everything that a backend may need."""
+    """Settings and services that backends use."""
 
     site: Site
     mailbox: Mailbox
@@ -39,37 +38,35 @@ class Surroundings:
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     agents: AgentsConfig = field(default_factory=AgentsConfig)
     memory: Peaks | None = None
-    """The memory that training takes, for observe=cgroup and memory=auto."""
     should_stop: Callable[[], bool] = lambda: False
     code: tuple[Path, str] | None = None
-    """The wheel of the run's own code in the run's folder, and its sha256."""
+    """Path and SHA-256 hash of the wheel with the user's code. The wheel is stored in the run's folder."""
     mailboxes: Mailboxes | None = None
-    """The mailboxes of the enrolled devices."""
     registry: Registry | None = None
     site_sums: Mapping[str, str] = field(default_factory=dict)
-    """See `Assignment.site`."""
+    """See `AssignmentMessage.site`."""
     patience_s: float = 600.0
 
-    def remote(self, mailboxes: Mailboxes, provisioner: Pods | Enrolled, lease_s: float, held: lease.Lease) -> Remote:
-        options = provisioner.options if isinstance(provisioner, Pods) else self.agents
+    def remote(self, provisioner: Provisioner, lock: RunLock) -> WorkerBackend:
+        run = RemoteRun(self.run_id, self.site.fleet, self.mailbox, provisioner, self.site_sums)
         code = None if self.code is None else self.code[1]
-        assigner = Assigner(self.mailbox, mailboxes, options, lease_s, self.site_sums, code, self.memory)
-        return Remote(assigner, self.run_id, self.site.fleet, provisioner, held.check, self.should_stop)
+        return WorkerBackend(
+            replace(run, code=code, memory=self.memory, check=lock.check, should_stop=self.should_stop)
+        )
 
 
 @contextmanager
 def _in_pods(of: Surroundings) -> Iterator[Backend]:
-    """Delete the run's objects in the cluster at the end; after a failure they remain for inspection. Holding the run's
-    lock implies holding the mailboxes' lock, so do not wait for it."""
+    """Yield the backend that uses pods. The run's Kubernetes objects are deleted at the end, except after a failure.
+    Holding the run's lock implies holding the mailboxes' lock, so do not wait for the latter."""
     home = open_store(of.mailbox.store.uri(MAILBOXES), patience_s=of.patience_s)
-    with lease.held(home, 0) as held:
-        pods = Pods(of.kubernetes, of.run_id, of.site.fleet, of.mailbox.store, home, held.key, of.patience_s, of.memory)
+    with hold(home, 0) as lock:
+        pods = Pods(of.kubernetes, of.run_id, of.site.fleet, of.mailbox.store, home, of.patience_s)
         with pods.watched():
-            remote = of.remote(pods.mailboxes, pods, LEASE_S, held)
             try:
-                yield remote
+                yield of.remote(pods, lock)
             except Replaced:
-                raise  # another coordinator has the objects
+                raise  # another coordinator uses the Kubernetes objects
             except (FlexfleetError, KeyboardInterrupt):
                 log.warning(pods.what_is_left())
                 raise
@@ -79,11 +76,11 @@ def _in_pods(of: Surroundings) -> Iterator[Backend]:
 
 @contextmanager
 def _on_devices(of: Surroundings) -> Iterator[Backend]:
-    """One run at a time has the enrolled devices. After a failure they finish their assignments, and wait."""
+    """Yield the backend that uses enrolled devices. A device serves one run at a time. If the run fails, devices finish
+    their assignments and wait for further assignments."""
     assert of.mailboxes is not None and of.registry is not None
-    with lease.held(of.mailboxes.home) as held:
-        enrolled = Enrolled(of.site.fleet, of.registry, of.agents.wait_s)
-        remote = of.remote(of.mailboxes, enrolled, of.agents.lease_s, held)
+    with hold(of.mailboxes.home) as lock:
+        remote = of.remote(Enrolled(of.site.fleet, of.registry, of.mailboxes, of.agents), lock)
         yield remote
         remote.finish()
 
@@ -94,6 +91,6 @@ BACKENDS: dict[str, Callable[[Surroundings], AbstractContextManager[Backend]]] =
     "kubernetes": _in_pods,
     "agents": _on_devices,
 }
-"""Map each value of `run.backend` to a context manager that returns the backend of a run."""
+"""Map each value of `run.backend` to a function that returns a context manager for the backend of a run."""
 
-__all__ = ["BACKENDS", "InProcess", "Processes", "Remote", "Surroundings"]
+__all__ = ["BACKENDS", "InProcess", "Processes", "Surroundings", "WorkerBackend"]

@@ -1,11 +1,11 @@
-"""Clients in worker processes of this machine: one process per entry of `run.devices`, for the whole run.
+"""Train clients in worker processes on this machine. Each entry in `run.devices` has one process for the whole run.
 
-Assignments and results travel through a pipe. A worker process that dies is replaced, and another one gets its
-assignments.
+Assignments and results are sent through a pipe. If a worker process dies, a new process retries the assignments.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import multiprocessing
@@ -13,36 +13,37 @@ import pickle
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing  # noqa: F401 - tensors go to a worker through shared memory
+import torch.multiprocessing  # sends the site's tensors through shared memory
 
 from fl_engine.backends.in_process import by_cost, check_devices, prepare_process
 from fl_engine.core import allowed
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ON_REQUEST, EnvironmentFailure, FlexfleetError, Stopped, first_line
-from fl_engine.core.system import told_exit, without_main
-from fl_engine.core.types import ClientFailure, Outcome, Params, RoundPlan, WorkOrder
-from fl_engine.exchange.client import Site, Work, accept_all, delivered, train
+from fl_engine.core.system import exit_text, without_main
+from fl_engine.core.types import ClientFailure, ClientResult, RoundPlan
+from fl_engine.exchange.client import Site, Work, accept_all, deliver, train
 from fl_engine.storage.code import Handed
-from fl_engine.storage.store import decode, encode
+from fl_engine.storage.store import bytes_of
 
 log = logging.getLogger("flexfleet")
 
 ATTEMPTS = 2
-"""How many workers may die with the same assignments."""
+"""Maximum number of attempts to execute assignments. An attempt fails if the worker dies."""
 LOOK_S, STOP_S = 1.0, 60.0
-"""Seconds between two calls of `should_stop`, and how long a run that is to stop waits for its busy workers."""
-SILENT_S = 600.0
-"""Seconds without a result after which the log names the workers that are busy."""
+"""Seconds between two calls of `should_stop`, and seconds that a stopping run waits for busy workers."""
 END_S = 2.0
-"""Seconds after SIGTERM until a worker is killed."""
+"""Seconds from SIGTERM to SIGKILL when a worker is terminated."""
+ENDED = (EOFError, ConnectionResetError)
+"""Errors that a read raises if the process at the other end has ended."""
 
 
 @dataclass
@@ -51,31 +52,11 @@ class _Worker:
     link: Connection
     device: str
     group: list[Work] | None = None
-    has: set[Key] = field(default_factory=set)
-    """The tensors that it was sent in this round."""
-
-
-Key = tuple[int, ...]
-"""Identifies tensors, as long as the round's plan exists."""
-
-
-@dataclass(frozen=True)
-class _Group:
-    """A message to a worker process: assignments that train side by side."""
-
-    turn: int
-    """Number of the call of `Processes.run`. Tensors of other turns are dropped."""
-    algorithm: Algorithm
-    orders: list[WorkOrder]
-    """Without their tensors."""
-    tensors: list[tuple[Key, Key]]
-    """Payload and memory of each assignment."""
-    new: list[Key]
-    """Tensors that the process does not have yet. Each follows as another message."""
+    """The assignments that the worker executes in parallel."""
 
 
 class Processes:
-    """Outcomes arrive as clients finish; clients that trained side by side arrive together."""
+    """Backend that trains clients in processes. Results are yielded when a client or a group of clients finishes."""
 
     durable = False
 
@@ -86,70 +67,53 @@ class Processes:
         code: tuple[Path, str] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`code`: the file of the run's own wheel, and its sha256, which workers verify before they import from it.
-        Raises EnvironmentFailure if the workers cannot be started."""
+        """Start the workers. `code` is the path and SHA-256 hash of the wheel with user code, which workers verify
+        before the import. Raises EnvironmentFailure if the workers cannot be started."""
         self._should_stop = should_stop
         self._code = None if code is None else Handed(*code)
-        self._site, self._turn = site, 0
+        self._site = site
         check_devices(devices)
-        # Workers are forked from a small process that has loaded torch: quick, and safe while this one has threads.
+        # Fork workers from a small process that has loaded torch, because forking a process with several threads is
+        # unsafe.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
         self._workers = [self._start(device) for device in devices]
 
-    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
-        """Raises Stopped if the run is to stop and no busy worker has a result within STOP_S."""
-        groups, failures = accept_all(algorithm, plan.orders, self._site)
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[ClientResult]:
+        """Yield results. Raises Stopped if no busy worker returns a result within STOP_S after a stop request."""
+        groups, failures = accept_all(algorithm, plan.assignments, self._site)
         yield from failures
-        waiting, tried = by_cost(groups, self._site), dict[int, int]()
-        self._turn += 1
-        for worker in self._workers:
-            worker.has.clear()
+        waiting, tried = by_cost(groups, self._site), Counter[int]()
         while waiting or any(worker.group for worker in self._workers):
             for worker in self._workers:
                 if worker.group is None and waiting:
                     worker.group = waiting.pop()
-                    self._ask(worker, algorithm, [work.order for work in worker.group])
+                    message = algorithm, [work.assignment for work in worker.group]
+                    # Send in a thread, because writing blocks while the worker is busy.
+                    threading.Thread(target=_send, args=(worker.link, message), daemon=True, name="assignments").start()
             for place, worker in self._finished():
                 group, worker.group = worker.group or [], None
-                answer = _answer(worker.link)
-                if isinstance(answer, FlexfleetError):
-                    raise answer  # the algorithm's code is wrong
-                if answer is not None:
-                    while answer:  # drop each outcome after it was yielded, because its tensors may be large
-                        outcome = _unpacked(*answer.pop())
-                        yield delivered(algorithm, outcome, plan.order_of[outcome.client], self._site)
-                        del outcome
-                    continue
-                worker.process.join()
-                reason = f"its worker process ended with {told_exit(worker.process.exitcode)}"
-                self._workers[place] = self._start(worker.device)
-                first = group[0].order.client
-                tried[first] = tried.get(first, 0) + 1
-                if tried[first] < ATTEMPTS:
-                    log.warning("round %d, client %d: %s; trying again", plan.round + 1, first, reason)
-                    waiting.append(group)
-                else:
-                    for work in group:
-                        yield ClientFailure(plan.round, work.order.client, "train", reason)
-
-    def _ask(self, worker: _Worker, algorithm: Algorithm, orders: Sequence[WorkOrder]) -> None:
-        keys = [tuple(tuple(map(id, of.values())) for of in (order.payload, order.memory)) for order in orders]
-        new = {
-            key: of
-            for order, pair in zip(orders, keys, strict=True)
-            for key, of in zip(pair, (order.payload, order.memory), strict=True)
-            if key not in worker.has
-        }
-        worker.has |= new.keys()
-        bare = [replace(order, payload={}, memory={}, encoded=None) for order in orders]
-        sent = pickle.dumps(_Group(self._turn, algorithm, bare, keys, list(new)))  # type: ignore[arg-type]
-        messages = [sent, *(encode(dict(of)) for of in new.values())]
-        # In a thread, because writing blocks while the process is busy.
-        threading.Thread(target=_write, args=(worker.link, messages), daemon=True, name="orders").start()
+                try:
+                    found = _received(worker.link)
+                except ENDED:
+                    worker.process.join()
+                    reason = f"its worker process ended with {exit_text(worker.process.exitcode)}"
+                    self._workers[place] = self._start(worker.device)
+                    first = group[0].assignment.client
+                    tried[first] += 1
+                    if tried[first] < ATTEMPTS:
+                        log.warning("round %d, client %d: %s; trying again", plan.round + 1, first, reason)
+                        waiting.append(group)
+                        continue
+                    found = [ClientFailure(plan.round, w.assignment.client, "train", reason) for w in group]
+                if isinstance(found, FlexfleetError):
+                    raise found  # an error in the algorithm ends the run
+                found.reverse()
+                while found:  # free each result before the next is decoded, because tensors may be large
+                    yield deliver(algorithm, found[-1], plan.assignment_of[found.pop().client], self._site)
 
     def close(self) -> None:
-        """End the workers, and drop the assignments that they execute."""
+        """Terminate the workers, and discard unfinished assignments."""
         for worker in self._workers:
             worker.process.terminate()
         for worker in self._workers:
@@ -160,8 +124,6 @@ class Processes:
             worker.link.close()
 
     def _start(self, device: str) -> _Worker:
-        if self._code is not None:
-            self._code.check()  # the worker checks it too, but ends without a message
         try:
             with without_main():
                 here, there = self._context.Pipe()
@@ -173,101 +135,69 @@ class Processes:
                 )
                 process.start()
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError if /dev/shm is full
-            raise EnvironmentFailure(
-                f"cannot start a worker process: {first_line(error)}. Raise the limit of open files (ulimit -n) or the "
-                "size of /dev/shm (docker run --shm-size=2g), or set run.backend=in_process"
-            ) from error
+            cure = "Raise the limit of open files (ulimit -n) or the size of /dev/shm, or set run.backend=in_process"
+            raise EnvironmentFailure(f"cannot start a worker process: {first_line(error)}. {cure}") from error
         there.close()
         return _Worker(process, here, device)
 
     def _finished(self) -> list[tuple[int, _Worker]]:
+        """Wait until a worker has a result or has ended. Return pairs (index, worker) of all such workers."""
         busy = {worker.link: (place, worker) for place, worker in enumerate(self._workers) if worker.group}
-        began = reported = time.monotonic()
-        asked = math.inf
+        since = math.inf
         while not (ready := wait(list(busy), LOOK_S)):
             now = time.monotonic()
-            asked = min(asked, now) if self._should_stop() else math.inf
-            if now - asked > STOP_S:
-                raise Stopped(f"{ON_REQUEST}; workers that had no result within {STOP_S:.0f} s were not waited for")
-            if now - reported > SILENT_S:
-                reported, pids = now, ", ".join(str(worker.process.pid) for _, worker in busy.values())
-                log.warning("no result for %.0f s; processes that train, or hang: %s", now - began, pids)
+            since = min(since, now) if self._should_stop() else math.inf
+            if now - since > STOP_S:
+                raise Stopped(f"{ON_REQUEST}. Some workers did not finish within {STOP_S:.0f} s and were terminated")
         return [busy[link] for link in ready if isinstance(link, Connection)]
 
 
-def _answer(link: Connection) -> Any:
-    """Return the outcomes of a group in reverse order, each with its tensors as bytes; or an error. None: the worker
-    has died."""
-    try:
-        answer = pickle.loads(link.recv_bytes())  # noqa: S301 - from our own process
-        if isinstance(answer, FlexfleetError):
-            return answer
-        return [(outcome, [link.recv_bytes() for _ in range(count)]) for outcome, count in answer][::-1]
-    except (EOFError, ConnectionResetError):
-        return None
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as separate buffers, so that tensors are not copied into one large message."""
+
+    def reducer_override(self, value: object) -> Any:
+        if type(value) is not torch.Tensor:
+            return NotImplemented
+        memory = bytes_of(value.detach().cpu().contiguous())
+        return _tensor, (pickle.PickleBuffer(memory), value.dtype, tuple(value.shape))
 
 
-def _write(link: Connection, messages: Sequence[bytes]) -> None:
-    with suppress(OSError):  # `_answer` reports that the worker has died
-        for message in messages:
-            link.send_bytes(message)
+def _tensor(memory: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=dtype).view(shape) if memory else torch.empty(shape, dtype=dtype)
 
 
-def _parts(outcome: Outcome) -> list[Params]:
-    """Return payload, state, and the encoded payload if there is one."""
-    if isinstance(outcome, ClientFailure):
-        return []
-    return [outcome.payload, outcome.state] + ([] if outcome.encoded is None else [outcome.encoded])
+def _send(link: Connection, content: object) -> None:
+    """Send an object without its tensors, and then each tensor as a separate message."""
+    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(content)
+    with suppress(OSError):  # the next read detects that the other process has ended
+        link.send_bytes(pickle.dumps((file.getvalue(), len(buffers))))
+        for buffer in buffers:
+            link.send_bytes(buffer)
 
 
-def _send(link: Connection, outcomes: Sequence[Outcome]) -> None:
-    bare = [o if isinstance(o, ClientFailure) else replace(o, payload={}, state={}, encoded=None) for o in outcomes]
-    link.send_bytes(pickle.dumps([(o, len(_parts(full))) for o, full in zip(bare, outcomes, strict=True)]))
-    for outcome in outcomes:
-        for part in _parts(outcome):
-            link.send_bytes(encode(dict(part)))
-
-
-def _unpacked(outcome: Outcome, values: list[bytes]) -> Outcome:
-    if isinstance(outcome, ClientFailure):
-        return outcome
-    values.reverse()
-    found = []
-    while values:
-        found.append(decode(values.pop(), "a worker's result"))
-    payload, state, *encoded = found
-    return replace(outcome, payload=payload, state=state, encoded=encoded[0] if encoded else None)
+def _received(link: Connection) -> Any:
+    content, count = pickle.loads(link.recv_bytes())  # noqa: S301 - from our own process
+    buffers = [bytearray(link.recv_bytes()) for _ in range(count)]
+    return pickle.loads(content, buffers=buffers)  # noqa: S301 - from our own process
 
 
 def _serve(code: None, trusted: set[str], site: Site, device: str, link: Connection) -> None:
-    """Execute assignments in a worker process until the connection is closed. `code` is the first argument because a
-    `Handed` wheel must be enabled before the site is unpickled."""
-    # Ctrl-C and the end of a terminal reach all processes; only the coordinator must act on them.
+    """Execute assignments in a worker process until the connection is closed. `code` is the first argument, because the
+    wheel (`Handed`) must be importable before `site` is unpickled."""
+    # Ctrl-C and a closed terminal send signals to all processes, but only the coordinator must handle them.
     for name in {"SIGINT", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     allowed.trusted.update(trusted)
     prepare_process((device,))
-    turn, known = 0, dict[Key, Params]()
-    while True:
-        try:
-            group: _Group = pickle.loads(link.recv_bytes())  # noqa: S301 - from our own process
-        except (EOFError, ConnectionResetError):
-            return
-        if group.turn != turn:
-            turn, known = group.turn, {}
-        known |= {key: decode(link.recv_bytes(), "an assignment") for key in group.new}
-        tensors = [[known[key] for key in keys] for keys in group.tensors]
-        orders = [
-            replace(order, payload=payload, memory=memory)
-            for order, (payload, memory) in zip(group.orders, tensors, strict=True)
-        ]
-        try:
-            groups, failures = accept_all(group.algorithm, orders, site)
-            outcomes = [*failures, *(outcome for works in groups for outcome in train(works, site, device))]
-        except FlexfleetError as error:
-            with suppress(BrokenPipeError, ConnectionResetError):  # the next read finds that the coordinator has ended
-                link.send_bytes(pickle.dumps(error))
-            continue
-        with suppress(BrokenPipeError, ConnectionResetError):
-            _send(link, outcomes)
-        del outcomes, groups
+    with suppress(*ENDED):
+        while True:
+            algorithm, assignments = _received(link)
+            try:
+                groups, failures = accept_all(algorithm, assignments, site)
+                results = [*failures, *(result for works in groups for result in train(works, site, device))]
+            except FlexfleetError as error:
+                _send(link, error)
+                continue
+            _send(link, results)
+            del results, groups, assignments

@@ -1,19 +1,21 @@
-"""QSGD: stochastic quantization to a norm, and a sign and a level for each number. Unbiased.
+"""QSGD: unbiased stochastic quantization. Each bucket of values has a norm, and each value has a sign and a level.
 
-D. Alistarh, D. Grubic, J. Li, R. Tomioka, M. Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and
-Encoding", NeurIPS 2017, Section 3, as in FedX (Section II-B): with the L2 norm |v| of the bucket of x, and s levels,
-s x / |v| is rounded up or down at random so that its mean is right.
+The code follows section 3 of "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding" (Alistarh et
+al., NeurIPS 2017) and section II-B of FedX. With s levels and the L2 norm |v| of the bucket that contains x, s x / |v|
+is rounded up or down at random so that its expected value is exact.
 
-- **Levels**: `bits` = q gives s = 2^q - 1, so a sign and a level take exactly q + 1 bits. A number is sent as
-  s + level, from 0 to 2 s. There is only one zero, +0.
-- **Buckets**: a norm for every `bucket` consecutive elements of a tensor; the last bucket may be shorter. An error is
-  at most a step |v| / s and grows with the square root of the bucket: for 2.4 M normal numbers at 8 bits it is 3.6 %
-  with buckets of 512, and 196 % with one norm (root mean square). FedX has one norm; QSGD has buckets too.
-- **Coding**: lossless, in fixed width, or run lengths of zeros, signs and levels in Elias's omega code (FedX, Section
-  II-B); `shorter` takes the shorter one for each tensor.
+- **Levels**: `bits` = q gives s = 2^q - 1, so a sign and a level take exactly q + 1 bits. A value is sent as the
+  integer s + level, from 0 to 2 s. Negative zero is sent as +0.
+- **Buckets**: each group of `bucket` consecutive elements of a tensor has a separate norm. The last bucket may be
+  shorter. An error is at most one step |v| / s, and grows with the square root of the bucket size. For 2.4 M normally
+  distributed values at 8 bits, the relative root mean square error is 3.6 % with buckets of 512, and 196 % with one
+  norm. FedX uses one norm per tensor, and the QSGD paper also describes buckets.
+- **Coding**: Levels are stored with a fixed width, or as run lengths of zeros, signs and levels in Elias's omega code
+  (FedX, section II-B). Both codings are lossless. The option `shorter` uses the shorter coding for each tensor.
 
-A tensor is sent as a stream (a byte for the coding, then the codes) and `<name>/norm`, float32. A generator of `seed`
-and the tensor's name draws 24 bits for each number. Steps below 2^-126, float32's least normal number, count as 0.
+Each tensor is sent as two tensors: a stream (one byte for the coding, then the codes), and `<name>/norm` (float32). A
+generator seeded with `seed` and the tensor's name draws 24 bits per value. Steps below 2^-126, the smallest normal
+float32, are set to 0.
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ from pydantic import Field
 from torch import Tensor
 
 from fl_engine.codecs import bits as packing
-from fl_engine.codecs import elias
 from fl_engine.codecs.bits import Bytes
 from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError, ModelError
@@ -37,9 +38,9 @@ from fl_engine.core.fields import STRICT, Count
 from fl_engine.core.types import Header, Params
 
 MOST_LEVELS = 2**16 - 1
-"""The most levels of each sign, those of 16 bits."""
+"""Maximum number of levels per sign, for 16 bits."""
 FIXED, ELIAS = 0, 1
-"""The first byte of a stream."""
+"""Values of the first byte of a stream."""
 Levels = NDArray[np.int32]
 
 
@@ -48,17 +49,17 @@ class Qsgd:
     __pydantic_config__ = STRICT
 
     bits: Annotated[int, Field(ge=1, le=16)] = 8
-    """q: a level takes q bits, a sign one more. 1 to 16."""
+    """Number of bits per level, from 1 to 16; the sign adds one bit."""
     levels: Annotated[int, Field(ge=1, le=MOST_LEVELS)] | None = None
-    """Levels of each sign, without 0; then `bits` is not used. null: 2^bits - 1."""
+    """Number of levels per sign, not counting 0, which replaces `bits`; null: 2^bits - 1 levels."""
     bucket: Count | None = 512
-    """Elements that share a norm; null: all of a tensor."""
+    """Number of elements that share a norm; null: all elements of a tensor share a norm."""
     coding: Literal["shorter", "fixed", "elias"] = "shorter"
-    """fixed: sign and level in q + 1 bits; elias: runs of zeros and Elias's omega code; shorter: of each tensor, the
-    shorter."""
+    """fixed: equally many bits for each value; elias: runs of zeros and Elias's omega code; shorter: the shorter coding
+    for each tensor."""
 
     def encode(self, tensors: Params, seed: int) -> Params:
-        """Encode. Raises ModelError for a number that is not finite, and for a norm beyond float32."""
+        """Quantize the tensors. Raises ModelError if a value is not finite or a norm exceeds the range of float32."""
         found: Params = {}
         for name, tensor in tensors.items():
             x = tensor.to(torch.float32).reshape(-1).numpy()
@@ -69,7 +70,7 @@ class Qsgd:
         return found
 
     def decode(self, encoded: Params, header: Header) -> Params:
-        """Decode. Raises IntegrityError for an impossible norm, and for a stream that `encode` does not make."""
+        """Restore the tensors. Raises IntegrityError if a norm or a stream is malformed."""
         return {name: self._tensor(encoded, name, *header[name]) for name in header}
 
     def header(self, header: Header) -> Header:
@@ -82,35 +83,35 @@ class Qsgd:
 
     @property
     def s(self) -> int:
-        """Levels of each sign, without 0."""
+        """Number of levels per sign, not counting 0."""
         return 2**self.bits - 1 if self.levels is None else self.levels
 
     @property
     def width(self) -> int:
-        """Bits of a number from 0 to 2 s in fixed width."""
+        """Number of bits of an integer from 0 to 2 s with fixed width."""
         return (2 * self.s).bit_length()
 
-    # --------------------------------------------------------------------------------------------- numbers and levels
     def _norms(self, name: str, x: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the L2 norm of each bucket."""
         if not len(x):
             return np.zeros(0, np.float32)
         squares = np.square(x, dtype=np.float64)
         exact = np.sqrt(np.add.reduceat(squares, np.arange(0, len(x), self.bucket or len(x))))
         if not np.isfinite(exact).all():
-            raise ModelError(f"{name} holds numbers that are not finite, and these have no level")
+            raise ModelError(f"{name} must have finite values for QSGD, but has infinite values or NaN")
         if (largest := exact.max()) >= np.finfo(np.float32).max:
-            raise ModelError(f"the norm of {name} is {largest:.3g}, and float32 ends at {np.finfo(np.float32).max:.3g}")
+            raise ModelError(
+                f"the norm of {name} must be less than {np.finfo(np.float32).max:.3g} (float32), got {largest:.3g}"
+            )
         found: NDArray[np.float32] = exact.astype(np.float32)
         found[found / np.float32(self.s) < np.finfo(np.float32).tiny] = 0
         return found
 
     def _steps(self, norm: NDArray[np.float32], count: int) -> NDArray[np.float32]:
-        """Return the value of a level for each of `count` elements."""
+        """Return the step size (the value of level 1) of each element. `count` is the number of elements."""
         return np.repeat(norm / np.float32(self.s), min(self.bucket or count, max(1, count)))[:count]
 
     def _levels(self, x: NDArray[np.float32], step: NDArray[np.float32], rng: np.random.Generator) -> Levels:
-        """Return the levels, from -s to s."""
+        """Return the signed levels, from -s to s."""
         exact = np.divide(x, step, out=np.zeros_like(x), where=step > 0)
         np.clip(exact, -self.s, self.s, out=exact)
         below = np.floor(exact)
@@ -120,58 +121,58 @@ class Qsgd:
     def _tensor(self, encoded: Params, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         norm, count = encoded[f"{name}/norm"].numpy(), math.prod(shape)
         if not (np.isfinite(norm).all() and (norm >= 0).all()):
-            raise IntegrityError(f"{name}: a norm is not finite, or less than 0")
+            raise IntegrityError(f"{name}: norms must be finite and at least 0")
         try:
             levels = self._read(encoded[name].numpy(), count)
         except IntegrityError as error:
             raise IntegrityError(f"{name}: {error}") from None
         return torch.from_numpy(levels * self._steps(norm, count)).reshape(shape).to(dtype)
 
-    # --------------------------------------------------------------------------------------------- levels and streams
     def _most(self, count: int) -> int:
-        """Return the bytes of the longest stream. Elias's is longest without zeros: r zeros make a run's codeword at
-        most 3 r bits longer, and any other number takes at least 3 bits (an empty run, a sign, a level)."""
+        """Return the maximum number of bytes of a stream for `count` values. A stream in Elias's code has the maximum
+        size if no value is 0. A zero adds at most 3 bits to the codeword of a run, but any other value requires at
+        least 3 bits."""
         if self.coding != "elias":
             return packing.packed_size(count, self.width)
-        head, longest = (elias.size(np.array([each])) for each in (count + 1, self.s))
+        head, longest = (packing.omega_size(np.array([each])) for each in (count + 1, self.s))
         return -(-(head + count * (1 + 1 + longest)) // 8)
 
     def _stream(self, levels: Levels) -> Bytes:
         if self.coding == "fixed":
             return _flagged(FIXED, packing.pack(levels + np.int32(self.s), self.width))
         at = np.flatnonzero(levels)
-        runs, found = np.diff(at, prepend=-1), levels[at]  # a run's length and 1
+        runs, found = np.diff(at, prepend=-1), levels[at]  # `runs` counts the zeros before each value, plus 1.
         sizes = np.abs(found)
         head = np.array([len(at) + 1])
-        taken = elias.size(head) + elias.size(sizes) + len(at) + elias.size(runs)
+        taken = packing.omega_size(head) + packing.omega_size(sizes) + len(at) + packing.omega_size(runs)
         if self.coding == "shorter" and -(-taken // 8) >= packing.packed_size(len(levels), self.width):
             return _flagged(FIXED, packing.pack(levels + np.int32(self.s), self.width))
         signs = (found < 0).view(np.uint8)
-        parts = [*elias.encode(head), *elias.encode(sizes), signs, *elias.encode(runs)]
-        return _flagged(ELIAS, packing.packed(parts))
+        parts = [*packing.omega_encode(head), *packing.omega_encode(sizes), signs, *packing.omega_encode(runs)]
+        return _flagged(ELIAS, np.packbits(np.concatenate(parts)))
 
     def _read(self, stream: Bytes, count: int) -> Levels:
         flag = int(stream[0]) if len(stream) else None
         if flag not in {"fixed": (FIXED,), "elias": (ELIAS,), "shorter": (FIXED, ELIAS)}[self.coding]:
-            raise IntegrityError(f"the stream begins with {flag}, which is no coding that {self.coding!r} makes")
+            raise IntegrityError(f"the stream's first byte must be a flag of the coding {self.coding!r}, got {flag}")
         if flag == ELIAS:
-            return self._read_elias(packing.unpacked(stream[1:]), count)
+            return self._read_elias(np.unpackbits(stream[1:]), count)
         levels = packing.unpack(stream[1:], count, self.width)
         if count and levels.max() > 2 * self.s:
-            raise IntegrityError(f"a level is {levels.max() - self.s}, there are {self.s}")
+            raise IntegrityError(f"levels must be at most {self.s}, got {levels.max() - self.s}")
         return levels - np.int32(self.s)
 
     def _read_elias(self, stream: packing.Bits, count: int) -> Levels:
-        (head,), at = elias.decode(stream, 0, 1, count + 1)
-        sizes, at = elias.decode(stream, at, int(head) - 1, self.s)
+        (head,), at = packing.omega_decode(stream, 0, 1, count + 1)
+        sizes, at = packing.omega_decode(stream, at, int(head) - 1, self.s)
         signs, at = packing.take(stream, at, len(sizes))
-        runs, at = elias.decode(stream, at, len(sizes), count)
+        runs, at = packing.omega_decode(stream, at, len(sizes), count)
         packing.ended(stream, at)
-        places = np.cumsum(runs) - 1
-        if len(places) and places[-1] >= count:
-            raise IntegrityError(f"the stream must end within {count} elements, got element {places[-1]}")
+        positions = np.cumsum(runs) - 1
+        if len(positions) and positions[-1] >= count:
+            raise IntegrityError(f"the stream must have {count} elements, got an element with index {positions[-1]}")
         levels = np.zeros(count, np.int32)
-        levels[places] = np.where(signs, -sizes, sizes)
+        levels[positions] = np.where(signs, -sizes, sizes)
         return levels
 
 

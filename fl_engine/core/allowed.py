@@ -1,8 +1,8 @@
-"""Which user code may be imported: names `package.module:NAME`, and wheels (`storage.code`).
+"""Decide which modules and which wheels (`storage.code`) with user code this process may import.
 
-The user's configuration may name any module (`trust`). A name that occurs only in a file, such as a run.json, a suite
-or a message, imports nothing: it is resolved only if the configuration has named its package, if its module is already
-imported, or if the environment's FLEXFLEET_ALLOWED_CODE lists its package.
+The user's own configuration may name any module (`trust`). A name that is read from a file, such as a run.json, a suite
+or a message, is resolved only if its module is already imported or its package is trusted. A package is trusted if the
+configuration or the environment variable FLEXFLEET_TRUSTED_CODE names it.
 """
 
 from __future__ import annotations
@@ -15,31 +15,28 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.errors import ClientError, ConfigError
+from fl_engine.core.errors import ConfigError
 
-ALLOWED = "FLEXFLEET_ALLOWED_CODE"
-"""Comma-separated sha256 of wheels and names of packages; `none` allows nothing. If it is set, the user's configuration
-cannot name anything else either."""
 TRUSTED = "FLEXFLEET_TRUSTED_CODE"
-"""Comma-separated names that the parent process trusts (`for_child`)."""
+"""Environment variable: comma-separated list of trusted packages, `package.module:NAME` objects and wheel hashes."""
 OURS = ("fl_engine", "flexfleet")
-INSTALLED = frozenset(("site-packages", "dist-packages"))
+LOCAL = "__local__"
+"""Pseudo module for objects that only this process can use, such as a class inside a function."""
 NAME = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 wheels: dict[str, tuple[str, str]] = {}
-"""Map a package to the sha256 and the file of the wheel from which this process imports it."""
-trusted: set[str] = set(filter(None, os.environ.get(TRUSTED, "").split(",")))
-"""The names and the sha256 of wheels in this process's configuration."""
+"""Map each package that was imported from a wheel to the SHA-256 hash and the path of this wheel."""
+trusted: set[str] = set(filter(None, os.environ.get(TRUSTED, "").replace(" ", "").split(",")))
+"""Trusted packages, objects (`package.module:NAME`) and SHA-256 hashes of wheels."""
 
 
 def trust(values: Any) -> None:
-    """Allow this process to import each `package.module:NAME` in the user's values, nested mappings and lists
-    included."""
+    """Allow this process to import each `package.module:NAME` in `values`, including nested mappings and lists."""
     trusted.update(_names(values))
 
 
 def for_child() -> dict[str, str]:
-    """Return the environment with which a new process trusts the same names."""
+    """Return environment variables with which a child process trusts the same code as this process."""
     return {TRUSTED: ",".join(sorted(trusted))}
 
 
@@ -52,67 +49,54 @@ def _names(value: Any) -> Iterator[str]:
             yield from _names(each)
 
 
-def _listed() -> set[str] | None:
-    said = os.environ.get(ALLOWED)
-    return None if said is None else {each.strip() for each in said.split(",")}
-
-
-def check_wheel(digest: str, stored: bool = False) -> None:
-    """Raise ClientError unless the wheel of this sha256 may be imported on this machine. `stored`: only a file names
-    the wheel, neither the user's configuration nor the coordinator."""
-    listed = _listed()
-    if listed is not None and digest not in listed:
-        raise ClientError(
-            f"the code {digest} is not allowed on this device ({ALLOWED} = {os.environ[ALLOWED][:200]}): its owner "
-            "adds the sha256, or the run does without this client"
-        )
-    if stored and listed is None and digest not in trusted:
+def check_wheel(digest: str) -> None:
+    """Raise ConfigError unless the user trusts the wheel with the SHA-256 hash `digest`."""
+    if digest not in trusted:
         raise ConfigError(
-            f"the code {digest} is named by a file alone, so it is not imported. If you trust whoever wrote the file, "
-            f"set {ALLOWED}={digest} in the environment"
+            f"the wheel {digest} is not trusted. If you trust it, set {TRUSTED}={digest} in the environment",
+            code="config.own_code",
         )
 
 
 def check_module(name: str, what: str) -> None:
-    """Raise ConfigError unless the module of `package.module:NAME` may be imported on this machine. `what` is the kind
-    of object that the name stands for. Enabled wheels were checked before."""
+    """Raise ConfigError unless the module in `name` is already imported, or the package of the module is trusted. The
+    error message begins with `what`, a description of the object."""
+    module, _, own = name.partition(":")
+    package = module.partition(".")[0]
+    if module == LOCAL and not hasattr(sys.modules.get(LOCAL), own):
+        raise ConfigError(
+            f"{what} {own!r} was defined inside a function or as an object, so only the process that defined it can "
+            "use it. Create the same object again and pass it to flexfleet.run(..., run_id=..., resume=True)",
+            code="config.own_code",
+        )
+    packages = {each.partition(":")[0].partition(".")[0] for each in trusted}
+    if package not in (*OURS, *wheels, *packages) and module not in sys.modules:
+        raise ConfigError(
+            f"{what} {name!r} is named in a file, not in your configuration, so its module is not imported. To trust "
+            f"{module}, import it first, name it in your configuration, or set {TRUSTED}={package} in the environment",
+            code="config.own_code",
+        )
+
+
+def check_call(value: Any, name: str, what: str) -> None:
+    """Raise ConfigError for an untrusted function that is defined in an installed package or outside of the named
+    module. Classes are not checked here, because callers check the type of a class before a call."""
     module = name.partition(":")[0]
-    listed, package = _listed(), module.partition(".")[0]
-    if package in OURS or package in wheels:
+    package = module.partition(".")[0]
+    if isinstance(value, type) or not callable(value) or package in wheels or not trusted.isdisjoint((name, package)):
         return
-    if listed is not None and package not in listed - {"none"}:
+    if package in OURS or getattr(value, "__module__", None) != module or is_installed(module):
         raise ConfigError(
-            f"{what} {name!r} is not imported on this machine ({ALLOWED} = {os.environ[ALLOWED][:200]}): its owner "
-            f"adds {package!r}, or the configuration names something else"
-        )
-    known = {each.partition(":")[0].partition(".")[0] for each in trusted}
-    if listed is None and package not in known and module not in sys.modules:
-        raise ConfigError(
-            f"{what} {name!r} is named by a file alone, so its module is not imported. If you trust it, import "
-            f"{module} first, name it in your configuration, or set {ALLOWED}={package} in the environment"
+            f"{what} {name!r} is a function that is named in a file, not in your configuration, so it is not called. "
+            f"If you trust the function, name it in your configuration, or set {TRUSTED}={package} in the environment",
+            code="config.own_code",
         )
 
 
-def check_call(found: Any, name: str, what: str) -> None:
-    """Raise ConfigError for a function that only a file names, unless its module lies outside of the installed
-    packages. A class passes, because its kind is checked before it is called."""
-    if isinstance(found, type) or not callable(found):
-        return
-    module = name.partition(":")[0]
-    listed, package = _listed(), module.partition(".")[0]
-    if package in wheels or name in trusted or (listed is not None and package in listed):
-        return
-    if listed is not None or package in OURS or getattr(found, "__module__", None) != module or _installed(module):
-        raise ConfigError(
-            f"{what} {name!r} is a function that is named by a file alone, so it is not called. If you trust it, name "
-            f"it in your configuration, or set {ALLOWED}={package} in the environment"
-        )
-
-
-def _installed(module: str) -> bool:
-    """Return whether an imported module belongs to Python or to an installed package."""
+def is_installed(module: str) -> bool:
+    """Return whether an imported module belongs to Python's standard library or to an installed package."""
     file = getattr(sys.modules[module], "__file__", None)
     if file is None:
-        return module != "__main__"  # a notebook has no file
+        return module != "__main__"  # a notebook's __main__ does not have a file
     path = Path(file)
-    return path.is_relative_to(sysconfig.get_path("stdlib")) or not INSTALLED.isdisjoint(path.parts)
+    return path.is_relative_to(sysconfig.get_path("stdlib")) or "site-packages" in path.parts

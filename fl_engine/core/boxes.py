@@ -1,8 +1,8 @@
-"""Boxes in images, as targets store them.
+"""Bounding boxes in images, and the tensor format of targets that contain boxes.
 
-A box is (centre x, centre y, width, height), each a share of the image's width or height. Targets are float32 (...,
-boxes, 5), a category and a box in each row. All images have the same number of rows; a row without a box has the
-category `NONE` and zeros.
+A box is (centre x, centre y, width, height), as fractions of the image's width and height. Targets are float32 (...,
+boxes, 5), and each row contains a category and a box. All images of a data set have the same number of rows. A row
+without a box contains the category `NONE` and four zeros.
 """
 
 from __future__ import annotations
@@ -11,32 +11,38 @@ import torch
 from torch import Tensor
 
 NONE = -1
-"""The category of a row without a box."""
+"""Category of a row without a box."""
 TINY = 1e-12
-"""As a share of the image: the smallest area that is divided by."""
+"""Smallest divisor in a division by an area, as a fraction of the image's area."""
 VISIBLE = 0.1
-"""A moved box keeps at least this share of its area in the image, as is common in detectors' training code."""
+"""A moved box is removed if a smaller fraction of the box is inside the image."""
+
+
+def are_boxes(y: Tensor) -> bool:
+    """Return whether the targets y (N, ...) are boxes."""
+    return y.dim() == 3 and y.shape[2] == 5 and y.is_floating_point()
 
 
 def present(y: Tensor) -> Tensor:
-    """Return the rows of targets that hold a box, bool (..., boxes)."""
+    """Return a bool mask (..., boxes) of the rows that contain a box."""
     return y[..., 0] >= 0
 
 
 def corners(boxes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return left upper and right lower corners, (..., 2) each, of boxes (..., 4)."""
+    """Return a tuple (upper left corners, lower right corners) of boxes (..., 4). Both shapes are (..., 2)."""
     centre, size = boxes[..., :2], boxes[..., 2:4]
     return centre - size / 2, centre + size / 2
 
 
 def overlap(a: Tensor, b: Tensor) -> Tensor:
-    """Return the intersection over union of boxes (..., 4), broadcast: (...). Two boxes without area have none."""
+    """Return the intersection over union (IoU) of boxes (..., 4). The result has the broadcast shape (...). The IoU of
+    two boxes without area is 0."""
     return _shares(a, b)[0]
 
 
 def generalised_overlap(a: Tensor, b: Tensor) -> Tensor:
-    """Return GIoU (Rezatofighi et al., CVPR 2019, Alg. 1), in [-1, 1]: the IoU, less the share of the smallest box
-    around both that neither fills. Unlike the IoU it has a gradient for boxes apart."""
+    """Return the generalised IoU, from -1 to 1 (Rezatofighi et al., CVPR 2019, Alg. 1). GIoU is the IoU minus the
+    fraction of the enclosing box that neither box covers. For disjoint boxes, only the GIoU has a gradient."""
     shared, union = _shares(a, b)
     (low_a, high_a), (low_b, high_b) = corners(a), corners(b)
     around = (torch.maximum(high_a, high_b) - torch.minimum(low_a, low_b)).prod(-1)
@@ -44,7 +50,7 @@ def generalised_overlap(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _shares(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the IoU and the area of the union."""
+    """Return a tuple (IoU, area of the union)."""
     (low_a, high_a), (low_b, high_b) = corners(a), corners(b)
     shared = (torch.minimum(high_a, high_b) - torch.maximum(low_a, low_b)).clamp(min=0).prod(-1)
     union = a[..., 2:4].prod(-1) + b[..., 2:4].prod(-1) - shared
@@ -52,11 +58,13 @@ def _shares(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def moved(y: Tensor, matrices: Tensor) -> Tensor:
-    """Return targets (B, boxes, 5) after each image was mapped by p -> A p + t, `matrices` (B, 2, 3) = [A | t], points
-    as shares of the image. A box becomes the smallest upright one around its four corners, within the image, and is
-    removed if less than `VISIBLE` of it is left."""
+    """Move the boxes of targets (B, boxes, 5). Each point p of an image moves to A p + t.
+
+    `matrices` (B, 2, 3) contain [A | t], in fractions of the image size. The new box is the smallest axis-aligned box
+    around the four moved corners, cropped to the image. The box is removed if less than `VISIBLE` of its area remains.
+    """
     low, high = corners(y[..., 1:])
-    corner = torch.stack([low, high], dim=-2)  # (B, boxes, 2, 2): which of the two, x or y
+    corner = torch.stack([low, high], dim=-2)  # the axes are batch, box, corner and coordinate
     xs, ys = corner[..., 0], corner[..., 1]
     points = torch.stack([xs.repeat_interleave(2, -1), ys.repeat(1, 1, 2)], dim=-1)  # (B, boxes, 4, 2)
     matrices = matrices.to(y)
@@ -69,6 +77,6 @@ def moved(y: Tensor, matrices: Tensor) -> Tensor:
 
 
 def without(y: Tensor, gone: Tensor) -> Tensor:
-    """Return targets without the boxes in the rows `gone` (..., boxes)."""
+    """Return a copy of the targets, in which rows are empty (without a box) if `gone` (..., boxes) is true."""
     empty = torch.tensor([float(NONE), 0, 0, 0, 0], dtype=y.dtype, device=y.device)
     return torch.where(gone[..., None], empty, y)

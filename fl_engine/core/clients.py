@@ -1,6 +1,6 @@
-"""What a client reports besides its weights: metrics with bounds, and the state that it keeps between rounds.
+"""Check client metrics and client states. Clients keep their states between rounds.
 
-A client is a stranger, so each metric has bounds: the worst lie is a number at a bound (`exchange.updates`).
+A client can report false metrics, so the server rejects an update if a metric is out of bounds (`exchange.updates`).
 """
 
 from __future__ import annotations
@@ -11,70 +11,69 @@ from collections.abc import Mapping
 
 import torch
 
-from fl_engine.core.contracts import ClientMetric, KeepsClientState, MeasuresClients, ModelFamily
+from fl_engine.core.contracts import ClientMetric, HasPersonalModels, KeepsClientState, MeasuresClients, ModelFamily
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.task import Task, misnamed
+from fl_engine.core.task import Task, find_name_error
 from fl_engine.core.types import Header, Params, Pool
 
 LARGEST_LOSS = 1e6
-"""A loss beyond it, on either side, means that training has diverged."""
-FIGURES: dict[str, tuple[float, float]] = {
+"""Maximum absolute value of the loss. A larger loss means that training has diverged."""
+ENGINE_BOUNDS: dict[str, tuple[float, float]] = {
     "loss": (-LARGEST_LOSS, LARGEST_LOSS),
     "steps": (1, 1e9),
     "macs": (0, 1e18),
     "seconds": (0, 7 * 86400.0),
     "free": (0, 1e12),
 }
-"""The metrics of every update with their least and largest values. A pod lives for at most seven days."""
-ENCODING = {"seconds_encode": FIGURES["seconds"]}
-"""The additional metrics if the way up is coded."""
-OF_A_LINE = (
+"""Minimum and maximum of each metric that all updates contain. The maximum of `seconds` is the lifetime of a pod."""
+ENCODING = {"seconds_encode": ENGINE_BOUNDS["seconds"]}
+"""Bounds of the metric that encoded updates contain in addition."""
+LINE_KEYS = (
     "round", "client", "sent", "trained", "examples", "counted", "level", "elapsed", "seconds_simulated",
     "seconds_compute", "seconds_communication", "staleness", "failure",
 )  # fmt: skip
-"""The other keys of a client's line in a run's history, which no metric may be named."""
+"""Keys of a client's line in the run's history that are not metrics. Metrics must not have these names."""
 MOST_METRICS = 32
-"""Bounds the length of a manifest."""
+"""Maximum number of metrics per algorithm, to limit the length of a manifest."""
 
 
-# ---------------------------------------------------------------------------------------------------- metrics
 def client_metrics(algorithm: object) -> tuple[ClientMetric, ...]:
-    """Return the metrics of the algorithm and its `selection`. Raises ConfigError for a wrong declaration."""
+    """Return the metrics of the algorithm and of `selection`. Raises ConfigError if a declared metric is invalid."""
     found: dict[str, ClientMetric] = {}
     for method in (algorithm, getattr(algorithm, "selection", None)):
         if isinstance(method, MeasuresClients):
             for metric in method.client_metrics():
                 if wrong := _wrong(metric) or ("it is declared twice" if metric.name in found else ""):
-                    raise ConfigError(f"{type(method).__name__} declares the client metric {metric.name!r}: {wrong}")
+                    raise ConfigError(f"client metric {metric.name!r} of {type(method).__name__} is invalid: {wrong}")
                 found[metric.name] = metric
     if len(found) > MOST_METRICS:
-        raise ConfigError(f"at most {MOST_METRICS} client metrics fit into an update, got {len(found)}")
+        raise ConfigError(f"an update can contain at most {MOST_METRICS} client metrics, got {len(found)}. Remove some")
     return tuple(found.values())
 
 
 def _wrong(metric: ClientMetric) -> str:
-    if wrong := misnamed(metric.name):
+    if wrong := find_name_error(metric.name):
         return wrong
-    if metric.name in FIGURES or metric.name in ENCODING or metric.name in OF_A_LINE:
-        return "the engine has a metric of that name"
+    if metric.name in ENGINE_BOUNDS or metric.name in ENCODING or metric.name in LINE_KEYS:
+        return "the engine uses this name"
     if not (math.isfinite(metric.low) and math.isfinite(metric.high) and metric.low <= metric.high):
         return f"its bounds must be finite, low <= high, got {metric.low} and {metric.high}"
     return ""
 
 
 def bounds_of(algorithm: object, coded: bool) -> dict[str, tuple[float, float]]:
-    """Return the bounds of the metrics that an update must report. `coded`: the way up is."""
+    """Return the bounds of the metrics that an update must report. `coded` is true if a codec encodes updates."""
     declared = {metric.name: (metric.low, metric.high) for metric in client_metrics(algorithm)}
-    return FIGURES | (ENCODING if coded else {}) | declared
+    return ENGINE_BOUNDS | (ENCODING if coded else {}) | declared
 
 
 def evaluation_bounds(task: Task) -> dict[str, tuple[float, float]]:
-    """Return the bounds of the metrics of an evaluation: the task's first metric and the mean loss."""
-    return {task.metric.name: (task.metric.low, task.metric.high), "loss": FIGURES["loss"]}
+    """Return the bounds of the metrics that an evaluation reports: the task's first metric and the mean loss."""
+    return {task.metric.name: (task.metric.low, task.metric.high), "loss": ENGINE_BOUNDS["loss"]}
 
 
 def out_of_bounds(metrics: Mapping[str, float], bounds: Mapping[str, tuple[float, float]]) -> str:
-    """Return what is wrong with a client's metrics, or an empty text."""
+    """Return an error message if the metrics of a client are invalid, otherwise an empty string."""
     if metrics.keys() != bounds.keys():
         return f"expected {', '.join(bounds)}, got {', '.join(metrics) or 'none'}"
     for name, (low, high) in bounds.items():
@@ -83,46 +82,56 @@ def out_of_bounds(metrics: Mapping[str, float], bounds: Mapping[str, tuple[float
     return ""
 
 
-# ------------------------------------------------------------------------------------------------------ state
 STATE = "state/"
-"""The prefix of a state's names in an assignment's memory and in an update's file. No parameter's name begins so."""
+"""Prefix of the names of client state tensors in assignments and updates. Parameter names do not have this prefix."""
 NAME = re.compile(r"[A-Za-z0-9_./-]{1,256}")
 
 Shapes = dict[str, tuple[int, ...]]
-"""Shapes of float32 tensors by name."""
+"""Map the names of float32 tensors to their shapes."""
 
 
 def kept_by_clients(algorithm: object, family: ModelFamily, pool: Pool) -> Shapes:
-    """Return the state that the algorithm's clients keep, or an empty dict. Raises ConfigError for a wrong
-    declaration."""
+    """Return the shape of each tensor in a client's state. The dict is empty if clients of this algorithm do not keep a
+    state. Raises ConfigError if `client_state` returns invalid names or shapes."""
     whose = type(algorithm).__name__
     if not isinstance(algorithm, KeepsClientState):
         if hasattr(algorithm, "client_state"):
-            raise ConfigError(f"{whose} has client_state, and must have begin and keep too")
+            raise ConfigError(f"{whose} defines client_state, so it must also define the methods begin and keep")
         return {}
-    found: Shapes = {}
-    for name, shape in algorithm.client_state(family, pool).items():
-        sizes = tuple(shape)
-        if NAME.fullmatch(name) is None:
-            raise ConfigError(f"{whose}.client_state: a name must match {NAME.pattern}, got {name!r}")
-        if not all(isinstance(size, int) and size > 0 for size in sizes):
-            raise ConfigError(f"{whose}.client_state: the shape of {name!r} must be positive integers, got {shape!r}")
-        found[name] = sizes
+    found = {name: tuple(shape) for name, shape in algorithm.client_state(family, pool).items()}
+    for name, shape in found.items():
+        if NAME.fullmatch(name) is None or not all(isinstance(size, int) and size > 0 for size in shape):
+            raise ConfigError(
+                f"{whose}.client_state must map names like {NAME.pattern} to positive shapes, got {name!r}: {shape}"
+            )
     return found
 
 
+def kept_parameters(algorithm: object, family: ModelFamily, pool: Pool) -> list[str]:
+    """Return the names of the parameters that clients keep. The global model contains only their initial values."""
+    return sorted(kept_by_clients(algorithm, family, pool).keys() & family.layout().slots.keys())
+
+
+def personal_weights(algorithm: object, state: Params, params: Params) -> Params:
+    """Return the weights of a client's personal model. By default, copy the global weights `params` and replace the
+    parameters in the client's `state`. If `state` is empty, return the weights of `params`."""
+    if state and isinstance(algorithm, HasPersonalModels):
+        return algorithm.personal(state, params)
+    return {name: state.get(name, tensor) for name, tensor in params.items()}
+
+
 def header(declared: Shapes) -> Header:
-    """Return the types and shapes of the tensors of a state with these declared shapes."""
     return {name: (torch.float32, shape) for name, shape in declared.items()}
 
 
-def travelling(state: Params) -> Params:
-    """Return the state with the names that it has in messages."""
+def with_prefix(state: Params) -> Params:
+    """Add the prefix `STATE` to the names of a client's state."""
     return {STATE + name: tensor for name, tensor in state.items()}
 
 
-def apart(tensors: Params) -> tuple[Params, Params]:
-    """Split an assignment's memory or an update's file into (the other tensors, the state by its own names)."""
+def split_state(tensors: Params) -> tuple[Params, Params]:
+    """Return a tuple (tensors without the prefix `STATE`, tensors of the client's state after removal of the
+    prefix)."""
     if not tensors:
         return {}, {}
     others = {name: tensor for name, tensor in tensors.items() if not name.startswith(STATE)}

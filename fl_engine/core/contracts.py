@@ -1,13 +1,14 @@
-"""What can be plugged in: the protocols between the engine's parts.
+"""Protocols of the replaceable parts of the engine.
 
-A network, an algorithm, a selection, a server optimizer, a backend and a tracker are any objects with these methods.
-The values that pass between them are in `core.types`, which also has the protocol of a codec.
+Any object with the methods of a protocol can serve as a network, algorithm, selection, server optimizer, backend or
+tracker. `core.types` defines the values that these objects exchange, and the protocol of a codec.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -17,10 +18,11 @@ from fl_engine.core.samples import Data
 from fl_engine.core.task import Task
 from fl_engine.core.types import (
     FULL,
+    Assignment,
+    ClientResult,
     ClientUpdate,
     Device,
     LocalTask,
-    Outcome,
     ParamLayout,
     Params,
     Pick,
@@ -33,44 +35,35 @@ from fl_engine.core.types import (
     SubmodelSpec,
     Tables,
     TaskContext,
-    WorkOrder,
 )
 
 
 # --------------------------------------------------------------------------------------------------- networks
 class ModelFamily(Protocol):
-    """A network and all its sub-networks: a frozen dataclass of options. The two properties follow from the data."""
+    """A network with sub-networks, implemented as a frozen dataclass of options."""
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """The shape of one sample, (C, H, W) for an image."""
+        """Shape of one sample, such as (C, H, W) for an image."""
 
     @property
     def outputs(self) -> int:
-        """The size of the head, `Task.outputs`."""
+        """Number of outputs of the head, equal to `Task.outputs`."""
 
     def __hash__(self) -> int: ...
 
     def layout(self) -> ParamLayout: ...
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """Return the sub-network, freshly initialised, or without storage under `torch.device("meta")`."""
+        """Create the sub-network with random weights. Under `torch.device("meta")`, the weights have no storage."""
 
     def prunable(self) -> tuple[Prunable, ...]:
-        """Return the layers whose width may shrink, in network order, without the head."""
-
-
-@runtime_checkable
-class TakesImages(Protocol):
-    """A network with a minimal image size."""
-
-    min_hw: ClassVar[int]
-    """The smallest image side that the architecture accepts."""
+        """Return the layers with a variable width, except the head, in network order."""
 
 
 @runtime_checkable
 class TakesTokens(Protocol):
-    """A network whose samples are integers, tokens 0 .. vocabulary - 1."""
+    """A network whose samples are integer tokens from 0 to vocabulary - 1."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -78,15 +71,13 @@ class TakesTokens(Protocol):
 
 @runtime_checkable
 class GivesWeights(Protocol):
-    """A network with pretrained weights, from which a run starts."""
-
     def weights(self) -> Params:
-        """Return the state of the whole network, or an empty dict to start from fresh weights."""
+        """Return pretrained weights of the whole network, or an empty dict if training starts from random weights."""
 
 
 @runtime_checkable
 class PublishedFor(Protocol):
-    """A network published for one data set, whose sample shape and outputs are the defaults."""
+    """A network that was published for one data set. This data set defines the default sample shape and outputs."""
 
     published_input: ClassVar[tuple[int, ...]]
     published_outputs: ClassVar[int]
@@ -94,106 +85,102 @@ class PublishedFor(Protocol):
 
 @runtime_checkable
 class Nested(Protocol):
-    """A network that was published with sub-networks of its own."""
-
     def nested(self) -> Mapping[str, SubmodelSpec]:
-        """Return the sub-networks by name, in ascending order of their parameters. `small`, `medium` and `large` are
-        among them, each contained in the next."""
+        """Map names to published sub-networks, from the smallest to the largest. `small`, `medium` and `large` must be
+        among the names, and each sub-network contains the previous one."""
 
 
 @runtime_checkable
 class CountsMacs(Protocol):
-    """A layer with weights that counts its own multiply-adds, including inner layers."""
-
     def macs(self, given: Tensor, output: Tensor) -> int:
-        """Return the multiply-adds of a forward pass with this input and output."""
+        """Return the number of multiply-adds of a layer, including its inner layers, for this input and output."""
 
 
 # ------------------------------------------------------------------------------------------------- the server
 class ServerContext(Protocol):
-    """The server's data and training, for algorithms that fine-tune, distil or search on the server."""
+    """Access to the server's data and to training on the server, for fine-tuning, distillation and search."""
 
     @property
     def samples(self) -> Mapping[int, int]:
-        """The number of training samples of each client. Unknown with partition.rule=local: then empty, or raises
-        PartitionError for a client."""
+        """Map each client to its number of training samples. Raises PartitionError if partition.rule=local."""
 
     @property
     def data(self) -> Data:
-        """The server's samples (the proxy), as both training and test samples. Raises ConfigError if there are none."""
+        """The server's data set (the proxy set). The training samples are also the test samples. Raises ConfigError if
+        the server does not have data."""
 
-    def train(self, task: LocalTask, params: Params, anchor: Params | None = None) -> Params:
-        """Train `params` (of `task.spec`) on the server's data and return float32 weights on the CPU.
+    def train(self, task: LocalTask, params: Params) -> Params:
+        """Train `params`, the weights of `task.spec` in any order, on the server. Return float32 CPU weights.
 
-        The proximal term, if the task has one, pulls to `anchor` (None: to `params`). Pure; the order of names does
-        not matter. Raises ConfigError without data, Diverged if training diverges.
+        This method is pure. Raises ConfigError if the server does not have data, and Diverged if training diverges.
         """
 
     def evaluate(self, spec: SubmodelSpec, params: Params) -> float:
-        """Return the task's first metric on the server's data (an accuracy is in [0, 1]), or NaN if the samples do not
-        define it. Raises ConfigError without data."""
+        """Return the task's first metric on the server's data; NaN if the metric is undefined for this data."""
 
 
 class PreparationContext(ServerContext, Protocol):
-    """The server during a preparation. `train` and `data.train_x` use 80 % of the proxy, `evaluate` and `data.test_x`
-    the other 20 %."""
+    """Access to data and training on the server during a preparation. `train` and `data.train_x` use 80 % of the proxy
+    set, and `evaluate` and `data.test_x` use the remaining 20 %."""
 
     @property
     def seed(self) -> int:
-        """The seed of every random choice (`core.seeds`)."""
+        """Seed of all random choices (`core.seeds`)."""
 
     @property
     def device(self) -> str:
-        """The torch device of `train` and `evaluate`."""
+        """Torch device on which `train` and `evaluate` run."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The parameters of `pretrain` and those that the preparation names, by dotted name, as in JSON. The result is
-        cached as long as these are equal."""
+        """Map the dotted names of parameters to JSON values. The parameters are `pretrain.*` and the `settings` of the
+        preparation. A cached result is reused if the values have not changed."""
 
     @property
     def reference(self) -> PreparationContext | None:
-        """With `pretrain.reference`, a server that holds all training data, for studies; else None."""
+        """Context of a server with all training data, for studies; None unless `pretrain.reference` is set."""
 
 
 class Preparation(Protocol):
-    """A computation that an algorithm needs once, before round one. A frozen dataclass without options."""
+    """Computation that runs once before the first round, implemented as a frozen dataclass without options."""
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Parameters that it depends on besides `pretrain`: `algorithm.widths`, `fleet.tiers`, ..."""
+        """Parameters besides `pretrain` that determine the result, such as `algorithm.widths` or `fleet.tiers`."""
 
     @property
     def needs_data(self) -> bool:
-        """Whether it needs data on the server. A run without them is refused before anything trains."""
+        """True if the preparation requires data on the server. A run without server data then fails before training
+        starts."""
 
     @property
     def artifact(self) -> Any:
-        """The type of the result, a dataclass or a pydantic model, stored as `<name>.json`. A field `weights` provides
-        the run's first weights (`preparation.weights`); only one preparation of an algorithm may have it."""
+        """Type of the result, a dataclass or a pydantic model, which is stored as `<name>.json`. A field `weights`
+        provides the initial weights (`preparation.weights`). At most one preparation of an algorithm has this field."""
 
     def prepare(self, family: ModelFamily, server: PreparationContext) -> Any:
-        """Return the `artifact`, a function of the network and of what `server` provides."""
+        """Compute and return the `artifact`. The result may depend only on the network and on `server`."""
 
     def assumed(self, family: ModelFamily) -> Any:
-        """Return the `artifact` that `flexfleet check` assumes before anything is computed."""
+        """Return the `artifact` that `flexfleet check` assumes, because this command does not run the preparation."""
 
 
 # ------------------------------------------------------------------------------------------------- algorithms
 class Algorithm(Protocol):
-    """A federated algorithm: a frozen dataclass of hyper-parameters with five functions.
+    """A federated algorithm, implemented as a frozen dataclass of hyper-parameters with five methods.
 
-    Its state is a frozen dataclass with at least `params`. If levels have weights of their own, the state's
-    `published` (Params) adds them as `<level>/<name>` (see `evaluation.weights_of`).
+    The algorithm's state is a frozen dataclass with at least the field `params`. If each level has separate weights,
+    the field `published` (Params) contains the weights as `<level>/<name>` (see `evaluation.weights_of`).
     """
 
     @property
     def preparations(self) -> tuple[str, ...]:
-        """Computations needed before `pool`: names of registered preparations, or package.module:NAME."""
+        """Preparations that run before `pool`, as registered names or package.module:NAME."""
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        """Return the sub-models, smallest first, with distinct names; the largest is reported (`core.pool.pool_of`).
-        `prepared` maps each of `preparations` to its result. Raises PoolError for impossible options."""
+        """Return the sub-models in ascending order of size, with distinct names. The largest sub-model has
+        `reported=True` (see `core.pool.pool_of`). `prepared` maps preparations to results. Raises PoolError for invalid
+        options."""
 
     def init(
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
@@ -201,126 +188,109 @@ class Algorithm(Protocol):
         """Return the state before the first round.
 
         Args:
-            params: The first weights of the full network, as in `layout`.
+            params: Initial weights of the full network, in the order of `layout`.
             layout: The network's layout.
-            fleet: A device for each client, in client order.
+            fleet: The devices of all clients, in client order.
             pool: The sub-models.
             server: The server's data and training.
 
         Raises:
-            ConfigError: The options do not go with the fleet, the pool or the server.
+            ConfigError: The options are incompatible with the fleet, the pool or the server.
         """
 
     def plan(self, state: Any, context: RoundContext) -> RoundPlan:
-        """Return the assignments of a round. Pure: equal before and after a crash."""
+        """Return the assignments of a round. The method is pure, so it returns the same plan after a crash."""
 
-    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        """Return the sub-model, loss and optimizer of a client. Pure, called on the client. Raises ClientError if the
-        model does not fit into `ctx.observed` (in % of the full model); the client then fails at stage `prune`."""
+    def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
+        """Return a client's sub-model, loss and optimizer. The method is pure and runs on the client. Raises
+        ClientError if the model does not fit into `ctx.observed` (in % of the full model). The client then fails at
+        stage `prune`."""
 
-    def merge(self, state: Any, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext) -> Any:
-        """Return the state after a round, with the same constant fields and finite weights of the same names, types and
-        shapes (`rounds.checks`). `answers` are all results in client order and can be read several times. Reading
-        fetches one update at a time, on the CPU."""
+    def merge(self, state: Any, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext) -> Any:
+        """Return the state after a round. Constant fields must not change. Weights must be finite and keep their names,
+        types and shapes (`rounds.checks`). `results` contains all results in client order and can be iterated several
+        times. Each iteration step loads one update to the CPU."""
 
 
 @runtime_checkable
 class ChoosesNetwork(Protocol):
-    """An algorithm that changes the network, for example by early exits."""
-
     def network(self, family: ModelFamily) -> ModelFamily:
-        """Return the network to train if `family` is configured."""
+        """Return the network to train instead of the configured `family`, for example a network with early exits."""
 
 
 @runtime_checkable
 class RemembersChanges(Protocol):
-    """An algorithm whose server remembers each client's change of the weights (FedDyn). It cannot run with asynchronous
-    rounds, which apply a late update to the current weights (`rounds.buffer`)."""
-
     @property
     def remembers_changes(self) -> bool:
-        """Whether it does with these options."""
+        """True if the server stores the weight change of each client (FedDyn). Asynchronous rounds then raise an error,
+        because they apply a late update to the current weights."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The values of one hyper-parameter that a search draws: from `low` to `high`, or one of `choices`. The configured
-    value must be among them, because the first trial runs it."""
+    """Search space of one hyper-parameter: values from `low` to `high`, or one of `choices`. The space must contain the
+    configured value, because the first trial uses this value."""
 
     low: float | None = None
     high: float | None = None
     log: bool = False
-    """Draw on a logarithmic scale."""
+    """True to draw on a logarithmic scale."""
     whole: bool = False
-    """Draw whole numbers."""
+    """True to draw whole numbers."""
     start: float | None = None
-    """The value that the algorithm computes if its field is null."""
+    """Value that the algorithm computes if the configured value is null."""
     choices: tuple[Any, ...] = ()
-    """The values of a categorical parameter, without the other fields."""
+    """Values of a categorical parameter. If `choices` is not empty, all other fields are unused."""
 
 
 def around(value: float, low: float, high: float, *, log: bool = False) -> Interval:
-    """Return the interval from `low` to `high`, extended to the configured value."""
+    """Return the interval from `low` to `high`, extended to include `value`."""
     return Interval(min(low, value), max(high, value), log=log)
 
 
 @runtime_checkable
 class Searched(Protocol):
-    """An algorithm with a default search space."""
-
     def search_space(self, pool: Pool) -> Mapping[str, Interval]:
-        """Return intervals by path: `kd_weight`, or `gammas.0` for the first entry of a list. `pool` is that of the
-        configured algorithm. Omit a parameter that is switched off, because drawing a value would switch it on."""
+        """Map parameter paths, such as `kd_weight` or `gammas.0` (first entry of a list), to intervals. `pool` is the
+        configured algorithm's pool. Omit disabled parameters, because a drawn value would enable a parameter."""
 
 
 # --------------------------------------------------------------------------------------------- on the clients
-class ClientContext(Protocol):
-    """A client after training, for an algorithm's measurements. The tensors are copies on the torch device that
-    trained, so changing them changes no update."""
+@dataclass(frozen=True)
+class ClientContext:
+    """State of a client after training, from which algorithms compute metrics. The tensors are copies on the training
+    device, so a change of a tensor does not affect the update."""
 
-    @property
-    def goal(self) -> Task:
-        """The task of the data, which owns the loss."""
+    goal: Task
+    """Task of the data set, which defines the loss."""
+    family: ModelFamily
+    assignment: Assignment
+    task: LocalTask
+    """Local training task; `task.spec` is the sub-model that the client has trained."""
+    received: Params
+    """Weights of `task.spec` that the client received."""
+    trained: Params
+    """Weights of `task.spec` after training."""
+    x: Tensor
+    """Normalised samples of the client, (N, ...)."""
+    y: Tensor
+    """Targets of the samples, (N, ...)."""
+    measure_losses: Callable[[], Tensor]
 
-    @property
-    def family(self) -> ModelFamily: ...
-
-    @property
-    def order(self) -> WorkOrder: ...
-
-    @property
-    def task(self) -> LocalTask:
-        """The task of the assignment; `task.spec` is the sub-model that was trained."""
-
-    @property
-    def received(self) -> Params:
-        """The weights of `task.spec` as they were sent."""
-
-    @property
-    def trained(self) -> Params:
-        """The weights of `task.spec` after training."""
-
-    @property
-    def x(self) -> Tensor:
-        """(N, ...): the client's samples, normalised."""
-
-    @property
-    def y(self) -> Tensor:
-        """(N, ...): their targets."""
-
-    @property
+    @cached_property
     def losses(self) -> Tensor:
-        """float32 (N,): the loss of each sample with the received weights, in evaluation mode, at the last exit. With
-        `static_bn` batch norm uses the batch's statistics. Computed on access."""
+        """Loss of each sample before training, float32 (N,), at the last exit in evaluation mode. Batch norm uses the
+        batch's statistics if `static_bn` is true. The losses are computed on first access."""
+        return self.measure_losses()
 
 
 @dataclass(frozen=True)
 class ClientMetric:
-    """A metric that an algorithm has its clients report in `ClientUpdate.metrics`, besides the engine's own.
+    """A metric that clients report to an algorithm in `ClientUpdate.metrics`, in addition to the engine's metrics.
 
-    `measure` runs on the client after training and changes no update. Its value must be finite and between `low` and
-    `high`, or the client fails, so a lying client can report any number between the two and none beyond. The name is
-    an identifier that the engine does not use (`core.clients`).
+    `measure` runs on the client after training and does not change the update. The client fails unless the value is
+    finite and between `low` and `high`. A malicious client can report a false value within the bounds. The server
+    rejects values outside of the bounds. The name is an identifier that the engine does not use (`core.clients`).
     """
 
     name: str
@@ -331,57 +301,65 @@ class ClientMetric:
 
 @runtime_checkable
 class MeasuresClients(Protocol):
-    """An algorithm, or a selection, with metrics of its own."""
-
-    def client_metrics(self) -> Sequence[ClientMetric]: ...
+    def client_metrics(self) -> Sequence[ClientMetric]:
+        """Return the metrics of an algorithm or a selection."""
 
 
 @runtime_checkable
 class KeepsClientState(Protocol):
-    """An algorithm whose clients keep a state from one round to the next: a head of their own (FedPer), or a variate
+    """An algorithm whose clients keep a state between rounds, such as a personal head (FedPer) or a control variate
     (SCAFFOLD).
 
-    The state travels to the client with its assignment, back with its update, and into the store with the round's
-    commit. The state of a refused update is dropped, and `merge` never sees a state. The server stores it unencrypted.
+    The server sends the state with the assignment. The client returns the new state with the update. The state of a
+    rejected update is discarded. `merge` never receives states. The server stores states unencrypted.
     """
 
     def client_state(self, family: ModelFamily, pool: Pool) -> Mapping[str, tuple[int, ...]]:
-        """Return names and shapes of the state, float32, equal for all clients. A parameter with such a name stays with
-        the client: updates do not contain it."""
+        """Map the name of each tensor in the state (float32) to a shape. The shapes are equal for all clients.
+        Parameters with these names are private to the client, so updates do not contain them."""
 
-    def begin(self, state: Params, start: Start, order: WorkOrder, task: LocalTask, ctx: TaskContext) -> Start:
-        """Return what training starts from. Pure, on the client. `start` holds the received weights. `state` is empty
-        for a client without a state."""
+    def begin(self, state: Params, start: Start, assignment: Assignment, task: LocalTask, ctx: TaskContext) -> Start:
+        """Return the weights and gradient terms at the start of training. The method is pure and runs on the client.
+        `start` contains the received weights. `state` is empty if the client does not have a state yet."""
 
     def keep(self, state: Params, client: ClientContext) -> Params:
-        """Return the new state, with all names of `client_state`. Pure, on the client after training, on the torch
-        device that trained. `state` as in `begin`."""
+        """Return the new state, with all names of `client_state`. The method is pure and runs on the client after
+        training, with tensors on the training device. `state` is the state that `begin` received."""
+
+
+@runtime_checkable
+class HasPersonalModels(Protocol):
+    """An algorithm with client states that computes the weights of each client's personal model (Ditto)."""
+
+    def personal(self, state: Params, params: Params) -> Params:
+        """Return the weights of a client's personal model. Pure. `state` is the client's state, and `params` are the
+        global weights of the same sub-model."""
 
 
 # ----------------------------------------------------------------------------------------------------- rounds
 class Selector(Protocol):
-    """Selects the clients of a round and the pool model of each. A frozen dataclass. What it learns is stored in
-    tables, which are part of the algorithm's state."""
+    """Selects clients for a round, and a pool model for each selected client. A selector is a frozen dataclass. The
+    selector's learned values are stored in tables, which are part of the algorithm's state."""
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
         """Return the tables before the first round."""
 
     def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:
-        """Return (client, level) for at most `count` distinct available clients, in client order. A level is an index
-        of `context.pool`. All randomness comes from `rng`."""
+        """Return (client, level) pairs for at most `count` distinct available clients, in client order. A level is an
+        index of `context.pool`. All random numbers must be drawn from `rng`."""
 
-    def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
-        """Return the tables after one result, also of a failure: a client that never answers must not be asked more
-        often than others. Called in client order. `seconds` is the assignment's time on the simulated clock, also if
-        the update was not merged; 0 without an update or a clock."""
+    def learn(self, state: Tables, assignment: Assignment, result: ClientResult, seconds: float) -> Tables:
+        """Return the tables after one result. The engine passes all results of a round in client order. Failures also
+        count, because a client that always fails must not be selected more often than others. `seconds` is the
+        simulated duration of the assignment, even if the update was not merged; 0 without an update or clock."""
 
 
 class ServerOptimizer(Protocol):
-    """Moves the global model towards the clients' mean. A frozen dataclass; its moments are part of the state."""
+    """Moves the global model towards the clients' mean. The optimizer's moments are stored in the algorithm's state."""
 
     def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
-        """Return (new moments, new parameters). `trained` (bool, same shapes) marks the elements that a client trained;
-        the others keep their value. `moments` are empty before the first round."""
+        """Return (new moments, new parameters). `trained` (bool, same shapes) is true for elements that at least one
+        client trained. All other elements do not change. `moments` is empty before the first round."""
 
 
 class Backend(Protocol):
@@ -389,27 +367,26 @@ class Backend(Protocol):
 
     @property
     def durable(self) -> bool:
-        """Whether an update is in the run's store when `run` yields it."""
+        """True if each update is already in the run's store when `run` yields it."""
 
-    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]: ...
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[ClientResult]: ...
 
 
 class Watcher(Protocol):
-    """Observes a run and may end it. Its arguments belong to the run and must not be changed."""
+    """Observes a run and can stop it. The methods must not modify their arguments."""
 
-    def update(self, order: WorkOrder, update: ClientUpdate) -> None:
-        """Called when an update has arrived and was decoded, before it is accepted. The order depends on the
-        backend."""
+    def update(self, assignment: Assignment, update: ClientUpdate) -> None:
+        """Handle a decoded update before the server accepts or rejects the update. The order depends on the backend."""
 
     def round(
         self, number: int, metrics: Mapping[str, float], clients: Sequence[Mapping[str, Any]], state: Any
     ) -> bool:
-        """Called when a round (from 1) is evaluated but not committed; after a kill it is computed again. `clients` has
-        a line for each client that was asked, `state` is the algorithm's. Return True to stop after the commit."""
+        """Handle round `number`, counted from 1, before its commit. After a crash the round is computed again.
+        `clients` has an entry for each client with an assignment. Return True to end the run after the commit."""
 
 
 class Tracker(Protocol):
-    """Receives a run's measurements. `step` is the round, counted from 1. Subclasses override only what they need."""
+    """Logs the measurements of a run. The integer in each row is the round, counted from 1."""
 
     def params(self, values: Mapping[str, Any]) -> None:
         return None

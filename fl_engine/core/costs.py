@@ -1,4 +1,4 @@
-"""What a sub-model and its training cost: parameters, multiply-adds and steps."""
+"""Compute the cost of a sub-model (parameters, multiply-adds) and the cost of training (steps, multiply-adds)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from fl_engine.core.types import FULL, LocalTask, SubmodelSpec
 
 
 def count_params(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
-    """Return the number of parameters, including running statistics."""
+    """Return the number of parameters, including the running statistics of batch norm."""
     return sum(math.prod(s) for s in shapes(layout_of(family), spec, full_shapes(family)).values())
 
 
 def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL, linear: int = 1) -> int:
-    """Return multiply-adds per sample as the papers' tables count them (the thop convention).
+    """Return the number of multiply-adds per sample, counted as in the papers' tables (the convention of thop).
 
-    Convolutions and linear layers count without bias; a number of a batch or group norm counts 4; ReLU, pooling,
-    dropout and embeddings count 0. Recurrent layers count each weight matrix once a step, transposed convolutions their
-    kernel once for each input. `linear` is the count of a linear layer's multiply-add; FedRolex's Table 3.6 counts 2.
-    Runs a sample through a network with unset weights, because torch's meta device would import torch's compiler.
-    Raises ModelError for another layer with weights, and for a network that fails on one sample.
+    The bias of convolutions and linear layers is not counted. Each output of a normalisation layer counts as 4. ReLU,
+    pooling, dropout and embeddings count as 0. Recurrent layers count each weight matrix once per time step. Transposed
+    convolutions count the kernel once per input. The count of linear layers is multiplied by `linear`, which is 2 in
+    FedRolex's Table 3.6. Raises ModelError for any other layer with weights, and if the forward pass of one sample
+    fails.
     """
     total = 0
 
@@ -41,12 +41,13 @@ def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL, linear: int = 1) 
         total += own * linear if isinstance(layer, nn.Linear) else own
 
     sizes = shapes(layout_of(family), spec, full_shapes(family))
+    # Torch's meta device would import torch's compiler, so the tensors are allocated on the CPU.
     module = runnable(family, spec, {name: torch.empty(shape) for name, shape in sizes.items()}).eval()
     for layer, name in {layer: name for name, layer in _costly(module)}.items():
         if not isinstance(layer, CountsMacs | COUNTED):
             raise ModelError(
-                f"{type(family).__name__}: the multiply-adds of {name or 'the network'}, a {type(layer).__name__}, are "
-                "not known. Make it of torch's layers, or give it a method macs(given, output)"
+                f"{type(family).__name__}: cannot count multiply-adds of {name or 'the network'} "
+                f"({type(layer).__name__}). Build the layer from torch's layers, or define a method macs(input, output)"
             )
         layer.register_forward_hook(count, with_kwargs=True)
     try:
@@ -54,36 +55,25 @@ def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL, linear: int = 1) 
             module(made_up(family, 1))
     except (FlexfleetError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # of somebody else's code
+    except Exception as error:  # user code may raise any exception
         raise ModelError(
-            f"{type(family).__name__} must take a batch of one sample, with which its multiply-adds are counted "
-            f"({type(error).__name__}: {first_line(error)})"
+            f"{type(family).__name__} must accept a batch of one sample ({type(error).__name__}: {first_line(error)})"
         ) from error
     return total
 
 
 class Bare(nn.Module):
-    """A module whose own parameters count 0, and that runs other layers. Any other module's own parameters must be
-    those of a layer that can be counted."""
+    """Base class of modules that only call other layers. The parameters of the module itself do not cost multiply-adds.
+    In all other modules, every parameter must belong to a countable layer."""
 
 
-COUNTED = (
-    Bare
-    | _ConvNd
-    | nn.Linear
-    | _NormBase
-    | nn.GroupNorm
-    | nn.LayerNorm
-    | nn.RNNBase
-    | nn.RNNCellBase
-    | nn.Embedding
-    | nn.PReLU
-)
+COUNTED = Bare | _ConvNd | nn.Linear | _NormBase | nn.GroupNorm | nn.LayerNorm | nn.RNNBase | nn.RNNCellBase
+COUNTED |= nn.Embedding | nn.PReLU
 
 
 def _costly(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers to count, and those that hold weights themselves, by name. A layer that counts itself stands for
-    its inner layers."""
+    """Yield the name and module of each layer that costs multiply-adds or has weights. Layers inside a `CountsMacs`
+    module are skipped, because the module counts them."""
     itself = isinstance(module, CountsMacs)
     if itself or isinstance(module, COUNTED) or any(True for _ in module.parameters(recurse=False)):
         yield name, module
@@ -92,7 +82,6 @@ def _costly(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]
 
 
 def _macs(layer: nn.Module, given: Tensor, output: Tensor) -> int:
-    """Return the multiply-adds of one layer."""
     match layer:
         case _ConvTransposeNd():
             return given.numel() * (layer.out_channels // layer.groups * math.prod(layer.kernel_size))
@@ -109,12 +98,12 @@ def _macs(layer: nn.Module, given: Tensor, output: Tensor) -> int:
 
 
 FORWARDS_PER_STEP = 3
-"""The cost of a training step over that of a forward pass; a backward pass costs about two."""
+"""Cost of a training step in units of a forward pass. A backward pass costs about as much as two forward passes."""
 
 
 @runtime_checkable
 class Epochs(Protocol):
-    """The parts of a task, or of a configuration, that decide the number of steps."""
+    """Protocol of a task or configuration with the parameters that determine the number of training steps."""
 
     @property
     def epochs(self) -> int: ...
@@ -125,7 +114,7 @@ class Epochs(Protocol):
 
 
 def batches(task: Epochs, samples: int) -> tuple[int, ...]:
-    """Return the sizes of the batches of one epoch, which has as many draws as there are samples (`core.samplers`)."""
+    """Return the batch sizes of one epoch. An epoch draws `samples` samples (`core.steps`)."""
     batch = min(task.batch_size, samples)
     rest = 0 if task.drop_last else samples % batch
     return (batch,) * (samples // batch) + ((rest,) if rest else ())
@@ -136,17 +125,17 @@ def steps(task: Epochs, samples: int) -> int:
 
 
 def draws(task: Epochs, samples: int) -> int:
-    """Return how many samples all steps train on, with repeats."""
+    """Return the total number of samples in all training steps, counting repeated samples."""
     return task.epochs * sum(batches(task, samples)) if samples else 0
 
 
 def macs(family: ModelFamily, task: LocalTask, samples: int) -> float:
-    """Return the multiply-adds of the whole training."""
+    """Return the number of multiply-adds of all training steps."""
     return draws(task, samples) * macs_per_sample(family, task)
 
 
 def macs_per_sample(family: ModelFamily, task: LocalTask) -> float:
-    """Return the multiply-adds of one sample's training step, plus a forward pass for each teacher."""
+    """Return the number of multiply-adds of a training step per sample, including a forward pass of each teacher."""
     trained = [macs_of(family, spec) for spec in task.widths or (task.spec,)]
     teachers = task.distillation.teachers if task.distillation else ()
     step = sum(trained) / len(trained)
@@ -159,8 +148,8 @@ def macs_per_sample(family: ModelFamily, task: LocalTask) -> float:
 
 @lru_cache(maxsize=1024)
 def macs_of(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
-    """Return `count_macs`, cached by widths, since it does not matter which channels are kept. Raises ModelError for a
-    sub-model that the network does not have."""
+    """Return `count_macs` of the sub-model. The cache uses only widths, because the choice of channels does not matter.
+    Raises ModelError if the network does not have the sub-model."""
     layout = family.layout()
     layout.check(spec)
     return _macs_of_widths(family, tuple((g, layout.width(spec, g)) for g in layout.groups), spec.blocks)

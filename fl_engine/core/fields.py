@@ -1,4 +1,4 @@
-"""Types of hyper-parameters, and what pydantic reads and writes them with."""
+"""Types of hyper-parameters, and helpers that read and write them with pydantic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.text import at_home
 
 STRICT = ConfigDict(extra="forbid", strict=True)
-"""For `__pydantic_config__` of dataclasses that are built from a configuration."""
+"""Value of `__pydantic_config__` in dataclasses that pydantic creates from a configuration."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -31,7 +31,7 @@ Index = Annotated[int, Field(ge=0)]
 
 
 def user_path(text: str) -> str:
-    """Return `at_home(text)`. Raises ValueError, as pydantic expects."""
+    """Return `at_home(text)`. Raises ValueError instead of ConfigError, because pydantic expects a ValueError."""
     try:
         return at_home(text)
     except ConfigError as error:
@@ -39,38 +39,38 @@ def user_path(text: str) -> str:
 
 
 UserPath = Annotated[str, AfterValidator(user_path)]
-"""A path, or an address that contains one. `~` becomes the home folder."""
+"""A path, or a URL that contains a path. `~` is replaced by the home folder."""
 
 
 def is_model(kind: Any) -> TypeGuard[type[BaseModel]]:
-    """Return whether an annotation is a pydantic model. (In Python 3.10 `list[int]` passes as a type.)"""
+    """Return whether an annotation is a pydantic model. In Python 3.10, `list[int]` is also an instance of `type`."""
     return get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 class Moves(Enum):
-    """What changes if a parameter changes. Annotates a field, or a section for all its fields; the default is
-    RESULT."""
+    """Describes the effect of changing a parameter. Annotates a field, or a section and thereby all its fields. The
+    default is RESULT."""
 
     RESULT = "the model"
     LENGTH = "how far a run goes"
-    ANSWERS = "which answers a round has, by the clock on the wall"
-    NUMERICS = "bits, as a run's record of its numerics tells"
-    EXECUTION = "nothing but how it is executed"
-    PLACE = "nothing but where things are kept and told"
+    ANSWERS = "which results a round has, by the real clock"
+    NUMERICS = "the last bits of the model"
+    EXECUTION = "only how the run is executed"
+    PLACE = "only where things are stored and logged"
 
 
 class Unseen:
-    """Annotates a section that clients do not receive, because its addresses may contain passwords."""
+    """Marks a section that is not sent to clients, because URLs in the section may contain passwords."""
 
 
 class Section(BaseModel):
-    """A section of the configuration: strict and frozen."""
+    """Base class of configuration sections, which are strict and frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class LeavesOut(BaseModel):
-    """Omits these fields from the file if they are empty, so that they do not change the file's checksum."""
+    """Omits empty fields in `left_out` from JSON, so that the checksum of files from older versions does not change."""
 
     left_out: ClassVar[tuple[str, ...]]
 
@@ -80,17 +80,15 @@ class LeavesOut(BaseModel):
         return {name: value for name, value in fields.items() if value or name not in self.left_out}
 
 
-MOST_KINDS = 512
-"""Bounds the caches below, because a notebook may define a class again and again."""
-_adapter = lru_cache(MOST_KINDS)(TypeAdapter)
-_hints = lru_cache(MOST_KINDS)(get_type_hints)
+# The caches are bounded, because a notebook may define the same class many times.
+_adapter, _hints = lru_cache(512)(TypeAdapter), lru_cache(512)(get_type_hints)
 
 
 def adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return the cached `pydantic.TypeAdapter` of a class or annotation. Making one takes milliseconds."""
+    """Return the cached `pydantic.TypeAdapter` of a class or annotation."""
     return _adapter(kind)
 
 
 def hints(kind: Any) -> dict[str, Any]:
-    """Return the cached `typing.get_type_hints` of a class. Do not change the result."""
+    """Return the cached `typing.get_type_hints` of a class. Callers must not modify the result."""
     return _hints(kind)

@@ -1,15 +1,15 @@
-"""From activation statistics to a model pool (FlexFL, Sec. III-B, Eq. 1-3 and Alg. 1).
+"""Create a model pool from activation statistics (FlexFL, Section III-B, Eq. 1-3 and Alg. 1).
 
-1. `measure_apoz`: A_i, the fraction of exact zeros after ReLU i over the proxy set (Eq. 1), mean over the ReLUs of
-   a block (Eq. 2).
-2. `adjustment_weights`: AdjW_i = log size(l_i) / log max_j size(l_j) (Eq. 3).
-3. `ratios_at`, `spec_of`: layer i keeps int(s_i * out_i) channels, s_i = clamp(gamma * (1 - A_i * AdjW_i), 0.01, 1).
-4. `solve`: the gamma whose model has a given size.
+1. `measure_apoz` returns A_i, the fraction of exact zeros after ReLU i on the proxy set (Eq. 1). A block uses the mean
+   over its ReLUs (Eq. 2).
+2. `adjustment_weights` returns AdjW_i = log size(l_i) / log max_j size(l_j) (Eq. 3).
+3. `spec_of` keeps int(s_i * out_i) channels of layer i, with s_i = clamp(gamma * (1 - A_i * AdjW_i), 0.01, 1).
+4. `solve` returns the gamma for which the model has a given size.
 
 Departs from the paper: Alg. 1 raises gamma by 0.01 until the size is within epsilon, which may never happen. Size is
 monotone in gamma, so a bisection finds the closest reachable size, and an unreachable target is an error.
-`rule="authors"` is the published code's search: gamma runs over 100/g, g = 1 .. 199, and the first model whose prunable
-part is within 5 points of the target is taken, which is larger than the target.
+`rule="authors"` is the search of the published code. This search tries gamma = 100/g for g = 1 .. 199 and takes the
+first model whose prunable part is within 5 percentage points of the target. This model is larger than the target.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ AUTHORS_GAMMAS = tuple(100 / g for g in range(1, 200))
 AUTHORS_TOLERANCE = 0.05
 SIGNS, MOST_CHARS = "_ . + - ( ) % = '", 64
 NAMED = re.compile(rf"\w[\w.+()%=' -]{{0,{MOST_CHARS - 1}}}")
-"""Names of pool models, which are used for folders and in MLflow."""
+"""Pattern of valid names of pool models, which are also names of folders and names in MLflow."""
 UNMEASURED = 0.5
-"""A_i of a layer without a ReLU (an LSTM, an embedding). Its real share of zeros is about 0, which would keep it as
-wide as gamma allows."""
+"""Value of A_i for a layer without a ReLU, such as an LSTM or an embedding. The true fraction of zeros is about 0, so
+the layer would have the greatest width of all layers."""
 
 
 def measure_apoz(family: ModelFamily, params: Params, x_nchw: Tensor, batch_size: int = 128) -> tuple[float, ...]:
-    """Return A_i per prunable layer, each in [0, 1]; `UNMEASURED` without a ReLU. `x_nchw` are normalised samples (the
-    proxy's test part)."""
+    """Return A_i in [0, 1] for each prunable layer, or `UNMEASURED` for a layer without a ReLU. `x_nchw` contains
+    normalised samples (the test samples of the proxy set)."""
     module = runnable(family, FULL, {k: v.clone() for k, v in params.items()}).eval()
     names = [name for layer in family.prunable() for name in layer.activations]
     zeros = dict.fromkeys(names, 0)
@@ -72,9 +72,9 @@ def measure_apoz(family: ModelFamily, params: Params, x_nchw: Tensor, batch_size
 
 
 def layer_sizes(family: ModelFamily) -> tuple[int, ...]:
-    """Return size(l_i), the parameters of each prunable layer (conv + BN, block, or fc). Raises PoolError without
-    any."""
-    check_cuttable([layer.group for layer in family.prunable()])
+    """Return size(l_i), the number of parameters of each prunable layer (conv + BN, block, or fc). Raises PoolError if
+    the network does not have prunable layers."""
+    check_cuttable([layer.group for layer in family.prunable()], family)
     shapes = full_shapes(family)
     return tuple(
         sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(layer.params))
@@ -83,27 +83,27 @@ def layer_sizes(family: ModelFamily) -> tuple[int, ...]:
 
 
 def adjustment_weights(sizes: Sequence[int]) -> tuple[float, ...]:
-    """Return AdjW_i in (0, 1]; the largest layer has 1 (Eq. 3)."""
+    """Return AdjW_i in (0, 1] for each layer (Eq. 3). AdjW_i is 1 for the largest layer."""
     largest = math.log(max(sizes))
     return tuple(math.log(size) / largest for size in sizes)
 
 
 def ratios_at(gamma: float, apoz: Sequence[float], adjust: Sequence[float]) -> tuple[float, ...]:
-    """Return s_i of Alg. 1 lines 11-12."""
+    """Return the width ratio s_i of each layer (Alg. 1, lines 11-12)."""
     return tuple(max(min((1 - a * w) * gamma, 1.0), MIN_RATIO) for a, w in zip(apoz, adjust, strict=True))
 
 
 def spec_of(family: ModelFamily, ratios: Sequence[float]) -> SubmodelSpec:
-    """Return the first int(s_i * out_i) channels of each prunable layer, at least one."""
+    """Return the sub-model with the first max(1, int(s_i * out_i)) channels of each prunable layer."""
     groups = layout_of(family).groups
     layers = family.prunable()
     return SubmodelSpec.of({p.group: max(1, int(s * groups[p.group])) for p, s in zip(layers, ratios, strict=True)})
 
 
 def default_epsilon(family: ModelFamily) -> float:
-    """Return the default epsilon in parameters: the largest of 0.5 % of the whole, one channel of the widest layer, and
-    half a channel of the layer whose channels have most parameters. Sizes change in steps of one channel, and the
-    middle of a step is half of it away from both ends."""
+    """Return the default epsilon in parameters. Epsilon is the maximum of three sizes: 0.5 % of the network, one
+    channel of the widest layer, and half a channel of the layer with the most parameters per channel. Sizes change by
+    whole channels, so the nearest size can differ from the target by half a channel."""
     whole, groups = count_params(family), family.layout().groups
     layers = [p.group for p in family.prunable()]
     each = {g: whole - count_params(family, SubmodelSpec.of({g: groups[g] - 1})) for g in layers if groups[g] > 1}
@@ -112,16 +112,11 @@ def default_epsilon(family: ModelFamily) -> float:
 
 
 def solve(
-    family: ModelFamily,
-    apoz: Sequence[float],
-    adjust: Sequence[float],
-    target: float,
-    epsilon: float,
+    family: ModelFamily, apoz: Sequence[float], adjust: Sequence[float], target: float, epsilon: float
 ) -> tuple[float, SubmodelSpec]:
-    """Return gamma and the sub-model whose size is closest to `target` parameters. Raises PoolError if it is further
-    away than `epsilon` parameters."""
-
-    sizes: dict[SubmodelSpec, int] = {}  # a bisection ends in dozens of steps between the same two
+    """Return a tuple (gamma, sub-model). The sub-model has the size closest to `target` parameters. Raises PoolError if
+    the difference is more than `epsilon` parameters."""
+    sizes: dict[SubmodelSpec, int] = {}  # cached, because the last steps of a bisection try the same models
 
     def at(gamma: float) -> tuple[int, SubmodelSpec]:
         spec = spec_of(family, ratios_at(gamma, apoz, adjust))
@@ -143,23 +138,19 @@ def solve(
     if abs(size - target) > epsilon:
         whole = count_params(family)
         raise PoolError(
-            f"no gamma gives a model of {100 * target / whole:.2f} % ({target:,.0f} parameters) within epsilon = "
-            f"{epsilon:,.0f}, the closest have {below:,} and {above:,}. Change the target, or raise algorithm.epsilon"
+            f"no gamma gives {target:,.0f} +- {epsilon:,.0f} parameters ({100 * target / whole:.2f} % of the network). "
+            f"The closest models have {below:,} and {above:,}. Change the target, or increase algorithm.epsilon"
         )
-    return _shortest(gamma, lambda g: at(g)[1] == spec), spec
-
-
-def _shortest(gamma: float, same: Callable[[float], bool]) -> float:
-    """Return the shortest decimal that gives the same model. The bisection ends on the edge of a step, and a printed
-    gamma must reproduce its model."""
-    return next((g for g in (round(gamma, digits) for digits in range(2, 15)) if g > 0 and same(g)), gamma)
+    # Return the gamma with the fewest decimal places that gives the same model.
+    shorter = (round(gamma, digits) for digits in range(2, 15))
+    return next((g for g in shorter if g > 0 and at(g)[1] == spec), gamma), spec
 
 
 def solve_as_authors(
     family: ModelFamily, apoz: Sequence[float], adjust: Sequence[float], share: float
 ) -> tuple[float, SubmodelSpec]:
-    """Apply the published code's rule: the first hit from above within 5 points, by the size of the prunable layers.
-    Raises PoolError without a hit."""
+    """Return a tuple (gamma, sub-model) as in the published code. The result is the largest tested model whose prunable
+    layers are within 5 percentage points of `share`. Raises PoolError if no model is within this range."""
     prefixes = tuple(prefix for layer in family.prunable() for prefix in layer.params)
     layout, full = family.layout(), full_shapes(family)
 
@@ -173,81 +164,66 @@ def solve_as_authors(
         if abs(prunable_size(spec) / whole - share) <= AUTHORS_TOLERANCE:
             return gamma, spec
     raise PoolError(
-        f"no gamma = 100/g, g = 1 .. {len(AUTHORS_GAMMAS)}, comes within 5 points of {100 * share:.0f} % "
-        "(rule 'authors'): change the target, or take algorithm.rule=closest"
+        f"no gamma 100/g gives a model of {100 * share:.0f} +- 5 %. Change the target, or set algorithm.rule=closest"
     )
 
 
 def _gamma_max(apoz: Sequence[float], adjust: Sequence[float]) -> float:
-    """Return the gamma above which no layer gets wider. Raises PoolError if no gamma widens any layer."""
+    """Return the gamma above which layer widths are constant. Raises PoolError if gamma does not affect any layer."""
     slopes = [1 - a * w for a, w in zip(apoz, adjust, strict=True) if 1 - a * w > 1e-9]
     if not slopes:
-        raise PoolError("every layer has APoZ * AdjW = 1, so no gamma can widen any. Set algorithm.use_apoz=false")
-    return (1 + 1e-12) / min(slopes)  # times a slope, the quotient alone may round to just below 1
+        raise PoolError("every layer has APoZ * AdjW = 1, so gamma has no effect. Set algorithm.use_apoz=false")
+    return (1 + 1e-12) / min(slopes)  # without the factor, gamma * slope may round to just below 1
 
 
 def member(
-    family: ModelFamily,
-    name: str,
-    spec: SubmodelSpec,
-    *,
-    dispatched: bool,
-    reported: bool,
-    **more: Any,
+    family: ModelFamily, name: str, spec: SubmodelSpec, *, dispatched: bool, reported: bool, **more: Any
 ) -> PoolModel:
-    """Return a pool model with its costs; `more` are further fields of `PoolModel`."""
+    """Return a pool model with its size and multiply-adds. `more` contains the optional fields of `PoolModel`."""
     params = count_params(family, spec)
     share = params / count_params(family)
     return PoolModel(name, spec, params, share, macs_of(family, spec), dispatched, reported, **more)
 
 
 def pool_of(algorithm: Algorithm, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-    """Return the algorithm's pool. Raises PoolError unless it has models of different names from the smallest to the
-    largest, which is reported."""
+    """Return the algorithm's pool. Raises PoolError unless the models have distinct names, are sorted by size, and the
+    largest model is reported."""
     name = type(algorithm).__name__
-    given: Any = algorithm.pool(family, prepared, server)
-    if not isinstance(given, tuple | list) or not given or not all(isinstance(each, PoolModel) for each in given):
-        raise PoolError(f"{name}.pool must return one PoolModel or more, smallest first, got {repr(given)[:100]}")
-    found: Pool = tuple(given)
-    for small, large in pairwise(found):
-        if small.params > large.params:
-            raise PoolError(
-                f"{name}.pool must return the smallest model first, got {small.name} ({small.params:,} parameters) "
-                f"before {large.name} ({large.params:,})"
-            )
-    names = [model.name for model in found]
-    if twice := [each for each in names if names.count(each) > 1]:
-        raise PoolError(f"{name}.pool: two models are named {twice[0]}; names must differ")
-    for each in names:
-        if not isinstance(each, str) or not NAMED.fullmatch(each):
-            raise PoolError(
-                f"{name}.pool: a model's name must begin with a letter or digit and have at most {MOST_CHARS} letters, "
-                f"digits, spaces and any of {SIGNS}, got {each!r}"
-            )
-    if not found[-1].reported:
-        raise PoolError(f"{name}.pool: the largest model, {names[-1]}, must be reported, because its score is `full`")
-    return found
+    found: Any = algorithm.pool(family, prepared, server)
+    if not isinstance(found, tuple | list) or not found or not all(isinstance(each, PoolModel) for each in found):
+        raise PoolError(f"{name}.pool must return at least one PoolModel, smallest first, got {repr(found)[:100]}")
+    names = [str(model.name) for model in found]
+    if len(set(names)) < len(names) or not all(map(NAMED.fullmatch, names)):
+        raise PoolError(
+            f"{name}.pool: names must be distinct, with at most {MOST_CHARS} letters, digits and {SIGNS}, got {names}"
+        )
+    sizes = [model.params for model in found]
+    if sizes != sorted(sizes) or not found[-1].reported:
+        raise PoolError(
+            f"{name}.pool must sort the models by size and report the largest, got {names} with {sizes} parameters"
+        )
+    return tuple(found)
 
 
 def ascending(pool: Pool) -> Pool:
-    """Raise PoolError unless each model has more parameters than the one before."""
+    """Raise PoolError unless each model has more parameters than the previous model."""
     for small, large in pairwise(pool):
         if small.params >= large.params:
             raise PoolError(
-                f"{small.name} ({small.params:,} parameters) is not smaller than {large.name} ({large.params:,}): "
-                "set them further apart or use a wider model"
+                f"the pool model {small.name} ({small.params:,} parameters) must be smaller than {large.name} "
+                f"({large.params:,}). Choose sizes that differ more, or a wider network"
             )
     return pool
 
 
 def check_nested(family: ModelFamily, pool: Pool) -> Pool:
-    """Raise PoolError unless each model is a smaller sub-model of the next."""
+    """Raise PoolError unless each model is a smaller sub-model of the next model."""
     for small, large in pairwise(ascending(pool)):
         if not contains(family.layout(), large.spec, small.spec):
-            raise PoolError(f"{small.name} is not a sub-model of {large.name}: the pool would not nest")
+            raise PoolError(f"the pool model {small.name} must be a sub-model of the next larger model {large.name}")
     return pool
 
 
 def similarity(ratios: Sequence[float], reference: Sequence[float]) -> float:
-    """Return sim = 1 - mean(|s_p%[i] - s_100%[i]| / s_100%[i]) (FlexFL Sec. IV-C1): 1 if a small proxy prunes alike."""
+    """Return sim = 1 - mean(|s_p%[i] - s_100%[i]| / s_100%[i]) of FlexFL, Sec. IV-C1. Equal ratios have sim = 1."""
     return 1 - sum(abs(a - b) / b for a, b in zip(ratios, reference, strict=True)) / len(reference)

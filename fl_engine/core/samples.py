@@ -13,150 +13,130 @@ import torch
 from torch import Tensor
 
 from fl_engine.core.errors import DataError
-from fl_engine.core.task import Task, label_word, unfit
+from fl_engine.core.task import Task, check_metric_name
 
 IMAGE_AXES = 4
-"""Axes of images, (N, C, H, W)."""
+"""Number of axes of images, (N, C, H, W)."""
 BYTE = 255
 NEAR = 1e-3
-"""The largest distance of 255 times a float image from whole numbers. float32 is much more exact."""
-CHECKED = 4096
-"""Number of samples checked at a time."""
+"""Maximum distance of 255 * x from a whole number. The rounding errors of float32 are much smaller."""
+CHUNK = 2**20
+"""Number of values that are checked or summed at once. The limit saves memory for intermediate results."""
 
 
-def said(x: Tensor) -> str:
-    """Return the type and shape of one sample."""
-    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape[1:])}"
+def rows_of_chunk(shape: Sequence[int]) -> int:
+    """Return the number of samples of an array (N, ...) that together have about `CHUNK` values, at least 1."""
+    return max(1, CHUNK // max(1, math.prod(shape[1:])))
 
 
-def tensor_of(value: object, what: str) -> Tensor:
-    """Return a dense tensor. Raises DataError for a value that is neither a dense tensor nor an array of numbers."""
+def need_no_mask(value: object, what: str) -> None:
+    """Raise DataError if an array has masked values."""
+    if isinstance(value, np.ma.MaskedArray) and (masked := int(np.sum(value.mask))):
+        raise DataError(f"{what} must not have masked values, got {masked}. Replace them with x.filled(...)")
+
+
+def are_bytes(x: Tensor) -> bool:
+    """Return whether all values of x are multiples of 1/255. The values must be from 0 to 1."""
+    scaled = (part * BYTE for part in torch.split(x, rows_of_chunk(x.shape)))
+    return all(bool((part.round() - part).abs().max() <= NEAR) for part in scaled)
+
+
+def _tensor_of(value: object, what: str) -> Tensor:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
-            raise DataError(f"{what} must be a dense tensor, got {value.layout}. Give x.to_dense()")
+            raise DataError(f"{what} must be a dense tensor, got {value.layout}")
         return value.detach()
-    if not isinstance(value, np.ndarray):
-        raise DataError(f"{what} must be a tensor or a NumPy array, got {type(value).__name__}")
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf":
+        raise DataError(f"{what} must be a tensor or array of numbers, got {getattr(value, 'dtype', type(value))}")
     need_no_mask(value, what)
-    if value.dtype.kind not in "iuf":
-        raise DataError(f"{what} must be numbers, got a NumPy array of {value.dtype}")
     if value.dtype != np.uint8:
-        with np.errstate(over="ignore"):  # infinite values are refused later
+        with np.errstate(over="ignore"):  # infinite values are rejected later
             value = value.astype(np.float32 if value.dtype.kind == "f" else np.int64, copy=False)
     # torch supports neither negative strides nor read-only tensors.
     return torch.from_numpy(np.require(value, requirements=("C", "W")))
 
 
-def need_no_mask(value: object, what: str) -> None:
-    """Raise DataError for a masked array with masked values."""
-    if isinstance(value, np.ma.MaskedArray) and (masked := int(np.sum(value.mask))):
-        raise DataError(f"{what}: {masked} values are masked. Fill them in with x.filled(...)")
-
-
-def samples_of(x: Tensor, what: str) -> Tensor:
-    """Return the samples as `Data` stores them. Raises DataError if they are of none of its kinds."""
-    if x.dim() < 2:
-        raise DataError(f"{what} must have at least two axes, (N, F), got {tuple(x.shape)}")
-    if len(x) and not x.numel():
-        raise DataError(f"{what} must not have empty samples, got {tuple(x.shape)}")
-    if x.dtype == torch.uint8:
-        if x.dim() != IMAGE_AXES:
-            raise DataError(
-                f"{what}: uint8 samples must be images (N, C, H, W), got {tuple(x.shape)}. Give grey images a channel, "
-                "x[:, None], measurements as float32, tokens as int64"
-            )
-        return x
+def _samples_of(value: object, what: str) -> Tensor:
+    x = _tensor_of(value, what)
+    if x.dim() < 2 or not x.numel():
+        raise DataError(f"{what} must have at least one sample and two axes, (N, F), got the shape {tuple(x.shape)}")
     if x.dtype == torch.bool or x.is_complex():
-        raise DataError(f"{what} must be uint8, floats or integers, got {x.dtype}")
+        raise DataError(f"{what} must have the type uint8, float or integer, got {x.dtype}")
     if x.is_floating_point():
         x = x.float()
-        if not all(bool(torch.isfinite(part).all()) for part in torch.split(x, CHECKED)):
-            where = (~torch.isfinite(x)).flatten(1).any(1).nonzero().flatten()
-            raise DataError(f"{what} must be finite floats, sample {int(where[0])} is not ({len(where)} such samples)")
+        if not all(bool(torch.isfinite(part).all()) for part in torch.split(x, rows_of_chunk(x.shape))):
+            wrong = (~torch.isfinite(x)).flatten(1).any(1).nonzero().flatten()
+            raise DataError(f"{what} must be finite, got {len(wrong)} invalid samples, first at index {int(wrong[0])}")
         return x
-    x = x.long()  # torch has no minimum of uint16, uint32 and uint64
-    low, high = (int(x.min()), int(x.max())) if x.numel() else (0, 0)
-    if x.dim() == IMAGE_AXES:
-        largest = (1 << max(16, high.bit_length())) - 1  # dividing by less would lose bits of 16-bit images
-        cure = "x.to(torch.uint8)" if low >= 0 and high <= BYTE else "floats" if low < 0 else f"x / {largest}"
-        raise DataError(f"{what}: images and maps must be uint8 or floats, got integers {low}..{high}. Give {cure}")
-    if low < 0:
-        raise DataError(f"{what}: integers must be tokens from 0 on, got {low}. Give measurements as floats")
+    images = x.dim() == IMAGE_AXES
+    if images != (x.dtype == torch.uint8):
+        raise DataError(
+            f"{what}: images must be uint8 (N, C, H, W), and other samples must not be uint8, got {x.dtype} "
+            f"{tuple(x.shape)}. Convert images with x.to(torch.uint8), and grey images with x[:, None]"
+        )
+    if images:
+        return x
+    x = x.long()
+    if int(x.min()) < 0:
+        raise DataError(f"{what}: tokens must not be negative, got {int(x.min())}. Convert measurements to floats")
     return x
 
 
-def numbers_of(value: object, what: str) -> tuple[float, ...]:
-    """Return a list, an array or a tensor of finite numbers as a tuple."""
-    listed = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
-    if not isinstance(listed, Sequence) or not all(
-        isinstance(n, int | float | np.integer | np.floating) and math.isfinite(n) for n in listed
-    ):
-        raise DataError(f"{what} must be finite numbers, one for each channel or feature, e.g. (0.5,), got {value!r}")
-    return tuple(float(n) for n in listed)
+def _numbers_of(value: object, what: str) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(n) for n in value)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        numbers = (math.nan,)
+    if not all(map(math.isfinite, numbers)):
+        raise DataError(f"{what} must have a finite number for each channel or feature, such as (0.5,), got {value!r}")
+    return numbers
 
 
-def check_normalisation(name: str, x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-    """Raise DataError if mean and std do not fit the samples."""
+def _check_normalisation(name: str, x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
     images = x.dtype == torch.uint8
     if x.dtype == torch.int64:
         if mean or std:
-            raise DataError(f"{name}: tokens are not normalised. Leave out mean and std")
+            raise DataError(f"{name}: mean and std must not be set, because tokens are not normalised")
         return
-    wanted = _features(x)
+    features = x.shape[1] if x.dim() == IMAGE_AXES else x.shape[-1]
     for what, values in (("mean", mean), ("std", std)):
-        if len(values) != wanted and (images or mean or std):
-            raise DataError(f"{name}: {what} must have {wanted} values, one for each feature, got {len(values)}")
+        if len(values) != features and (images or mean or std):
+            raise DataError(f"{name}: {what} must have {features} values, one for each feature, got {len(values)}")
         if images and any(abs(value) > 1 for value in values):
-            raise DataError(f"{name}: {what} of images must be in units of 255, at most 1, got {values}")
+            raise DataError(f"{name}: {what} of images must be at most 1, got {values}. Divide the values by 255")
     if any(value <= 0 for value in std):
-        raise DataError(f"{name}: std must be above 0, got {min(std):g}. Leave out features that never change")
+        raise DataError(f"{name}: std must be greater than 0, got {min(std):g}. Remove features that never change")
     if not images and not mean and x.dim() == IMAGE_AXES and float(x.min()) >= 0 and float(x.max()) <= 1:
         raise DataError(
-            f"{name}: float samples {tuple(x.shape[1:])} in 0..1 look like images that are not normalised. Give mean "
-            "and std, or uint8: (x * 255).round().to(torch.uint8)"
+            f"{name}: float samples {tuple(x.shape[1:])} from 0 to 1 look like images. Set mean and std, or use uint8"
         )
 
 
-def are_bytes(x: Tensor) -> bool:
-    """Return whether all numbers, in 0..1, are k / 255, so that uint8 keeps their values."""
-    return bool(((x * BYTE).round() - x * BYTE).abs().max() <= NEAR)
-
-
-def sources_of(name: str, value: object, samples: int) -> Tensor:
-    """Return `Data.natural_client` checked. Raises DataError unless it has an integer for each training sample."""
-    sources = tensor_of(value, f"{name}: natural_client")
-    if (
-        sources.is_floating_point()
-        or sources.is_complex()
-        or sources.dtype == torch.bool
-        or sources.shape != (samples,)
-    ):
-        raise DataError(
-            f"{name}: natural_client must be integers ({samples},), one for each training sample, got {sources.dtype} "
-            f"{tuple(sources.shape)}"
-        )
-    return sources.long()
-
-
-def _features(x: Tensor) -> int:
-    """Return the length of the axis to which mean and std belong."""
-    return x.shape[1] if x.dim() == IMAGE_AXES else x.shape[-1]
-
-
-# ------------------------------------------------------------------------------------------------------ data
 @dataclass(frozen=True)
 class Data:
-    """A data set in memory. NumPy arrays become tensors. The task defines the targets.
+    """A data set in memory. NumPy arrays are converted to tensors. The task defines the targets.
 
     Samples (N, ...) are of one of three kinds:
 
-        images    uint8 (N, C, H, W); a network gets `(x / 255 - mean) / std`, per channel
-        floats    of any shape: vectors (N, F), series (N, T, F), maps (N, C, H, W); a network gets `(x - mean) / std`,
-                  per feature (the last axis, or the channel of maps), or x without mean and std
-        tokens    integers from 0 on, of any shape; a network gets them unchanged
+        images    uint8 (N, C, H, W). A network receives `(x / 255 - mean) / std`, normalised per channel.
+        floats    vectors (N, F), series (N, T, F), maps (N, C, H, W), or others. A network receives `(x - mean) / std`
+                  per feature (the last axis, or the channel of maps), or unchanged samples without mean and std.
+        tokens    integers of any shape that are not negative. A network receives unchanged tokens. A run converts the
+                  integers to floats if its network does not take tokens.
 
-    `natural_client` (N_train,) is the source of each training sample (a writer, a user), for the natural partition.
-    Raises DataError for other samples, for numbers that are not finite, and for fields that do not fit each other.
+    Attributes:
+        name: Name of the data set.
+        task: Task that defines the targets, the loss and the metric.
+        train_x: Training samples (N_train, ...). `test_x` has the same form.
+        train_y: Training targets (N_train,) or (N_train, ...). `test_y` has the same form.
+        mean: Mean of each channel or feature. `std` has the same form.
+        natural_client: Source of each training sample, such as a writer or a user, for the natural partition.
+
+    Raises:
+        DataError: The samples are of an unsupported kind, are not finite, or do not fit the targets, `mean` or `std`.
+
+    Example:
+        >>> Data("mine", Classification(10), train_x, train_y, test_x, test_y, mean=(0.5,), std=(0.25,))
     """
 
     name: str
@@ -170,62 +150,54 @@ class Data:
     natural_client: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise DataError(f"a data set's name must be a word, got {self.name!r}")
         if isinstance(self.task, type) or not isinstance(self.task, Task):
-            raise DataError(f"{self.name}: task must be one of fl_engine.tasks, e.g. Regression(), got {self.task!r}")
-        if wrong := unfit(self.task.metric.name):
-            raise DataError(f"{self.name}: {type(self.task).__name__} decides by {self.task.metric.name!r}: {wrong}")
+            raise DataError(f"{self.name}: task must be a task such as tasks.Regression(), got {self.task!r}")
+        check_metric_name(self.task, self.task.metric.name)
         if not self.task.metric.higher_is_better:
             raise DataError(
-                f"{self.name}: the first metric of a task must be better when higher, got {self.task.metric.name}"
+                f"{self.name}: the task's first metric must have higher_is_better=True, got {self.task.metric.name}"
             )
-        label_word(self.task)
-        checked: dict[str, Any] = {"mean": numbers_of(self.mean, f"{self.name}: mean")}
-        checked["std"] = numbers_of(self.std, f"{self.name}: std")
+        checked: dict[str, Any] = {of: _numbers_of(getattr(self, of), f"{self.name}: {of}") for of in ("mean", "std")}
         for part in ("train", "test"):
-            x, y = (tensor_of(getattr(self, f"{part}_{of}"), f"{self.name}: {part}_{of}") for of in "xy")
-            x = samples_of(x, f"{self.name}: {part}_x")
-            if not len(x):
-                raise DataError(f"{self.name}: {part}_x must have at least one sample")
+            x = _samples_of(getattr(self, f"{part}_x"), f"{self.name}: {part}_x")
+            y = _tensor_of(getattr(self, f"{part}_y"), f"{self.name}: {part}_y")
             if y.dim() == 0 or len(x) != len(y):
-                raise DataError(
-                    f"{self.name}: {part}_y must have one target for each of the {len(x)} samples of {part}_x, got "
-                    f"{len(y) if y.dim() else 'none'}"
-                )
+                raise DataError(f"{self.name}: {part}_y must have {len(x)} targets, got the shape {tuple(y.shape)}")
             checked |= {f"{part}_x": x, f"{part}_y": self.task.check(y, f"{self.name}: {part}_y")}
         train, test = checked["train_x"], checked["test_x"]
         if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
-            raise DataError(f"{self.name}: training and test samples must be alike, got {said(train)} and {said(test)}")
-        check_normalisation(self.name, train, checked["mean"], checked["std"])
+            raise DataError(
+                f"{self.name}: training and test samples must have the same type and shape, got {train.dtype} "
+                f"{tuple(train.shape[1:])} and {test.dtype} {tuple(test.shape[1:])}"
+            )
+        _check_normalisation(self.name, train, checked["mean"], checked["std"])
         if self.natural_client is not None:
-            checked["natural_client"] = sources_of(self.name, self.natural_client, len(train))
+            sources = _tensor_of(self.natural_client, f"{self.name}: natural_client")
+            if sources.is_floating_point() or sources.shape != (len(train),):
+                form = f"{sources.dtype} {tuple(sources.shape)}"
+                raise DataError(f"{self.name}: natural_client must contain {len(train)} integers, got {form}")
+            checked["natural_client"] = sources.long()
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
-        """Return one line without the samples."""
         return (
             f"<Data {self.name}: {len(self.train_x)} training and {len(self.test_x)} test samples, "
-            f"{said(self.train_x)}, {self.task}>"
+            f"{self.train_x.dtype} {self.input_shape}, {self.task}>"
         )
 
     def part(self, train: Tensor, test: Tensor) -> Data:
-        """Return the training samples at these positions, and those at `test` as test samples. They are not checked
-        again: a part need not have what the whole must have, such as an image with a box."""
-        found = copy.copy(self)
-        of = {"train_x": self.train_x[train], "train_y": self.train_y[train]}
-        if test is train:
-            of |= {"test_x": of["train_x"], "test_y": of["train_y"]}
-        else:
-            of |= {"test_x": self.train_x[test], "test_y": self.train_y[test]}
-        for name, value in {**of, "natural_client": None}.items():
-            object.__setattr__(found, name, value)
+        """Return a data set that consists of training samples: the indices `train` for training, and `test` for
+        testing. The result is not checked, because a small part may be invalid. For example, all images of a part can
+        be without boxes."""
+        found, x, y = copy.copy(self), self.train_x[train], self.train_y[train]
+        test_x, test_y = (x, y) if test is train else (self.train_x[test], self.train_y[test])
+        vars(found).update(train_x=x, train_y=y, test_x=test_x, test_y=test_y, natural_client=None)
         return found
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """The shape of one sample."""
+        """Shape of one sample."""
         return tuple(self.train_x.shape[1:])
 
     @property
@@ -237,30 +209,30 @@ class Data:
         return self.train_x.dtype == torch.int64
 
     def normalise(self, x: Tensor) -> Tensor:
-        """Return samples (B, ...) as a network expects them, on their device: float32, or int64 tokens."""
+        """Return normalised samples (B, ...) as floats on the same device, or tokens unchanged."""
         if not self.mean:
             return x
-        shape = _feature_view(x)
+        shape = (1, -1, 1, 1) if x.dim() == IMAGE_AXES else (*[1] * (x.dim() - 1), -1)
         mean = torch.tensor(self.mean, device=x.device).view(shape)
         std = torch.tensor(self.std, device=x.device).view(shape)
-        # In place, since all samples of a client are normalised at once, and results between would lie in memory too.
+        # Compute in place, because intermediate results would double the memory of a client's samples.
         centred = x.float().div_(255).sub_(mean) if x.dtype == torch.uint8 else x - mean
         return centred.div_(std)
 
 
 def batch_layout(x: Tensor) -> Tensor:
-    """Return a batch in the memory layout of networks: maps channels last, anything else contiguous."""
+    """Return a batch in the memory layout that networks expect: channels last for maps, otherwise contiguous."""
     return x.contiguous(memory_format=torch.channels_last if x.dim() == IMAGE_AXES else torch.contiguous_format)
 
 
 def outputs_of(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the outputs of all exits, the last one last. `out` is a tensor if the network has no early exits."""
+    """Return the outputs of all exits in network order. `out` is a tensor if the network does not have early exits."""
     return out if isinstance(out, tuple) else (out,)
 
 
 def split(x: Tensor, batch_size: int, answer: Callable[[Tensor], object]) -> Sequence[Tensor]:
-    """Return samples (N, ...) in batches for evaluation by `answer`. A last batch of one sample joins the one before if
-    the network cannot process it, as batch norm without running statistics."""
+    """Split samples (N, ...) into batches for the function `answer`. If `answer` raises ValueError for a last batch of
+    one sample, this batch is merged into the previous batch. An example is batch norm without running statistics."""
     parts = torch.split(x, batch_size)
     if len(parts) == 1 or len(parts[-1]) > 1:
         return parts
@@ -270,8 +242,3 @@ def split(x: Tensor, batch_size: int, answer: Callable[[Tensor], object]) -> Seq
     except ValueError:
         return (*parts[:-2], x[-batch_size - 1 :])
     return parts
-
-
-def _feature_view(x: Tensor) -> tuple[int, ...]:
-    """Return the shape in which a value per feature is broadcast over samples."""
-    return (1, -1, 1, 1) if x.dim() == IMAGE_AXES else (*[1] * (x.dim() - 1), -1)

@@ -1,7 +1,6 @@
-"""Randomness as a function of (seed, purpose, round, client).
-
-Nothing draws from a global generator. The four values pass through SHA-256, never through `hash(str)`, so they give
-the same stream in every process, on every machine and after every restart.
+"""Derive random numbers from (seed, purpose, round, client), never from a global generator. The four values are hashed
+with SHA-256, not with `hash(str)`, so the random stream is the same in every process, on every machine and after every
+restart.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ import torch
 
 
 def derive(seed: int, purpose: str, round: int = -1, client: int = -1) -> int:
-    """Return a seed of 63 bits, as `torch.Generator.manual_seed` takes it."""
+    """Return a 63-bit seed for `torch.Generator.manual_seed`."""
     return int.from_bytes(_digest(seed, purpose, round, client)[:8], "little") >> 1
 
 
 def rng(seed: int, purpose: str, round: int = -1, client: int = -1) -> np.random.Generator:
-    """Return a generator for one purpose, so that drawing more in one place changes nothing elsewhere.
+    """Return a generator for one purpose, so that additional draws do not change the numbers of other purposes.
 
-    A seed above 128 bits is a secret (`privacy.plan_seed`). All 128 bits of the generator's key then follow from it,
-    because 63 bits could be searched through.
+    A seed of more than 128 bits is secret (`privacy.plan_seed`). For a secret seed, the generator's key has 128 bits,
+    because a key of 63 bits could be found by brute force.
     """
     if seed >= 2**128:
         key = int.from_bytes(_digest(seed, purpose, round, client)[:16], "little")
@@ -37,13 +36,12 @@ def _digest(seed: int, purpose: str, round: int, client: int) -> bytes:
     return hashlib.sha256(f"flexfleet/{seed}/{purpose}/{round}/{client}".encode()).digest()
 
 
-# ------------------------------------------------------------------- code of the user's that draws globally
-_ONE = threading.RLock()
-"""Guards the global random states, which belong to the whole process."""
+_LOCK = threading.RLock()
+"""Lock for the global random states, which all threads share."""
 
 
 def drawn() -> dict[str, object]:
-    """Return the states of the three global generators by name. Compare two results by == to detect a draw."""
+    """Map the names of the three global generators to their states. A state changes if a number is drawn."""
     _, keys, *place = np.random.get_state()
     return {
         "torch": torch.get_rng_state().numpy().tobytes(),
@@ -54,10 +52,10 @@ def drawn() -> dict[str, object]:
 
 @contextmanager
 def drawing(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the global generators of torch, numpy and `random`, and restore their states afterwards. Other threads
-    wait."""
+    """Seed the global generators of torch, NumPy and `random`, and restore their states afterwards. Only one thread at
+    a time can use this context manager."""
     cuda = [device] if device.type == "cuda" else []
-    with _ONE, torch.random.fork_rng(cuda):
+    with _LOCK, torch.random.fork_rng(cuda):
         before = np.random.get_state(), random.getstate()
         torch.default_generator.manual_seed(seed)
         for each in cuda:

@@ -1,8 +1,9 @@
-"""`take` cuts a sub-model out of a model; shapes and modules of sub-models."""
+"""Cut the weights of a sub-model out of a model (`take`), and create the module of a sub-model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -26,23 +27,29 @@ class _Undrawn(TorchFunctionMode):
         return func(*args, **given)
 
 
-def blank(family: ModelFamily, spec: SubmodelSpec = FULL) -> nn.Module:
-    """Return the sub-network on torch's meta device, without drawing weights. Drawing an embedding's weights there
-    would import torch's compiler, which takes two seconds."""
+@contextmanager
+def without_storage() -> Iterator[None]:
+    """Create modules on torch's meta device, without drawing weights. Without this context manager, an embedding would
+    import torch's compiler to draw weights, which takes two seconds."""
     with torch.device("meta"), _Undrawn():
+        yield
+
+
+def blank(family: ModelFamily, spec: SubmodelSpec = FULL) -> nn.Module:
+    """Return the sub-network without storage."""
+    with without_storage():
         return family.module(spec)
 
 
 def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: SubmodelSpec = FULL) -> Params:
-    """Return the slice `want` of `params`, which are the sub-model `have` of the network (default: all of it).
+    """Cut the sub-model `want` out of `params`, which are weights of `have` (by default the whole network).
 
-    Prefixes are views, anything else is a copy, also a prefix of an axis with `copies`. A name of `have` that `params`
-    lacks was not trained and stays absent. Raises ModelError if `want` is not within `have`, or for an unknown name.
+    The slice of a prefix is a view. Other slices are copies, even a prefix of an axis with `copies`. Parameters that
+    were not trained are missing in `params` and in the result. Raises ModelError if `have` does not contain `want`.
     """
-    if want is have or want == have:
-        unknown = next((name for name in params if name not in layout.slots), None)
-        if unknown is not None:
-            raise ModelError(f"the layout knows no parameter {unknown!r}")
+    if unknown := params.keys() - layout.slots.keys():
+        raise ModelError(f"the layout does not have the parameters {sorted(unknown)[:8]}")
+    if want == have:
         return dict(params)
     layout.check(want)
     layout.check(have)
@@ -50,12 +57,10 @@ def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: Submodel
     held = {group: layout.width(have, group) for group in layout.groups}
     missing = [b for b in layout.blocks if layout.has_block(want, b) and not layout.has_block(have, b)]
     if missing:
-        raise ModelError(f"the wanted sub-model has the blocks {missing}, the model at hand does not")
+        raise ModelError(f"the sub-model requires the blocks {missing}, which the larger model does not have")
     out: Params = {}
     for name, tensor in params.items():
-        slot = layout.slots.get(name)
-        if slot is None:
-            raise ModelError(f"the layout knows no parameter {name!r}")
+        slot = layout.slots[name]
         if layout.has_block(want, slot.block):
             for dim, axis in enumerate(slot.axes):
                 tensor = _cut(tensor, dim, axis, local, held)
@@ -64,20 +69,20 @@ def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: Submodel
 
 
 def _local(layout: ParamLayout, group: str, want: SubmodelSpec, have: SubmodelSpec) -> Keep:
-    """Return the positions of the wanted channels among those at hand."""
+    """Return the positions of the channels that `want` keeps in the list of channels that `have` keeps."""
     wanted, held = layout.indices(want, group), layout.indices(have, group)
     if wanted == held:
         return layout.width(have, group)
     if isinstance(held, int):
         last = wanted if isinstance(wanted, int) else wanted[-1] + 1
         if last > held:
-            raise ModelError(f"group {group!r}: channel {last - 1} is wanted, the model at hand keeps the first {held}")
+            raise ModelError(f"group {group!r}: channel {last - 1} is required, but the model has only {held} channels")
         return wanted
     position = {index: i for i, index in enumerate(held)}
     indices = range(wanted) if isinstance(wanted, int) else wanted
     absent = [i for i in indices if i not in position]
     if absent:
-        raise ModelError(f"group {group!r}: the channels {absent[:8]} are wanted, the model at hand lacks them")
+        raise ModelError(f"group {group!r}: the channels {absent[:8]} are required, but the model does not have them")
     return tuple(position[i] for i in indices)
 
 
@@ -91,23 +96,23 @@ def _cut(tensor: Tensor, dim: int, axis: Axis, local: Mapping[str, Keep], held: 
 
 
 def places(keep: Mapping[str, Keep], axis: Axis, size: int, held: Mapping[str, int]) -> slice | Tensor:
-    """Return `entries` of an axis that may be a concatenation. The tensor at hand has `held` channels of each group."""
+    """Return `entries` for an axis or a concatenation of axes. `held` maps each group to the number of channels."""
     if axis.then is None:
         return slice(0, size) if axis.key is None else entries(keep[axis.key], axis, size)
     found, start = [], 0
     for part in axis.parts:
         long = part.each * (1 if part.group is None else held[part.group])
-        at = places(keep, part, long, held)
-        found.append((torch.arange(at.stop) if isinstance(at, slice) else at) + start)
+        kept = places(keep, part, long, held)
+        found.append((torch.arange(kept.stop) if isinstance(kept, slice) else kept) + start)
         start += long
     joined = torch.cat(found)
     return slice(0, size) if len(joined) == size else joined
 
 
 def entries(keep: Keep, axis: Axis, size: int) -> slice | Tensor:
-    """Return the positions of kept channels on an axis of `size` entries: a slice from 0 if they are the first entries,
-    else ascending int64 indices. [1, 3] with repeat 2 -> [2, 3, 6, 7]; the first 2 of 5 with 3 copies -> [0, 1, 5, 6,
-    10, 11]."""
+    """Return the positions of kept channels on an axis of `size` entries. The result is a slice from 0 if the first
+    entries are kept, otherwise a tensor of ascending int64 indices. With repeat 2, [1, 3] gives [2, 3, 6, 7]. With 3
+    copies, the first 2 of 5 channels give [0, 1, 5, 6, 10, 11]."""
     run = size // axis.copies
     if isinstance(keep, int) and (axis.copies == 1 or keep * axis.repeat == run):
         return slice(0, keep * axis.repeat * axis.copies)
@@ -130,7 +135,7 @@ def contains(layout: ParamLayout, outer: SubmodelSpec, inner: SubmodelSpec) -> b
 
 
 def index_of(pool: Pool, layout: ParamLayout, spec: SubmodelSpec) -> int | None:
-    """Return the index of the pool model with the sub-model's widths and blocks, or None. The outputs do not count."""
+    """Return the index of the pool model with the widths and blocks of `spec`, or None. The outputs are ignored."""
     form = layout.form(spec)
     for i, model in enumerate(pool):
         if layout.form(model.spec) == form:
@@ -139,19 +144,19 @@ def index_of(pool: Pool, layout: ParamLayout, spec: SubmodelSpec) -> int | None:
 
 
 def is_statistic(name: str) -> bool:
-    """Return whether an entry of the state is a running statistic of batch norm, which is averaged and never
+    """Return whether an entry of the state dict is a running statistic of batch norm. Statistics are averaged and never
     optimized."""
     return name.endswith(("running_mean", "running_var"))
 
 
 def largest(name: str) -> float:
-    """Return the largest absolute value of an entry; beyond it training has diverged. float32 can hold the sum of 10^8
-    squares of such statistics, and of as many weights' as a network can have."""
+    """Return the largest valid absolute value of an entry. A larger value means that training has diverged. float32 can
+    represent the sum of 10^8 squares of running statistics, and the sum of the squares of all weights of a network."""
     return 1e15 if is_statistic(name) else 1e9
 
 
 def shapes(layout: ParamLayout, spec: SubmodelSpec, full: Mapping[str, torch.Size]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter of the sub-model, given those of the full network or of a larger sub-model."""
+    """Return the shape of each parameter of the sub-model. `full` contains the shapes of a larger model."""
     out = {}
     for name, slot in layout.slots.items():
         if layout.has_block(spec, slot.block):
@@ -162,23 +167,23 @@ def shapes(layout: ParamLayout, spec: SubmodelSpec, full: Mapping[str, torch.Siz
 
 @lru_cache(maxsize=64)
 def full_shapes(family: ModelFamily) -> dict[str, torch.Size]:
-    """Return the shapes of the full network's parameters in layout order, without allocating them. Raises ModelError if
-    module and layout disagree."""
+    """Return the shapes of the full network's parameters in layout order, without allocating tensors. Raises ModelError
+    if the module and the layout have different parameters."""
     state = blank(family).state_dict()
     if list(state) != list(family.layout().slots):
         odd = sorted(set(state) ^ set(family.layout().slots))
-        raise ModelError(f"{type(family).__name__}: module and layout disagree on parameters or order: {odd[:6]}")
+        raise ModelError(f"{type(family).__name__}: the module must have the layout's parameters, in order: {odd[:6]}")
     return {name: tensor.shape for name, tensor in state.items()}
 
 
 @lru_cache(maxsize=64)
 def layout_of(family: ModelFamily) -> ParamLayout:
-    """Return the network's layout, cached because a pool search counts hundreds of sub-models."""
+    """Return the network's layout, which is cached because a pool search reads it for hundreds of sub-models."""
     return family.layout()
 
 
 def made_up(family: ModelFamily, count: int, generator: torch.Generator | None = None) -> Tensor:
-    """Return samples (count, ...) as the network expects them: zeros, or random ones."""
+    """Return artificial samples (count, ...): random values if a generator is passed, otherwise zeros."""
     shape = (count, *family.input_shape)
     if isinstance(family, TakesTokens):
         if generator is None:
@@ -188,15 +193,15 @@ def made_up(family: ModelFamily, count: int, generator: torch.Generator | None =
 
 
 def initial_params(family: ModelFamily, seed: int) -> Params:
-    """Return the freshly initialised full network, equal on every machine for the same seed and torch build."""
+    """Return random initial weights of the full network. The weights depend only on the seed and on the torch build."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps three stack traces for devices to come
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed stores stack traces for uninitialised devices
         return {name: t.detach().clone() for name, t in family.module().state_dict().items()}
 
 
 def runnable(family: ModelFamily, spec: SubmodelSpec, params: Params) -> nn.Module:
-    """Return the sub-network with `params` (already sliced) as its storage. Training writes into them, so clone them
-    first. Raises ModelError for parameters of another sub-network."""
+    """Return the sub-network, which uses the tensors in `params` without a copy. Training overwrites `params`, so pass
+    clones. Raises ModelError if `params` are not the weights of this sub-network."""
     module = blank(family, spec)
     try:
         module.load_state_dict(params, assign=True)

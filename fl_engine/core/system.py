@@ -1,9 +1,8 @@
-"""The process and its machine: the processor, new processes, and freed memory. Imports no torch."""
+"""Functions for the processor, new processes and the release of memory. This module does not import torch."""
 
 from __future__ import annotations
 
 import ctypes
-import gc
 import hashlib
 import importlib
 import platform
@@ -21,7 +20,7 @@ H = TypeVar("H", bound="hashlib._Hash")
 
 
 def hashed(path: Path, hash: H) -> H:
-    """Feed `hash` with the file's content and return it (`hashlib.file_digest` needs Python 3.11). Raises OSError."""
+    """Update `hash` with the content of a file, and return `hash`. Raises OSError if the file cannot be read."""
     with path.open("rb") as file:
         while piece := file.read(2**20):
             hash.update(piece)
@@ -34,14 +33,13 @@ def of_posix(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise EnvironmentFailure(
-            f"training needs Linux or macOS, got {sys.platform}, whose Python has no {module}. On Windows install WSL "
-            "(wsl --install) and flexfleet in it"
+            f"training requires Linux or macOS, because {sys.platform} does not have {module}. On Windows, install WSL"
         ) from error
 
 
 @contextmanager
 def without_main() -> Iterator[None]:
-    """Keep a new process from importing the parent's main module, which would run an unguarded script again."""
+    """Prevent a new process from importing the parent's main module, which would run an unguarded script again."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -50,35 +48,18 @@ def without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-GROWN = 100_000
-"""New objects between two garbage collections; Python's default is 700."""
-
-
-@contextmanager
-def seldom_collected() -> Iterator[None]:
-    """Collect garbage seldom while objects stay alive anyway, as in imports and reports. Saves a seventh of a report's
-    time."""
-    young, *older = gc.get_threshold()
-    gc.set_threshold(GROWN, *older)
-    try:
-        yield
-    finally:
-        gc.set_threshold(young, *older)
-
-
-def told_exit(exit_code: int | None) -> str:
-    """Return how a multiprocessing process ended, for an error message."""
+def exit_text(exit_code: int | None) -> str:
+    """Describe how a multiprocessing process ended, for an error message."""
     return f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
 
 
-# ---------------------------------------------------------------------------------------------- the processor
 CPUINFO = Path("/proc/cpuinfo")
 BROKEN, FITTING = "2.10.", "2.9.1"
-"""On arm64, torch 2.10 executes LSE atomics on every processor. 2.9.1 does not."""
+"""Torch 2.10 uses LSE atomics on every arm64 processor. Torch 2.9.1 also runs without LSE atomics."""
 
 
 def _values(*names: str) -> list[str]:
-    """Return the values of CPUINFO's lines with these names; empty if the system is not Linux."""
+    """Return the values of the fields in CPUINFO with these names. The result is empty if the system is not Linux."""
     try:
         lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -95,46 +76,42 @@ def features() -> frozenset[str]:
 
 @cache
 def parts() -> tuple[str, ...]:
-    """Return the types of the cores, e.g. `0x41 0xd08` (Arm, Cortex-A72); empty except on Arm."""
+    """Return the types of the cores, such as `0x41 0xd08` (Cortex-A72). The result is empty except on Arm."""
     return tuple(sorted(set(map(" ".join, zip(_values("CPU implementer"), _values("CPU part"), strict=False)))))
 
 
 def check_torch() -> None:
-    """Raise EnvironmentFailure if importing the installed torch would end this process with "Illegal instruction"."""
-    if platform.machine() != "aarch64" or not features() or "atomics" in features():
-        return
-    from importlib import metadata  # takes a tenth of the time of `import flexfleet`
+    """Raise EnvironmentFailure if importing the installed torch would end the process with "Illegal instruction"."""
+    if platform.machine() == "aarch64" and features() and "atomics" not in features():
+        from importlib import metadata  # this import is slow and rarely required
 
-    try:
-        found = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return
-    if found.startswith(BROKEN):
-        raise EnvironmentFailure(
-            f"torch {found} needs a processor with LSE atomics (ARMv8.1), which this one does not have "
-            f"(`atomics` is missing in {CPUINFO}). Install the version that fits: pip install torch=={FITTING}"
-        )
+        for found in metadata.distributions(name="torch"):
+            if found.version.startswith(BROKEN):
+                raise EnvironmentFailure(
+                    f"torch {found.version} requires a processor with LSE atomics (ARMv8.1), but this processor does "
+                    f"not have them. Install another version: pip install torch=={FITTING}"
+                )
 
 
-# ------------------------------------------------------------------------------------------------- the C heap
-# Every training step allocates the same blocks again, and each fresh page costs a page fault: up to a fifth of a
-# step's time. So glibc keeps freed blocks. But freed models leave holes that aligned blocks of the same size do not
-# fit into: with all of them kept, a coordinator held ten times its model. So large blocks go back outside of training.
+# Every training step allocates the same blocks again. Page faults for new pages take up to a fifth of a step's time, so
+# glibc is configured to keep freed blocks during training. Freed models, however, fragment the heap, because aligned
+# blocks of the same size do not fit into the gaps. Fragmentation can increase a coordinator's
+# memory to ten times the size of its model. Therefore large blocks are returned to the system after training.
 LARGE_MODEL = 2**26
-"""Bytes. A round of a model of this size takes seconds, so page faults outside of training do not matter."""
+"""Minimum size of a large model, in bytes. A round with a large model takes much longer than the page faults."""
 WORKING_BLOCK, LARGE_BLOCK = 2**25, 2**20
-"""Bytes. With a large model, blocks above these sizes return to the system when they are freed: during training and
-evaluation (the largest value that glibc accepts), and outside of them."""
+"""Minimum sizes, in bytes, of freed blocks that are returned to the system if the model is large. WORKING_BLOCK, the
+largest value that glibc accepts, applies during training and evaluation, and LARGE_BLOCK at other times."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 _MANY = 2**16
-"""Maximal number of mapped blocks; more than a process has."""
+"""Maximum number of memory mappings, which no process reaches."""
 _kept = False
-"""Whether `keep_freed_memory` was called. Otherwise the process belongs to the user, and its heap stays as it is."""
+"""True after `keep_freed_memory`. If it is False, the heap is not changed, because the process belongs to the user."""
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed blocks. Does nothing with other C libraries."""
+    """Configure glibc to keep freed blocks. With other C libraries, this function does nothing."""
     global _kept
     _kept = True
     _call("mallopt", _MMAP_MAX, 0)
@@ -143,20 +120,21 @@ def keep_freed_memory() -> None:
 
 
 def give_back(size: int) -> None:
-    """If a model of `size` bytes is large, return freed memory to the system, now and from now on."""
+    """If a model of `size` bytes is large, return freed memory to the system now and after each later free."""
     if _kept and size >= LARGE_MODEL:
         _map_blocks_from(LARGE_BLOCK)
         trim()
 
 
 def trim() -> None:
-    """Return freed memory to the system, once. Does nothing with other C libraries."""
+    """Return freed memory to the system once. With other C libraries, this function does nothing."""
     _call("malloc_trim", 0)
 
 
 @contextmanager
 def at_work(size: int) -> Iterator[None]:
-    """Keep freed memory while a model of `size` bytes is trained or evaluated, as far as its size allows."""
+    """Do not return freed memory to the system during training or evaluation. If the model (`size` bytes) is large,
+    return only blocks above WORKING_BLOCK."""
     if _kept and size >= LARGE_MODEL:
         _map_blocks_from(WORKING_BLOCK)
     yield

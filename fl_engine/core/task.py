@@ -1,4 +1,4 @@
-"""What is learned from data: the task, which owns loss, labels and metrics."""
+"""Protocol of the task that a network learns. A task defines loss, labels and metrics."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from torch import Tensor
 
 from fl_engine.core.errors import DataError
 
+VOID = 255
+"""Target of pixels that a segmentation ignores, as in Pascal VOC and Cityscapes."""
 
-# ----------------------------------------------------------------------------------------------------- tasks
+
 @dataclass(frozen=True)
 class Metric:
-    """A metric: its key in histories and artifacts, its direction, and the bounds within which a client may report it
-    (`evaluate.on`)."""
+    """Name, direction and bounds of a metric. `name` is the key in histories and artifacts. Clients may report values
+    from `low` to `high` (`evaluate.on`)."""
 
     name: str
     higher_is_better: bool = True
@@ -27,111 +29,101 @@ class Metric:
     high: float = 1e6
 
 
-def misnamed(name: object) -> str:
-    """Return why a metric cannot have this name, or an empty text."""
+def find_name_error(name: object) -> str:
+    """Return an error message if a metric cannot have this name, otherwise an empty string."""
     if isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,31}", name):
         return ""
-    return "a name is a plain identifier of at most 32 characters (letters, digits, underscores)"
+    return "a name must be an identifier of at most 32 characters (letters, digits, underscores)"
 
 
 class Measured(NamedTuple):
-    """A task's metrics of a whole data set."""
+    """Metrics of a network for a whole data set."""
 
     values: Mapping[str, float]
-    """By the metric's name, `Task.metric` among them."""
     confusion: Tensor = torch.empty(0, 0)
-    """int64 (classes, classes): samples of a class (row) by predicted class (column); empty without classes."""
+    """Confusion matrix, int64 (classes, classes): rows are labels, columns are predictions; empty without classes."""
 
 
 @runtime_checkable
 class Task(Protocol):
-    """What a network learns from data. A frozen dataclass in `fl_engine.tasks`.
+    """Defines the targets, loss and metrics that a network learns. A task is a frozen dataclass in `fl_engine.tasks`.
 
-    `outputs_bo` is float32 (batch, outputs), with more axes if the network predicts at every place of a map, (batch,
-    outputs, H, W), or at every position of a sequence, (batch, outputs, T). `y` are as many targets, as `check` returns
-    them.
+    `outputs_bo` is float32 (batch, outputs). For predictions at every position of a map, the shape is (batch, outputs,
+    H, W). For predictions at every position of a sequence, the shape is (batch, outputs, T). `y` contains the targets
+    of the batch, as returned by `check`.
     """
 
     name: ClassVar[str]
     metric: ClassVar[Metric]
-    """The first metric of `measure`. `avg` and `full` are means and values of it, and the best round, gates and studies
-    maximise it, so it must be better when higher."""
+    """First metric of `measure`, from which `avg` and `full` are computed. Higher values must be better, because the
+    best round, gates and studies maximise this metric."""
 
     @property
     def outputs(self) -> int:
-        """The head's size."""
+        """Number of outputs of the network's head."""
 
     @property
     def label_count(self) -> int:
-        """The number of labels of `labels`; 0 if the task has none."""
+        """Number of labels that `labels` distinguishes; 0 for a task without labels."""
 
     @property
     def identity(self) -> object:
-        """The task's part of a data set's fingerprint."""
+        """Value that identifies the task in the fingerprint of a data set."""
 
     def check(self, y: Tensor, what: str) -> Tensor:
-        """Return the targets as the other functions expect them. Raises DataError, whose text begins with `what`."""
+        """Return the targets in the form that other methods expect. The message of a DataError begins with `what`."""
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
-        """Return the labels for partition rules and stratified subsets: (N,) in 0 .. label_count - 1."""
+        """Return labels (N,) from 0 to label_count - 1 for partition rules and stratified subsets."""
 
-    def present(self, y: Tensor) -> Tensor:
-        """Return which outputs occur as targets, bool (outputs,). Raises ModelError if outputs are not classes."""
+    def present(self, y: Tensor) -> Tensor | None:
+        """Return a bool mask (outputs,) of the classes in the targets. Return None if samples do not have exactly one
+        class; then `algorithm.mask_labels` has no effect."""
 
     def examples(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return random targets, for measurements without data."""
+        """Return `count` random targets, for measurements that do not use a data set."""
 
     def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
-        """Return one value per sample, (batch,), or their sum."""
+        """Return the losses of the samples, (batch,), or with `reduction="sum"` the sum of the losses."""
 
     def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
-        """Return a student's outputs as `divergence` expects them, of the same shape."""
+        """Return the input of `divergence` for a student's outputs. The shape does not change."""
 
     def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
-        """Return the divergence of a softened student from a teacher, of the same shape. Distillation sums or averages
-        it, times temperature^2."""
+        """Return the divergence of softened student outputs from teacher outputs, with the shape of the outputs.
+        Distillation sums or averages the divergence and multiplies the result by temperature^2."""
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """Return what `measure` needs of a batch: sums if the metric adds up, else outputs and targets."""
+        """Return the input of `measure` for a batch: sums for additive metrics, otherwise outputs and targets."""
 
     def measure(self, observed: Sequence[Tensor]) -> Measured:
-        """Return the metrics over all batches, independent of how the data set was cut into batches."""
+        """Return the metrics over all batches. The result must not depend on the batch size."""
 
 
 BESIDE = ("loss", "params")
-"""Keys beside the metrics in results, which no metric may have."""
+"""Other keys of results. Metrics must not have these names."""
+
+
+def check_metric_name(task: Task, name: str) -> None:
+    """Raise DataError if a metric of the task cannot have this name."""
+    wrong = "the engine uses this name" if name in BESIDE else find_name_error(name)
+    if wrong:
+        raise DataError(f"{type(task).__name__} measures {name!r}: {wrong}")
 
 
 def measured(task: Task, observed: Sequence[Tensor]) -> Measured:
-    """Return `task.measure(observed)`. Raises DataError if it lacks the first metric, or has a wrong name."""
-    found, kind = task.measure(observed), type(task).__name__
+    """Return `task.measure(observed)`. Raises DataError if the first metric is missing or a name is invalid."""
+    found = task.measure(observed)
     if task.metric.name not in found.values:
-        raise DataError(f"{kind} decides by {task.metric.name!r}, and measures {', '.join(found.values) or 'nothing'}")
+        raise DataError(f"{type(task).__name__} must return the metric {task.metric.name!r}, got {[*found.values]}")
     for name in found.values:
-        if wrong := unfit(name):
-            raise DataError(f"{kind} measures {name!r}: {wrong}")
+        check_metric_name(task, name)
     return found
 
 
-def unfit(name: object) -> str:
-    """Return why a task's metric cannot have this name, or an empty text."""
-    taken = f"{' and '.join(BESIDE)} stand beside the metrics: give it another name"
-    return misnamed(name) or (taken if name in BESIDE else "")
-
-
-LABEL_WORD = r"[\w -]{1,40}"
-
-
 def label_word(task: Task) -> str:
-    """Return what a label of the task is called in texts: its `label_word`, if it has one. Raises DataError for a text
-    that a partition's file cannot hold."""
-    word = getattr(task, "label_word", "label")
-    if not isinstance(word, str) or not re.fullmatch(LABEL_WORD, word):
-        raise DataError(
-            f"the label_word of {type(task).__name__} is a text of letters, digits, spaces and hyphens, at most 40, "
-            f"got {word!r}"
-        )
-    return word
+    """Return the noun for a label of the task in messages, such as `class`."""
+    return str(getattr(task, "label_word", "label"))
 
 
 def has_boxes(task: Task) -> bool:
@@ -140,22 +132,21 @@ def has_boxes(task: Task) -> bool:
 
 
 def has_sequences(task: Task) -> bool:
-    """Return whether a sample has a target at each position, as a text has next tokens."""
+    """Return whether a sample has a target at each position, such as the next token in a text or the
+    category of a pixel."""
     return bool(getattr(task, "sequences", False))
+
+
+def has_maps(task: Task) -> bool:
+    """Return whether the targets are maps with a target for each pixel of a sample."""
+    return bool(getattr(task, "maps", False))
+
+
+def class_names(task: Task) -> tuple[str, ...]:
+    """Return the names of the classes. The result is empty if the task does not have class names."""
+    return tuple(getattr(task, "names", ()))
 
 
 def class_count(task: Task) -> int:
     """Return the number of classes, or 0 if the targets are not classes."""
     return int(getattr(task, "classes", 0))
-
-
-def class_names(task: Task) -> tuple[str, ...]:
-    """Return the names of the classes, if the task has any."""
-    return tuple(getattr(task, "names", ()))
-
-
-def check_ready(task: Task) -> None:
-    """Raise EnvironmentFailure if a package that the task's metric needs is not installed."""
-    ready = getattr(task, "ready", None)
-    if ready is not None:
-        ready()

@@ -1,4 +1,4 @@
-"""Texts that users write: YAML, amounts such as 512Mi, addresses and paths."""
+"""Parse and write YAML, Kubernetes quantities such as 512Mi, addresses and paths."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ import yaml
 from fl_engine.core.errors import ConfigError
 
 PERCENT = ("accuracy", "accuracy_all", "top5")
-"""Metrics between 0 and 1 that logs, tables and pages show in %."""
+"""Names of metrics in [0, 1] that logs, tables and pages show in %."""
 
 # ------------------------------------------------------------------------------------------------------- YAML
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _BOOL, _TEXT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:str"
 MOST_VALUES, DEEPEST = 100_000, 50
-"""Maximal number of values in a configuration, and maximal depth. A few lines of YAML aliases can expand to more than
-fits into memory."""
+"""Maximum number of values and maximum nesting depth of a configuration. Without limits, a few lines of YAML aliases
+could expand to more values than fit into memory."""
 
 
 class _Yaml(yaml.SafeLoader):
-    """Reads 1e-3 as a number, 012 as twelve and the key `on` as text, unlike YAML 1.1. Refuses duplicate keys."""
+    """Reads 1e-3 as a number, 012 as twelve and the key `on` as a string, in contrast to YAML 1.1. Rejects duplicate
+    keys."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML declares it
         first: [(tag, pattern) for tag, pattern in pairs if tag not in (_INT, _FLOAT)]
@@ -44,7 +45,7 @@ class _Yaml(yaml.SafeLoader):
 
 
 class _Writer(yaml.SafeDumper):
-    """Quotes a text that `_Yaml` or YAML 1.1 would read as another type."""
+    """Quotes strings that `_Yaml` or YAML 1.1 would read as another type."""
 
 
 for _kind in (_Yaml, _Writer):
@@ -58,12 +59,12 @@ _Yaml.add_constructor(_INT, lambda loader, node: int(node.value, 10))
 
 
 def read_yaml(text: str) -> Any:
-    """Read YAML as in `params.yaml` and `--set`. Raises yaml.YAMLError."""
+    """Read YAML from `params.yaml` or `--set`. Raises yaml.YAMLError if the YAML is invalid."""
     try:
         value = yaml.load(text, _Yaml)  # noqa: S506 - a SafeLoader
         check_plain(value)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        # For example a tag that does not fit its value, or a number of 5000 digits.
+        # PyYAML raises these errors, for example if a tag does not match its value, or a number has 5000 digits.
         raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
     except yaml.YAMLError as error:
         raise yaml.YAMLError(str(error).replace('in "<unicode string>", ', "in ")) from error
@@ -71,7 +72,7 @@ def read_yaml(text: str) -> Any:
 
 
 def comment_of(text: str) -> str:
-    """Return the first comment of a YAML text, or an empty text. Raises yaml.YAMLError."""
+    """Return the first comment in a YAML string, or an empty string. Raises yaml.YAMLError."""
     end = 0
     for token in yaml.scan(text, _Yaml):
         between = text[end : token.start_mark.index]
@@ -81,28 +82,28 @@ def comment_of(text: str) -> str:
     return ""
 
 
-def write_yaml(value: Any, *, sort_keys: bool = False) -> str:
-    """Write plain data as YAML that `read_yaml` reads back."""
-    return yaml.dump(value, Dumper=_Writer, sort_keys=sort_keys)
+def write_yaml(value: Any) -> str:
+    """Convert plain data to YAML that `read_yaml` can read."""
+    return yaml.dump(value, Dumper=_Writer, sort_keys=False)
 
 
 def check_plain(value: Any) -> None:
-    """Raise ValueError for a value that a configuration cannot hold: another type than JSON's, a text with null
-    characters or surrogates, more than MOST_VALUES values, or a nesting deeper than DEEPEST."""
+    """Raise ValueError if the value is not allowed in a configuration. Values must have a JSON type, and strings must
+    not contain null characters or surrogates. MOST_VALUES and DEEPEST limit the size."""
     left, count = [(value, 0)], 0
     while left:
         (here, depth), count = left.pop(), count + 1
         if count > MOST_VALUES or depth > DEEPEST:
-            raise ValueError(f"more than {MOST_VALUES:,} values, or a nesting deeper than {DEEPEST}")
+            raise ValueError(f"a configuration can have at most {MOST_VALUES:,} values and {DEEPEST} levels of nesting")
         if isinstance(here, Mapping):
             left += [(inner, depth + 1) for pair in here.items() for inner in pair]
         elif isinstance(here, list | tuple):
             left += [(inner, depth + 1) for inner in here]
         elif isinstance(here, str):
             if "\0" in here or any("\ud800" <= character <= "\udfff" for character in here):
-                raise ValueError(f"{here[:80]!r} contains a null character or invalid Unicode")
+                raise ValueError(f"{here[:80]!r} must not contain null characters or invalid Unicode")
         elif not isinstance(here, bool | int | float | None):
-            raise ValueError(f"{here!r} is a {type(here).__name__}. Put a text into quotes")
+            raise ValueError(f"{here!r} must not be a {type(here).__name__}. Quote the value to get a string")
 
 
 # ---------------------------------------------------------------------------------------------------- amounts
@@ -113,50 +114,44 @@ UNITS |= {f"{unit}i": Decimal(1024) ** n for n, unit in enumerate("KMGTPE", 1)}
 
 
 def quantity(text: str) -> Decimal:
-    """Return the number of a Kubernetes amount such as 250m, 2 or 512Mi. Raises ValueError."""
+    """Return the number of a Kubernetes quantity such as 250m, 2 or 512Mi. Raises ValueError for other strings."""
     found = NUMBER.fullmatch(text)
     if found is None:
-        raise ValueError(f"expected a Kubernetes amount (250m, 2, 1Gi), got {text!r}")
+        raise ValueError(f"expected a Kubernetes quantity such as 250m, 2 or 1Gi, got {text!r}")
     number, unit, exponent = found.groups()
     return Decimal(number) * UNITS[unit or ""] * Decimal(10) ** int(exponent or 0)
 
 
 def need_plain(numbers: Iterable[str]) -> None:
-    """Raise ValueError for a number with an underscore or with digits of another script, which Python would accept."""
+    """Raise ValueError for numbers with underscores or non-ASCII digits, which Python would accept."""
     if odd := next((number for number in numbers if "_" in number or not number.isascii()), None):
-        raise ValueError(f"{odd[:100]!r} is not a number")
+        raise ValueError(f"{odd[:100]!r} must contain only ASCII digits, without underscores")
 
 
 # ------------------------------------------------------------------------------------------ addresses and paths
 SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:[/\\]|s3:|s3//", re.IGNORECASE)
 SERVER = re.compile(r"[a-z0-9.-]+:\d+(/|$)", re.IGNORECASE)
-"""Beginnings of a text that was meant as an address: a scheme with a slash (also s3:/bucket), or a server with its
-port. A folder of such a name is given as a path (./night-12:30)."""
+"""Patterns of the beginning of an address: a scheme with a slash (also s3:/bucket), or a server with a port. To name a
+similar folder, write a path (./run-12:30)."""
 AT_HOME = re.compile(r"((?:sqlite(?:\+\w+)?:///|file:(?://)?)?)(~[^/]*)")
 
 
-def is_meant(text: str) -> bool:
-    """Return whether a text is an address, or was meant as one. Otherwise it names a folder."""
+def is_address(text: str) -> bool:
+    """Return whether a string is an address, even if misspelt. All other strings are names of folders."""
     return "://" in text or any(how.match(text) for how in (SCHEME, SERVER))
 
 
 def at_home(path: str) -> str:
-    """Replace `~` or `~user` at the beginning of a path, also after `sqlite:///` or `file://`, by the home folder.
-    Raises ConfigError if the user does not exist."""
+    """Replace `~` or `~user` at the beginning of a path, or after `sqlite:///` or `file://`, by the home folder. Raises
+    ConfigError if the user does not exist."""
     if (match := AT_HOME.match(path)) is None:
         return path
     scheme, name = match.groups()
     if (home := os.path.expanduser(name)) == name:
-        raise ConfigError(f"{name} is not the home folder of a user of this machine, got {path!r}. Name it as ./{name}")
+        raise ConfigError(f"{path!r} contains {name}, but this user does not exist. Write ./{name} to name a folder")
     return f"{scheme}{home}{path[match.end() :]}"
 
 
 def path_of(text: str | os.PathLike[str]) -> Path:
-    """Return a path with the home folder for `~`. Raises ConfigError as `at_home` does."""
+    """Return a Path with `~` replaced by the home folder. Raises ConfigError if the user does not exist."""
     return Path(at_home(os.fspath(text)))
-
-
-def folder_hint(text: str) -> str:
-    """Return how to name a folder whose name looks like a server with its port; empty for any other text."""
-    is_server = SERVER.match(text) and not SCHEME.match(text)
-    return f" (a folder of that name is given as ./{text})" if is_server else ""

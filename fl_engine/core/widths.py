@@ -1,7 +1,7 @@
-"""Width rules: each returns a `SubmodelSpec` of a network. The outputs are never cut.
+"""Width rules, which choose the channels of a sub-model (`SubmodelSpec`). The network's outputs are never cut.
 
-`int` and `ceil` give different sub-models: AdaptiveFL truncates, HeteroFL's and FjORD's code rounds up, FedRolex's
-paper rounds down.
+The rules round widths differently. AdaptiveFL truncates, the code of HeteroFL and FjORD rounds up, and the paper of
+FedRolex rounds down.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,68 +19,69 @@ from fl_engine.core.errors import ModelError, PoolError
 from fl_engine.core.types import FULL, HEAD, ParamLayout, SubmodelSpec
 
 Rounding = Literal["ceil", "floor"]
-ROUNDINGS = get_args(Rounding)
 
 EXIT_TOLERANCE = 5.0
-"""How far a level may exceed its target, in points (as in FlexFL's and AdaptiveFL's code)."""
+"""Percentage points by which a level may exceed its target (as in the code of FlexFL and AdaptiveFL)."""
 
 
 def hidden(layout: ParamLayout) -> dict[str, int]:
-    """Return the channel groups that a rule may cut."""
+    """Map the channel groups that a rule may cut to their sizes."""
     return {group: size for group, size in layout.groups.items() if group != HEAD}
 
 
-def check_cuttable(groups: Collection[str]) -> None:
-    """Raise PoolError if there are no such groups."""
+def check_cuttable(groups: Collection[str], family: ModelFamily | None = None) -> None:
+    """Raise PoolError if `groups` is empty. The message lists the operations that prevent slicing."""
     if not groups:
+        kept = ", ".join(getattr(family, "kept", ()))
         raise PoolError(
-            "the network has no channels that can be cut, and this algorithm trains sub-models. Choose all_large or "
-            "fedprox, or a network with sub-models (model.whole=false)"
+            f"the network must have channels that can be cut{kept and f', but all are kept by {kept}'}. Choose "
+            "all_large, fedprox or another network"
         )
 
 
-def kept(size: int, width: float, rounding: Rounding) -> int:
-    """Return how many of `size` channels a width ratio keeps, at least one. 0.29 * 100 is 29 despite the float. Raises
-    PoolError for another rounding."""
-    if rounding not in ROUNDINGS:
-        raise PoolError(f"rounding is {' or '.join(map(repr, ROUNDINGS))}, got {rounding!r}")
+def count_kept(size: int, width: float, rounding: Rounding) -> int:
+    """Return how many of `size` channels a width keeps, at least 1. A width of 0.29 keeps 29 of 100 channels."""
     exact = width * size
     rounded = math.ceil(exact - 1e-9) if rounding == "ceil" else math.floor(exact + 1e-9)
     return min(size, max(1, rounded))
 
 
 def prefix(layout: ParamLayout, width: float, rounding: Rounding = "ceil") -> SubmodelSpec:
-    """Return the first channels of every group (HeteroFL; FedRolex Eq. 3.6)."""
+    """Return the sub-model with the first channels of every group (HeteroFL; FedRolex Eq. 3.6)."""
     if width >= 1:
         return FULL
     check_cuttable(hidden(layout))
-    return SubmodelSpec.of({group: kept(size, width, rounding) for group, size in hidden(layout).items()})
+    return SubmodelSpec.of({group: count_kept(size, width, rounding) for group, size in hidden(layout).items()})
 
 
 Size = Literal["small", "medium", "large"]
 SIZES: tuple[Size, ...] = ("small", "medium", "large")
-"""The names of the sub-networks of every network with nested ones."""
+"""Names of sub-networks in every network with nested sub-networks."""
 
 
 def nested(
     family: ModelFamily, widths: Sequence[float], names: Sequence[str], only: str | None = None
 ) -> dict[str, SubmodelSpec]:
-    """Return the network's nested sub-networks by name (`contracts.Nested`), smallest first, or prefixes of `widths`,
-    ascending to 1, under `names`. With `only`, just this one. Raises PoolError."""
+    """Map names to nested sub-networks (`contracts.Nested`), smallest first. If the network does not define
+    sub-networks, map `names` to prefixes with the width ratios `widths` (ascending to 1). `only` selects one name.
+    Raises PoolError."""
     if isinstance(family, Nested):
         return dict(family.nested())
     if len(set(names)) != len(widths) or list(widths) != sorted(set(widths)) or widths[-1] != 1:
         raise PoolError(
-            "algorithm.widths: different ratios in ascending order to 1, and in algorithm.names as many different "
-            f"names, are expected; got {list(widths)} and {list(names)}"
+            "algorithm.widths must increase and end with 1, with a distinct name for each width, got the widths "
+            f"{list(widths)} and the names {list(names)}",
+            path="algorithm.widths",
         )
     pairs = zip(names, widths, strict=True)
     return {name: prefix(family.layout(), width) for name, width in pairs if only in (None, name)}
 
 
 def window_start(layout: ParamLayout, width: float, round: int, overlap: float = 1.0) -> dict[str, int]:
-    """Return j-hat of each group in this round (FedRolex Eq. 3.4): the window advances by `1 + floor(width * (1 -
-    overlap) * K_i)` channels per round (Sec. 3.3.7), by one with an overlap of 1."""
+    """Return the first channel of each group's window in this round (j-hat in Eq. 3.4 of FedRolex).
+
+    The window advances by `1 + floor(width * (1 - overlap) * K_i)` channels per round (Sec. 3.3.7).
+    """
     return {
         group: round * (1 + math.floor(width * (1 - overlap) * size + 1e-9)) % size
         for group, size in hidden(layout).items()
@@ -88,23 +89,21 @@ def window_start(layout: ParamLayout, width: float, round: int, overlap: float =
 
 
 def rolling(layout: ParamLayout, width: float, first: Mapping[str, int]) -> SubmodelSpec:
-    """Return FedRolex Eq. 3.4: floor(width * K_i) channels from index `first` on, around the end of the layer, in
-    ascending order."""
+    """Return FedRolex's sub-model (Eq. 3.4). Each group keeps floor(width * K_i) consecutive channels from index
+    `first` on. Index 0 follows the last index."""
     if width >= 1:
         return FULL
+    groups = hidden(layout).items()
     return SubmodelSpec.of(
-        {
-            group: sorted((first[group] + i) % size for i in range(kept(size, width, "floor")))
-            for group, size in hidden(layout).items()
-        }
+        {g: sorted((first[g] + i) % n for i in range(count_kept(n, width, "floor"))) for g, n in groups}
     )
 
 
 def random_drop(
     layout: ParamLayout, width: float, rng: np.random.Generator, inside: SubmodelSpec = FULL
 ) -> SubmodelSpec:
-    """Return Federated Dropout (FedRolex Eq. 3.5): floor(width * K_i) random channels of each layer, of those in
-    `inside`. Layers draw independently; those that a shortcut adds share their channels."""
+    """Return the sub-model of Federated Dropout (FedRolex Eq. 3.5). Each layer keeps floor(width * K_i) random channels
+    of `inside`. Layers draw independently, but layers whose outputs a shortcut adds keep equal channels."""
     if width >= 1:
         return inside
     groups = hidden(layout)
@@ -112,87 +111,83 @@ def random_drop(
     keep = {}
     for name, size in {**groups, **sizes}.items():
         held = layout.indices(inside, name)
-        keep[name] = sorted(int(i) for i in rng.choice(held, kept(size, width, "floor"), replace=False))
+        keep[name] = sorted(int(i) for i in rng.choice(held, count_kept(size, width, "floor"), replace=False))
     return SubmodelSpec.of(keep)
 
 
 def from_layer(family: ModelFamily, width: float, start: int) -> SubmodelSpec:
-    """AdaptiveFL Sec. 3.2: the first `start` prunable layers keep full width, deeper ones int(width * n) channels."""
+    """Return AdaptiveFL's sub-model (Sec. 3.2). The first `start` prunable layers keep all channels. All further
+    prunable layers keep int(width * n) channels."""
     groups = family.layout().groups
     if width < 1:
-        check_cuttable([p.group for p in family.prunable()])
+        check_cuttable([p.group for p in family.prunable()], family)
     deeper = [p.group for p in family.prunable()[start:]]
     return SubmodelSpec.of({group: max(1, int(width * groups[group])) for group in deeper} if width < 1 else {})
 
 
 # ------------------------------------------------------------------------------------------------ early exits
 def exit_name(block: str) -> str:
-    """Return the name of the early exit behind `block`, as a block and as a module."""
+    """Return the name of the early exit after `block`, which is also the name of the exit's block and module."""
     return "exit_" + block.replace(".", "_")
 
 
 def up_to(family: ModelFamily, exit: str | None) -> tuple[str, ...]:
-    """Return the blocks up to the head of the exit behind block `exit`, in network order, with earlier heads; None: all
-    blocks. Raises ModelError for an unknown exit."""
+    """Return all blocks, including heads, up to the head of the exit after block `exit`, in network order. None returns
+    all blocks. Raises ModelError if the exit is unknown."""
     blocks = family.layout().blocks
     if exit is None:
         return blocks
     exits: tuple[str, ...] = getattr(family, "exits", ())
     if exit not in exits:
-        raise ModelError(f"{type(family).__name__} has no exit behind {exit!r} (exits={exits!r})")
+        raise ModelError(f"{type(family).__name__} does not have an exit after {exit!r}. It has exits after {exits!r}")
     return blocks[: blocks.index(exit_name(exit)) + 1]
 
 
 def with_exits(
     family: ModelFamily, points: Sequence[str], convs: tuple[tuple[str, int], ...] | None = None
 ) -> ModelFamily:
-    """Return the network with early exits after these blocks (repetitions count once). `convs` pairs blocks with the
-    number of convolutions in their heads, instead of the network's own."""
+    """Return the network with early exits after the blocks `points`, ignoring duplicates. `convs` contains pairs
+    (block, number of convolutions in the block's head); None uses the numbers of `family`."""
     options: Any = family
     heads = {} if convs is None else {"exit_convs": convs}
     return replace(options, exits=tuple(dict.fromkeys(points)), **heads)  # type: ignore[no-any-return]
 
 
 def exit_points(family: ModelFamily) -> tuple[str, ...]:
-    """Return the blocks after which an exit may be placed. Raises ModelError if there are none."""
+    """Return the blocks after which an exit may be placed. Raises ModelError if the network does not support exits."""
     points: tuple[str, ...] | None = family.exit_points() if hasattr(family, "exit_points") else None
     if not points:
-        raise ModelError(f"{type(family).__name__} offers no early exits: this algorithm cannot train it")
+        raise ModelError(f"{type(family).__name__} does not support early exits. Choose another network or algorithm")
     return points
 
 
 def early_exit(family: ModelFamily, width: float, point: str | None) -> SubmodelSpec:
-    """Return all blocks up to and including the exit after `point` (None: to the end), at one width."""
-    blocks = None if point is None else up_to(family, point)
-    return SubmodelSpec.of(dict(prefix(family.layout(), width).kept), blocks)
+    """Return the sub-model with this width and all blocks up to the exit after `point`; None keeps all blocks."""
+    return SubmodelSpec.of(prefix(family.layout(), width).kept, None if point is None else up_to(family, point))
 
 
 def branch(family: ModelFamily, point: str | None) -> SubmodelSpec:
-    """Return all blocks up to `point` and the head of its exit, without the earlier heads, at full width; None: the
-    whole network without its exits' heads."""
+    """Return the full-width sub-model with all blocks up to `point` and the head of the exit after `point`, but without
+    earlier heads. If `point` is None, return the whole network without exit heads."""
     heads = {exit_name(p) for p in exit_points(family)}
     trunk = [block for block in up_to(family, point) if block not in heads]
     return SubmodelSpec.of({}, trunk if point is None else [*trunk, exit_name(point)])
 
 
 def choose_exits(family: ModelFamily, widths: Sequence[float], targets: Sequence[float]) -> tuple[str, ...]:
-    """Return the exit of each level but the last: the deepest one at which the level has at most `target` % (plus 5
-    points) of the whole and ends before the next level's exit. Counts one exit head per level. Raises PoolError if
-    there is none."""
+    """Return the exit of each level except the last. The chosen exit is the deepest exit that meets two conditions: it
+    precedes the next level's exit, and the level has at most `target` + 5 % of the network's parameters. The parameters
+    include one exit head. Raises PoolError if a level does not have such an exit."""
     if len(widths) != len(targets) or not widths or list(targets) != sorted(targets):
         raise PoolError(
-            "a width and a target for each level are expected, targets in ascending order: got widths "
-            f"{list(widths)} and targets {list(targets)}"
+            f"widths and targets must be equally long, and targets must ascend, got {list(widths)} and {list(targets)}"
         )
     points = exit_points(family)
     every = with_exits(family, points)
-    heads = {exit_name(p) for p in points}
     whole = count_params(with_exits(family, ()))
 
     def size(width: float, point: str) -> int:
-        trunk = [b for b in up_to(every, point) if b not in heads]
-        kept = dict(prefix(every.layout(), width).kept)
-        return count_params(every, SubmodelSpec.of(kept, [*trunk, exit_name(point)]))
+        return count_params(every, SubmodelSpec.of(prefix(every.layout(), width).kept, branch(every, point).blocks))
 
     chosen: list[int] = []
     deepest = len(points) - 1
@@ -200,8 +195,8 @@ def choose_exits(family: ModelFamily, widths: Sequence[float], targets: Sequence
         fits = [i for i in range(deepest + 1) if size(width, points[i]) <= (target + EXIT_TOLERANCE) / 100 * whole]
         if not fits:
             raise PoolError(
-                f"{type(family).__name__} has no early exit at which a level of width {width} stays within {target} % "
-                "of the whole network: give smaller widths or larger targets"
+                f"{type(family).__name__} does not have an early exit with at most {target} % of the parameters at "
+                f"width {width}. Choose smaller widths or larger targets"
             )
         chosen.insert(0, fits[-1])
         deepest = fits[-1] - 1

@@ -1,40 +1,40 @@
-"""Arrays from NumPy's .npy files, and from the HDF5 files of TensorFlow Federated. Nothing is unpickled."""
+"""Reads arrays from NumPy's .npy files, without unpickling, and caches arrays."""
 
 from __future__ import annotations
 
+import json
+import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from fl_engine.core.errors import DataError, EnvironmentFailure
-from fl_engine.data.files import damaged
+from fl_engine.core.errors import DataError
+from fl_engine.data.files import part_of
+
+log = logging.getLogger(__name__)
 
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-"""Readers of the header, by the format's version. Version 3.0 is for named fields, which are not numbers."""
+"""Map format versions to functions that read the header. Version 3.0 is only for arrays with named fields."""
 
 DAMAGE = (
-    OSError,
-    ValueError,
-    TypeError,
-    LookupError,
-    SyntaxError,
-    TokenError,
-    MemoryError,
-    RecursionError,
-    OverflowError,
-)
-"""What NumPy raises for a file that is not an array."""
+    OSError, ValueError, TypeError, LookupError, SyntaxError, TokenError, MemoryError, RecursionError, OverflowError,
+)  # fmt: skip
+"""Exceptions that NumPy raises for a file that is not an array."""
 
 
 def map_npy(path: Path) -> NDArray[np.generic]:
-    """Map the numbers of a .npy file into memory. They stay on disk until they are used, so a false size in the header
-    allocates nothing. Raises ValueError, which says what was found instead of numbers."""
+    """Map the numbers of a .npy file into memory. Numbers are read when they are used, so a wrong size in the header
+    does not allocate memory. Raises ValueError with a description of wrong content."""
     try:
         with path.open("rb") as file:
             shape, fortran, dtype = HEADERS[np.lib.format.read_magic(file)](file)
@@ -48,33 +48,59 @@ def map_npy(path: Path) -> NDArray[np.generic]:
         raise ValueError(str(error)[:300]) from error
 
 
-@contextmanager
-def tff_examples(path: Path, data_set: str) -> Iterator[Any]:
-    """Open a file of TensorFlow Federated and yield its group `examples`, which has a group for each client.
+INDEX = "pack.json"
 
-    Raises DataError for a file without this group and for what h5py raises in the context, EnvironmentFailure if h5py
-    is not installed.
+
+def cached(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[Path], None]) -> dict[str, Tensor]:
+    """Return the arrays of a data set from a cache next to its files, because reading the files takes minutes.
+
+    The arrays are mapped copy-on-write, so they may be larger than the memory, and changes are never written to the
+    files. The arrays are created again if the version, or the size or a time stamp of an input, has changed. If
+    `folder` is not writable, the arrays are created for this process only.
+
+    Args:
+        folder: Folder of the cache.
+        version: Version of the code that reads the inputs.
+        inputs: Files that `write` reads.
+        write: Function that writes a file `<name>.npy` for each array into the given folder.
+
+    Raises:
+        DataError: An input cannot be read, or the disk is full. Errors raised by `write` are passed on.
     """
+    folder = folder.resolve()
+    wanted = {"version": version, "inputs": _states(folder.parent, inputs)}
+    with suppress(OSError, ValueError):
+        if json.loads((folder / INDEX).read_bytes()) == wanted:
+            return _mapped(folder)
+    part = part_of(folder)
     try:
-        import h5py
-    except ImportError as error:
-        raise EnvironmentFailure(f"{data_set} is read with h5py: pip install 'flexfleet[hdf5]'") from error
+        part.mkdir(parents=True)
+    except OSError as error:
+        log.warning("%s cannot be written (%s), so the next run reads all files again", folder, error)
+        part = Path(tempfile.mkdtemp())
     try:
-        with h5py.File(path, "r") as file:
-            found = file.get("examples")
-            if not isinstance(found, h5py.Group):
-                raise damaged(path, "a group 'examples', as TensorFlow Federated writes it", "none")
-            yield found
-    except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as HDF5 ({error}). Delete the file and fetch it again") from error
+        write(part)
+        (part / INDEX).write_text(json.dumps(wanted), encoding="utf-8")
+        arrays = _mapped(part)
+        if part.parent == folder.parent:
+            shutil.rmtree(folder, ignore_errors=True)  # other processes can still use mapped arrays
+            with suppress(OSError):  # another process was faster
+                part.rename(folder)
+        return arrays
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written ({error}). Free disk space or change permissions") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
-def tff_arrays(who: str, client: Any, names: tuple[str, ...]) -> list[Any]:
-    """Return these arrays of a client's group, not read yet. Raises DataError, which begins with `who`, if one is
-    missing."""
-    import h5py
+def _states(root: Path, files: Sequence[Path]) -> dict[str, list[int]]:
+    """Map relative paths of files to their sizes and time stamps. Programs cannot set the time stamp `st_ctime`."""
+    try:
+        found = {os.path.relpath(path, root): path.stat() for path in files}
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read ({error.strerror})") from error
+    return {name: [state.st_size, state.st_mtime_ns, state.st_ctime_ns] for name, state in found.items()}
 
-    found = [client.get(name) if isinstance(client, h5py.Group) else None for name in names]
-    if not all(isinstance(each, h5py.Dataset) for each in found):
-        raise damaged(who, f"the arrays {', '.join(names)}", "none")
-    return found
+
+def _mapped(folder: Path) -> dict[str, Tensor]:
+    return {path.stem: torch.from_numpy(np.load(path, mmap_mode="c")) for path in sorted(folder.glob("*.npy"))}

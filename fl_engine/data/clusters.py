@@ -1,8 +1,7 @@
-"""Clusters of similar samples, which partition rules use as labels if the data have no better ones (FedAIoT, section
-2.2.3.1: ten clusters of VGG19's ImageNet features; its published code: a hundred of ResNet-50's).
+"""Clusters similar samples. Partition rules can use the clusters as labels if the data have no suitable labels.
 
-The thesis calls the method "K-nearest neighbors", but its code is k-means, as here: scikit-learn's, with the best of
-ten starts.
+FedAIoT (section 2.2.3.1) uses ten clusters of VGG19's ImageNet features. FedAIoT's published code uses 100 clusters of
+ResNet-50's features. FedAIoT calls the method "K-nearest neighbors", but its code and this module use k-means.
 """
 
 from __future__ import annotations
@@ -22,63 +21,48 @@ STARTS = 10
 
 
 def features_of(path: Path, samples: int) -> NDArray[np.float32]:
-    """Return (samples, F), the features of each training sample, from a .npy file; further axes are flattened. Raises
-    PartitionError, which names the file."""
+    """Return the features (samples, F) of the training samples from a .npy file. Further axes are flattened. Raises
+    PartitionError if the file does not contain one row per sample."""
     try:
         found = map_npy(path)
     except ValueError as error:
-        raise PartitionError(f"partition.features = {path} must be an array of NumPy, found {error}") from error
+        raise PartitionError(f"partition.features = {path} must be a NumPy array, found {error}") from error
     if found.ndim < 2 or len(found) != samples or not math.prod(found.shape):
         raise PartitionError(
-            f"partition.features = {path} must have a row of features for each of {samples} training samples, found "
-            f"{' x '.join(map(str, found.shape))} numbers"
+            f"partition.features = {path} must have one row per training sample ({samples}), found {found.shape}"
         )
-    with np.errstate(over="ignore"):  # infinite values are refused below
-        features = found.reshape(samples, -1).astype(np.float32)
-    _check_finite(features, f"partition.features = {path}")
-    return features
+    with np.errstate(over="ignore"):  # `clusters_of` rejects infinite values
+        return found.reshape(samples, -1).astype(np.float32)
 
 
 def clusters_of(features: NDArray[np.float32], count: int, seed: int, what: str) -> NDArray[np.int64]:
-    """Return (N,), the number of each sample's cluster, 0 to count - 1, by k-means on `features` (N, F). `what` names
-    the features in error messages.
+    """Return the cluster (N,) of each sample, 0 to count - 1, computed with k-means on `features` (N, F). `what` is the
+    name of the features in error messages.
 
-    On one machine the result depends on features and seed alone. Another machine may break a tie differently because
-    of rounding. Raises PartitionError if there are fewer different samples than clusters, EnvironmentFailure if
-    scikit-learn or a package that it needs is missing.
+    Because of rounding, another machine may resolve a tie differently. Raises PartitionError if there are fewer
+    distinct samples than clusters, and EnvironmentFailure if scikit-learn is not installed.
     """
     try:
         from sklearn.cluster import KMeans
         from sklearn.exceptions import ConvergenceWarning
         from threadpoolctl import threadpool_limits
     except ImportError as error:
-        raise lacking(error) from error
+        raise EnvironmentFailure(f"{what} requires scikit-learn ({error}): pip install 'flexfleet[data]'") from error
 
-    _check_finite(features, what)
+    wrong = np.flatnonzero(~np.isfinite(features).all(1))
+    if len(wrong):
+        raise PartitionError(f"{what} must be finite, got NaN or infinity in {len(wrong)} samples (first: {wrong[0]})")
     state = seeds.derive(seed, "clusters") % 2**32
     different = 0
     if len(features) >= count:
-        # More threads would change the order of the sums, and so their last bits, from run to run.
+        # With several threads, the order of additions and the last bits of sums would change between runs.
         with threadpool_limits(1), warnings.catch_warnings(), np.errstate(over="ignore"):
-            warnings.simplefilter("ignore", ConvergenceWarning)  # too few different samples are refused below
+            warnings.simplefilter("ignore", ConvergenceWarning)  # data with too few distinct samples are rejected below
             found = KMeans(count, n_init=STARTS, random_state=state).fit_predict(features)
         different = len(np.unique(found))
     if different < count:
         raise PartitionError(
-            f"{what}: k-means cannot make {count} clusters of {len(features)} samples, because too few of them differ. "
-            "Lower partition.clusters, or scale features that are very small or large for float32"
+            f"{what}: {len(features)} samples are too similar for {count} clusters. Lower partition.clusters"
         )
     labels: NDArray[np.int64] = found.astype(np.int64)
     return labels
-
-
-def lacking(error: ImportError) -> EnvironmentFailure:
-    return EnvironmentFailure(
-        f"partition.features makes clusters with scikit-learn ({error}): pip install 'flexfleet[data]'"
-    )
-
-
-def _check_finite(features: NDArray[np.float32], what: str) -> None:
-    wrong = np.flatnonzero(~np.isfinite(features).all(1))
-    if len(wrong):
-        raise PartitionError(f"{what}: the features of {len(wrong)} samples are not finite, sample {wrong[0]} first")

@@ -1,9 +1,7 @@
-"""Data that belong to devices (`partition.rule: local`): each client's samples are in its own folder, and the server
-has other data, which are its proxy and its test samples.
+"""Data that belong to devices (`partition.rule: local`). Each client's samples are in a separate folder.
 
-A device reads its own folder and learns nothing about other clients. `Form` says what samples look like and how they
-are normalised. The server knows of each client what its signed results say, within bounds. A simulation on one machine
-reads the same folders one after the other, and has the same bits.
+The server's data are the proxy and the test samples. A device reads only its own folder. `Form` describes the samples
+and their normalisation. A simulation on one machine reads the same folders and computes the same result bit for bit.
 """
 
 from __future__ import annotations
@@ -29,20 +27,20 @@ from fl_engine.data.transforms import fingerprint
 
 LOCAL = "local"
 FORM = "data.json"
-"""The file with a run's `Form`, for clients."""
+"""Name of the file with a run's `Form`."""
 NOBODY: Ints = np.zeros(0, dtype=np.int64)
 
 
 class Form(BaseModel):
-    """What the samples of a run look like."""
+    """Shape, type, task and normalisation of a run's samples."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: Literal[1] = 1
     shape: tuple[int, ...]
-    """Of one sample."""
+    """Shape of one sample."""
     dtype: str
     task: str
-    """The task's identity as text."""
+    """The task's identity as a string."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
@@ -53,48 +51,51 @@ class Form(BaseModel):
 
     @staticmethod
     def read(path: Path) -> Form:
-        """Raises IntegrityError if the file is missing or has no form."""
+        """Read a form from a JSON file. Raises IntegrityError if the file is missing or does not contain a form."""
         try:
             return Form.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:
-            said = brief(error) if isinstance(error, ValidationError) else error.strerror
-            raise IntegrityError(f"{path} does not say what samples of the run look like: {said}") from error
+            reason = brief(error) if isinstance(error, ValidationError) else error.strerror
+            raise IntegrityError(f"{path} does not describe the samples of the run: {reason}") from error
 
     def normalises(self, own: Data, where: str, most: int) -> Data:
-        """Return a client's data, normalised as the server's are. Raises DataError for other samples or targets than
-        the run's, and for more than `most` samples."""
+        """Return a client's data with the normalisation statistics of this form. Raises DataError if the shape, type or
+        task differs from the form, or if there are more than `most` training samples."""
         found = Form.of(own)
         here, wanted = (found.shape, found.dtype, found.task), (self.shape, self.dtype, self.task)
         if here != wanted:
-            raise DataError(f"{where} has samples {here}, the run expects {wanted}. Read the data as the run does")
+            raise DataError(f"{where} must have the run's shape, type and task {wanted}, got {here}. Load similar data")
         if len(own.train_y) > most:
-            raise DataError(f"{where} has {len(own.train_y)} training samples, more than partition.most={most}")
+            raise DataError(f"{where} must have at most partition.most={most} training samples, got {len(own.train_y)}")
         return replace(own, mean=self.mean, std=self.std, natural_client=None)
 
 
 def of_server(data: Data, clients: int, seed: int) -> Partition:
-    """Return what the server knows: all its training samples are the proxy, and clients' samples are unknown."""
+    """Return the partition of the server. All training samples are in the proxy, and the clients' samples are
+    unknown."""
     train, test, _ = split_proxy(len(data.train_y), 1.0, seeds.rng(seed, "proxy"), shared=True)
     counts = np.zeros((max(1, data.task.label_count), clients), dtype=np.int64)
-    told = {"clients": clients, "seed": seed}
-    return Partition(train, test, (NOBODY,) * clients, LOCAL, told, fingerprint(data), counts, label_word(data.task))
+    parameters = {"clients": clients, "seed": seed}
+    return Partition(
+        train, test, (NOBODY,) * clients, LOCAL, parameters, fingerprint(data), counts, label_word(data.task)
+    )
 
 
 def of_client(data: Data, clients: int, client: int) -> Partition:
-    """Return what a device knows: all training samples of its folder are its own."""
+    """Return the partition of a device. All training samples belong to this client."""
     everything = np.arange(len(data.train_y), dtype=np.int64)
     held = tuple(everything if each == client else NOBODY for each in range(clients))
     return Partition(NOBODY, NOBODY, held, LOCAL, {}, "", np.zeros((1, clients), dtype=np.int64))
 
 
 def folders(root: Path, clients: int) -> list[Path]:
-    """Return the folders of all clients, in the order of their names; numbers in them count as numbers. Raises
-    PartitionError for another number of folders than clients."""
+    """Return the folders of all clients in natural order, e.g. client-2 before client-10. Raises PartitionError unless
+    there is one folder per client."""
     if not root.is_dir():
-        raise PartitionError(f"partition.folders must be a folder with a folder for each client, got {root}")
+        raise PartitionError(f"partition.folders must be a folder that contains a folder for each client, got {root}")
     found = [each for each in root.iterdir() if each.is_dir() and not each.name.startswith(".")]
     if len(found) != clients:
-        raise PartitionError(f"partition.clients must be {len(found)}, the folders in {root}, got {clients}")
+        raise PartitionError(f"partition.clients must be the number of folders in {root} ({len(found)}), got {clients}")
     return sorted(found, key=lambda each: natural(each.name))
 
 
@@ -105,8 +106,8 @@ def natural(name: str) -> tuple[tuple[tuple[int, int, str], ...], str]:
 
 
 def joined(server: Data, partition: Partition, parts: Sequence[Data]) -> tuple[Data, Partition]:
-    """Return one data set for simulated clients: the server's samples, then those of each client, which are `parts`,
-    normalised by `Form.normalises`."""
+    """Return one data set and its partition for simulated clients. The server's samples are followed by the samples of
+    each client (`parts`)."""
     ends = np.cumsum([len(server.train_y), *(len(part.train_y) for part in parts)])
     held = tuple(np.arange(start, end, dtype=np.int64) for start, end in pairwise(ends))
     x, y = (torch.cat([getattr(each, name) for each in (server, *parts)]) for name in ("train_x", "train_y"))
@@ -114,8 +115,7 @@ def joined(server: Data, partition: Partition, parts: Sequence[Data]) -> tuple[D
 
 
 class Unknown(Mapping[int, int]):
-    """The number of each client's samples if the server does not know it. `get` returns its default, such as an
-    update's own count."""
+    """Stands for the clients' sample counts if the server does not know them. `get` returns the default."""
 
     def __init__(self, clients: int) -> None:
         self._clients = clients
@@ -126,11 +126,8 @@ class Unknown(Mapping[int, int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(self._clients))
 
-    def get(self, client: int, said: Any = None) -> Any:
-        return said
+    def get(self, client: int, default: Any = None) -> Any:
+        return default
 
     def __getitem__(self, client: int) -> int:
-        raise PartitionError(
-            "the algorithm needs the clients' numbers of samples before they train, and with partition.rule=local the "
-            "server does not know them. Take another algorithm or another rule"
-        )
+        raise PartitionError("partition.rule must not be local, because the algorithm needs the clients' sample counts")

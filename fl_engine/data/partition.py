@@ -1,85 +1,216 @@
-"""A partition: the positions of the proxy's and of each client's training samples; labels, and samples held out."""
+"""Partitions and their files. A partition assigns positions in the training data to the proxy and to the clients.
+
+`partition.json` contains the rule, its parameters, sample counts, and the checksum of `partition.safetensors`. The file
+`partition.safetensors` contains positions, clusters and noisy labels.
+"""
 
 from __future__ import annotations
 
-import math
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import numpy as safetensors
 
-from fl_engine.core import seeds
+from fl_engine.core.errors import IntegrityError, PartitionError, brief, printable
+from fl_engine.core.fields import Index
 from fl_engine.core.samples import Data
-from fl_engine.data.label_noise import LabelNoise, told
+from fl_engine.data.files import each_once, replacing
 from fl_engine.data.partition_rules import Ints
+from fl_engine.data.transforms import fingerprint
 
-LEAST_HELD_OUT = 2
-"""Samples that are at least held out, and at least left to train on, because networks that normalise by the batch need
-two. A client with fewer than twice as many holds out none."""
+TENSORS = "partition.safetensors"
+MANIFEST = "partition.json"
+POSITION = Annotated[int, Field(ge=0, lt=2**62)]
+
+
+class NoiseFigures(BaseModel):
+    """Statistics of label noise in `partition.json`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    share: Annotated[float, Field(gt=0, le=1)]
+    """Requested fraction of wrong labels."""
+    wrong: tuple[Index, ...]
+    """Number of wrong labels of each client."""
+    held_out: Index
+    """Total number of samples that clients hold out from training. Held-out samples have correct labels."""
+
+    def reached(self, samples: int) -> float:
+        """Return the fraction of wrong labels in the clients' training data. `samples` is the number of all client
+        samples."""
+        return sum(self.wrong) / max(1, samples - self.held_out)
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Positions in the training data, ascending int64, and how they were chosen."""
+    """Ascending positions in the training data (int64), and the rule that selected these positions."""
 
     proxy_train: Ints
     proxy_test: Ints
     clients: tuple[Ints, ...]
     rule: str
     parameters: Mapping[str, bool | int | float]
-    """The parameters of the rule."""
     data: str
-    """The fingerprint of the data set."""
+    """Fingerprint of the data set."""
     counts: Ints
-    """(labels, clients): how many samples of each label a client has; one row if the task has no labels."""
+    """Number of samples (labels, clients) for each label and client; one row if the task has no labels."""
     label: str = "class"
-    """The word for a label."""
+    """Noun for a label, such as class or cluster."""
     clusters: Ints | None = None
-    """(N_train,): the label of each sample, if labels are clusters."""
-    noise: LabelNoise | None = None
-    """The wrong labels of clients."""
+    """Cluster of each training sample (N_train,); None if the labels are not clusters."""
     server_classes: tuple[int, ...] = ()
-    """The classes, ascending, whose samples make up the proxy; empty if the proxy is a share of all samples."""
+    """Ascending classes whose samples form the proxy; empty if the proxy is a fraction of all samples."""
+    noise: NoiseFigures | None = None
+    noisy: tuple[Ints, ...] = ()
+    """Noisy labels of each client's samples; empty without label noise."""
+
+    def save(self, folder: Path) -> Path:
+        """Write partition.safetensors and partition.json, and return the path of partition.json.
+
+        The int64 tensors are `proxy_train`, `proxy_test` and `clients` (the concatenated positions of all clients). The
+        optional tensor `clusters` has a cluster for every training sample. The optional tensor `noisy` has the clients'
+        labels in the order of `clients`.
+        """
+        tensors = {
+            "proxy_train": self.proxy_train,
+            "proxy_test": self.proxy_test,
+            "clients": np.concatenate(self.clients),
+        }
+        if self.clusters is not None:
+            tensors["clusters"] = self.clusters
+        if self.noise is not None:
+            tensors["noisy"] = np.concatenate(self.noisy)
+        content = safetensors.save(tensors)
+        manifest = PartitionManifest(
+            rule=self.rule,
+            parameters=dict(self.parameters),
+            data_sha256=self.data,
+            proxy_train=len(self.proxy_train),
+            proxy_test=len(self.proxy_test),
+            client_samples=[len(part) for part in self.clients],
+            class_counts=self.counts.tolist(),
+            tensors_sha256=hashlib.sha256(content).hexdigest(),
+            label=self.label,
+            clusters=0 if self.clusters is None else len(self.clusters),
+            noise=self.noise,
+            server_classes=self.server_classes,
+        )
+        with replacing(folder / TENSORS) as out:
+            out.write(content)
+        with replacing(folder / MANIFEST) as out:
+            out.write(manifest.model_dump_json(indent=1).encode() + b"\n")
+        return folder / MANIFEST
+
+    @staticmethod
+    def load(folder: Path, data: Data | None = None) -> Partition:
+        """Read a partition from `folder`. If `data` is given, check that the partition belongs to these data.
+
+        Raises PartitionError if the folder does not contain a partition, or if the partition belongs to other data.
+        Raises IntegrityError if one of the two files is missing or has changed.
+        """
+        path, tensors_path = folder / MANIFEST, folder / TENSORS
+        if not path.is_file():
+            raise PartitionError(f"{folder} does not contain {MANIFEST} and {TENSORS}. Partition the data first")
+        manifest = read_manifest(path)
+        try:
+            content = tensors_path.read_bytes()
+        except OSError as error:
+            raise IntegrityError(f"{tensors_path} cannot be read ({error.strerror}). Partition again") from error
+        if hashlib.sha256(content).hexdigest() != manifest.tensors_sha256:
+            raise IntegrityError(f"{tensors_path} does not match its SHA-256 in {MANIFEST}. Partition again")
+        if data is not None and (given := fingerprint(data)) != manifest.data_sha256:
+            raise PartitionError(
+                f"{folder} is a partition of other data ({manifest.data_sha256[:12]}), not {data.name} "
+                f"({given[:12]}). Use the original data, or start a new run"
+            )
+        tensors: dict[str, Ints] = safetensors.load(content)
+        sizes = np.cumsum(manifest.client_samples)[:-1]
+        return Partition(
+            proxy_train=tensors["proxy_train"],
+            proxy_test=tensors["proxy_test"],
+            clients=tuple(np.split(tensors["clients"], sizes)),
+            rule=manifest.rule,
+            parameters=manifest.parameters,
+            data=manifest.data_sha256,
+            counts=np.array(manifest.class_counts, dtype=np.int64),
+            label=manifest.label,
+            clusters=tensors.get("clusters"),
+            noise=manifest.noise,
+            noisy=() if manifest.noise is None else tuple(np.split(tensors["noisy"], sizes)),
+            server_classes=manifest.server_classes,
+        )
 
 
-def labels_of(data: Data) -> Ints:
-    """Return the label of each training sample; all 0 if the task has no labels."""
-    return data.task.labels(data.train_y) if data.task.label_count else np.zeros(len(data.train_y), dtype=np.int64)
+class PartitionManifest(BaseModel):
+    """`partition.json`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    schema_version: Literal[1] = 1
+    rule: str
+    parameters: dict[str, bool | int | float]
+    data_sha256: str
+    proxy_train: Index
+    proxy_test: Index
+    client_samples: list[Index] = Field(min_length=1)
+    class_counts: list[list[Index]]
+    """Number of samples, with a row for each label and a column for each client."""
+    tensors_sha256: str
+    label: str
+    clusters: Index
+    """Number of samples that have a cluster."""
+    noise: NoiseFigures | None
+    server_classes: tuple[Index, ...]
+    """Classes of the proxy; empty if the proxy is a fraction of all samples."""
+
+    @property
+    def reached(self) -> float | None:
+        """Fraction of wrong labels in the clients' training data; None without label noise."""
+        return None if self.noise is None else self.noise.reached(sum(self.client_samples))
 
 
-def as_told(data: Data, partition: Partition) -> Data:
-    """Return the data with the clients' labels, some of them wrong; `data` itself without label noise."""
-    if partition.noise is None:
-        return data
-    return replace(data, train_y=told(data.train_y, partition.clients, partition.noise))
+def read_manifest(path: Path) -> PartitionManifest:
+    """Read `partition.json`. Raises IntegrityError if the file cannot be read or is not a manifest."""
+    try:
+        return PartitionManifest.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read ({error.strerror})") from error
+    except ValidationError as error:
+        raise IntegrityError(f"{path} is not a partition manifest ({brief(error)}). Partition again") from error
 
 
-def statistics(clients: tuple[Ints, ...], labels: Ints, classes: int) -> Ints:
-    """Return (classes, clients), the number of samples of each class at each client. `labels` are those of all training
-    samples."""
-    return np.stack([np.bincount(labels[part], minlength=classes) for part in clients], axis=1).astype(np.int64)
+# ------------------------------------------------------------------------------------------- a user's map
+class Map(BaseModel):
+    """User-defined partition such as `{"clients": [[0, 3, 17], [1, 2], ...]}`. Each client has a list of positions in
+    the run's training data (after `dataset.train_samples`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    clients: list[Annotated[list[POSITION], Field(min_length=1)]] = Field(min_length=1)
 
 
-# ------------------------------------------------------------------------------------------------- held out
-def held_count(samples: int, share: float) -> int:
-    """Return how many of a client's samples are held out: the share, rounded half up."""
-    if samples < 2 * LEAST_HELD_OUT:
-        return 0
-    return min(max(math.floor(samples * share + 0.5), LEAST_HELD_OUT), samples - LEAST_HELD_OUT)
-
-
-def split_held_out(samples: int, share: float, seed: int, client: int) -> tuple[Ints, Ints]:
-    """Return the positions to train on and those held out, ascending, of a client's samples 0 .. samples - 1. They do
-    not depend on other clients, so a device with its own data holds out the same samples."""
-    drawn = seeds.rng(seed, "held out", client=client).permutation(samples).astype(np.int64)
-    count = held_count(samples, share)
-    return np.sort(drawn[count:]), np.sort(drawn[:count])
-
-
-def hold_out(partition: Partition, share: float, seed: int) -> tuple[Partition, tuple[Ints, ...]]:
-    """Return the partition without the samples that clients hold out to evaluate the global model on them
-    (`evaluate.on: clients`), and these samples, ascending, for each client. `counts` and `noise` do not change."""
-    parts = [split_held_out(len(own), share, seed, client) for client, own in enumerate(partition.clients)]
-    clients = tuple(own[train] for own, (train, _) in zip(partition.clients, parts, strict=True))
-    held = tuple(own[out] for own, (_, out) in zip(partition.clients, parts, strict=True))
-    return replace(partition, clients=clients), held
+def read_map(path: Path, samples: int) -> Ints:
+    """Return an array (samples,) with the client of each training sample. Raises PartitionError unless the map assigns
+    each sample to exactly one client."""
+    try:
+        found = Map.model_validate(json.loads(path.read_bytes(), object_pairs_hook=each_once))
+    except (OSError, ValueError, RecursionError) as error:
+        raise PartitionError(
+            f'partition.map = {printable(str(path))} must be a JSON file {{"clients": [[0, 3, ...], ...]}} with the '
+            f"positions of each client's samples: {brief(error) if isinstance(error, ValidationError) else error}"
+        ) from error
+    positions = np.concatenate([np.array(each, dtype=np.int64) for each in found.clients])
+    of_each = np.repeat(np.arange(len(found.clients)), [len(each) for each in found.clients])
+    if not np.array_equal(np.sort(positions), np.arange(samples)):
+        raise PartitionError(
+            f"partition.map = {path} must contain each position from 0 to {samples - 1} exactly once, got "
+            f"{len(positions)} positions up to {positions.max()}",
+            path="partition.map",
+        )
+    owner = np.empty(samples, dtype=np.int64)
+    owner[positions] = of_each
+    return owner

@@ -1,184 +1,275 @@
-"""Partitions the training samples: first the server's proxy, then the clients.
+"""Partitions the training samples: first the server's proxy, then the clients. Adds label noise and holds out samples.
 
-The proxy is a share of all samples, or all samples of the classes that only the server has. It is cut before any client
-gets a sample, so the server measures on data that no client trains on. Test samples reach neither. With `proxy_shared`
-the proxy's samples are dealt to the clients too. For one seed the proxy is the same under every rule, shared or not.
+The proxy contains a fraction of all samples, or all samples of the server's classes. The proxy is drawn before clients
+get samples, so the server measures on data that no client trains on. Neither the server nor the clients get test
+samples. With `proxy_shared`, clients also get the samples of the proxy. For one seed, the proxy is the same for every
+rule, with and without `proxy_shared`.
 
-The task of the data defines the labels: the class, or the quantile bin of a number. If a task has no labels, rules that
-deal by labels need clusters of the samples instead (`data.clusters`). The rules are in `data.partition_rules`.
+The task defines the label of a sample: the class, or the quantile bin of a number. If a task has no labels, rules that
+deal samples by label require clusters of the samples instead (`data.clusters`).
 
-Every sample ends in exactly one place, except those of a shared proxy. Randomness comes from
-`seeds.rng(seed, "proxy")` and `seeds.rng(seed, "partition")` alone.
+Every sample belongs to the proxy or to exactly one client. Samples of a shared proxy also belong to a client. All
+randomness comes from `seeds.rng(seed, "proxy")` and `seeds.rng(seed, "partition")`.
+
+Label noise imitates the mistakes of a centrally trained model (FedAIoT: Alam, Federated Learning Benchmarks and
+Frameworks for Artificial Intelligence of Things, Michigan State University 2023, section 2.2.3.5). Q[i, j] is the
+fraction of samples of class i that the model predicts as class j. From the n training samples of a client, int(n *
+share) samples are drawn at random. The label y of a drawn sample is replaced by another label, drawn from row Q[y].
+
+As in the authors' code, labels of a class do not change if its row of Q has an entry of 0.95 or more. The fraction of
+wrong labels may therefore be smaller than `share`. The authors' code draws from Q[y] until the label differs. A single
+draw from Q[y] without the diagonal, scaled to a sum of 1, has the same distribution.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
 
 from fl_engine.core import seeds
-from fl_engine.core.errors import PartitionError, nearest
+from fl_engine.core.errors import PartitionError
+from fl_engine.core.fields import Count, Index, Moves, Section, UserPath
 from fl_engine.core.samples import Data
-from fl_engine.core.task import class_count, has_boxes, label_word
+from fl_engine.core.task import class_count, has_boxes, has_maps, label_word
 from fl_engine.data import partition_rules as rules
-from fl_engine.data.partition import Partition, labels_of, statistics
+from fl_engine.data.partition import NoiseFigures, Partition
 from fl_engine.data.partition_rules import Ints
 from fl_engine.data.transforms import fingerprint
 
-Dealing = Literal["iid", "dirichlet", "dirichlet_per_client", "quantity", "disjoint_labels", "natural", "manual"]
-Rule = Literal[Dealing, "local"]
-RULES: tuple[str, ...] = get_args(Dealing)
-"""The rules that deal samples to clients. Under `local` each client has its own samples (`data.local_data`)."""
+Rule = Literal["iid", "dirichlet", "dirichlet_per_client", "quantity", "disjoint_labels", "natural", "manual", "local"]
+"""Rules that deal samples to clients. With `local`, each client has its own data (`data.local_data`)."""
 BY_LABEL = ("dirichlet", "dirichlet_per_client", "disjoint_labels")
 CLUSTER = "cluster"
+LEAST_HELD_OUT = 2
+"""Minimum number of held-out samples, and of remaining training samples, because batch norm requires two samples. A
+client with fewer than twice this number of samples does not hold out samples."""
+
+
+class PartitionConfig(Section):
+    rule: Rule = "dirichlet"
+    clients: Count = 20
+    """Number of clients."""
+    alpha: float = 0.6
+    """Concentration of dirichlet, dirichlet_per_client and quantity. Smaller values make clients more heterogeneous."""
+    cap: bool = False
+    """With dirichlet, deal a class only to clients with fewer samples than an equal split would give."""
+    labels_per_client: Count = 2
+    """With disjoint_labels, the number of labels of each client."""
+    minimum: Count = 20
+    """Minimum number of samples of a client. The dirichlet rules and quantity ensure this minimum. Other rules fail if
+    a client has fewer samples."""
+    map: UserPath | None = None
+    """With manual, a JSON file with each client's training samples: {"clients": [[0, 3, ...], ...]}."""
+    folders: Annotated[UserPath | None, Moves.PLACE] = None
+    """With local, a folder that contains a data folder for each simulated client. If null, enrolled devices have their
+    own data."""
+    most: Count = 100_000
+    """With local, the largest number of training samples that a client may report."""
+    features: UserPath | None = None
+    """Features whose clusters replace the labels: an .npy file with one row per training sample, or the name of an
+    untrained network, whose last hidden features are used. If null, labels are used."""
+    clusters: Annotated[int, Field(ge=2)] = 10
+    """Number of k-means clusters of `features`."""
+    proxy: float = 0.05
+    """Fraction of the training data for the server: 80 % for pre-training, 20 % for measuring APoZ."""
+    proxy_shared: bool = False
+    """If true, clients also get the samples of the proxy (FlexFL's Table III). Use this option only for studies,
+    because the server then has data of clients."""
+    server_classes: tuple[Index, ...] = ()
+    """Classes that only the server has, e.g. [8, 9], as in FedX. The proxy then contains all samples of these
+    classes."""
+    seed: int | None = None
+    """Seed of the partition; null: the run's seed."""
 
 
 def partition(
-    data: Data,
-    rule: str,
-    clients: int,
-    proxy_share: float,
-    seed: int,
-    alpha: float | None = None,
-    labels_per_client: int | None = None,
-    minimum: int = 1,
-    cap: bool = False,
-    clusters: Ints | None = None,
-    owner: Ints | None = None,
-    server_classes: Sequence[int] = (),
-    proxy_shared: bool = False,
+    data: Data, config: PartitionConfig, seed: int, clusters: Ints | None = None, owner: Ints | None = None
 ) -> Partition:
-    """Cut the proxy, then deal the rest to `clients` by `rule`, each at least `minimum` samples.
+    """Draw the proxy, and distribute the other samples with the configured rule, which must not be local.
 
-    The proxy is `proxy_share` of all samples, or all samples of the `server_classes`. With `proxy_shared` the clients
-    get all samples, the proxy's too. `alpha` is for dirichlet, dirichlet_per_client and quantity, `cap` for dirichlet,
-    `labels_per_client` for disjoint_labels. `clusters` (N_train,) replaces the labels for all rules that deal by
-    labels, and `owner` (N_train,), each sample's client, is for manual. Other rules ignore them. The result depends on
-    the arguments alone, on every machine. Raises PartitionError for data or arguments that do not allow it.
+    Rules that deal samples by label use `clusters` (N_train,) instead of labels. The rule manual uses `owner`
+    (N_train,), the client of each sample. The result depends only on the arguments and is the same on every machine.
+    Raises PartitionError if the rule is not possible with the data or the configuration.
     """
+    rule, clients, minimum = config.rule, config.clients, config.minimum
     clusters = clusters if rule in BY_LABEL else None
     if rule in BY_LABEL and clusters is None:
         _check_labels(data, rule)
     labels = labels_of(data) if clusters is None else clusters
-    proxy_train, proxy_test, rest = _proxy(data, len(labels), proxy_share, server_classes, proxy_shared, seed)
+    proxy_train, proxy_test, rest = _proxy(data, len(labels), config, seed)
     rules.check_room(len(rest), clients, minimum)
-    own = _own_parameters(rule, alpha, labels_per_client, cap)
+    rng, own = seeds.rng(seed, "partition"), dict[str, Any]()
     match rule:
         case "natural":
             parts = rules.natural(_sources(data, rest, clients), clients)
         case "manual":
             if owner is None:
-                raise PartitionError("partition.rule=manual needs a map: set partition.map to a file")
+                raise PartitionError("partition.map must be a JSON file if partition.rule=manual", path="partition.map")
             parts = rules.manual(owner, clients, rest)
         case "iid":
-            parts = rules.iid(labels[rest], clients, seeds.rng(seed, "partition"))
+            parts = rules.iid(labels[rest], clients, rng)
         case "disjoint_labels":
-            parts = rules.disjoint_labels(labels[rest], clients, rng=seeds.rng(seed, "partition"), **own)
+            own = {"labels_per_client": config.labels_per_client}
+            parts = rules.disjoint_labels(labels[rest], clients, rng=rng, **own)
+        case "dirichlet" | "dirichlet_per_client" | "quantity":
+            own = {"alpha": config.alpha} | ({"cap": True} if config.cap and rule == "dirichlet" else {})
+            parts = getattr(rules, rule)(labels[rest], clients, minimum=minimum, rng=rng, **own)
         case _:
-            deal = {
-                "dirichlet": rules.dirichlet,
-                "dirichlet_per_client": rules.dirichlet_per_client,
-                "quantity": rules.quantity,
-            }[rule]
-            parts = deal(labels[rest], clients, minimum=minimum, rng=seeds.rng(seed, "partition"), **own)
+            raise PartitionError(f"partition.rule={rule} does not assign samples to clients")
     held = tuple(rest[part] for part in parts)
     sizes = [len(part) for part in held]
     if min(sizes) < minimum:
         raise PartitionError(
-            f"partition.rule={rule} leaves client {int(np.argmin(sizes))} {min(sizes)} samples, fewer than "
-            f"partition.minimum={minimum}. Take fewer clients or a smaller minimum"
+            f"partition.minimum must be at most the samples of client {np.argmin(sizes)} ({min(sizes)}), got {minimum}"
         )
     rows, word = max(1, data.task.label_count), label_word(data.task)
     if clusters is not None:
         rows, word = int(clusters.max()) + 1, CLUSTER
     parameters: dict[str, bool | int | float] = {"clients": clients}
-    parameters |= {} if server_classes else {"proxy_share": proxy_share}
-    parameters |= {"proxy_shared": True} if proxy_shared else {}
+    parameters |= {} if config.server_classes else {"proxy_share": config.proxy}
+    parameters |= {"proxy_shared": True} if config.proxy_shared else {}
     parameters |= {"seed": seed, "minimum": minimum, **own}
+    counts, classes = statistics(held, labels, rows), tuple(sorted(config.server_classes))
     return Partition(
-        proxy_train,
-        proxy_test,
-        held,
-        rule,
-        parameters,
-        fingerprint(data),
-        statistics(held, labels, rows),
-        word,
-        clusters,
-        None,
-        tuple(sorted(server_classes)),
+        proxy_train, proxy_test, held, rule, parameters, fingerprint(data), counts, word, clusters, classes
     )
 
 
-def _proxy(
-    data: Data, samples: int, share: float, server_classes: Sequence[int], shared: bool, seed: int
-) -> tuple[Ints, Ints, Ints]:
-    """(proxy to train on, proxy to measure on, the rest)."""
-    rng = seeds.rng(seed, "proxy")
+def _proxy(data: Data, samples: int, config: PartitionConfig, seed: int) -> tuple[Ints, Ints, Ints]:
+    """Return (training proxy, measurement proxy, rest)."""
+    rng, server_classes = seeds.rng(seed, "proxy"), config.server_classes
     if not server_classes:
-        return rules.split_proxy(samples, share, rng, shared=shared)
-    if shared:
-        raise PartitionError(
-            f"partition.server_classes={list(server_classes)} are classes that clients do not get. Set "
-            "partition.proxy_shared=false, or partition.server_classes=[]"
-        )
+        return rules.split_proxy(samples, config.proxy, rng, shared=config.proxy_shared)
+    if config.proxy_shared:
+        raise PartitionError("partition.proxy_shared must be false with partition.server_classes")
     count = class_count(data.task)
     if not count:
         raise PartitionError(
-            f"partition.server_classes must be [] for {data.name}, because its targets ({data.task.name}) are not "
-            "classes. Set partition.proxy to a share"
+            f"partition.server_classes must be [] because the targets of {data.name} ({data.task.name}) are not classes"
         )
     return rules.split_classes(labels_of(data), server_classes, count, rng)
 
 
-def _own_parameters(rule: str, alpha: float | None, labels_per_client: int | None, cap: bool) -> dict[str, Any]:
-    """The parameters that only this rule has. Raises PartitionError if one is missing or the rule is unknown."""
-    match rule:
-        case "dirichlet" | "dirichlet_per_client" | "quantity":
-            if alpha is None:
-                raise PartitionError(f"partition.rule={rule} needs partition.alpha, for example 0.3")
-            return {"alpha": alpha, "cap": True} if cap and rule == "dirichlet" else {"alpha": alpha}
-        case "disjoint_labels":
-            if labels_per_client is None:
-                raise PartitionError(f"partition.rule={rule} needs partition.labels_per_client, for example 2")
-            return {"labels_per_client": labels_per_client}
-        case "iid" | "natural" | "manual":
-            return {}
-        case _:
-            raise PartitionError(f"{rule!r} is not a partition rule that deals samples{nearest(rule, RULES)}")
-
-
 def _sources(data: Data, rest: Ints, clients: int) -> Ints:
-    """The source of each sample that the proxy leaves. Raises PartitionError if the data have no sources, or the proxy
-    takes all samples of sources that are needed as clients."""
+    """Return the source (writer, user) of each sample that is not in the proxy. Raises PartitionError if the sources
+    are unknown, or if too few sources have samples outside of the proxy."""
     if data.natural_client is None:
-        others = ", ".join(each for each in RULES if each != "natural")
         raise PartitionError(
-            f"partition.rule=natural needs to know where a sample comes from, and {data.name} does not. Take one of "
-            f"{others}"
+            f"partition.rule must not be natural, because {data.name} does not contain the source of each sample",
+            path="partition.rule",
         )
     sources = data.natural_client.numpy()
     every, left = len(np.unique(sources)), len(np.unique(sources[rest]))
     if left < clients <= every:
         raise PartitionError(
-            f"partition.proxy takes all samples of {every - left} of the {every} clients of {data.name}. Set it to a "
-            f"smaller share (0: no proxy), or partition.clients to at most {left}"
+            f"partition.clients must be at most {left}, got {clients}. Lower partition.clients or partition.proxy"
         )
     return sources[rest]
 
 
 def _check_labels(data: Data, rule: str) -> None:
-    """Raise PartitionError if the targets have no labels by which the rule can deal."""
     if not data.task.label_count:
-        others = ", ".join(each for each in RULES if each not in BY_LABEL)
         raise PartitionError(
-            f"partition.rule={rule} deals by labels, and the targets of {data.name} ({data.task.name}) have none. Take "
-            f"one of {others}, or set partition.features, or give the task quantile bins"
+            f"partition.rule={rule} requires labels, but targets of {data.name} ({data.task.name}) have no labels. "
+            "Choose another rule, set partition.features, or give the task quantile bins",
+            path="partition.rule",
         )
-    if rule == "disjoint_labels" and has_boxes(data.task):
+    if rule == "disjoint_labels" and (has_boxes(data.task) or has_maps(data.task)):
         raise PartitionError(
-            f"partition.rule={rule} needs one label for each sample, and a sample of {data.name} has several "
-            f"({data.task.name}). Take one of {', '.join(each for each in RULES if each != rule)}"
+            f"partition.rule must not be {rule}, because samples of {data.name} have several labels",
+            path="partition.rule",
         )
+
+
+def labels_of(data: Data) -> Ints:
+    """Return the label of each training sample. All labels are 0 if the task does not define labels."""
+    return data.task.labels(data.train_y) if data.task.label_count else np.zeros(len(data.train_y), dtype=np.int64)
+
+
+def statistics(clients: tuple[Ints, ...], labels: Ints, classes: int) -> Ints:
+    """Return the number of samples (classes, clients) of each class at each client. `labels` has the label of every
+    training sample."""
+    return np.stack([np.bincount(labels[part], minlength=classes) for part in clients], axis=1).astype(np.int64)
+
+
+# ----------------------------------------------------------------------------------------------- wrong labels
+def likely_mistakes(confusion: NDArray[np.int64], sure: float, unknown: Sequence[int] = ()) -> NDArray[np.float64]:
+    """Return an array (classes, classes) in which row c is the distribution of wrong labels for class c. The row is
+    zero if labels of class c do not change.
+
+    `confusion` (classes, classes) counts how often a class (row) was predicted as another class (column). Labels of a
+    class do not change if at least the fraction `sure` of its samples was predicted as one class, or if the class has
+    no samples. Clients do not have samples of the `unknown` classes, so labels never change to an unknown class. Labels
+    of a class that was confused only with unknown classes do not change.
+    """
+    counts = confusion.astype(np.float64)
+    of_class = counts.sum(1, keepdims=True)
+    unsure = (of_class > 0) & (counts.max(1, keepdims=True) < sure * of_class)
+    others = np.where(unsure, counts * (1 - np.eye(len(counts))), 0.0)
+    others[:, list(unknown)] = 0.0
+    total = others.sum(1, keepdims=True)
+    return others / np.where(total > 0, total, 1.0)
+
+
+def draw_noise(
+    targets: Ints,
+    clients: Sequence[Ints],
+    mistakes: NDArray[np.float64],
+    share: float,
+    seed: int,
+    held_out: Sequence[Ints] = (),
+) -> tuple[NoiseFigures, tuple[Ints, ...]]:
+    """Return a tuple: statistics of the noise, and the noisy labels of each client's samples. Each client has a
+    separate random stream.
+
+    `targets` (N_train,) contains the correct classes, and `mistakes` is the result of `likely_mistakes`. `held_out`
+    contains the held-out samples of each client; it is empty if clients train on all samples.
+    """
+    labels = []
+    for client, indices in enumerate(clients):
+        rng = seeds.rng(seed, "label noise", client=client)
+        held = targets[indices]  # a copy
+        trained = np.flatnonzero(~np.isin(indices, held_out[client])) if held_out else np.arange(len(indices))
+        for i in trained[rng.permutation(len(trained))[: int(len(trained) * share)]]:
+            if mistakes[held[i]].any():
+                held[i] = rng.choice(len(mistakes), p=mistakes[held[i]])
+        labels.append(held)
+    wrong = tuple(int((targets[indices] != held).sum()) for indices, held in zip(clients, labels, strict=True))
+    return NoiseFigures(share=share, wrong=wrong, held_out=sum(map(len, held_out))), tuple(labels)
+
+
+def with_noise(data: Data, partition: Partition) -> Data:
+    """Return the data with the clients' noisy labels, or `data` itself without label noise."""
+    if partition.noise is None:
+        return data
+    targets = data.train_y.clone()
+    targets[torch.from_numpy(np.concatenate(partition.clients))] = torch.from_numpy(np.concatenate(partition.noisy))
+    return replace(data, train_y=targets)
+
+
+# ------------------------------------------------------------------------------------------------- held out
+def split_held_out(samples: int, share: float, seed: int, client: int) -> tuple[Ints, Ints]:
+    """Split a client's positions 0 .. samples - 1 into training positions and held-out positions, both ascending. The
+    split does not depend on other clients, so a device holds out the same samples as a simulation."""
+    drawn = seeds.rng(seed, "held out", client=client).permutation(samples).astype(np.int64)
+    count = 0
+    if samples >= 2 * LEAST_HELD_OUT:  # the fraction is rounded half up
+        count = min(max(math.floor(samples * share + 0.5), LEAST_HELD_OUT), samples - LEAST_HELD_OUT)
+    return np.sort(drawn[count:]), np.sort(drawn[:count])
+
+
+def hold_out(partition: Partition, share: float, seed: int) -> tuple[Partition, tuple[Ints, ...]]:
+    """Return a tuple: the partition without held-out samples, and each client's held-out samples in ascending order.
+    Clients evaluate the global model on held-out samples (`evaluate.on: clients`). `counts` and `noise` do not
+    change."""
+    parts = [split_held_out(len(own), share, seed, client) for client, own in enumerate(partition.clients)]
+    clients = tuple(own[train] for own, (train, _) in zip(partition.clients, parts, strict=True))
+    held = tuple(own[out] for own, (_, out) in zip(partition.clients, parts, strict=True))
+    return replace(partition, clients=clients), held

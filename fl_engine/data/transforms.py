@@ -1,4 +1,4 @@
-"""What is done with a data set in memory: its fingerprint, splits and smaller subsets, and images padded with black."""
+"""Operations on data sets in memory: fingerprints, splits, subsets, padding, means and standard deviations."""
 
 from __future__ import annotations
 
@@ -13,22 +13,28 @@ from numpy.typing import NDArray
 
 from fl_engine.core import boxes, seeds
 from fl_engine.core.errors import DataError
-from fl_engine.core.samples import Data
-from fl_engine.core.task import has_boxes
+from fl_engine.core.samples import Data, rows_of_chunk
+from fl_engine.core.task import VOID, has_boxes, has_maps
 
 LARGEST_SIDE = 1024
-"""The largest side of a padded image, in pixels."""
+"""Maximum side length of a padded image in pixels."""
+COUNTED = 4096
+"""Number of images whose bytes are counted at a time."""
+SMALL = 1e-3
+"""Standard deviations below this value are rounded to six significant digits instead of six decimals."""
+EQUAL = 1e-6
+"""Standard deviations below this fraction of the mean are rounding errors of float32."""
 
 
 def as_tensors(x: NDArray[Any], y: NDArray[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples and targets as tensors that share the arrays' memory."""
+    """Return samples and targets as tensors that share the arrays' memory."""
     return torch.from_numpy(x), torch.from_numpy(y)
 
 
 def fingerprint(data: Data) -> str:
-    """Return the SHA-256 (hex) over everything that a result depends on: shapes, types, bytes, task, normalisation.
+    """Return the SHA-256 (hex) of the shapes, types, bytes, task and normalisation of a data set.
 
-    Equal data have equal fingerprints on every machine. Caches use it as a key, and a partition names its data by it.
+    Equal data have equal fingerprints on every machine. Caches use the fingerprint as a key, and partitions store it.
     """
     digest = hashlib.sha256(repr((data.task.identity, data.mean, data.std)).encode())
     for tensor in (data.train_x, data.train_y, data.test_x, data.test_y, data.natural_client):
@@ -41,10 +47,10 @@ def fingerprint(data: Data) -> str:
 
 
 def random_split(samples: int, test_share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return ascending positions of the training and the test part, for a data set that is published without a split.
+    """Return two arrays of ascending positions, training and test, for a data set that is published without a split.
 
-    The test part is that of scikit-learn's `train_test_split(test_size=test_share, random_state=42)`, as published code
-    often splits. It uses NumPy's legacy generator, whose stream is guaranteed never to change.
+    The test part equals scikit-learn's `train_test_split(test_size=test_share, random_state=42)`, which published code
+    often uses. NumPy guarantees that the stream of its legacy generator never changes.
     """
     drawn = np.random.RandomState(42).permutation(samples).astype(np.int64)
     test = math.ceil(test_share * samples)
@@ -52,10 +58,10 @@ def random_split(samples: int, test_share: float) -> tuple[NDArray[np.int64], ND
 
 
 def stratified(labels: NDArray[np.int64], samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Draw `samples` positions without replacement, with the classes in the same shares as in `labels`; ascending.
+    """Draw `samples` ascending positions without replacement. The class frequencies are the same as in `labels`.
 
-    Shares are rounded by largest remainder (ties: the lower label) in integers, so that all machines agree. A class
-    with fewer than about n / samples members may get none.
+    Class sizes are rounded by largest remainder (ties: the lower label) with integers, so that all machines agree. A
+    class with fewer than about len(labels) / `samples` samples may be left out.
     """
     values, counts = np.unique(labels, return_counts=True)
     shares, remainders = np.divmod(counts * samples, len(labels))
@@ -68,8 +74,9 @@ def stratified(labels: NDArray[np.int64], samples: int, rng: np.random.Generator
 
 
 def subset(data: Data, train_samples: int | None, test_samples: int | None, seed: int) -> Data:
-    """Return a smaller data set, stratified by label, in the original order; None keeps a part whole. If the task has
-    no labels, samples are drawn uniformly. Raises DataError for a number outside 1 to the number of samples."""
+    """Return a smaller data set, stratified by label, in the original order. None selects all samples of the part. If
+    the task has no labels, samples are drawn uniformly. Raises DataError if a number is less than 1 or larger than the
+    part."""
     train = _choose(data, "training", data.train_y, train_samples, seed)
     test = _choose(data, "test", data.test_y, test_samples, seed)
     return replace(
@@ -92,24 +99,72 @@ def _choose(data: Data, part: str, targets: torch.Tensor, samples: int | None, s
 
 
 def pad(data: Data, side: int) -> Data:
-    """Centre all images on black squares of side x side, for networks that need larger images (`TakesImages.min_hw`).
+    """Centre all images on black squares of `side` x `side` pixels, for networks that require larger images (`min_hw`).
 
-    If a margin is odd, the larger half is right or below. Boxes are moved with their objects. Raises DataError for
-    samples that are not images, for images larger than `side`, and for a side above LARGEST_SIDE.
+    If a margin is odd, the larger half is on the right or below. Boxes are moved with their objects, and
+    the margin of a segmentation is ignored. Raises DataError
+    if samples are not images, images are larger than `side`, or `side` is larger than LARGEST_SIDE.
     """
     if not data.has_images:
-        raise DataError(f"{data.name} has no images, and only images can be padded. Set dataset.pad=none")
+        raise DataError(f"{data.name} does not contain images, so it cannot be padded. Set dataset.pad=none")
     _, height, width = data.input_shape
     down, right = side - height, side - width
     if down < 0 or right < 0 or side > LARGEST_SIDE:
-        raise DataError(
-            f"{data.name}: images of {height} x {width} cannot be padded to {side} x {side} "
-            f"(at most {LARGEST_SIDE} x {LARGEST_SIDE})"
-        )
+        raise DataError(f"{data.name}: the padded side must be from {max(height, width)} to {LARGEST_SIDE}, got {side}")
     margins = (right // 2, right - right // 2, down // 2, down - down // 2)
     train_x, test_x = (torch.nn.functional.pad(x, margins) for x in (data.train_x, data.test_x))
     train_y, test_y = data.train_y, data.test_y
     if has_boxes(data.task):
         shares = torch.tensor([[width, 0, right // 2], [0, height, down // 2]], dtype=torch.float64) / side
         train_y, test_y = (boxes.moved(y.double(), shares.expand(len(y), 2, 3)).to(y) for y in (train_y, test_y))
+    if has_maps(data.task):
+        train_y, test_y = (torch.nn.functional.pad(y, margins, value=VOID) for y in (train_y, test_y))
     return replace(data, train_x=train_x, train_y=train_y, test_x=test_x, test_y=test_y)
+
+
+def as_numbers(data: Data) -> Data:
+    """Convert tokens to floats with a mean and a deviation per position, for networks that do not accept tokens."""
+    train_x, test_x = data.train_x.float(), data.test_x.float()
+    mean, std = moments(train_x.numpy())
+    return replace(data, train_x=train_x, test_x=test_x, mean=mean, std=tuple(each or 1.0 for each in std))
+
+
+def byte_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of each channel of images (N, C, H, W), divided by 255, to four decimals.
+
+    Sums of integers ensure the same result on all machines. The deviation of a constant channel is replaced by 1.
+    """
+    mean, std = [], []
+    for channel in range(images.shape[1]):
+        # Count in chunks, because `bincount` converts its input to 8-byte integers.
+        counts = np.zeros(256, dtype=np.int64)
+        for at in range(0, len(images), COUNTED):
+            counts += np.bincount(images[at : at + COUNTED, channel].ravel(), minlength=256)
+        values = np.arange(256)
+        number, total, squares = int(counts.sum()), int(counts @ values), int(counts @ values**2)
+        deviation = math.sqrt(number * squares - total * total) / number / 255
+        mean.append(round(total / number / 255, 4))
+        std.append(round(deviation, 4) or 1.0)
+    return tuple(mean), tuple(std)
+
+
+def moments(x: NDArray[np.float32], axis: int = -1) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the mean and the standard deviation for each index of `axis`, rounded so that all machines agree. The
+    rounding is to six decimals, or to six significant digits of a deviation below SMALL. A deviation that is a rounding
+    error of float32 is set to 0."""
+    others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
+    mean = x.mean(others, dtype=np.float64, keepdims=True)
+    squares = np.zeros(x.shape[axis])
+    step = rows_of_chunk(x.shape)
+    for at in range(0, len(x), step):  # a difference of the whole array would take twice the memory of the array
+        squares += np.square(x[at : at + step] - mean).sum(others)
+    std = np.sqrt(squares / (x.size // x.shape[axis]))
+    pairs = [_rounded(float(m), float(s)) for m, s in zip(mean.ravel(), std, strict=True)]
+    return tuple(m for m, _ in pairs), tuple(s for _, s in pairs)
+
+
+def _rounded(mean: float, std: float) -> tuple[float, float]:
+    if min(5e-7, EQUAL * abs(mean)) < std < SMALL:
+        decimals = 5 - math.floor(math.log10(std))
+        return round(mean, decimals) + 0.0, round(std, decimals)
+    return float(np.round(mean, 6)) + 0.0, float(np.round(std, 6))  # adding 0.0 removes the sign of a negative zero

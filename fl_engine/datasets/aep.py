@@ -1,15 +1,15 @@
-"""AEP, Appliances Energy Prediction: 19,735 readings of a house, every ten minutes; the appliances' use is predicted.
+"""AEP, Appliances Energy Prediction: predict the energy use of appliances in a house (19,735 readings).
 
 Candanedo, Feldheim and Deramaix, Data driven prediction models of energy use of appliances in a low-energy house,
-Energy and Buildings 140, 2017. Prepared as for FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for
-Artificial Intelligence of Things, Michigan State University 2023, section 2.2.3.2), in the order of its published code:
-logarithms, visibility as 0 or 1, clipping, two means, day and month, three principal components; of strongly correlated
-features only the first is kept. Test readings are drawn at random, as there; everything is fitted on the other
-readings.
+Energy and Buildings 140, 2017. The data are prepared as in FedAIoT (Alam, Federated Learning Benchmarks and Frameworks
+for Artificial Intelligence of Things, Michigan State University 2023, section 2.2.3.2). The order of the steps is the
+same as in FedAIoT's published code: logarithms, visibility as 0 or 1, clipping, two means, day and month, three
+principal components. A feature with a strong correlation to an earlier feature is left out. Test readings are drawn at
+random, as in the published code. All transformations are fitted on the training readings.
 
-Departs from the paper, which scales the output; here, as in the code, its logarithm is taken. Features are normalised
-with `mean` and `std`. They are rounded to five decimals, so that the data are the same on every machine: a principal
-component's last bits depend on the linear algebra library.
+Departs from the paper, which scales the output. Here, as in the published code, the output is a logarithm. Features are
+normalised with `mean` and `std`. Features are rounded to five decimals, because the last bits of principal components
+depend on the linear algebra library.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from fl_engine.core.samples import Data
 from fl_engine.core.text import need_plain
 from fl_engine.data.files import damaged, read, require_by_hand
-from fl_engine.data.moments import moments
-from fl_engine.data.transforms import random_split
+from fl_engine.data.transforms import moments, random_split
 from fl_engine.tasks import Regression
 
 ABOUT = "Appliances energy prediction, 18 features, the target a number (R2), 15,788 + 3,947; CC BY 4.0; 12 MB, by hand"
@@ -41,22 +40,22 @@ COLUMNS = (
 ROWS = 19_735
 TEST_SHARE = 0.2
 CLEAR = 40.0
-"""Visibility in kilometres above which the feature is 1, else 0."""
+"""Threshold in kilometres. The visibility feature is 1 for a visibility above this threshold, and 0 otherwise."""
 COMPONENTS = 3
 ALIKE = 0.85
-"""A feature is left out if its absolute correlation with an earlier feature is larger."""
+"""A feature is left out if its absolute correlation with an earlier feature is above this limit."""
 DECIMALS = 5
 DATE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", re.ASCII)
 
 Table = dict[str, NDArray[np.float64]]
-"""Columns by name, each (N,)."""
+"""Map column names to values of shape (N,)."""
 
 
 def load(root: Path, rows: int = ROWS) -> Data:
     """Load `root`/aep/energydata_complete.csv, which has `rows` readings.
 
-    Samples are (N, 18), targets (N, 1): the logarithm of the appliances' use in Wh. Raises DataError if the file is
-    missing, has other columns or another number of readings, or holds numbers that are not finite or have no logarithm.
+    Samples are (N, 18). Targets (N, 1) are logarithms of the energy use in Wh. Raises DataError if the file is missing,
+    its columns or its number of readings are wrong, or a value is not finite or has no logarithm.
     """
     require_by_hand("aep", root, FILES, HOW)
     path = root / FILES[0]
@@ -76,50 +75,46 @@ def load(root: Path, rows: int = ROWS) -> Data:
 
 
 def prepared(train: Table, test: Table) -> tuple[Table, Table]:
-    """Return the features of both parts. Percentiles, components and the choice of features come from the training
-    part."""
+    """Return the features of the training and the test part. Percentiles, components and the selection of features are
+    computed from the training part."""
     train, test = transformed(train), transformed(test)
     bounds = {name: np.percentile(value, (10, 90)) for name, value in train.items()}
-    train, test = (with_day(with_means(clipped(part, bounds))) for part in (train, test))
+    # The published code also clips the date.
+    train, test = (
+        with_means_and_day({name: np.clip(value, *bounds[name]) for name, value in part.items()})
+        for part in (train, test)
+    )
     centre, axes = principal(train)
     train, test = (with_components(part, centre, axes) for part in (train, test))
-    kept = unlike(train)
+    kept = uncorrelated(train)
     return {name: train[name] for name in kept}, {name: test[name] for name in kept}
 
 
-# ------------------------------------------------------------------------------------------------------- steps
 def transformed(table: Table) -> Table:
-    """Take log(1 + x) of four columns, and turn visibility into 0 or 1."""
+    """Replace four columns with log(1 + x), and the visibility with 0 or 1."""
     logarithms = {name: np.log1p(table[name]) for name in ("t9", "rv1", "rv2", "windspeed")}
     return table | logarithms | {"visibility": (table["visibility"] > CLEAR).astype(np.float64)}
 
 
-def clipped(table: Table, bounds: dict[str, NDArray[np.float64]]) -> Table:
-    """Clip every column, the date included, to its lower and upper bound."""
-    return {name: np.clip(value, *bounds[name]) for name, value in table.items()}
-
-
-def with_means(table: Table) -> Table:
-    """Add the means of the rooms' temperatures (for t9 its logarithm) and humidities."""
-    temperature = np.stack([table[f"t{room}"] for room in ROOMS]).mean(0)
-    humidity = np.stack([table[f"rh_{room}"] for room in ROOMS]).mean(0)
-    return table | {"avg_house_temp": temperature, "avg_humidity_percentage": humidity}
-
-
-def with_day(table: Table) -> Table:
-    """Replace the date, in seconds since 1970, by the day of the month and the month."""
+def with_means_and_day(table: Table) -> Table:
+    """Add the mean temperature (t9 is already a logarithm) and the mean humidity of the rooms. Replace the date, in
+    seconds since 1970, with the day of the month and the month."""
+    means = {
+        "avg_house_temp": np.stack([table[f"t{room}"] for room in ROOMS]).mean(0),
+        "avg_humidity_percentage": np.stack([table[f"rh_{room}"] for room in ROOMS]).mean(0),
+    }
     date = table["date"].astype(np.int64).astype("datetime64[s]")
     months, days = date.astype("datetime64[M]"), date.astype("datetime64[D]")
     day = (days - months.astype("datetime64[D]")).astype(np.float64) + 1
-    month = months.astype(np.int64) % 12 + 1
+    month = (months.astype(np.int64) % 12 + 1).astype(np.float64)
     rest = {name: value for name, value in table.items() if name != "date"}
-    return rest | {"day": day, "month": month.astype(np.float64)}
+    return rest | means | {"day": day, "month": month}
 
 
 def principal(table: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the columns' means (F,) and the first principal components (F, 3) of the unscaled columns.
+    """Return the means (F,) and the first three principal components (F, 3) of the unscaled columns.
 
-    The largest weight of a component is made positive, as in scikit-learn, since the sign is arbitrary.
+    The sign of a component is arbitrary. As in scikit-learn, the largest weight of a component is made positive.
     """
     values = np.stack(list(table.values()))
     centre = values.mean(1)
@@ -130,21 +125,21 @@ def principal(table: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def with_components(table: Table, centre: NDArray[np.float64], axes: NDArray[np.float64]) -> Table:
-    """Add the readings' coordinates along each principal component."""
+    """Append the projections of the readings onto the principal components as columns."""
     along = (np.stack(list(table.values()), axis=1) - centre) @ axes
     return table | {f"pca_{i + 1}": along[:, i] for i in range(axes.shape[1])}
 
 
-def unlike(table: Table) -> list[str]:
-    """Return the columns that are not strongly correlated with any earlier column, kept or not."""
-    with np.errstate(invalid="ignore", divide="ignore"):  # a constant column is correlated with none
+def uncorrelated(table: Table) -> list[str]:
+    """Return the names of columns without a strong correlation to any earlier column, even to a column that is left
+    out."""
+    with np.errstate(invalid="ignore", divide="ignore"):  # correlations of a constant column are NaN
         alike = np.abs(np.corrcoef(np.stack(list(table.values())))) > ALIKE
     return [name for i, name in enumerate(table) if not alike[i, :i].any()]
 
 
-# ----------------------------------------------------------------------------------------------------- reading
 def _read(path: Path, rows: int) -> Table:
-    """All columns as numbers, the date in seconds since 1970."""
+    """Return all columns as numbers, with the date in seconds since 1970."""
     try:
         first, *lines = csv.reader(read(path).decode("ascii").splitlines(), strict=True)
         if (found := tuple(name.lower() for name in first)) != COLUMNS:
@@ -152,7 +147,7 @@ def _read(path: Path, rows: int) -> Table:
         if len(lines) != rows:
             raise ValueError(f"{len(lines)} rows")
         if wrong := [i for i, line in enumerate(lines) if len(line) != len(COLUMNS)]:
-            raise ValueError(f"{len(lines[wrong[0]])} values in row {wrong[0] + 2}")
+            raise ValueError(f"{len(lines[wrong[0]])} instead of {len(COLUMNS)} values in row {wrong[0] + 2}")
         if odd := [line[0] for line in lines if not DATE.fullmatch(line[0])]:
             raise ValueError(f"the date {odd[0]}")
         need_plain(number for line in lines for number in line)
@@ -160,7 +155,7 @@ def _read(path: Path, rows: int) -> Table:
         date = dates.astype("datetime64[s]")
         table = dict(zip(COLUMNS[1:], (column.astype(np.float64) for column in numbers), strict=True))
         if not all(np.isfinite(column).all() for column in table.values()):
-            raise ValueError("numbers that are not finite")
+            raise ValueError("a number that is NaN or infinite")
     except (ValueError, OverflowError, csv.Error) as error:
         raise damaged(path, f"{rows} rows of the columns {COLUMNS[0]}, ..., {COLUMNS[-1]}", error) from error
     return {"date": date.astype(np.int64).astype(np.float64), **table}

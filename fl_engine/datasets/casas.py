@@ -1,16 +1,18 @@
-"""CASAS: motion, door and temperature sensors of three homes; an activity is recognised from at most 2,000 events.
+"""CASAS: recognise activities from up to 2,000 events of motion, door and temperature sensors in three homes.
 
 Schmitter-Edgecombe and Cook, Assessing the Quality of Activities in a Smart Environment, Methods of Information in
-Medicine 48, 2009; the homes Cairo, Milan, and Kyoto at three times, from https://casas.wsu.edu/datasets. Prepared as
-for FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of Things, Michigan State
-University 2023, section 2.2.3.2) after Liciotti et al., A sequential deep learning application for recognising human
-activities in smart homes, Neurocomputing 2019: the events between the begin and the end of an activity are a sample,
-and so are those between two activities ("other"); the homes' activities are grouped into eleven classes and "other".
+Medicine 48, 2009; the homes Cairo, Milan, and Kyoto at three times, from https://casas.wsu.edu/datasets. The data are
+prepared as in FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of Things,
+Michigan State University 2023, section 2.2.3.2). FedAIoT follows Liciotti et al., A sequential deep learning
+application for recognising human activities in smart homes, Neurocomputing 2019. A sample has the events between the
+begin and the end of an activity, or between two activities ("other"). The activities of all homes are grouped into
+eleven classes and "other".
 
-Departs from the paper, which describes the 2,000 events before each activity; here, as in its published code, they are
-the last 2,000 of the activity's own events. In that code each home numbers its events separately, so a number has
-another meaning in another home, and 0 is both an event and padding. Here a number stands for one value of one sensor in
-all homes, and 0 is padding alone. Test samples are drawn at random, as there.
+Departs from the paper, which describes the 2,000 events before each activity. Here, as in the paper's published code, a
+sample has the last 2,000 events of the activity itself. The published code numbers each home's events from 0. A
+published number therefore means different events in two homes, and 0 is also the padding. Here a number means the same
+value of the same sensor in all homes, and 0 is only the padding. Test samples are drawn at random, as in the published
+code.
 """
 
 from __future__ import annotations
@@ -20,15 +22,14 @@ import re
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from fl_engine.core.samples import Data
-from fl_engine.core.text import need_plain
 from fl_engine.data.files import damaged, read, require_by_hand, warn_of_other_counts
 from fl_engine.data.transforms import as_tensors, random_split
 from fl_engine.tasks import Classification
@@ -47,21 +48,22 @@ HOW = (
     "MB, no licence stated, no form) and unpack each into a folder of its name in casas/"
 )
 EVENTS = 2000
-"""The length of a sample."""
+"""Length of a sample in events."""
 PADDING = 0
 TEST_SHARE = 0.2
 PUBLISHED = (12_190, 3_048)
 """Training and test samples."""
 MOST_SAMPLES = 50_000
-"""The set has 15,238 samples of 16 kB each. In a damaged file every line might begin a sample."""
+"""Maximum number of samples, because every line of a damaged file might start a sample. The set has 15,238 samples."""
 MOST_UNREADABLE = 0.01
-"""The largest share of garbled lines in a file. Faulty sensors cause a few, and a damaged file has more."""
+"""Maximum fraction of unreadable lines in a file. Faulty sensors cause a few unreadable lines, but a damaged file
+contains more."""
 
 CLASSES = (
     "other", "work", "take medicine", "sleep", "leave home", "eat", "bed to toilet", "bathing", "enter home",
     "personal hygiene", "relax", "cook",
 )  # fmt: skip
-# Names in the files, in lower case and with underscores: first with the resident (R1, R2), then without the resident.
+# The names are in lower case with underscores. If a name is unknown, the reader removes `r1_` or `r2_` and tries again.
 ACTIVITIES = {
     "other": "wake wakeup night_wandering wandering_in_room study wash_bathtub grooming bed_toilet_transition "
     "master_bedroom_activity meditate",
@@ -80,42 +82,39 @@ ACTIVITIES = {
 LABELS = {name: CLASSES.index(label) for label, names in ACTIVITIES.items() for name in names.split()}
 LABELS[""] = CLASSES.index("other")
 STATES = {b"ON": "on", b"OF": "off", b"OP": "open", b"CL": "closed"}
-"""Maps the first two letters of a value to a state. The rest of some values is garbled."""
+"""Map the first two characters of a value to a state. The other characters of a value may be unreadable."""
 
-HOTTEST = 200
-"""Values above this temperature in degrees are garbled."""
+DEGREES = re.compile(rb"-?[01]?\d{1,2}(\.\d*)?")
+"""Pattern of a temperature. Values of 200 degrees or more are invalid."""
 DATE = re.compile(rb"\d{4}-\d\d-\d\d")
 RESIDENT = re.compile(r"^r\d_")
 
 log = logging.getLogger(__name__)
 
 
-class Event(NamedTuple):
-    word: str
-    """A sensor and its value, `M001=on`."""
-    activity: str
-    """The activity's name in the file, or an empty string."""
+Event = tuple[str, str]
+"""Sensor and value, such as `M001=on`, and the name of the activity in the file. The name is empty between
+activities."""
 
 
 def load(root: Path) -> Data:
-    """Load the samples of all homes from `root`/casas: tokens (N, 2000), padded in front.
+    """Load the samples of all homes from `root`/casas as tokens (N, 2000), with padding at the start.
 
-    A token is the rank, from 1 on, of a pair of sensor and value among all that occur, sorted by name. `natural_client`
-    is the home. Raises DataError for a file that is missing, has too many lines that are not events, or has no known
-    activity.
+    All words such as `M001=on` are sorted by name, and the token of a word is its position in this order, counted from
+    1. `natural_client` is the home. Raises DataError if a file is missing, has too many unreadable lines, or does not
+    contain a known activity.
     """
     require_by_hand("casas", root, FILES, HOW)
-    met: dict[str, int] = {}
-    """Each word's number, in order of first occurrence."""
+    word_numbers: dict[str, int] = {}
+    """Map words to numbers, in order of first occurrence."""
     rows: list[array[int]] = []
     labels: list[int] = []
     homes: list[int] = []
-    for home, file in enumerate(FILES):
-        path = root / file
+    for home, path in enumerate(root / file for file in FILES):
         names = set()
         for name, words in samples(events(path, read(path))):
             names.add(name)
-            rows.append(array("i", (met.setdefault(word, len(met)) for word in words)))
+            rows.append(array("i", (word_numbers.setdefault(word, len(word_numbers)) for word in words)))
             labels.append(label_of(name))
             homes.append(home)
             if len(rows) > MOST_SAMPLES:
@@ -124,86 +123,75 @@ def load(root: Path) -> Data:
         if names <= {"", *unknown}:
             raise damaged(path, "activities of these homes", "none")
         if unknown:
-            log.warning("%s: %d activities are not in the list and count as other: %s", path, len(unknown), unknown)
-    places = {word: place for place, word in enumerate(sorted(met), PADDING + 1)}
-    token = np.array([places[word] for word in met], dtype=np.int64)
+            log.warning("%s: %d unknown activities are assigned to the class other: %s", path, len(unknown), unknown)
+    token = np.zeros(len(word_numbers), dtype=np.int64)
+    token[[word_numbers[word] for word in sorted(word_numbers)]] = np.arange(len(word_numbers)) + PADDING + 1
     x = np.full((len(rows), EVENTS), PADDING, dtype=np.int64)
-    for of_one, row in zip(x, rows, strict=True):
-        of_one[EVENTS - len(row) :] = token[np.frombuffer(row, dtype=np.intc)]
-    y = np.array(labels, dtype=np.int64)
+    for sample, row in zip(x, rows, strict=True):
+        sample[EVENTS - len(row) :] = token[np.frombuffer(row, dtype=np.intc)]
+    y, source = np.array(labels, dtype=np.int64), np.array(homes, dtype=np.int64)
     train, test = random_split(len(rows), TEST_SHARE)
     tensors = (*as_tensors(x[train], y[train]), *as_tensors(x[test], y[test]))
-    source = torch.from_numpy(np.array(homes, dtype=np.int64)[train])
-    data = Data("casas", Classification(len(CLASSES)), *tensors, natural_client=source)
+    task = Classification(len(CLASSES))
+    data = Data("casas", task, *tensors, natural_client=torch.from_numpy(source[train]))
     warn_of_other_counts(data, *PUBLISHED)
     return data
 
 
 def samples(stream: Iterable[Event]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name and the last 2,000 words of each run of consecutive events with the same activity, also of runs
-    without an activity."""
-    for name, stretch in groupby(stream, key=lambda event: event.activity):
-        yield name, list(deque((event.word for event in stretch), maxlen=EVENTS))
+    """Yield the activity and the last 2,000 words of each group of consecutive events with the same activity. Events
+    without an activity form groups with an empty name."""
+    for name, stretch in groupby(stream, key=lambda event: event[1]):
+        yield name, list(deque((word for word, _ in stretch), maxlen=EVENTS))
 
 
 def events(path: Path, content: bytes) -> Iterator[Event]:
     """Yield the events of motion, door and temperature sensors, in the file's order.
 
-    A line is a date, a time, a sensor, a value, and maybe an activity with `begin` or `end`. These two lines belong to
-    the activity, and the begin of another one ends it too. Raises DataError if more than 1 % of the lines are not
-    events.
+    A line has a date, a time, a sensor, a value, and optionally an activity with `begin` or `end`. The lines with
+    `begin` and `end` belong to the activity. An activity also ends when another activity begins. Raises DataError if
+    more than 1 % of the lines are not events.
     """
-    words: dict[tuple[bytes, bytes], str | None] = {}
     activity, lines, unreadable = "", 0, []
     for number, line in enumerate(content.splitlines(), 1):
         if not (fields := line.split()):
             continue
         lines += 1
-        if len(fields) < 4 or not DATE.fullmatch(fields[0]):
-            unreadable.append(number)
+        whole = len(fields) >= 4 and DATE.fullmatch(fields[0])
+        if whole and fields[2][:1] not in (b"M", b"D", b"T"):
             continue
-        sensor, value = fields[2:4]
-        if sensor[:1] not in (b"M", b"D", b"T"):
-            continue
-        if (sensor, value) not in words:
-            words[sensor, value] = word_of(sensor, value)
-        word = words[sensor, value]
+        word = word_of(*fields[2:4]) if whole else None
         if word is None:
             unreadable.append(number)
             continue
         *name, change = fields[4:] or (b"",)
         if change == b"begin":
             activity = b"_".join(name).decode("ascii", "replace").lower()
-        yield Event(word, activity)
+        yield word, activity
         if change == b"end":
             activity = ""
     if len(unreadable) > MOST_UNREADABLE * lines:
-        form = "lines as `2009-06-10 03:20:59.08 M006 ON Sleep begin`"
-        raise damaged(path, form, f"{len(unreadable)} others of {lines}, first line {unreadable[0]}")
+        form = "lines such as `2009-06-10 03:20:59.08 M006 ON Sleep begin`"
+        raise damaged(path, form, f"{len(unreadable)} unreadable lines of {lines}, first line {unreadable[0]}")
     if unreadable:
         log.warning("%s: skipped %d of %d lines, first line %d", path, len(unreadable), lines, unreadable[0])
 
 
+@lru_cache(2**16)
 def word_of(sensor: bytes, value: bytes) -> str | None:
-    """Return the word, such as `M001=on` or `T002=21.5`, in half degrees; None for a garbled value."""
-    said: str | None
+    """Return a word such as `M001=on` or `T002=21.5` (rounded to half degrees); None if the value is unreadable."""
+    state = STATES.get(value[:2].upper())
     if sensor[:1] == b"T":
-        try:
-            need_plain([value.decode("ascii")])
-            degrees = float(value)
-        except ValueError:
-            return None
-        said = f"{round(2 * degrees) / 2:.1f}" if abs(degrees) < HOTTEST else None
-    else:
-        said = STATES.get(value[:2].upper())
-    return f"{sensor.decode('ascii', 'replace')}={said}" if said else None
+        known = DEGREES.fullmatch(value)
+        state = f"{round(2 * float(value)) / 2:.1f}" if known else None
+    return f"{sensor.decode('ascii', 'replace')}={state}" if state else None
 
 
 def bare(name: str) -> str:
-    """Return the activity's name as in LABELS: unchanged, or without the resident."""
+    """Return the name if LABELS contains it, otherwise the name without a prefix such as `r1_`."""
     return name if name in LABELS else RESIDENT.sub("", name)
 
 
 def label_of(name: str) -> int:
-    """Return the class of an activity by its name in a file."""
+    """Return the class index for the name of an activity in a file."""
     return LABELS.get(bare(name), LABELS[""])

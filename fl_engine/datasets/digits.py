@@ -1,9 +1,9 @@
-"""Digits: 1,797 grey images of 8 x 8 in 10 classes, as part of scikit-learn; nothing to download.
+"""Digits: 1,797 grey images of 8 x 8 pixels in 10 classes. scikit-learn contains the data, so nothing is downloaded.
 
-Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI 1998 (its test part).
+Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI 1998 (only the test part).
 
-scikit-learn offers no split, so this one is fixed: 20 % of every class (359 samples) are for testing, drawn with a
-constant seed. Values 0..16 become 0..255.
+scikit-learn does not define a split. Here 20 % of each class are drawn as test samples with a constant seed, 359
+samples in total. Pixel values 0..16 are scaled to 0..255.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ ABOUT = "Digits, 8x8 grey, 10 classes, 1,438 + 359; licence CC BY 4.0; comes wit
 URL = "https://archive.ics.uci.edu/dataset/80/optical+recognition+of+handwritten+digits"
 TEST_SAMPLES = 359
 CHECKSUM = "e10b10289c0d9d8a1b3e6b7dfe998949029a89056e0e06dfb989924a36d75a3c"
-"""sha256 of the table's values (1797, 65) as little-endian int64."""
+"""SHA-256 of the table (1797, 65), stored as little-endian int64."""
 MEAN, STD = (0.3054,), (0.3762,)
-"""Mean and deviation of the 1,438 training images, in units of 255."""
+"""Mean and standard deviation of the 1,438 training images, divided by 255."""
 
 
 def _table() -> NDArray[np.int64]:
-    """64 pixels and a label per row. The file is read without importing scikit-learn, which takes 2 s in every pod."""
+    """Return 64 pixels and a label per row. The file is read directly, because importing scikit-learn takes 2 s."""
     found = importlib.util.find_spec("sklearn")
     if found is None or found.origin is None:
-        raise EnvironmentFailure("digits are part of scikit-learn, which is missing: pip install scikit-learn")
+        raise EnvironmentFailure("digits requires scikit-learn, which is not installed. Run `pip install scikit-learn`")
     path = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
     try:
         with gzip.open(path) as file:
@@ -44,14 +44,14 @@ def _table() -> NDArray[np.int64]:
         if sha256(table.astype("<i8").tobytes()) != CHECKSUM:
             raise ValueError("other values")
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise EnvironmentFailure(f"{path} has not the digits ({error}). Install scikit-learn again") from error
+        raise EnvironmentFailure(f"{path} must contain the digits data ({error}). Reinstall scikit-learn") from error
     return table
 
 
 def load(root: Path) -> Data:
     """Load the data set; `root` is ignored. Raises EnvironmentFailure if scikit-learn is missing or damaged."""
     table = _table()
-    # Integer arithmetic, rounding half up: 16 becomes 255, and all machines agree.
+    # Integer arithmetic yields the same pixels on all machines. The value 16 is converted to 255.
     images = ((table[:, :64].reshape(-1, 1, 8, 8) * 255 + 8) // 16).astype(np.uint8)
     labels = table[:, 64].copy()
     test = np.zeros(len(labels), dtype=bool)

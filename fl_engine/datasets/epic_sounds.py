@@ -1,26 +1,26 @@
 """EPIC-SOUNDS: sounds in kitchens, in 44 classes, as log-mel spectrograms of 400 x 128.
 
-Huh et al., EPIC-SOUNDS: A Large-Scale Dataset of Actions that Sound, ICASSP 2023. Annotations:
-https://github.com/epic-kitchens/epic-sounds-annotations; a row is a segment of a video's sound, in samples at 24 kHz.
-The sound is that of EPIC-KITCHENS-100, whose videos a script of the publisher's downloads, without a form
-(https://github.com/epic-kitchens/download-scripts-100). Auditory SlowFast
-(https://github.com/ekazakos/auditory-slow-fast, audio_extraction/extract_audio.py), to which the publisher refers,
-extracts `<video_id>.wav` from each: 24 kHz, one channel, 16 bits. These files are read, not the HDF5 file into which it
-packs them.
+Huh et al., EPIC-SOUNDS: A Large-Scale Dataset of Actions that Sound, ICASSP 2023. Each row of the annotations
+(https://github.com/epic-kitchens/epic-sounds-annotations) is a segment of a video's sound, in samples at 24 kHz. The
+publisher's script (https://github.com/epic-kitchens/download-scripts-100) downloads the videos of EPIC-KITCHENS-100
+without a registration form. The publisher refers to Auditory SlowFast (https://github.com/ekazakos/auditory-slow-fast,
+audio_extraction/extract_audio.py), which extracts `<video_id>.wav` from each video (24 kHz, one channel, 16 bits). The
+reader uses these WAV files, not the HDF5 file of Auditory SlowFast.
 
-The spectrogram is that of FedAIoT (Alam et al., 2023: the text's Sec. 2.2.3, and its code where the text is silent):
-Hann windows of 10 ms every 5 ms, centred, with silence before and after the segment; magnitudes of a Fourier transform
-of 2,048 points; 128 triangular mel filters of height 1 from 0 to 12 kHz, by HTK's formula; the natural logarithm of
-their outputs + 1e-6; the last frame is repeated up to 400. Departs from FedAIoT, which takes 1.999 s of a longer
-segment at random in each epoch, and five such clips for a test; here it is the middle 1.999 s in both parts, so that a
-sample is one tensor. Values are rounded to 1/1024, so that machines whose last bits differ get the same data.
+The spectrogram follows FedAIoT (Alam et al., 2023, Sec. 2.2.3). Details that the paper omits are taken from the
+authors' code. Centred Hann windows of 10 ms begin every 5 ms, with silence before and after the segment. A Fourier
+transform of 2,048 points yields magnitudes. The magnitudes are the input of 128 triangular mel filters of height 1 from
+0 to 12 kHz (HTK's formula). The value is the natural logarithm of a filter's output + 1e-6. The last frame is repeated
+to fill 400 frames. Departs from FedAIoT, which draws 1.999 s of a longer segment at random in each epoch, and five
+clips of this length for a test. Here training and test samples use the middle 1.999 s, so that a sample is one tensor.
+Values are rounded to 1/1024, so that machines with different rounding errors get the same data.
 
-The 60,055 training segments are the training part, the 8,035 validation segments the test part, since the labels of the
-test segments are not published. FedAIoT's text has 40,175 test samples (Sec. 2.2.1), more than the publisher's
-validation and test tables have together. A participant is the natural client.
+The training part has the 60,055 training segments. The test part has the 8,035 validation segments, because the labels
+of the test segments are not published. FedAIoT's text states 40,175 test samples (Sec. 2.2.1), which is more than all
+published validation and test segments. Each participant is a natural client.
 
-Computing the spectrograms takes about ten minutes, so they are stored in epic-sounds/packed (14 GB), by
-`fl_engine.data.array_cache`, and mapped into memory.
+Computing the spectrograms takes about ten minutes, so `fl_engine.data.array_files` stores them in epic-sounds/packed
+(14 GB) and maps them into memory.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ import re
 import struct
 import wave
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_engine.core.samples import Data
-from fl_engine.data.array_cache import packed
+from fl_engine.data.array_files import cached
 from fl_engine.data.files import damaged, read, require_by_hand, warn_of_other_counts
 from fl_engine.tasks import Classification
 
@@ -60,20 +60,20 @@ HOW = (
     "(17 GB)"
 )
 VERSION = 1
-"""The version of the stored arrays, which changes if the same files are read in another way."""
+"""Version of the stored arrays. Increase the version if the code computes different arrays from the same files."""
 CLASSES = 44
 MOST_BYTES = 2**25
-"""The largest annotation file. The training file has about 6 MB."""
+"""Maximum size of an annotation file in bytes. The training file has about 6 MB."""
 PUBLISHED = (60_055, 8_035)
 """Training and test segments."""
 MOST_SEGMENTS = 100_000
 
 RATE = 24_000
-"""Samples of sound per second."""
+"""Sampling rate of the sound in Hz."""
 CLIP = 47_976
-"""Samples of the longest segment, 1.999 s."""
+"""Maximum number of audio samples that are used from a segment (1.999 s)."""
 WINDOW, STEP, POINTS = 240, 120, 2048
-"""The length of a window, the step to the next window, and the length of the Fourier transform, in samples."""
+"""Window length, hop length and length of the Fourier transform, in audio samples."""
 FRAMES, MELS = 400, 128
 FLOOR = 1e-6
 GRID = 1024.0
@@ -83,29 +83,27 @@ NUMBER = re.compile(r"\d{1,10}", re.ASCII)
 COLUMNS = ("participant_id", "video_id", "start_sample", "stop_sample", "class_id")
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A row of an annotation file."""
+class Segment(NamedTuple):
+    """Row of an annotation file. `start` and `stop` are indices of audio samples in the video's sound."""
 
     participant: str
     video: str
     start: int
-    """The start of the segment, in samples of the video's sound."""
     stop: int
     label: int
 
 
 def load(root: Path) -> Data:
-    """Load `root`/epic-sounds: maps (N, 1, 400, 128), not normalised.
+    """Load `root`/epic-sounds as spectrograms (N, 1, 400, 128), which are not normalised.
 
-    Raises DataError for annotations or sound that are missing or damaged, and for a segment outside its video's sound.
+    Raises DataError if annotations or WAV files are missing or damaged, or a segment ends after its video's sound.
     """
     require_by_hand("epic_sounds", root, FILES, HOW)
     parts = tuple(segments(root / file) for file in FILES[:2])
     videos = sorted({segment.video for part in parts for segment in part})
     require_by_hand("epic_sounds", root, [f"{AUDIO}/{video}.wav" for video in videos], HOW)
     inputs = [root / file for file in (*FILES[:2], *(f"{AUDIO}/{video}.wav" for video in videos))]
-    arrays = packed(root / FOLDER / "packed", VERSION, inputs, partial(_pack, root / AUDIO, parts))
+    arrays = cached(root / FOLDER / "packed", VERSION, inputs, partial(_pack, root / AUDIO, parts))
     data = Data("epic_sounds", Classification(CLASSES, top5=True), mean=(), std=(), **arrays)
     warn_of_other_counts(data, *PUBLISHED)
     return data
@@ -114,68 +112,58 @@ def load(root: Path) -> Data:
 def _pack(audio: Path, parts: Sequence[list[Segment]], folder: Path) -> None:
     for name, part in zip(("train", "test"), parts, strict=True):
         np.save(folder / f"{name}_y.npy", np.array([segment.label for segment in part]))
-        with (folder / f"{name}_x.npy").open("wb") as file:  # one by one, since all do not fit into memory
-            shape = (len(part), 1, FRAMES, MELS)
-            np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
-            for segment in part:
-                file.write(log_mel(_sound(audio / f"{segment.video}.wav", segment)).astype("<f4").tobytes())
+        shape = (len(part), 1, FRAMES, MELS)
+        x = np.lib.format.open_memmap(folder / f"{name}_x.npy", "w+", np.dtype("<f4"), shape)  # larger than memory
+        for at, segment in enumerate(part):
+            x[at, 0] = log_mel(_sound(audio / f"{segment.video}.wav", segment))
     participants = sorted({segment.participant for segment in parts[0]})
     source = [participants.index(segment.participant) for segment in parts[0]]
     np.save(folder / "natural_client.npy", np.array(source))
 
 
 def segments(path: Path) -> list[Segment]:
-    """Return the rows of an annotation file. Raises DataError for other columns or values, no rows or too many."""
-    found: list[Segment] = []
+    """Return the rows of an annotation file. Raises DataError if the columns, a value or the number of rows is
+    wrong."""
     try:
         rows = csv.DictReader(io.StringIO(read(path, most=MOST_BYTES).decode(), newline=""))
-        if absent := set(COLUMNS) - set(rows.fieldnames or ()):
-            raise damaged(path, f"the columns {', '.join(COLUMNS)}", f"no {min(absent)}")
-        for row in rows:
-            found.append(_segment(f"{path}: line {rows.line_num}", [row[name] or "" for name in COLUMNS]))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise damaged(path, "a table in CSV", error) from error
+        found = [_segment(*(row.get(name) or "" for name in COLUMNS)) for row in rows]
+    except (ValueError, csv.Error) as error:
+        raise damaged(path, f"a table in CSV with the columns {', '.join(COLUMNS)}", error) from error
     if not 0 < len(found) <= MOST_SEGMENTS:
         raise damaged(path, f"1 to {MOST_SEGMENTS} segments", len(found))
     return found
 
 
-def _segment(where: str, values: list[str]) -> Segment:
-    participant, video, *numbers = values
-    if not VIDEO.fullmatch(video) or not video.startswith(f"{participant}_"):
-        raise damaged(where, "a participant and a video, as P01 and P01_11", f"{participant[:20]!r} and {video[:20]!r}")
-    if not all(map(NUMBER.fullmatch, numbers)):
-        raise damaged(where, "start, stop and class", f"{', '.join(numbers)[:80]!r}")
-    start, stop, label = map(int, numbers)
+def _segment(participant: str, video: str, *numbers: str) -> Segment:
+    known = VIDEO.fullmatch(video) and video.startswith(f"{participant}_") and all(map(NUMBER.fullmatch, numbers))
+    start, stop, label = map(int, numbers) if known else (0, 0, 0)
     if start >= stop or label >= CLASSES:
-        raise damaged(where, f"a start before the stop and a class in 0..{CLASSES - 1}", f"{start}, {stop} and {label}")
+        raise ValueError(f"an invalid row: {participant[:20]!r}, {video[:20]!r}, {', '.join(numbers)[:80]!r}")
     return Segment(participant, video, start, stop, label)
 
 
 def _sound(path: Path, segment: Segment) -> NDArray[np.float64]:
-    """The middle of the segment, at most 1.999 s, with values in -1..1."""
+    """Return at most 1.999 s from the middle of the segment, with values in -1..1."""
     length = min(segment.stop - segment.start, CLIP)
     start = segment.start + (segment.stop - segment.start - length) // 2
     try:
         with path.open("rb") as file, wave.open(file) as sound:
             form = (sound.getframerate(), sound.getnchannels(), sound.getsampwidth())
-            if form != (RATE, 1, 2):
-                raise damaged(path, f"{RATE} samples a second, 1 channel, 2 bytes a sample", form)
-            if segment.stop <= sound.getnframes():
-                sound.setpos(start)
-                content = sound.readframes(length)
-            else:
-                content = b""
+            if form != (RATE, 1, 2) or segment.stop > sound.getnframes():
+                raise ValueError(f"{form} and {sound.getnframes()} samples")
+            sound.setpos(start)
+            content = sound.readframes(length)
+            if len(content) != 2 * length:
+                raise ValueError("a truncated file")
     except (OSError, EOFError, wave.Error, struct.error, ValueError, RuntimeError, MemoryError) as error:
-        raise damaged(path, "a WAV file", error) from error
-    if len(content) != 2 * length:
-        raise damaged(path, f"the samples {segment.start} to {segment.stop} of a segment", "a shorter file")
+        expected = f"a WAV file of {RATE} samples a second, 1 channel, 2 bytes a sample, up to sample {segment.stop}"
+        raise damaged(path, expected, error) from error
     return np.frombuffer(content, dtype="<i2") / 32768
 
 
 def log_mel(sound: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the spectrogram (400, 128) of 1 to 47,999 samples at 24 kHz: a frame every 5 ms, and the logarithm of 128
-    mel bands, low ones first."""
+    """Return the log-mel spectrogram (400, 128) of 1 to 47,999 samples at 24 kHz. The frames are 5 ms apart, and the
+    mel bands have ascending frequencies."""
     silence = np.zeros(WINDOW // 2)
     padded = np.concatenate([silence, sound, silence])
     frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::STEP]
@@ -189,9 +177,9 @@ def log_mel(sound: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @cache
 def _mel_filters() -> tuple[NDArray[np.intp], NDArray[np.float64], NDArray[np.intp]]:
-    """The 128 filters as three arrays: the frequencies that pass each filter, filter by filter; their weights; and the
-    position where each filter's frequencies begin. Of 130 frequencies at equal distances in mel = 2595 log10(1 + Hz /
-    700), filter m rises from the m-th to the next and falls to the one after."""
+    """Return the 128 filters as three arrays: the concatenated frequency indices of all filters, the weights at these
+    indices, and the position of each filter's first entry. The 130 band edges are equidistant in mel = 2595 log10(1 +
+    Hz / 700). Filter m rises from edge m to edge m + 1 and falls to edge m + 2."""
     top = 2595 * np.log10(1 + RATE / 2 / 700)
     edges = 700 * (10 ** (np.linspace(0, top, MELS + 2) / 2595) - 1)[:, None]
     hertz = np.linspace(0, RATE / 2, POINTS // 2 + 1)

@@ -1,18 +1,18 @@
-"""FEMNIST: handwritten characters by writer, grey images of 28 x 28 in 62 classes, from the JSON files that LEAF makes.
+"""FEMNIST: grey images (28 x 28) of handwritten characters in 62 classes, from LEAF's JSON files.
 
 Caldas et al., LEAF: A Benchmark for Federated Settings, 2018 (arXiv:1812.01097). https://github.com/TalwalkarLab/leaf
-makes data/femnist/data/all_data/all_data_0.json to all_data_35.json, each of at most 100 writers:
+creates data/femnist/data/all_data/all_data_0.json to all_data_35.json. Each file has at most 100 writers:
 
-    {"users": [writer, ...], "num_samples": [n, ...], "user_data": {writer: {"x": [[784 numbers], ...], "y": [n]}}}
+    {"users": [writer, ...], "num_samples": [n, ...], "user_data": {writer: {"x": [[784 numbers], ...], "y": [n]}}}.
 
-Pixels are numbers in 0..1, with a white background (1) and black ink, row by row. They are bytes divided by 255, and
-are turned back into bytes. Labels are digits (0 to 9), upper case (10 to 35), lower case (36 to 61). A writer is the
-natural client.
+Pixels are stored row by row as numbers in 0..1, with black ink on a white background (1). The reader multiplies pixels
+by 255 to restore LEAF's bytes. Labels 0 to 9 are digits, 10 to 35 are upper-case letters, and 36 to 61 are lower-case
+letters. Each writer is a natural client.
 
-LEAF defines no split, so this one is fixed: n // 10 of every writer's n samples are for testing, drawn with a constant
-seed. `femnist_tff` reads TensorFlow Federated's files, which are made from LEAF's and have a split.
+LEAF does not define a split. From a writer's n samples, n // 10 test samples are drawn with a constant seed.
+`femnist_tff` is TensorFlow Federated's version, which defines a split.
 
-Reading takes about four minutes, so the arrays are stored in femnist/packed (0.6 GB), by `fl_engine.data.array_cache`.
+Reading JSON takes about four minutes, so `fl_engine.data.array_files` stores the arrays in femnist/packed (0.6 GB).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 from fl_engine.core import seeds
 from fl_engine.core.samples import Data
-from fl_engine.data.array_cache import packed
+from fl_engine.data.array_files import cached
 from fl_engine.data.files import damaged, each_once, read, require_by_hand
-from fl_engine.data.moments import byte_statistics
+from fl_engine.data.transforms import byte_statistics
 from fl_engine.tasks import Classification
 
 ABOUT = (
@@ -45,25 +45,25 @@ HOW = (
     "its data/all_data there"
 )
 VERSION = 1
-"""The version of the stored arrays, which changes if the same files are read in another way."""
+"""Version of the stored arrays. Increase the version if the code computes different arrays from the same files."""
 KEYS = ("users", "num_samples", "user_data")
 CLASSES = 62
 SIDE = 28
 TEST_SHARE = 10
-"""The number of a writer's samples for one test sample."""
+"""A writer with n samples gets n // TEST_SHARE test samples."""
 MOST_BYTES = 2**30
-"""The largest file. A file of 100 writers has about 150 MB."""
+"""Maximum size of a file in bytes. A file with 100 writers has about 150 MB."""
 
 
 def load(root: Path, files: Sequence[str] = FILES) -> Data:
-    """Load `root`/femnist/all_data. Mean and deviation are those of the training images.
+    """Load `root`/femnist/all_data. Mean and standard deviation are computed from the training images.
 
-    Raises DataError for a file that is missing, is not JSON of LEAF's form, declares another number of samples than it
-    has, or holds other images or labels, and for a writer who is in two files.
+    Raises DataError if a file is missing, is not JSON in LEAF's format, declares a wrong number of samples, or contains
+    invalid images or labels. Also raises DataError if two files contain the same writer.
     """
     require_by_hand("femnist", root, files, HOW)
     paths = [root / file for file in files]
-    arrays = packed(root / "femnist" / "packed", VERSION, paths, partial(_pack, paths))
+    arrays = cached(root / "femnist" / "packed", VERSION, paths, partial(_pack, paths))
     mean, std = byte_statistics(arrays["train_x"].numpy())
     return Data("femnist", Classification(CLASSES), mean=mean, std=std, **arrays)
 
@@ -92,14 +92,14 @@ def _pack(paths: Sequence[Path], folder: Path) -> None:
 
 
 def _test(samples: int, writer: str) -> NDArray[np.bool_]:
-    """True for the test samples of a writer. The choice does not depend on the other writers."""
+    """Return a mask that is True for test samples. The mask does not depend on other writers."""
     chosen = np.zeros(samples, dtype=bool)
     chosen[seeds.rng(0, f"femnist/test/{writer!a}").permutation(samples)[: samples // TEST_SHARE]] = True
     return chosen
 
 
 def _writers(path: Path) -> list[tuple[str, NDArray[np.uint8], NDArray[np.int64]]]:
-    """Name, images (n, 1, 28, 28) and labels (n,) of each writer of a file, in its order."""
+    """Return the name, images (n, 1, 28, 28) and labels (n,) of each writer, in the order of the file."""
     try:
         found = json.loads(read(path, most=MOST_BYTES), object_pairs_hook=each_once)
     except (ValueError, RecursionError, MemoryError) as error:
@@ -130,7 +130,7 @@ def _samples(path: Path, writer: str, found: Any, number: Any) -> tuple[NDArray[
 
 
 def _image(where: str, image: Any) -> NDArray[np.uint8]:
-    """An image (28, 28) from a list of 784 numbers in 0..1."""
+    """Return an image (28, 28) from a list of 784 numbers in 0..1."""
     try:
         values = np.frombuffer(array("d", image if isinstance(image, list) else []))  # accepts only numbers
     except (TypeError, OverflowError) as error:

@@ -1,19 +1,21 @@
 """Shakespeare: predict the next character in a line of a play; the clients are the speaking roles.
 
-The task of LEAF (Caldas et al., 2018, arXiv:1812.01097; data/shakespeare) and of McMahan et al., AISTATS 2017: predict
-a character from the 80 before it in the same line. As in LEAF, a line is what a role says on one line of the text, with
-runs of spaces reduced to one, 80 spaces before it and a line feed behind it; each position gives a sample; a role is
-the natural client. The last fifth of a role's lines are its test lines.
+The task is from LEAF (Caldas et al., 2018, arXiv:1812.01097; data/shakespeare) and McMahan et al., AISTATS 2017. A
+model predicts a character from the 80 preceding characters of the same line. As in LEAF, a line is one line of a role's
+speech. Repeated spaces become one space. Each line gets 80 spaces at the start and a line feed at the end. Each
+position is a sample, and each role is a natural client. The last fifth of a role's lines are test lines.
 
-The text is tiny Shakespeare (https://github.com/karpathy/char-rnn, data/tinyshakespeare/input.txt): blocks of "ROLE:"
-and lines, with an empty line between. It must match the SHA-256 in TensorFlow Datasets. Departs from LEAF, which takes
-the whole Gutenberg edition and separates the roles of different plays: this text does not say where a play ends, so
-roles of the same name are one. A character that is missing in the training or the test targets becomes a space, LEAF's
-unknown character, so every class occurs in both. Characters are numbered in the order of Unicode.
+The text is tiny Shakespeare (https://github.com/karpathy/char-rnn, data/tinyshakespeare/input.txt). The text consists
+of blocks, which begin with "ROLE:" and are separated by empty lines. The file must match the SHA-256 checksum in
+TensorFlow Datasets. Departs from LEAF, which uses the whole Gutenberg edition and separates the roles of different
+plays. Tiny Shakespeare does not mark the ends of plays, so roles with the same name are one role. Characters that are
+not in both training and test targets are replaced by a space, LEAF's unknown character. Characters are numbered in
+Unicode order.
 
-`load_text` has the same lines for networks that predict at every position: all that a role says, its training lines and
-its test lines by themselves, is cut into pieces of 80 characters, and each character follows the one before it. Tokens:
-0 is padding behind the last piece, then the characters of the training lines, any other (OOV), and the begin of a part.
+`load_text` returns the same lines for networks that predict at every position. The training lines of a role are joined
+and cut into pieces of 80 characters. The test lines are joined separately. The target of each position is the next
+character. Token 0 is padding after the last piece. The tokens from 1 on are the characters of the training lines. The
+last two tokens stand for any other character (OOV) and for the start of a role's joined lines.
 """
 
 from __future__ import annotations
@@ -26,37 +28,39 @@ import numpy as np
 import torch
 
 from fl_engine.core.samples import Data
-from fl_engine.data.downloads import Remote, download
-from fl_engine.data.files import damaged, read, require
+from fl_engine.data.downloads import RemoteFile, download
+from fl_engine.data.files import damaged, read_text, require
 from fl_engine.tasks import Classification, NextToken
 
 ABOUT = "Shakespeare, the next character after 80, 62 classes, 827,298 + 200,539 of 299 roles; public domain; 1 MB"
 ABOUT_TEXT = "Shakespeare, the next character at each of 80 positions, 299 roles; public domain; 1 MB"
 FOLDER = "shakespeare"
-REMOTE = Remote(
+REMOTE = RemoteFile(
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     "input.txt",
     "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 )
+URL = REMOTE.url
 FILES = (f"{FOLDER}/{REMOTE.filename}",)
 WINDOW = 80
-"""The number of characters in a sample."""
+"""Number of characters in a sample."""
 TEST_SHARE = 5
-"""The number of a role's lines for one test line."""
+"""A role with n lines gets n // TEST_SHARE test lines."""
 PADDING = 0
-"""The token behind the last character of a piece in `load_text`."""
+"""Token that fills a piece after its last character in `load_text`."""
 MOST_BYTES = 2**23
-"""The largest text. Each character takes a window of 80 numbers in memory."""
+"""Maximum size of the text in bytes. In memory each character becomes a window of 80 numbers."""
 MOST_CHARACTERS = 256
-"""The most different characters. The text has 65."""
+"""Maximum number of different characters. The text has 65."""
 ROLE = re.compile(r"\S.{0,80}:")
 
 
 def load(root: Path, checksum: str | None = REMOTE.checksum) -> Data:
-    """Load `root`/shakespeare/input.txt: tokens (N, 80). With `checksum` None, any text of that form is accepted.
+    """Load `root`/shakespeare/input.txt as tokens (N, 80). If `checksum` is None, any text in the same format is
+    accepted.
 
-    Raises DataError for a text that is missing, has another checksum, is not UTF-8 or not in blocks of a role and its
-    lines, or has no role of five lines.
+    Raises DataError if the text is missing, has a wrong checksum, is not UTF-8, has another format, or does not contain
+    a role with at least five lines.
     """
     require("shakespeare", root, FILES, REMOTE.url)
     path = root / FILES[0]
@@ -70,7 +74,7 @@ def load(root: Path, checksum: str | None = REMOTE.checksum) -> Data:
 
 
 def load_text(root: Path, checksum: str | None = REMOTE.checksum) -> Data:
-    """Load the same text as tokens (N, 80) and the tokens that follow (N, 80). Raises DataError as `load` does."""
+    """Load the text of `load` as tokens (N, 80) and next tokens (N, 80). Raises the same errors as `load`."""
     require("shakespeare_text", root, FILES, REMOTE.url)
     path = root / FILES[0]
     parts = _parts(path, checksum)
@@ -83,7 +87,7 @@ def load_text(root: Path, checksum: str | None = REMOTE.checksum) -> Data:
     return Data("shakespeare_text", task, train_x, train_y, test_x, test_y, natural_client=source)
 
 
-def fetch(root: Path, remote: Remote = REMOTE) -> None:
+def fetch(root: Path, remote: RemoteFile = REMOTE) -> None:
     """Download the text if it does not exist. Raises as `downloads.download` does."""
     download(remote, root / FOLDER)
 
@@ -96,14 +100,11 @@ def _check(path: Path, test: Sized, characters: Sized) -> None:
 
 
 def _roles(path: Path, checksum: str | None) -> dict[str, list[str]]:
-    """The lines of each role in the order of the text, as in LEAF: with single spaces and a line feed at the end."""
-    try:
-        text = read(path, checksum, MOST_BYTES).decode()
-    except UnicodeDecodeError as error:
-        raise damaged(path, "UTF-8", error) from error
+    """Return the lines of each role in the order of the text. As in LEAF, repeated spaces become one space, and each
+    line ends with a line feed."""
     roles: dict[str, list[str]] = {}
     role: list[str] | None = None
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(read_text(path, MOST_BYTES, checksum).split("\n"), 1):
         if not line:
             role = None
         elif role is not None:
@@ -111,20 +112,19 @@ def _roles(path: Path, checksum: str | None) -> dict[str, list[str]]:
         elif ROLE.fullmatch(line):
             role = roles.setdefault(line[:-1], [])
         else:
-            raise damaged(f"{path}: line {number}", "a role at the start of a block, as `ROMEO:`", f"{line[:80]!r}")
+            raise damaged(f"{path}: line {number}", "a role such as `ROMEO:` at the start of a block", f"{line[:80]!r}")
     return {name: lines for name, lines in roles.items() if lines}
 
 
 Lines = list[tuple[int, str]]
-"""The number of a role, and a line of it."""
+"""Pairs (number of a role, one line of this role)."""
 
 
 def _parts(path: Path, checksum: str | None) -> tuple[Lines, Lines]:
-    """The training and the test lines."""
     parts: tuple[Lines, Lines] = ([], [])
-    for client, said in enumerate(_roles(path, checksum).values()):
-        cut = len(said) - len(said) // TEST_SHARE
-        for part, chosen in zip(parts, (said[:cut], said[cut:]), strict=True):
+    for client, role_lines in enumerate(_roles(path, checksum).values()):
+        cut = len(role_lines) - len(role_lines) // TEST_SHARE
+        for part, chosen in zip(parts, (role_lines[:cut], role_lines[cut:]), strict=True):
             part += [(client, line) for line in chosen]
     return parts
 
@@ -132,13 +132,13 @@ def _parts(path: Path, checksum: str | None) -> tuple[Lines, Lines]:
 def _pieces(
     lines: Lines, numbers: dict[str, int], unknown: int, begin: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of all that each client says: tokens (N, 80), those that follow (N, 80), and the client (N,), all int64."""
+    """Return int64 tensors for all pieces: tokens (N, 80), next tokens (N, 80), and the client (N,)."""
     texts: dict[int, list[str]] = {}
     for client, line in lines:
         texts.setdefault(client, []).append(line)
     x, y, source = [], [], []
-    for client, said in texts.items():
-        tokens = [begin, *(numbers.get(character, unknown) for character in "".join(said))]
+    for client, role_lines in texts.items():
+        tokens = [begin, *(numbers.get(character, unknown) for character in "".join(role_lines))]
         padded = np.pad(tokens, (0, -(len(tokens) - 1) % WINDOW), constant_values=PADDING)
         x.append(np.where(padded[1:] == PADDING, PADDING, padded[:-1]).reshape(-1, WINDOW))
         y.append(padded[1:].reshape(-1, WINDOW))
@@ -148,14 +148,14 @@ def _pieces(
 
 
 def _windows(lines: Lines, known: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For all characters of `lines` (client, line): the 80 characters before each (N, 80), the character (N,) and its
-    client (N,), all int64."""
+    """Return int64 tensors for all characters in `lines`: the 80 preceding characters (N, 80), the character (N,) and
+    its client (N,)."""
     lengths = [len(line) for _, line in lines]
     text = "".join(" " * WINDOW + line for _, line in lines)
     number = {character: at for at, character in enumerate(known)}
     table = {ord(character): number.get(character, number[" "]) for character in {*text}}
-    tokens = np.frombuffer(text.translate(table).encode("latin-1"), dtype=np.uint8)  # at most 256 different characters
-    # Line i begins with its 80 spaces at `starts[i]`; the window before its k-th character begins at `starts[i]` + k.
+    tokens = np.frombuffer(text.translate(table).encode("latin-1"), dtype=np.uint8)  # a byte has 256 values
+    # The window before character k of line i begins at `starts[i]` + k. Before each line there are 80 spaces.
     starts = np.cumsum([0, *(WINDOW + length for length in lengths[:-1])])
     at = np.concatenate([start + np.arange(length) for start, length in zip(starts, lengths, strict=True)])
     windows = np.lib.stride_tricks.sliding_window_view(tokens, WINDOW)[at].astype(np.int64)

@@ -2,16 +2,17 @@
 
 Le and Yang, Tiny ImageNet Visual Recognition Challenge, Stanford CS231n 2015. Layout of tiny-imagenet-200.zip:
 
-    wnids.txt                                     a class, n01443537, a line
-    train/<wnid>/images/<wnid>_<number>.JPEG      500 of each class
-    val/images/val_<number>.JPEG                  50 of each class, listed in
-    val/val_annotations.txt                       file, class and a box a line, with tabs between
+`wnids.txt` contains one class per line, such as n01443537.
+`train/<wnid>/images/<wnid>_<number>.JPEG` are 500 images of each class.
+`val/images/val_<number>.JPEG` are 50 images of each class.
+`val/val_annotations.txt` contains the file, the class and the box of one image per line, separated by tabs.
 
 The official test images have no labels, so the validation images are the test part. Classes are numbered in the order
-of their names. Of the folders in train/ some may be absent: their classes are then left out, with their validation
-images, so that a part of the set can be used for trials. The archive must match the SHA-256 in TensorFlow Datasets.
+of their names. If a folder in train/ is missing, its class is left out, so that trials can use a part of the set. The
+archive must match the SHA-256 checksum in TensorFlow Datasets.
 
-Pillow, which is installed with Matplotlib, decodes the images. Mean and deviation are the training images' own.
+Pillow, which is installed with Matplotlib, decodes the images. Mean and standard deviation are computed from the
+training images.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ import numpy as np
 import torch
 
 from fl_engine.core.samples import Data
-from fl_engine.data.downloads import DAMAGE, Remote, download, extract
-from fl_engine.data.files import absent, damaged, read, require
+from fl_engine.data.downloads import DAMAGE, RemoteFile, download, extract
+from fl_engine.data.files import absent, damaged, read_text, require
 from fl_engine.data.image_files import open_jpeg
-from fl_engine.data.moments import byte_statistics
+from fl_engine.data.transforms import byte_statistics
 from fl_engine.tasks import Classification
 
 ABOUT = "Tiny ImageNet, 64x64 colour, 200 classes, 100,000 + 10,000; ImageNet's terms: research only; 248 MB"
 FOLDER = "tiny-imagenet-200"
-"""The archive's own folder."""
-ARCHIVE = Remote(
+"""Name of the folder in the archive."""
+ARCHIVE = RemoteFile(
     "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
     "tiny-imagenet-200.zip",
     "sha256:6198c8ae015e2b3e007c7841da39ec069199b9aa3bfa943a462022fe5e43c821",
 )
+URL = ARCHIVE.url
 WNIDS, ANNOTATIONS, TRAIN, VALIDATION = (
     f"{FOLDER}/{name}" for name in ("wnids.txt", "val/val_annotations.txt", "train", "val/images")
 )
@@ -51,9 +53,9 @@ PICTURE = re.compile(r"val_\d{1,8}\.JPEG", re.ASCII)
 SIDE = 64
 LISTED = 200
 MOST_TEXT = 2**22
-"""The most bytes of a list. The official one has 0.3 MB."""
+"""Maximum size of a text file in bytes. The official files have at most 0.3 MB."""
 MOST_PICTURE = 2**18
-"""The most bytes of an image file. Those of the set have some kilobytes."""
+"""Maximum size of an image file in bytes. The official images have a few kilobytes."""
 
 log = logging.getLogger(__name__)
 
@@ -62,27 +64,31 @@ def load(root: Path) -> Data:
     """Load `root`/tiny-imagenet-200, with the classes that have a folder in train/.
 
     Raises DataError if files are missing or damaged, an image is not 64 x 64, classes have different numbers of images,
-    or a listed image is missing; EnvironmentFailure without Pillow.
+    or a listed image is missing. Raises EnvironmentFailure if Pillow is not installed.
     """
     require("tiny_imagenet", root, FILES, ARCHIVE.url)
     wnids = _classes(root)
-    train = [(path, label) for label, wnid in enumerate(wnids) for path in _pictures(root / TRAIN / wnid / "images")]
-    _check_counts(root / TRAIN, train, wnids)
+    train = [
+        (path, label)
+        for label, wnid in enumerate(wnids)
+        for path in sorted((root / TRAIN / wnid / "images").glob("*.JPEG"))
+    ]
+    _check_counts(root / TRAIN, train, len(wnids))
     test = _annotated(root, wnids)
-    _check_counts(root / ANNOTATIONS, test, wnids)
+    _check_counts(root / ANNOTATIONS, test, len(wnids))
     if len(wnids) < LISTED:
-        log.warning("tiny_imagenet: %d of %d classes have a folder; the others are left out", len(wnids), LISTED)
+        log.warning("tiny_imagenet: using only the %d of %d classes that have a folder in train/", len(wnids), LISTED)
     (train_x, train_y), (test_x, test_y) = _read(train), _read(test)
     mean, std = byte_statistics(train_x.numpy())
     return Data("tiny_imagenet", Classification(len(wnids)), train_x, train_y, test_x, test_y, mean, std)
 
 
-def fetch(root: Path, archive: Remote = ARCHIVE) -> None:
-    """Download the archive, unless the folders exist without it, and unpack what does not exist. The archive is kept.
+def fetch(root: Path, archive: RemoteFile = ARCHIVE) -> None:
+    """Download the archive, keep it, and unpack missing files. Do nothing if the folders exist without the archive.
 
-    Raises as `downloads.download` and `downloads.extract` do.
+    Raises the errors of `downloads.download` and `extract`.
     """
-    # If the archive exists, it may have been unpacked only in part.
+    # An existing archive may have been unpacked only partially.
     if not absent(root, FILES) and not (root / archive.filename).exists():
         return
     packed = download(archive, root)
@@ -94,19 +100,11 @@ def fetch(root: Path, archive: Remote = ARCHIVE) -> None:
     extract(packed, {name: root / name for name in names if not (root / name).exists()})
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return read(path, most=MOST_TEXT).decode("ascii").splitlines()
-    except UnicodeDecodeError as error:
-        raise damaged(path, "plain text", error) from error
-
-
 def _classes(root: Path) -> list[str]:
-    """The names of the classes that have a folder, sorted."""
     path = root / WNIDS
-    listed = [line.strip() for line in _lines(path)]
+    listed = [line.strip() for line in read_text(path, MOST_TEXT).splitlines()]
     if len(set(listed)) != LISTED or len(listed) != LISTED or not all(map(WNID.fullmatch, listed)):
-        raise damaged(path, f"{LISTED} different classes as n01443537", f"{len(set(listed))} names")
+        raise damaged(path, f"{LISTED} different classes such as n01443537", f"{len(set(listed))} names")
     here = sorted(folder.name for folder in (root / TRAIN).glob("*") if folder.is_dir())
     if strange := sorted({*here} - {*listed}):
         raise damaged(root / TRAIN, f"folders that {path.name} lists", f"{strange[0][:80]!r}")
@@ -115,46 +113,32 @@ def _classes(root: Path) -> list[str]:
     return here
 
 
-def _pictures(folder: Path) -> list[Path]:
-    """The images of a folder, sorted by name, so that the order is the same on every file system."""
-    found = sorted(folder.glob("*.JPEG"))
-    if not found:
-        raise damaged(folder, "pictures (*.JPEG)", "none")
-    return found
-
-
 def _annotated(root: Path, wnids: list[str]) -> list[tuple[Path, int]]:
-    """The validation pictures of these classes, in the order of the list."""
+    """Return the paths and labels of the validation images, in the order of the annotations."""
     path = root / ANNOTATIONS
     found: dict[str, int] = {}
     label = {wnid: at for at, wnid in enumerate(wnids)}
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(read_text(path, MOST_TEXT).splitlines(), 1):
         name, _, rest = line.partition("\t")
         wnid = rest.partition("\t")[0]
         if not PICTURE.fullmatch(name) or not WNID.fullmatch(wnid) or name in found:
-            raise damaged(f"{path}: line {number}", "a new picture and its class", f"{line[:80]!r}")
+            raise damaged(f"{path}: line {number}", "the name of another image and its class", f"{line[:80]!r}")
         found[name] = label.get(wnid, -1)
     return [(root / VALIDATION / name, label) for name, label in found.items() if label >= 0]
 
 
-def _check_counts(where: Path, pictures: list[tuple[Path, int]], wnids: list[str]) -> None:
-    """Raise DataError unless all classes have the same number of images, as they do in the published set."""
-    counts = np.bincount([label for _, label in pictures], minlength=len(wnids))
-    if counts.min() != counts.max():
-        few, many = int(counts.argmin()), int(counts.argmax())
-        raise damaged(
-            where,
-            "as many pictures of every class",
-            f"{counts[few]} of {wnids[few]} and {counts[many]} of {wnids[many]}",
-        )
+def _check_counts(where: Path, pictures: list[tuple[Path, int]], classes: int) -> None:
+    counts = np.bincount([label for _, label in pictures], minlength=classes)
+    if not 0 < counts.min() == counts.max():
+        raise damaged(where, "the same number of images for every class", f"{counts.min()} to {counts.max()}")
 
 
 def _read(pictures: list[tuple[Path, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images (N, 3, 64, 64) uint8 and labels (N,) int64. Grey images, of which there are some, get three channels."""
+    """Return uint8 images (N, 3, 64, 64) and int64 labels (N,). Grey images are converted to three channels."""
     x = np.empty((len(pictures), 3, SIDE, SIDE), dtype=np.uint8)
     for at, (path, _) in enumerate(pictures):
         with open_jpeg(path, MOST_PICTURE) as image:
-            if image.size != (SIDE, SIDE):  # of the header: nothing is decoded yet
+            if image.size != (SIDE, SIDE):  # only the header is read at this point
                 raise damaged(path, f"{SIDE} x {SIDE} pixels", image.size)
             x[at] = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
     return torch.from_numpy(x), torch.tensor([label for _, label in pictures])

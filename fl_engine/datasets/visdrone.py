@@ -1,25 +1,20 @@
 """VisDrone: images of 224 x 224 taken by drones, with boxes of people and vehicles in 12 categories.
 
-Zhu et al., Detection and Tracking Meet Drones Challenge, IEEE TPAMI 2021, task 1 (objects in images). From
-https://github.com/VisDrone/VisDrone-Dataset, three archives that unpack to
+Zhu et al., Detection and Tracking Meet Drones Challenge, IEEE TPAMI 2021, task 1 (objects in images). The archives of
+https://github.com/VisDrone/VisDrone-Dataset contain the folders `VisDrone2019-DET-train/` with 6,471 images,
+`VisDrone2019-DET-val/` with 548 images, and `VisDrone2019-DET-test-dev/` with 1,610 images.
 
-    VisDrone2019-DET-train/       6,471 images
-    VisDrone2019-DET-val/           548
-    VisDrone2019-DET-test-dev/    1,610
-        images/<name>.jpg
-        annotations/<name>.txt    one box per line: left, top, width and height in pixels, score, category, truncation,
-                                  occlusion, with commas between
-
-Instead of annotations/ a part may have labels/, the text form of YOLO: category, centre x, centre y, width and height,
-as shares of the image, with spaces between.
+Each folder contains images/<name>.jpg and annotations/<name>.txt. Each line of an annotation file describes a box as
+comma-separated integers: left, top, width and height in pixels, score, category, truncation, occlusion.
 
 As in FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of Things, Michigan State
-University 2023, sections 2.2.1 and 2.2.3) the 6,471 images are for training and the 1,610 for testing, all 12
-categories are learnt, and pixels are scaled to 0..1. Departs from the challenge, which scores only categories 1 to 10,
-not 0 (an ignored region) and 11 (others). Images and their boxes are resized to 224 x 224, whatever their aspect ratio.
+University 2023, sections 2.2.1 and 2.2.3), the 6,471 images are training images and the 1,610 images are test images.
+All 12 categories are learned, and pixels are scaled to 0..1. Departs from the challenge, which scores only categories 1
+to 10, without 0 (an ignored region) and 11 (others). Images and their boxes are resized to 224 x 224, ignoring the
+aspect ratio.
 
-Without VisDrone2019-DET-train, only the validation images are used, for trials: every fifth by name is a test image. An
-image's clip, the first number of its name, is the natural client.
+If VisDrone2019-DET-train is missing, only the validation images are used, and every fifth image by name is a test
+image. The natural client of an image is its video clip, the first number of the file name.
 
 Pillow, which is installed with Matplotlib, decodes the images.
 """
@@ -28,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +32,7 @@ from numpy.typing import NDArray
 
 from fl_engine.core.boxes import NONE
 from fl_engine.core.samples import Data
-from fl_engine.data.files import damaged, read, require_by_hand
+from fl_engine.data.files import damaged, read_text, require_by_hand
 from fl_engine.data.image_files import BILINEAR, open_jpeg
 from fl_engine.tasks import Detection
 
@@ -59,40 +55,41 @@ CATEGORIES = (
 )  # fmt: skip
 SIDE = 224
 MOST_BOXES = 1024
-"""The most boxes of an image. The largest number in the set is about 900."""
+"""Maximum number of boxes in an image. Images of the set have at most about 900 boxes."""
 MOST_TEXT = 2**18
-"""The most bytes of an image's file of boxes."""
+"""Maximum size of an annotation file in bytes."""
 MOST_PICTURE = 2**24
 MOST_PIXELS = 2**24
-"""The most pixels of an image file. Those of the set have up to 2000 x 1500."""
+"""Maximum number of pixels of an image file. Images of the set have up to 2000 x 1500 pixels."""
 
 NAME = re.compile(r"(\d{1,9})_\d{1,9}_d_\d{1,9}", re.ASCII)
 WHOLE = re.compile(r"-?\d{1,6}", re.ASCII)
-SHARE = re.compile(r"\d{1,2}(\.\d{1,20})?(e-\d{1,2})?", re.ASCII)
 ROUNDING = 1e-4
-"""A box that reaches beyond the edge by this share of the image was only rounded."""
+"""Tolerance as a fraction of the image size. A box that extends beyond the image by less than this tolerance does not
+count as cropped."""
 
 log = logging.getLogger(__name__)
 
 Box = tuple[int, float, float, float, float]
-"""Category, centre x, centre y, width, height, as shares of the image."""
+"""Category, centre x, centre y, width and height. The last four values are fractions of the image size."""
 
 
-def load(root: Path) -> Data:
-    """Load `root`/visdrone: uint8 (N, 3, 224, 224), boxes (N, 1024, 5).
+def load(root: Path, images: Mapping[str, int] = IMAGES) -> Data:
+    """Load `root`/visdrone as uint8 images (N, 3, 224, 224) and boxes (N, 1024, 5). `images` maps each part to its
+    number of images.
 
-    Raises DataError if files are missing or damaged, an image has no file of boxes or a file of boxes no image, a box
-    is not in its image, or a part has too many images; EnvironmentFailure without Pillow.
+    Raises DataError if files are missing or damaged, images and annotation files do not match, a box is outside its
+    image, or a part has too many images. Raises EnvironmentFailure if Pillow is not installed.
     """
     folder = root / FOLDER
     whole = (folder / TRAIN).is_dir()
     parts = (TRAIN, TEST) if whole else (VALIDATION,)
     require_by_hand("visdrone", root, [f"{FOLDER}/{part}/images/*.jpg" for part in parts], HOW)
-    pictures = [[(folder / part, name) for name in _names(folder / part, IMAGES[part])] for part in parts]
+    pictures = [[(folder / part, name) for name in _names(folder / part, images[part])] for part in parts]
     if whole:
         train, test = pictures
     else:
-        log.warning("visdrone: %s is missing, so every fifth validation image tests, and the others train", TRAIN)
+        log.warning("visdrone: %s is missing, so every fifth validation image is a test image", TRAIN)
         test, train = pictures[0][::5], [picture for at, picture in enumerate(pictures[0]) if at % 5]
         if not train:
             raise damaged(folder / VALIDATION, "at least 2 images", 1)
@@ -103,69 +100,58 @@ def load(root: Path) -> Data:
 
 
 def _names(folder: Path, most: int) -> list[str]:
-    """The names of a part's images, without .jpg, sorted. Each image must have a file of boxes, and each file of boxes
-    an image."""
+    """Return the sorted names of a part's images, without .jpg. Images and annotation files must have the same
+    names."""
     found = sorted(path.stem for path in (folder / "images").glob("*.jpg"))
-    texts = {path.stem for path in _texts(folder).glob("*.txt")}
+    texts = {path.stem for path in (folder / "annotations").glob("*.txt")}
     if wrong := [name for name in found if not NAME.fullmatch(name)]:
-        raise damaged(folder / "images", "names as 0000001_02999_d_0000005.jpg", f"{wrong[0][:80]!r}")
+        raise damaged(folder / "images", "names such as 0000001_02999_d_0000005.jpg", f"{wrong[0][:80]!r}")
     if apart := sorted(texts.symmetric_difference(found)):
-        raise damaged(folder, "an image and boxes of each name", f"only one of them called {apart[0][:80]!r}")
+        raise damaged(folder, "an image and an annotation file of each name", f"only one file {apart[0][:80]!r}")
     if len(found) > most:
         raise damaged(folder, f"at most {most} images", len(found))
     if len(found) < most:
-        log.warning("visdrone: %s has %d of its %d images", folder.name, len(found), most)
+        log.warning("visdrone: %s contains only %d of %d published images", folder.name, len(found), most)
     return found
-
-
-def _texts(folder: Path) -> Path:
-    official, plain = folder / "annotations", folder / "labels"
-    return plain if plain.is_dir() and not official.is_dir() else official
 
 
 def _read(pictures: list[tuple[Path, str]]) -> tuple[torch.Tensor, torch.Tensor]:
     x = np.empty((len(pictures), 3, SIDE, SIDE), dtype=np.uint8)
     y = np.zeros((len(pictures), MOST_BOXES, 5), dtype=np.float32)
     y[..., 0] = NONE
-    empty = cut = 0
+    left_out = cut = 0
     for at, (folder, name) in enumerate(pictures):
         x[at], width, height = _picture(folder / "images" / f"{name}.jpg")
-        listed = boxes_of(_texts(folder) / f"{name}.txt", width, height)
-        real = [box for box in listed if box[3] > 0 and box[4] > 0]
-        found = [_within(box) for box in real]
-        y[at, : len(found)] = np.array(found, dtype=np.float32).reshape(-1, 5)
-        empty += len(listed) - len(found)
-        pairs = zip(found, real, strict=True)
-        cut += sum(abs(inside[3] - box[3]) + abs(inside[4] - box[4]) > ROUNDING for inside, box in pairs)
-    if empty or cut:
-        log.warning("visdrone: left out %d boxes without width or height, cut off %d at the image's edge", empty, cut)
+        boxes = read_boxes(folder / "annotations" / f"{name}.txt", width, height)
+        whole = [box for box in boxes if box[3] > 0 and box[4] > 0]
+        found = np.array([_within(box) for box in whole], dtype=np.float32).reshape(-1, 5)
+        y[at, : len(found)] = found
+        left_out += len(boxes) - len(found)
+        sizes = np.array([box[3:] for box in whole]).reshape(-1, 2)
+        cut += int((np.abs(found[:, 3:] - sizes).sum(1) > ROUNDING).sum())
+    if left_out or cut:
+        log.warning("visdrone: left out %d boxes without width or height, cropped %d boxes at the edge", left_out, cut)
     return torch.from_numpy(x), torch.from_numpy(y)
 
 
 def _picture(path: Path) -> tuple[NDArray[np.uint8], int, int]:
-    """The resized image (3, 224, 224), and its original width and height."""
+    """Return the resized image (3, 224, 224), and its original width and height."""
     with open_jpeg(path, MOST_PICTURE) as image:
-        width, height = image.size  # of the header: nothing is decoded yet
+        width, height = image.size  # only the header is read at this point
         if not 0 < width * height <= MOST_PIXELS:
             raise damaged(path, f"at most {MOST_PIXELS} pixels", f"{width} x {height}")
         small = image.convert("RGB").resize((SIDE, SIDE), BILINEAR)
         return np.asarray(small).transpose(2, 0, 1), width, height
 
 
-def boxes_of(path: Path, width: int, height: int) -> list[Box]:
-    """Return the boxes of an image of this size in pixels; some in the set have a width or height of 0. Files in
-    annotations/ have the official form, others YOLO's. Raises DataError for any other line, and for a box outside the
-    image."""
-    official = path.parent.name == "annotations"
-    form = "left,top,width,height,score,category,truncation,occlusion" if official else "category x y width height"
-    try:
-        lines = read(path, most=MOST_TEXT).decode("ascii").splitlines()
-    except UnicodeDecodeError as error:
-        raise damaged(path, "plain text", error) from error
+def read_boxes(path: Path, width: int, height: int) -> list[Box]:
+    """Return the boxes of an image with `width` x `height` pixels. Some boxes in the set have a width or height of 0.
+    Raises DataError if a line has another format or a box is outside the image."""
     found = list[Box]()
-    for number, line in enumerate(lines, 1):
-        box = _official(line, width, height) if official else _yolo(line)
+    for number, line in enumerate(read_text(path, MOST_TEXT).splitlines(), 1):
+        box = _box(line, width, height)
         if box is None or min(box[3:]) < 0 or min(box[3:]) > 0 >= min(_within(box)[3:]):
+            form = "left,top,width,height,score,category,truncation,occlusion"
             raise damaged(f"{path}: line {number}", f"a box in {width} x {height} pixels, {form}", f"{line[:80]!r}")
         found.append(box)
     if len(found) > MOST_BOXES:
@@ -174,31 +160,20 @@ def boxes_of(path: Path, width: int, height: int) -> list[Box]:
 
 
 def _within(box: Box) -> Box:
-    """The part of the box in the image; its size is negative if there is none."""
+    """Return the intersection of box and image, with a negative width or height if the box is outside the image."""
     category, x, y, width, height = box
     left, top = max(0.0, x - width / 2), max(0.0, y - height / 2)
     right, low = min(1.0, x + width / 2), min(1.0, y + height / 2)
     return category, (left + right) / 2, (top + low) / 2, right - left, low - top
 
 
-def _official(line: str, width: int, height: int) -> Box | None:
-    """The box of a line in the official form, else None. Some lines of the set end in a comma."""
+def _box(line: str, width: int, height: int) -> Box | None:
+    """Return the box in a line, or None if the line has another format. Some lines of the set end with a comma."""
     fields = line.strip().removesuffix(",").split(",")
     if len(fields) != 8 or not all(map(WHOLE.fullmatch, fields)):
         return None
     left, top, across, down, score, category, truncation, occlusion = map(int, fields)
-    if score not in (0, 1) or not 0 <= category < len(CATEGORIES) or truncation not in (-1, 0, 1):
-        return None
-    if occlusion not in (-1, 0, 1, 2):
+    known = score in (0, 1) and 0 <= category < len(CATEGORIES)
+    if not known or truncation not in (-1, 0, 1) or occlusion not in (-1, 0, 1, 2):
         return None
     return category, (left + across / 2) / width, (top + down / 2) / height, across / width, down / height
-
-
-def _yolo(line: str) -> Box | None:
-    category, *shares = line.split() or [""]
-    if len(shares) != 4 or not WHOLE.fullmatch(category) or not all(map(SHARE.fullmatch, shares)):
-        return None
-    if not 0 <= int(category) < len(CATEGORIES):
-        return None
-    x, y, across, down = map(float, shares)
-    return int(category), x, y, across, down

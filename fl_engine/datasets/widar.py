@@ -1,11 +1,11 @@
-"""Widar3.0: body velocity profiles of gestures, from Wi-Fi signals: 22 moments of 20 x 20 velocities; 9 gestures.
+"""Widar3.0: recognise 9 gestures from body velocity profiles (22 time steps of 20 x 20 values) of Wi-Fi signals.
 
-Zheng et al., Zero-Effort Cross-Domain Gesture Recognition with Wi-Fi, MobiSys 2019. The profiles are read as SenseFi
-(Yang et al., Patterns 4(3), 2023) publishes them: a folder for each gesture, `1-Push&Pull`, with a .csv file for each
-sample, `user3-...csv`, of 22 lines with 400 numbers. (Widar's own are .mat files, for which SciPy would be needed.)
-Prepared as for FedAIoT (Alam, Michigan State University 2023, section 2.2.3.2): it keeps the nine gestures that more
-than three users made, scales them by its constants, and splits by user: sorted by their number of samples, the fifth to
-the fifteenth user are for training, the others for testing.
+Zheng et al., Zero-Effort Cross-Domain Gesture Recognition with Wi-Fi, MobiSys 2019. SenseFi (Yang et al., Patterns
+4(3), 2023) publishes the profiles with a folder for each gesture, such as `1-Push&Pull`. Each sample is a file such as
+`user3-...csv` with 22 lines of 400 numbers. Widar's own .mat files would require SciPy. The data are prepared as in
+FedAIoT (Alam, Michigan State University 2023, section 2.2.3.2). Only the nine gestures that more than three users made
+are used. The values are scaled with FedAIoT's constants. Users are sorted by number of samples. The fifth to the
+fifteenth user are for training, and the other users are for testing.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ HOW = (
     "that Widardata/ lies in widar/"
 )
 GESTURES = (1, 4, 8, 11, 13, 15, 16, 17, 20)
-"""The gestures that are kept, by the numbers in the folders' names, in the order of the classes."""
+"""Gesture numbers in the folder names, in the order of the classes. Other gestures are not used."""
 TRAINS = range(4, 15)
-"""The training users' ranks by their number of samples of all 22 gestures, fewest first."""
+"""Ranks of the training users. Users are ranked by their number of samples of all 22 gestures, fewest first."""
 SHAPE = (22, 20, 20)
 PUBLISHED = (11_372, 5_222)
 """Training and test samples."""
 CENTRE, SPREAD = 0.0025, 0.0119
-"""Mean and deviation of the entries of all profiles, as in SenseFi and FedAIoT."""
+"""Mean and standard deviation of all profile values, as in SenseFi and FedAIoT."""
 
 _GESTURE = re.compile(r"([0-9]{1,3})-.*", re.DOTALL)
 _USER = re.compile(r"user([0-9]{1,3})-.*", re.DOTALL)
@@ -55,10 +55,10 @@ class Sample(NamedTuple):
 
 
 def load(root: Path) -> Data:
-    """Load the profiles (N, 22, 20, 20) from `root`/widar/Widardata, already scaled. `natural_client` is the user.
+    """Load the scaled profiles (N, 22, 20, 20) from `root`/widar/Widardata. `natural_client` is the user.
 
-    Raises DataError for files that are missing or do not have 22 lines of 400 finite numbers, and for fewer than five
-    users, because then there are no training samples.
+    Raises DataError if files are missing or do not have 22 lines of 400 finite numbers. Also raises DataError for fewer
+    than five users, because the training part would be empty.
     """
     require_by_hand("widar", root, FILES, HOW)
     every = list(listed(root / FOLDER))
@@ -66,7 +66,7 @@ def load(root: Path) -> Data:
     trains = {users[place] for place in TRAINS if place < len(users)}
     if not trains:
         raise DataError(
-            f"widar: {root / FOLDER} has files of {len(users)} users, and at least {TRAINS.start + 1} are needed. {HOW}"
+            f"widar: {root / FOLDER} must have files of at least {TRAINS.start + 1} users, got {len(users)}. {HOW}"
         )
     kept = [sample for sample in every if sample.gesture in GESTURES]
     train, test = ([s for s in kept if (s.user in trains) is train] for train in (True, False))
@@ -77,7 +77,8 @@ def load(root: Path) -> Data:
 
 
 def listed(folder: Path) -> Iterator[Sample]:
-    """Yield all samples, of every gesture, in the order of their paths. Raises DataError for other names."""
+    """Yield the samples of all gestures, sorted by path. Raises DataError if a folder or file has an unexpected
+    name."""
     for path in sorted(folder.glob("*/*/*.csv")):
         gesture, user = _GESTURE.fullmatch(path.parent.name), _USER.fullmatch(path.name)
         if gesture is None or user is None:
@@ -86,7 +87,7 @@ def listed(folder: Path) -> Iterator[Sample]:
 
 
 def in_order(samples: Sequence[Sample]) -> list[int]:
-    """Return the users, sorted by their number of samples, fewest first (ties: the lower number first)."""
+    """Return the users sorted by number of samples, fewest first. Ties are sorted by user number."""
     counts = Counter(sample.user for sample in samples)
     return sorted(counts, key=lambda user: (counts[user], user))
 
@@ -104,12 +105,12 @@ def profile(path: Path) -> NDArray[np.float32]:
     try:
         lines = [line.split(",") for line in read(path).decode("ascii").splitlines()]
         if [len(line) for line in lines] != [SHAPE[1] * SHAPE[2]] * SHAPE[0]:
-            raise ValueError(f"{len(lines)} lines of {sum(map(len, lines))} numbers")
+            raise ValueError(f"{len(lines)} lines with {sum(map(len, lines))} numbers in total")
         need_plain(number for line in lines for number in line)
-        with np.errstate(over="ignore"):  # infinite values are refused below
+        with np.errstate(over="ignore"):  # the next check rejects infinite values
             values = np.array([float(number) for line in lines for number in line]).astype(np.float32)
         if not np.isfinite(values).all():
-            raise ValueError("some that are not finite")
+            raise ValueError("a number that is NaN or infinite")
     except (ValueError, OverflowError) as error:
         raise damaged(path, "22 lines of 400 numbers", error) from error
     return values.reshape(SHAPE)

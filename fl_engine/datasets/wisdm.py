@@ -1,24 +1,22 @@
-"""WISDM: accelerometer and gyroscope of a watch or a phone at 20 Hz; 51 people, 12 activities, windows of ten seconds.
+"""WISDM: recognise 12 activities of 51 people from ten seconds of motion data of a watch or phone (20 Hz).
 
 Weiss, Yoneda and Hayajneh, Smartphone and Smartwatch-Based Biometrics Using Activities of Daily Living, IEEE Access 7,
-2019. Prepared as for FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of Things,
-Michigan State University 2023, sections 2.2.1 and 2.2.3.2): both sensors' readings are joined at equal times; in each
-activity a window of 200 readings begins every 100 readings, without the first window. Soup, chips, pasta and sandwich
-are one class, eating, as in the text; its published code keeps only the sandwich (`code_key`).
+2019. The data are prepared as in FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial
+Intelligence of Things, Michigan State University 2023, sections 2.2.1 and 2.2.3.2). Readings of the accelerometer and
+the gyroscope are joined by time. In each activity, windows of 200 readings begin at readings 200, 300 and so on. As in
+the text, soup, chips, pasta and sandwich are one class, eating. The published code uses only sandwich.
 
-Departs from the text in who tests: there 6 people do and 45 train, but the printed samples (16,569 and 4,103 of the
-watch, 13,714 and 4,073 of the phone) are divided as when a fifth of the people tests, which is what the published code
-does, and so it is here: of all 51 people 40 train and 11 test. That code draws them without a seed; here they are
-always the same. It normalises over everybody; here it is over the training part. If the files of some of the 51 people
-are missing, the test part is the last fifth of each activity of each person, and no window crosses the cut.
+Departs from the text, which uses 45 people for training and 6 for testing. The numbers of samples in the text (16,569
+and 4,103 for the watch, 13,714 and 4,073 for the phone) match the published code, which uses a fifth of the people for
+testing. Here 40 of the 51 people are for training. The published code draws the people without a seed. Here the test
+subjects are fixed. The published code normalises over all people. Here mean and standard deviation are computed from
+the training part.
 """
 
 from __future__ import annotations
 
 import io
-import logging
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,14 +26,13 @@ from fl_engine.core import seeds
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.files import damaged, read, require_by_hand
-from fl_engine.data.moments import moments
-from fl_engine.data.transforms import as_tensors
+from fl_engine.data.transforms import as_tensors, moments
 from fl_engine.tasks import Classification
 
 RAW = "wisdm/wisdm-dataset/raw"
 URL = "https://archive.ics.uci.edu/dataset/507/wisdm+smartphone+and+smartwatch+activity+and+biometrics+dataset"
 HOW = (
-    f"Download {URL} (about 300 MB, CC BY 4.0, no form) and unpack its wisdm-dataset.zip, so that wisdm-dataset/ lies "
+    f"Download {URL} (about 300 MB, CC BY 4.0, no form) and unpack its wisdm-dataset.zip, so that wisdm-dataset/ is "
     "in wisdm/"
 )
 SUBJECTS = range(1600, 1651)
@@ -44,101 +41,75 @@ ACTIVITIES = (
     "walking", "jogging", "stairs", "sitting", "standing", "typing", "brushing teeth", "eating", "drinking", "writing",
     "clapping", "folding",
 )  # fmt: skip
-CODE_KEY = {letter: label for label, letter in enumerate("ABCDEFGLKQRS")}
-"""Maps each activity's letter to its class. Other letters are left out. L is the sandwich."""
-TEXT_KEY = CODE_KEY | dict.fromkeys("HIJ", CODE_KEY["L"])
-"""As CODE_KEY, but soup, chips and pasta are eating too."""
+CLASSES = {letter: label for label, letter in enumerate("ABCDEFGLKQRS")} | dict.fromkeys("HIJ", 7)
+"""Map the letter of each activity to its class. H, I, J and L are meals. Activities with other letters are left out."""
 LETTERS = b"ABCDEFGHIJKLMOPQRS"
 WINDOW = 200
 STEP = 100
 TRAIN_SHARE = 0.8
-TRAIN, TEST, ACROSS = 0, 1, 2
-"""The side of the cut in time of a window."""
 MOST_REPEATS = 2
-"""The most joined readings per reading. Readings with a repeated time are joined with each other."""
+"""Maximum ratio of joined readings to one sensor's readings. All pairs of readings with the same time are joined."""
 
 LINE = np.dtype([("subject", "i4"), ("activity", "S2"), ("time", "i8"), ("x", "f4"), ("y", "f4"), ("z", "f4")])
 
-log = logging.getLogger(__name__)
+Windows = tuple[NDArray[np.float32], NDArray[np.int64]]
+"""Readings (N, 200, 6) and classes (N,). A reading is x, y, z of the accelerometer (m/s^2) and the gyroscope
+(rad/s)."""
 
 
-class Windows(NamedTuple):
-    """The windows of one person."""
-
-    x: NDArray[np.float32]
-    """(N, 200, 6): x, y, z of the accelerometer (m/s^2), then of the gyroscope (rad/s)."""
-    y: NDArray[np.int64]
-    side: NDArray[np.int64]
-    """TRAIN, TEST or ACROSS."""
-
-
-def about(device: str, code_key: bool = False) -> str:
-    eating = "sandwiches alone" if code_key else "all meals"
-    return (
-        f"WISDM, {device}, 200x6 series, 12 activities (eating: {eating}), 51 people; CC BY 4.0; about 300 MB, by hand"
-    )
+def about(device: str) -> str:
+    return f"WISDM, {device}, 200x6 series, 12 activities, 51 people; CC BY 4.0; about 300 MB, by hand"
 
 
 def files(device: str) -> tuple[str, ...]:
-    """Return the files that `load` reads, for at least one person."""
+    """Return a file pattern for each sensor. Each pattern must match the file of at least one person."""
     return tuple(f"{RAW}/{device}/{sensor}/data_*_{sensor}_{device}.txt" for sensor in SENSORS)
 
 
-def load(root: Path, device: str, code_key: bool = False) -> Data:
-    """Load the windows (N, 200, 6) of all people in `root`/wisdm/wisdm-dataset/raw/`device`, watch or phone.
+def load(root: Path, device: str) -> Data:
+    """Load the windows (N, 200, 6) of all people from `root`/wisdm/wisdm-dataset/raw. The device is watch or phone.
 
-    `natural_client` is the person's number, 1600 to 1650. Raises DataError if all files are missing, or those of one
-    sensor of a person, or if lines have another form.
+    `natural_client` is the person's number, 1600 to 1650. Raises DataError if fewer than two people have windows, the
+    file of one sensor of a person is missing, or a line has another format.
     """
-    name = f"wisdm_{device}_code" if code_key else f"wisdm_{device}"
+    name = f"wisdm_{device}"
     require_by_hand(name, root, files(device), HOW)
     folder = root / RAW / device
-    there = [subject for subject in SUBJECTS if any(_path(folder, device, s, subject).exists() for s in SENSORS)]
-    key = CODE_KEY if code_key else TEXT_KEY
     found: dict[int, Windows] = {}
-    for subject in there:
-        accel, gyro = (_read(_path(folder, device, sensor, subject), subject) for sensor in SENSORS)
-        of_one = windows(accel, gyro, key)
-        if len(of_one.y):
-            found[subject] = of_one
-    if len(there) == len(SUBJECTS):
-        order = seeds.rng(0, f"wisdm/{device}/test").permutation(list(found))
-        trains = set(order[: int(TRAIN_SHARE * len(order))].tolist())
-        side = {subject: np.full(len(each.y), TRAIN if subject in trains else TEST) for subject, each in found.items()}
-    else:
-        log.info("%s: files of %d of %d people; the last fifth of each activity tests", name, len(there), len(SUBJECTS))
-        side = {subject: each.side for subject, each in found.items()}
-    if not found:
-        raise DataError(f"{name}: no window of {WINDOW} readings in the files of {len(there)} people under {folder}")
-    train_x, test_x = (np.concatenate([each.x[side[s] == part] for s, each in found.items()]) for part in (TRAIN, TEST))
-    train_y, test_y = (np.concatenate([each.y[side[s] == part] for s, each in found.items()]) for part in (TRAIN, TEST))
-    clients = np.concatenate([np.full(int((side[s] == TRAIN).sum()), s, dtype=np.int64) for s in found])
-    mean, std = moments(train_x) if len(train_x) else ((), ())
-    train, test = as_tensors(train_x, train_y), as_tensors(test_x, test_y)
-    return Data(name, Classification(len(ACTIVITIES)), *train, *test, mean, std, torch.from_numpy(clients))
+    for subject in SUBJECTS:
+        paths = [folder / sensor / f"data_{subject}_{sensor}_{device}.txt" for sensor in SENSORS]
+        if any(path.exists() for path in paths):
+            x, y = windows(*(read_lines(path, subject) for path in paths))
+            if len(y):
+                found[subject] = x, y
+    if len(found) < 2:
+        raise DataError(f"{name}: {folder} must have windows of at least 2 people, got {len(found)}. {HOW}")
+    order = seeds.rng(0, f"wisdm/{device}/test").permutation(list(found))
+    trains = set(order[: int(TRAIN_SHARE * len(order))].tolist())
+    train, test = ([s for s in found if (s in trains) is part] for part in (True, False))
+    train_x, test_x = (np.concatenate([found[s][0] for s in part]) for part in (train, test))
+    train_y, test_y = (np.concatenate([found[s][1] for s in part]) for part in (train, test))
+    people = np.repeat(np.array(train, dtype=np.int64), [len(found[s][1]) for s in train])
+    tensors = (*as_tensors(train_x, train_y), *as_tensors(test_x, test_y))
+    return Data(name, Classification(len(ACTIVITIES)), *tensors, *moments(train_x), torch.from_numpy(people))
 
 
-def windows(accel: NDArray[np.void], gyro: NDArray[np.void], key: dict[str, int]) -> Windows:
-    """Return all windows of one person, activity by activity in the order of `key`.
-
-    In n readings of an activity, windows begin at 200, 300, ... and end at n or before. The cut is after 80 % of them.
-    """
+def windows(accel: NDArray[np.void], gyro: NDArray[np.void]) -> Windows:
+    """Return all windows of one person, sorted by activity in the order of CLASSES. The windows of an activity begin at
+    its readings 200, 300, ... and do not exceed its last reading."""
     activity, values = joined(accel, gyro)
-    x, y, side = [], [], []
-    for letter, label in key.items():
-        of_one = values[activity == letter.encode()]
-        cut = int(TRAIN_SHARE * len(of_one))
-        for start in range(WINDOW, len(of_one) - WINDOW + 1, STEP):
-            x.append(of_one[start : start + WINDOW])
+    x, y = [], []
+    for letter, label in CLASSES.items():
+        readings = values[activity == letter.encode()]
+        for start in range(WINDOW, len(readings) - WINDOW + 1, STEP):
+            x.append(readings[start : start + WINDOW])
             y.append(label)
-            side.append(TRAIN if start + WINDOW <= cut else TEST if start >= cut else ACROSS)
-    shape = (len(x), WINDOW, values.shape[1])
-    return Windows(np.array(x, np.float32).reshape(shape), np.array(y, np.int64), np.array(side, np.int64))
+    return np.array(x, np.float32).reshape(len(x), WINDOW, values.shape[1]), np.array(y, np.int64)
 
 
 def joined(accel: NDArray[np.void], gyro: NDArray[np.void]) -> tuple[NDArray[np.bytes_], NDArray[np.float32]]:
-    """Return the activity (N,), from the accelerometer's file, and both sensors' values (N, 6) at the times that both
-    files have, in order. If a time repeats, all pairs of its readings are joined."""
+    """Return the activities (N,) and the values of both sensors (N, 6) at the times in both files, sorted by time. The
+    activities are from the accelerometer's file. All pairs of readings with the same time are joined."""
     a, g = np.argsort(accel["time"], kind="stable"), np.argsort(gyro["time"], kind="stable")
     times = gyro["time"][g]
     first = np.searchsorted(times, accel["time"][a], side="left")
@@ -154,18 +125,15 @@ def joined(accel: NDArray[np.void], gyro: NDArray[np.void]) -> tuple[NDArray[np.
     return accel["activity"][left], np.stack(columns, axis=1)
 
 
-def _path(folder: Path, device: str, sensor: str, subject: int) -> Path:
-    return folder / sensor / f"data_{subject}_{sensor}_{device}.txt"
-
-
-def _read(path: Path, subject: int) -> NDArray[np.void]:
-    """The lines of one file, each `1600,A,90426708196641,7.091625,-0.5916671,8.195502;`."""
+def read_lines(path: Path, subject: int) -> NDArray[np.void]:
+    """Return the parsed lines of one file. A line has the form
+    `1600,A,90426708196641,7.091625,-0.5916671,8.195502;`."""
     try:
         text = read(path).decode("ascii").splitlines()
         lines = {number: line for number, line in enumerate(map(str.strip, text), 1) if line}
         if not lines:
             raise ValueError("an empty file")
-        # A line without its end may be one whose last number was cut.
+        # If a line does not end with a semicolon, its last number may be truncated.
         if odd := [number for number, line in lines.items() if line.find(";") != len(line) - 1]:
             raise ValueError(f"{lines[odd[0]][:100]!r} in line {odd[0]}")
         whole = io.StringIO("\n".join(line[:-1] for line in lines.values()))

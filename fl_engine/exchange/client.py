@@ -1,4 +1,4 @@
-"""How a client carries out its assignments, in any process: alone, or side by side with other clients."""
+"""Execute clients' assignments, one at a time or several in parallel. Every backend uses this module."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 
-from fl_engine.core.clients import LARGEST_LOSS, Shapes, apart, client_metrics, header, kept_by_clients
-from fl_engine.core.contracts import Algorithm, ClientMetric, KeepsClientState, ModelFamily
+from fl_engine.core import clients
+from fl_engine.core.clients import LARGEST_LOSS, Shapes, header, kept_by_clients
+from fl_engine.core.contracts import Algorithm, ClientContext, ClientMetric, KeepsClientState, ModelFamily
 from fl_engine.core.costs import macs_per_sample
 from fl_engine.core.errors import ClientError, ModelError, first_line, kind_of, memory_errors
 from fl_engine.core.samples import Data
@@ -21,29 +22,30 @@ from fl_engine.core.system import at_work
 from fl_engine.core.types import (
     HEAD,
     SGD,
+    Assignment,
     ClientFailure,
+    ClientResult,
     ClientUpdate,
     Code,
     Device,
     LocalTask,
-    Outcome,
     ParamLayout,
     Params,
     Pool,
+    Stage,
     Start,
     SubmodelSpec,
     TaskContext,
-    WorkOrder,
-)
+)  # fmt: skip
 from fl_engine.data.partition import Partition
 from fl_engine.data.partition_rules import Ints
 from fl_engine.exchange import coding
 from fl_engine.exchange.manifest import Rejected
-from fl_engine.exchange.measuring import TrainedClient, evaluated
-from fl_engine.exchange.updates import Rules, check_state, received
+from fl_engine.exchange.updates import Rules, check_state, decode_and_check
 from fl_engine.fleet import devices
 from fl_engine.storage.store import tensor_bytes
 from fl_engine.training import local
+from fl_engine.training.evaluation import evaluate, losses_of
 from fl_engine.training.numerics import SINGLE, Numerics
 
 log = logging.getLogger("flexfleet")
@@ -51,7 +53,7 @@ log = logging.getLogger("flexfleet")
 
 @dataclass(frozen=True)
 class Site:
-    """What all clients of a run share."""
+    """The data, model family and settings that all clients of a run use."""
 
     family: ModelFamily
     pool: Pool
@@ -61,15 +63,14 @@ class Site:
     seed: int
     numerics: Numerics = SINGLE
     free: float | None = None
-    """Measured free memory of the device, in % of the full model's parameters; None: the fleet simulates it."""
+    """Measured free memory of the device, in % of the full model's parameters; None if the memory is simulated."""
     held: tuple[Ints, ...] = ()
-    """The samples that each client holds out for evaluation; `partition` has the others. Empty: no client does."""
+    """Indices of each client's held-out samples, which `partition` does not contain; empty without evaluation."""
     most: int | None = None
-    """The most samples that a client may report if the server does not know how many it holds (`data.local_data`);
-    None: the server knows."""
+    """Maximum sample count that a client may report; None if the server knows the counts. See `data.local_data`."""
 
     def held_by(self, client: int) -> Ints:
-        """The samples that a client holds out."""
+        """Return the indices of a client's held-out samples."""
         return self.held[client] if self.held else np.zeros(0, dtype=np.int64)
 
     @cached_property
@@ -78,14 +79,12 @@ class Site:
 
     @cached_property
     def rules(self) -> Rules:
-        """The rules for updates of these clients."""
-        samples = () if self.most is not None else tuple(len(indices) for indices in self.partition.clients)
         return Rules(
+            self.family,
             self.layout,
-            samples,
             self.pool,
             self.fleet,
-            family=self.family,
+            () if self.most is not None else tuple(map(len, self.partition.clients)),
             seed=self.seed,
             held=tuple(map(len, self.held)),
             task=self.data.task if self.held else None,
@@ -95,100 +94,110 @@ class Site:
 
 @dataclass(frozen=True)
 class Work:
-    """An assignment that is ready for training. In an evaluation the task has no epochs."""
+    """An assignment that is ready for training. In an evaluation, `task.epochs` is 0."""
 
-    order: WorkOrder
+    assignment: Assignment
     task: LocalTask
     start: Params
-    """The weights to start from, after pruning; views where possible."""
+    """Initial weights after pruning; views of the received weights if possible."""
     indices: np.ndarray
-    """The client's samples; in an evaluation those that it holds out."""
+    """Indices of the client's training samples; in an evaluation, indices of the held-out samples."""
     free: float
     """Free memory in % of the full model's parameters."""
     algorithm: Algorithm
     linear: Params
     """See `Start`."""
     received: Params
-    """The weights as they were sent."""
     state: Params
-    """What the client has kept since its last assignment."""
+    """State of the client after its last assignment."""
+
+    def failure(self, stage: Stage, reason: str, code: Code | None = None) -> ClientFailure:
+        return ClientFailure(self.assignment.round, self.assignment.client, stage, reason, code)
 
 
-def execute(algorithm: Algorithm, order: WorkOrder, site: Site, device: str = "cpu") -> Outcome:
-    """Carry out one assignment: observe the free memory, prune, train."""
-    work = accept(algorithm, order, site)
+def measured(client: ClientContext, metrics: Iterable[ClientMetric]) -> dict[str, float]:
+    """Map the name of each metric to its value. Raises ClientError for a value outside the declared bounds."""
+    found = {}
+    for metric in metrics:
+        value = float(metric.measure(client))
+        if not metric.low <= value <= metric.high:
+            said = f"the client metric {metric.name} must be from {metric.low:g} to {metric.high:g}, got {value:g}"
+            raise ClientError(f"{said}. Declare wider bounds, or clip the value")
+        found[metric.name] = value
+    return found
+
+
+def execute(algorithm: Algorithm, assignment: Assignment, site: Site, device: str = "cpu") -> ClientResult:
+    """Execute one assignment: determine the free memory, prune the model, and train."""
+    work = accept(algorithm, assignment, site)
     return work if isinstance(work, ClientFailure) else train([work], site, device)[0]
 
 
-def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientFailure:
-    """Observe the free memory, and prune. Raises ModelError if the algorithm does not return a LocalTask."""
-    if order.evaluates:
-        task = LocalTask(order.spec, SGD(0.0), epochs=0, batch_size=1, drop_last=False, seed=order.seed)
-        return Work(order, task, order.payload, site.held_by(order.client), 0.0, algorithm, {}, order.payload, {})
-    layout = site.layout
-    free = devices.observe(site.fleet[order.client], site.seed, order.round) if site.free is None else site.free
-    context = TaskContext(layout, site.pool, site.fleet[order.client], free)
+def accept(algorithm: Algorithm, assignment: Assignment, site: Site) -> Work | ClientFailure:
+    """Determine the free memory and prune the model. Raises ModelError if the algorithm does not return a LocalTask."""
+    round, client, payload = assignment.round, assignment.client, assignment.payload
+    if assignment.evaluates:
+        task = LocalTask(assignment.spec, SGD(0.0), epochs=0, batch_size=1, drop_last=False, seed=assignment.seed)
+        return Work(assignment, task, payload, site.held_by(client), 0.0, algorithm, {}, payload, {})
+    layout, device = site.layout, site.fleet[client]
+    free = devices.observe(device, site.seed, round) if site.free is None else site.free
+    context = TaskContext(layout, site.pool, device, free)
     try:
-        task = algorithm.task(order, context)
-        taken = take(order.payload, layout, task.spec, have=order.spec) if isinstance(task, LocalTask) else {}
+        task = algorithm.task(assignment, context)
+        taken = take(payload, layout, task.spec, have=assignment.spec) if isinstance(task, LocalTask) else {}
     except (ClientError, ModelError) as error:
-        return ClientFailure(order.round, order.client, "prune", str(error))
-    if not isinstance(task, LocalTask):  # a bug that would make all clients fail
+        return ClientFailure(round, client, "prune", str(error))
+    if not isinstance(task, LocalTask):  # stop the run, because this bug affects all clients
         raise ModelError(f"{type(algorithm).__name__}.task must return a LocalTask, got {kind_of(task)}")
-    indices = site.partition.clients[order.client]
+    indices = site.partition.clients[client]
     if not len(indices):
-        return ClientFailure(order.round, order.client, "train", "a client without samples cannot train")
-    # Sums over all parameters depend on the parameters' order, which a file does not preserve.
+        return ClientFailure(round, client, "train", "a client without samples cannot train")
+    # Sort the parameters in the layout's order, because sums depend on the order.
     received = {name: taken[name] for name in layout.slots if name in taken}
-    memory, state = apart(order.memory)
+    memory, state = clients.split_state(assignment.memory)
     start = Start(received, {name: memory[name] for name in memory if name in received})
     if isinstance(algorithm, KeepsClientState):
         try:
-            start = algorithm.begin(state, start, order, task, context)
+            start = algorithm.begin(state, start, assignment, task, context)
             if odd := sorted(start.params.keys() ^ received.keys())[:4]:
                 raise ModelError(f"{type(algorithm).__name__}.begin must return the sub-model's parameters, got {odd}")
         except (ClientError, ModelError) as error:
-            return ClientFailure(order.round, order.client, "train", str(error))
+            return ClientFailure(round, client, "train", str(error))
     weights = {name: start.params[name] for name in received}
-    return Work(order, task, weights, indices, free, algorithm, start.linear, received, state)
+    return Work(assignment, task, weights, indices, free, algorithm, start.linear, received, state)
 
 
 def accept_all(
-    algorithm: Algorithm, orders: Iterable[WorkOrder], site: Site
+    algorithm: Algorithm, assignments: Iterable[Assignment], site: Site
 ) -> tuple[list[list[Work]], list[ClientFailure]]:
-    """Return the groups that train side by side, and the failures before training."""
-    accepted = [accept(algorithm, order, site) for order in orders]
-    works = [work for work in accepted if isinstance(work, Work)]
-    return side_by_side(works, site), [failure for failure in accepted if isinstance(failure, ClientFailure)]
-
-
-def side_by_side(works: Iterable[Work], site: Site) -> list[list[Work]]:
-    """Return the groups for `train`, in the order of their first members. With batched numerics works of equal kind
-    share a group; otherwise each is alone."""
+    """Return a tuple (groups of assignments that train in parallel, failures before training). Groups are sorted by
+    their first assignment. Without batched numerics, each group contains one assignment."""
     groups: list[list[Work]] = []
+    failures: list[ClientFailure] = []
     open_groups: dict[object, list[Work]] = {}
-    group: list[Work] | None = None
-    before: object = None
-    for work in works:
-        shared = site.numerics.strategy == "batched" and not work.order.evaluates and local.can_share(work.task)
-        kind = local.kind(site.layout, work.task, len(work.indices), frozenset(work.linear)) if shared else None
-        key = (kind if shared else work.order.client, shared)
-        if key != before:  # comparing with the previous key is quicker than the hash of a task
-            group, before = open_groups.get(key), key
+    for work in (accept(algorithm, assignment, site) for assignment in assignments):
+        if isinstance(work, ClientFailure):
+            failures.append(work)
+            continue
+        shared = site.numerics.strategy == "batched" and not work.assignment.evaluates and local.can_share(work.task)
+        key: object = work.assignment.client
+        if shared:
+            key = local.kind(site.layout, work.task, len(work.indices), frozenset(work.linear))
+        group = open_groups.get(key)
         if group is None or len(group) >= site.numerics.lanes:
             group = open_groups[key] = []
             groups.append(group)
         group.append(work)
-    return groups
+    return groups, failures
 
 
-def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcome]:
-    """Train works of equal kind side by side.
+def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[ClientResult]:
+    """Train assignments with equal keys (`local.kind`) in parallel, or execute evaluations one after the other.
 
-    A ValueError is a failure of the client, because batch norm raises it for a batch of one value per channel. Other
-    errors are the machine's or the code's and end the run.
+    A ValueError is a failure of the client, because batch norm raises a ValueError for a batch with one value per
+    channel. Other exceptions stop the run, because their cause is the machine or the code.
     """
-    if works[0].order.evaluates:
+    if works[0].assignment.evaluates:
         return [_evaluated(work, site, device) for work in works]
     started = time.monotonic()
     try:
@@ -196,105 +205,110 @@ def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcom
             jobs = list(_jobs(works, site, device))
             trained = list(local.train(site.family, site.data.task, jobs, site.numerics))
     except (ModelError, MemoryError, torch.OutOfMemoryError, ValueError) as error:
-        if len(works) > 1:  # the failure of one must not be a failure of the others
-            return [outcome for work in works for outcome in train([work], site, device)]
-        order, reason = works[0].order, str(error) or "out of memory"
+        if len(works) > 1:  # train each client alone, because a client's failure must not affect other clients
+            return [result for work in works for result in train([work], site, device)]
+        assignment, reason = works[0].assignment, str(error) or "out of memory"
         if isinstance(error, ValueError):
             reason = f"training failed: {type(error).__name__}: {first_line(error)}"
-            log.warning("round %d, client %d: %s", order.round + 1, order.client, reason, exc_info=error)
-        return [ClientFailure(order.round, order.client, "train", reason)]
-    seconds = (time.monotonic() - started) / len(works)
-    macs = macs_per_sample(site.family, works[0].task)
-    algorithm = works[0].algorithm
-    kept, wanted = kept_by_clients(algorithm, site.family, site.pool), client_metrics(algorithm)
-    parts = zip(works, jobs, trained, strict=True)
-    return [_outcome(work, job, result, site, seconds, macs, kept, wanted) for work, job, result in parts]
+            log.warning("round %d, client %d: %s", assignment.round + 1, assignment.client, reason, exc_info=error)
+        return [works[0].failure("train", reason)]
+    seconds, macs = (time.monotonic() - started) / len(works), macs_per_sample(site.family, works[0].task)
+    kept = kept_by_clients(works[0].algorithm, site.family, site.pool)
+    return [
+        _result(work, job, result, site, {"macs": float(result.samples * macs), "seconds": seconds}, kept)
+        for work, job, result in zip(works, jobs, trained, strict=True)
+    ]
 
 
-def _evaluated(work: Work, site: Site, device: str) -> Outcome:
-    own, model = site.partition.clients[work.order.client], site.pool[work.order.level]
-    return evaluated(work.order, site.family, model, site.data, own, work.indices, device)
-
-
-def _jobs(works: Sequence[Work], site: Site, device: str) -> Iterator[local.Job]:
+def _jobs(works: Sequence[Work], site: Site, device: str) -> Iterator[local.TrainingJob]:
     sizes = [len(work.indices) for work in works]
     chosen = torch.from_numpy(np.concatenate([work.indices for work in works]))
     samples = torch.split(site.data.normalise(site.data.train_x[chosen].to(device)), sizes)
     targets = torch.split(site.data.train_y[chosen].to(device), sizes)
     for work, x, y in zip(works, samples, targets, strict=True):
-        yield local.Job(work.task, work.start, x, y, work.linear)
+        yield local.TrainingJob(work.task, work.start, x, y, work.linear)
 
 
-def _outcome(
-    work: Work,
-    job: local.Job,
-    trained: local.Trained,
-    site: Site,
-    seconds: float,
-    macs: float,
-    kept: Shapes,
-    wanted: Sequence[ClientMetric],
-) -> Outcome:
-    order, task = work.order, work.task
-
-    def failed(why: str, code: Code | None = None) -> ClientFailure:
-        return ClientFailure(order.round, order.client, "train", why, code)
-
+def _result(
+    work: Work, job: local.TrainingJob, trained: local.Trained, site: Site, cost: dict[str, float], kept: Shapes
+) -> ClientResult:
+    """Return the result of a client's training. `kept` maps the tensor names of the client's state to shapes."""
+    assignment, task, algorithm = work.assignment, work.task, work.algorithm
     if not abs(trained.loss) <= LARGEST_LOSS or not trained.finite:
-        return failed(f"training diverged (learning rate {task.optimizer.lr:g})", "finite")
-    metrics = {
-        "loss": trained.loss,
-        "steps": float(trained.steps),
-        "macs": float(trained.samples * macs),
-        "seconds": seconds,
-        "free": work.free,
-    }
+        return work.failure("train", f"training diverged (learning rate {task.optimizer.lr:g})", "finite")
+    metrics = {"loss": trained.loss, "steps": float(trained.steps), **cost, "free": work.free}
     state: Params = {}
-    if wanted or isinstance(work.algorithm, KeepsClientState):
-        static_bn = site.pool[order.level].static_bn
-        goal = site.data.task
-        client = TrainedClient.of(order, task, site.family, goal, job, work.received, trained.params, static_bn)
+    wanted = clients.client_metrics(algorithm)
+    if wanted or isinstance(algorithm, KeepsClientState):
+        # Copy the tensors to the training device, so that an algorithm may change the copies.
+        received, new = (
+            {name: tensor.detach().to(job.x.device, copy=True) for name, tensor in params.items()}
+            for params in (work.received, trained.params)
+        )
+        static_bn = site.pool[assignment.level].static_bn
+        goal, family = site.data.task, site.family
+        losses = partial(losses_of, family, goal, received, task.spec, job.x, job.y, static_bn)
+        context = ClientContext(goal, family, assignment, task, received, new, job.x, job.y, losses)
         try:
             with memory_errors():
-                state = _kept(work, client, kept)  # first, because a measurement may write into the copies
-                metrics |= client.measured(wanted)
+                if isinstance(algorithm, KeepsClientState):  # call `keep` first, because a metric may change the copies
+                    before = {n: t.to(job.x.device) for n, t in work.state.items()}
+                    state = {n: t.detach().to("cpu", copy=True) for n, t in algorithm.keep(before, context).items()}
+                    check_state(state, header(kept))
+                metrics |= measured(context, wanted)
         except Rejected as error:
-            return failed(f"{type(work.algorithm).__name__}.keep returns something else than it declares: {error}")
+            said = f"{type(algorithm).__name__}.keep must return what it declares: {error}"
+            return work.failure("train", said)
         except (ClientError, ModelError, MemoryError, torch.OutOfMemoryError) as error:
-            return failed(str(error) or "out of memory")
-    spec, payload = task.spec, {name: tensor.cpu() for name, tensor in trained.params.items()}
-    if kept:  # parameters that a client does not send
-        payload = {name: tensor for name, tensor in payload.items() if name not in kept}
-    if task.mask_labels:  # the rows of classes that the client does not hold were not trained
-        held = torch.unique(site.data.train_y[work.indices]).tolist()
+            return work.failure("train", str(error) or "out of memory")
+    spec = task.spec
+    payload = {name: tensor.cpu() for name, tensor in trained.params.items() if name not in kept}
+    targets = site.data.train_y[work.indices]
+    if (
+        task.mask_labels and site.data.task.present(targets) is not None
+    ):  # the rows of classes without samples were not trained
+        held = torch.unique(targets).tolist()
         spec = SubmodelSpec.of({**task.spec.kept, HEAD: held}, task.spec.blocks)
         payload = take(payload, site.layout, spec, have=task.spec)
     encoding = time.monotonic()
     try:
-        encoded = coding.answered(order, spec, payload, site.layout)
+        encoded = coding.encode_update(assignment, spec, payload, site.layout)
     except ModelError as error:
-        return failed(f"codec.up cannot encode the trained weights: {error}", "finite")
+        return work.failure("train", f"codec.up cannot encode the trained weights: {error}", "finite")
     if encoded is not None:
         metrics["seconds_encode"] = time.monotonic() - encoding
-    count = len(work.indices)
-    return ClientUpdate(order.round, order.client, spec, payload, count, metrics, state=state, encoded=encoded)
+    count, (round, client) = len(work.indices), (assignment.round, assignment.client)
+    return ClientUpdate(round, client, spec, payload, count, metrics, state=state, encoded=encoded)
 
 
-def _kept(work: Work, client: TrainedClient, kept: Shapes) -> Params:
-    """Return what the client keeps for its next assignment. Raises Rejected if it is not as `kept` declares."""
-    if not isinstance(work.algorithm, KeepsClientState):
-        return {}
-    new = work.algorithm.keep({n: t.to(client.x.device) for n, t in work.state.items()}, client)
-    state = {n: t.detach().to("cpu", copy=True) for n, t in new.items()}
-    check_state(state, header(kept))
-    return state
-
-
-def delivered(algorithm: Algorithm, outcome: Outcome, order: WorkOrder, site: Site) -> Outcome:
-    """Return the outcome of a client in this process as the server receives it: with decoded weights."""
-    if isinstance(outcome, ClientFailure) or outcome.encoded is None:
-        return outcome
+def _evaluated(work: Work, site: Site, device: str) -> ClientResult:
+    """Evaluate the received weights on the held-out samples. The result contains no tensors. With `static_bn`, the
+    batch norm statistics are computed on the client's training samples."""
+    assignment, data, model = work.assignment, site.data, site.pool[work.assignment.level]
+    if not len(work.indices):
+        return work.failure("evaluate", "a client that holds out no samples cannot evaluate")
+    own_x = data.train_x[torch.from_numpy(site.partition.clients[assignment.client])]
+    x, y = data.train_x[torch.from_numpy(work.indices)], data.train_y[torch.from_numpy(work.indices)]
+    how = {"ensemble": model.ensemble, "static_bn": model.static_bn}
     try:
-        return received(outcome, order, replace(site.rules, algorithm=algorithm))
+        with memory_errors():
+            score = evaluate(
+                site.family, assignment.payload, assignment.spec, data, x, y, device, statistics_x=own_x, **how
+            )
+    except (ModelError, ValueError, MemoryError, torch.OutOfMemoryError) as error:
+        # Batch norm raises ValueError for a batch with one value per channel.
+        return work.failure("evaluate", str(error) or "out of memory")
+    metrics = {data.task.metric.name: score.value, "loss": score.loss}
+    if wrong := clients.out_of_bounds(metrics, clients.evaluation_bounds(data.task)):
+        return work.failure("evaluate", wrong)
+    return ClientUpdate(assignment.round, assignment.client, assignment.spec, {}, len(work.indices), metrics)
+
+
+def deliver(algorithm: Algorithm, result: ClientResult, assignment: Assignment, site: Site) -> ClientResult:
+    """Decode and check a result from this process in the same way as a result from another process."""
+    if isinstance(result, ClientFailure) or result.encoded is None:
+        return result
+    try:
+        return decode_and_check(result, assignment, replace(site.rules, algorithm=algorithm))
     except Rejected as error:
-        return ClientFailure(order.round, order.client, "validate", str(error), error.code)
+        return error.failure(assignment)

@@ -1,14 +1,14 @@
-"""Codecs between the server and its clients.
+"""Encode and decode the tensors that the server and its clients exchange.
 
-Down, the server encodes each payload once and decodes it too, so both ends continue from the same bits. Up, a client
-encodes the difference between the trained and the received weights, and the server adds the decoded difference. Running
-statistics and integers are not encoded. Byte counts are those of the encoded tensors, without file headers.
+For downloads, the server encodes each payload once. The server also decodes the payload, so that server and clients use
+identical weights. For uploads, a client encodes the difference between trained and received weights, and the server
+adds the decoded difference. Running statistics and integers are not encoded. Byte counts exclude file headers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import Diverged, IntegrityError, ModelError, first_line
 from fl_engine.core.slicing import blank, full_shapes, is_statistic, shapes, take
 from fl_engine.core.types import (
+    Assignment,
     Code,
     Codec,
     Codecs,
@@ -27,8 +28,7 @@ from fl_engine.core.types import (
     Pool,
     RoundPlan,
     SubmodelSpec,
-    WorkOrder,
-)
+)  # fmt: skip
 from fl_engine.storage.store import tensor_bytes
 
 PLAIN = Codecs()
@@ -39,7 +39,7 @@ def header_of(tensors: Params) -> Header:
 
 
 def coded(header: Header) -> Header:
-    """Return the tensors that a codec encodes, sorted by name."""
+    """Return the header of those tensors that a codec encodes, sorted by name."""
     return {
         name: (dtype, shape)
         for name, (dtype, shape) in sorted(header.items())
@@ -47,8 +47,8 @@ def coded(header: Header) -> Header:
     }
 
 
-def encoded(codec: Codec, tensors: Params, seed: int) -> Params:
-    """Encode tensors. Raises ModelError for numbers that the codec cannot express."""
+def encode(codec: Codec, tensors: Params, seed: int) -> Params:
+    """Encode tensors. Raises ModelError for values that the codec cannot represent."""
     part = coded(header_of(tensors))
     rest = {name: tensor for name, tensor in tensors.items() if name not in part}
     found = codec.encode({name: tensors[name].detach().contiguous() for name in part}, seed)
@@ -56,7 +56,7 @@ def encoded(codec: Codec, tensors: Params, seed: int) -> Params:
 
 
 def header(codec: Codec | None, given: Header) -> Header:
-    """Return the header of the encoding of tensors with the header `given`."""
+    """Return the header of the encoded tensors. `given` is the header before encoding."""
     if codec is None:
         return given
     part = coded(given)
@@ -64,29 +64,30 @@ def header(codec: Codec | None, given: Header) -> Header:
 
 
 def streams(codec: Codec | None, given: Header) -> set[str]:
-    """Return the names of the tensors that may be shorter than in `header`."""
+    """Return the names of encoded tensors whose length may be smaller than in the result of `header`."""
     made = {} if codec is None else codec.header(coded(given))
     return {name for name, (dtype, shape) in made.items() if dtype == torch.uint8 and len(shape) == 1}
 
 
-def decoded(codec: Codec, tensors: Params, given: Header) -> Params:
-    """Decode tensors with the header `given`. Raises IntegrityError if `tensors` is not such an encoding."""
-    if wrong := misfit(tensors, header(codec, given), streams(codec, given)):
+def decode(codec: Codec, tensors: Params, given: Header) -> Params:
+    """Decode tensors. `given` is the header of the decoded tensors. Raises IntegrityError for an invalid encoding."""
+    if wrong := find_misfit(tensors, header(codec, given), streams(codec, given)):
         raise IntegrityError(wrong[1])
     part = coded(given)
     try:
         found = codec.decode({name: tensor for name, tensor in tensors.items() if name in codec.header(part)}, part)
     except IntegrityError:
         raise
-    except Exception as error:  # the codec may be a user's own, and its input is a stranger's
-        raise IntegrityError(f"{type(codec).__name__} cannot decode it: {first_line(error)}") from error
-    if wrong := misfit(found, part):
-        raise IntegrityError(f"{type(codec).__name__} decodes other tensors than it was given: {wrong[1]}")
+    except Exception as error:  # user code may raise any exception for untrusted input
+        raise IntegrityError(f"{type(codec).__name__} cannot decode the tensors: {first_line(error)}") from error
+    if wrong := find_misfit(found, part):
+        raise IntegrityError(f"{type(codec).__name__}.decode must return the original names and shapes: {wrong[1]}")
     return {name: found[name] if name in part else tensors[name] for name in given}
 
 
-def misfit(tensors: Params, expected: Header, shorter: Collection[str] = ()) -> tuple[Code, str] | None:
-    """Return why tensors do not fit a header; None if they fit. `shorter` names flat tensors that may be shorter."""
+def find_misfit(tensors: Params, expected: Header, shorter: Collection[str] = ()) -> tuple[Code, str] | None:
+    """Return a tuple (code, message) for the first difference between tensors and a header; None if they match. The
+    one-dimensional tensors in `shorter` may be shorter than in the header."""
     odd, missing = sorted(tensors.keys() - expected.keys()), sorted(expected.keys() - tensors.keys())
     if odd:
         return "names", f"the sub-model has no {', '.join(odd[:4])}"
@@ -102,68 +103,67 @@ def misfit(tensors: Params, expected: Header, shorter: Collection[str] = ()) -> 
 
 
 def bytes_of(given: Header) -> int:
-    """Return the bytes of tensors with this header."""
+    """Return the total size in bytes of tensors with this header."""
     return sum(dtype.itemsize * math.prod(shape) for dtype, shape in given.values())
 
 
-def bytes_sent(order: WorkOrder) -> int:
-    """Return the bytes of an assignment's tensors: the encoded weights, and what the client has kept."""
-    return tensor_bytes(order.travels) + tensor_bytes(order.memory)
+def bytes_sent(assignment: Assignment) -> int:
+    """Return the total size in bytes of an assignment's encoded weights and memory tensors."""
+    return tensor_bytes(assignment.travels) + tensor_bytes(assignment.memory)
 
 
-def sent(plan: RoundPlan, pool: Pool, run: Codecs, seed: int) -> RoundPlan:
-    """Return the plan as clients receive it. An assignment's codecs are its own, else its level's, else the run's.
-    Assignments that share a payload share its encoding. Raises Diverged for weights that a codec cannot express."""
+def encode_plan(plan: RoundPlan, pool: Pool, run: Codecs, seed: int) -> RoundPlan:
+    """Return the plan with the encoded and the decoded weights in each assignment. An assignment without codecs uses
+    the codecs of its level. A level without codecs uses the codecs of the run. A payload that several assignments share
+    is encoded once. Raises Diverged if encoding fails."""
     made: dict[tuple[object, ...], tuple[Params, Params]] = {}
 
-    def of(order: WorkOrder) -> WorkOrder:
-        codecs = order.codecs or pool[order.level].codecs or run
+    def coded_for(assignment: Assignment) -> Assignment:
+        codecs = assignment.codecs or pool[assignment.level].codecs or run
         if codecs.down is None:
-            return order if codecs == PLAIN else replace(order, codecs=codecs)
-        key = (order.level, codecs.down, *(id(tensor) for tensor in order.payload.values()))
+            return assignment if codecs == PLAIN else replace(assignment, codecs=codecs)
+        key = (assignment.level, codecs.down, *(id(tensor) for tensor in assignment.payload.values()))
         if key not in made:
-            way = seeds.derive(seed, f"codec down {order.level}", plan.round)
+            way = seeds.derive(seed, f"codec down {assignment.level}", plan.round)
             try:
-                travels = encoded(codecs.down, order.payload, way)
+                travels = encode(codecs.down, assignment.payload, way)
             except ModelError as error:
-                raise Diverged(
-                    f"round {plan.round + 1}: codec.down cannot encode the weights of {pool[order.level].name}: "
-                    f"{error}. Choose another codec, or a smaller learning rate"
-                ) from error
-            made[key] = travels, decoded(codecs.down, travels, header_of(order.payload))
+                weights = f"the weights of {pool[assignment.level].name} in round {plan.round + 1}"
+                raise Diverged(f"codec.down cannot encode {weights}: {error}. Set a smaller learning rate") from error
+            made[key] = travels, decode(codecs.down, travels, header_of(assignment.payload))
         travels, received = made[key]
-        return replace(order, payload=received, codecs=codecs, encoded=travels)
+        return replace(assignment, payload=received, codecs=codecs, encoded=travels)
 
-    return replace(plan, orders=tuple(of(order) for order in plan.orders))
-
-
-def codec_up(order: WorkOrder) -> Codec | None:
-    return None if order.codecs is None else order.codecs.up
+    return replace(plan, assignments=tuple(coded_for(assignment) for assignment in plan.assignments))
 
 
-def answered(order: WorkOrder, spec: SubmodelSpec, trained: Params, layout: ParamLayout) -> Params | None:
-    """Return what a client sends instead of its trained weights (`spec`, a part of what it received); None without a
-    codec. Raises ModelError for numbers that the codec cannot express."""
-    codec = codec_up(order)
+def codec_up(assignment: Assignment) -> Codec | None:
+    return None if assignment.codecs is None else assignment.codecs.up
+
+
+def encode_update(assignment: Assignment, spec: SubmodelSpec, trained: Params, layout: ParamLayout) -> Params | None:
+    """Return the encoded tensors that a client sends instead of the trained weights; None without a codec. The weights
+    belong to the sub-model `spec`. Raises ModelError for values that the codec cannot represent."""
+    codec = codec_up(assignment)
     if codec is None:
         return None
-    received, part = take(order.payload, layout, spec, have=order.spec), coded(header_of(trained))
+    received, part = take(assignment.payload, layout, spec, have=assignment.spec), coded(header_of(trained))
     change = {name: t.detach() - received[name] if name in part else t for name, t in trained.items()}
-    return encoded(codec, change, seeds.derive(order.seed, "codec up", order.round, order.client))
+    return encode(codec, change, seeds.derive(assignment.seed, "codec up", assignment.round, assignment.client))
 
 
-def restored(
-    codec: Codec, tensors: Params, expected: Header, order: WorkOrder, spec: SubmodelSpec, layout: ParamLayout
+def decode_update(
+    codec: Codec, tensors: Params, expected: Header, assignment: Assignment, spec: SubmodelSpec, layout: ParamLayout
 ) -> Params:
-    """Return the weights that a client trained, after decoding. Raises IntegrityError as `decoded`."""
-    received, part = take(order.payload, layout, spec, have=order.spec), coded(expected)
-    change = decoded(codec, tensors, expected)
+    """Return the decoded weights that a client trained. Raises IntegrityError if `tensors` is not a valid encoding."""
+    received, part = take(assignment.payload, layout, spec, have=assignment.spec), coded(expected)
+    change = decode(codec, tensors, expected)
     return {name: received[name] + t if name in part else t for name, t in change.items()}
 
 
-def sized(pool: Pool, family: ModelFamily, run: Codecs) -> Pool:
-    """Return the pool with the bytes of each level. A level without codecs of its own has the run's."""
-    types: Mapping[str, torch.dtype] = {name: t.dtype for name, t in blank(family).state_dict().items()}
+def add_sizes(pool: Pool, family: ModelFamily, run: Codecs) -> Pool:
+    """Return the pool with the encoded size of each level in bytes. A level without codecs uses the run's codecs."""
+    types = {name: t.dtype for name, t in blank(family).state_dict().items()}
     layout, full = family.layout(), full_shapes(family)
     found = []
     for model in pool:

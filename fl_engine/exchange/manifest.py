@@ -1,53 +1,64 @@
-"""The manifest of a result, its signature, and the largest sizes of a result's files.
+"""Create, sign and check the manifest of a result.
 
-A result is `<client>.safetensors`, and `<client>.json`: a manifest with its checksum. Neither can hold code.
+A result consists of the tensors in `<client>.safetensors` and a manifest in `<client>.json`, which contains the
+checksum of the tensor file. Neither format can contain code.
 """
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from fl_engine.codecs import sections_of
-from fl_engine.core.clients import travelling
+from fl_engine.core.clients import with_prefix
 from fl_engine.core.errors import IntegrityError, brief, printable
-from fl_engine.core.types import ClientFailure, Code, Outcome, Stage, WorkOrder
+from fl_engine.core.types import Assignment, ClientFailure, ClientResult, Code, Stage
 from fl_engine.exchange import coding
-from fl_engine.storage.serialization import Pieces, laid_out, padded
-from fl_engine.storage.store import canonical, sha256
+from fl_engine.storage.run_files import Record
+from fl_engine.storage.store import Pieces, canonical, laid_out, padded, sha256
 
 MANIFEST_BYTES = 2**15
-"""Upper bound of a manifest without its sub-model. A failure's reason of 4096 characters is the longest part."""
+"""Maximum bytes of a manifest, excluding the description of the sub-model. The longest field is `reason` with at most
+4096 characters."""
 CHANNEL_BYTES = 8
-"""Upper bound for a kept channel in a manifest: its number and a comma."""
+"""Maximum bytes of a channel number and a comma in a manifest."""
 HEADER_BYTES = 2**10
-"""Upper bound for a tensor's entry in a safetensors header, and for a group's name in a manifest."""
+"""Maximum bytes of a tensor's entry in a safetensors header, and of a group's name in a manifest."""
 
 
-def manifest_bytes(order: WorkOrder) -> int:
-    """Return the most bytes of a manifest for this assignment, which lists the kept channels one by one."""
-    shapes = [tensor.shape for tensor in order.payload.values()]
+def manifest_bytes(assignment: Assignment) -> int:
+    """Return the maximum size in bytes of a manifest for this assignment. A manifest lists all kept channels."""
+    shapes = [tensor.shape for tensor in assignment.payload.values()]
     return MANIFEST_BYTES + sum(HEADER_BYTES + CHANNEL_BYTES * sum(shape) for shape in shapes)
 
 
+STAGES: tuple[Stage, ...] = get_args(Stage)
+CLIENT_STAGES = ("prune", "train", "evaluate")
+"""Stages that a client can report in a failure."""
+
+
 class Rejected(Exception):
+    """Raised if a result is not valid. `exchange.updates` lists the codes."""
+
     def __init__(self, code: Code, text: str) -> None:
         super().__init__(f"{code}: {printable(text)[:1000]}")
         self.code = code
 
+    def failure(self, assignment: Assignment) -> ClientFailure:
+        return ClientFailure(assignment.round, assignment.client, "validate", str(self), self.code)
 
-class Manifest(BaseModel):
-    """One result. `sha256` and `spec` belong to an update, `stage`, `reason` and `code` to a failure."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    schema_version: Literal[1] = 1
+class ResultManifest(Record):
+    """The manifest of a result. Updates have `sha256` and `spec`. Failures have `stage`, `reason` and `code`."""
+
+    model_config = ConfigDict(strict=True)
     round: int
     client: int
-    order: str
-    """`order_sum`: an update is never adopted for another plan."""
+    assignment: str
+    """Checksum of the assignment (`assignment_sum`), so that the update is never used for another plan."""
     sha256: str | None = None
     spec: dict[str, Any] | None = None
     num_examples: int = 0
@@ -59,111 +70,91 @@ class Manifest(BaseModel):
     """HMAC-SHA256 of all other fields."""
 
 
-KeyOf = Callable[[WorkOrder], bytes]
-"""Returns the key that signs the result of an assignment."""
+KeyOf = Callable[[Assignment], bytes]
+"""Function that returns the signing key for the result of an assignment."""
 
 
 def key_of(secret: bytes) -> KeyOf:
-    """Derive the coordinator's keys from the run's secret. With them the coordinator signs the results that it has
-    read, so that write access to the store is not enough to change them."""
-    return lambda order: hmac.digest(secret, f"coordinator {order_sum(order)}".encode(), "sha256")
+    """Return a function that derives the coordinator's signing keys from the run's secret. The coordinator signs every
+    result after reading it. Therefore users with write access to the store cannot change a result."""
+    return lambda assignment: hmac.digest(secret, f"coordinator {assignment_sum(assignment)}".encode(), "sha256")
 
 
-def order_sum(order: WorkOrder) -> str:
-    """Return the sha256 of an assignment without its tensors, which follow from the round's state."""
-    content = [order.round, order.client, order.seed, order.level, order.spec.to_json(), dict(order.hints)]
-    codecs = order.codecs or coding.PLAIN
-    content += [] if codecs == coding.PLAIN else [sections_of(codecs)]
-    return sha256(canonical([*content, "evaluate"] if order.evaluates else content))
+def assignment_sum(assignment: Assignment) -> str:
+    """Return the SHA-256 of an assignment's fields except tensors, because the round's state determines the tensors."""
+    a = assignment
+    content = [a.round, a.client, a.seed, a.level, a.spec.to_json(), dict(a.hints)]
+    content += [] if a.codecs is None or a.codecs == coding.PLAIN else [sections_of(a.codecs)]
+    return sha256(canonical([*content, "evaluate"] if a.evaluates else content))
 
 
-def packed(outcome: Outcome, order: WorkOrder, length: int | None = None) -> tuple[Manifest, Pieces | None]:
-    """Return an unsigned manifest and the content of its file (None for a failure), padded to `length` if given."""
-    manifest = Manifest(round=order.round, client=order.client, order=order_sum(order))
-    if isinstance(outcome, ClientFailure):
-        why = {"stage": outcome.stage, "reason": outcome.reason[:4096], "code": outcome.code}
+def pack_result(
+    result: ClientResult, assignment: Assignment, length: int | None = None
+) -> tuple[ResultManifest, Pieces | None]:
+    """Return a tuple (unsigned manifest, content of the tensor file). The content is None for a failure, and is padded
+    to `length` bytes if `length` is not None."""
+    manifest = ResultManifest(round=assignment.round, client=assignment.client, assignment=assignment_sum(assignment))
+    if isinstance(result, ClientFailure):
+        why = {"stage": result.stage, "reason": result.reason[:4096], "code": result.code}
         return manifest.model_copy(update=why), None
-    value = laid_out(outcome.travels | travelling(outcome.state))
+    value = laid_out(result.travels | with_prefix(result.state))
     value = value if length is None else padded(value, length)
-    said = {
+    content = {
         "sha256": sha256(value),
-        "spec": outcome.spec.to_json(),
-        "num_examples": outcome.num_examples,
-        "metrics": {name: float(value) for name, value in outcome.metrics.items()},
+        "spec": result.spec.to_json(),
+        "num_examples": result.num_examples,
+        "metrics": {name: float(value) for name, value in result.metrics.items()},
     }
-    return manifest.model_copy(update=said), value
+    return manifest.model_copy(update=content), value
 
 
-def signed(manifest: Manifest, key: bytes | None) -> Manifest:
-    """Without a key (clients of this machine) the signature is a checksum that reveals damage, not lies."""
-    return manifest.model_copy(update={"signature": _signature(manifest, key or b"")})
-
-
-def _signature(manifest: Manifest, key: bytes) -> str:
-    return hmac.new(key, canonical(manifest.model_dump(exclude={"signature"})), "sha256").hexdigest()
+def sign(manifest: ResultManifest, key: bytes | None) -> ResultManifest:
+    """Sign a manifest. Clients on this machine have no key, so their signature detects only damage."""
+    content = canonical(manifest.model_dump(exclude={"signature"}))
+    return manifest.model_copy(update={"signature": hmac.new(key or b"", content, "sha256").hexdigest()})
 
 
 Read = Callable[[int | None], bytes]
-"""Reads a file of at most so many bytes. Raises IntegrityError."""
+"""Function that reads a file with at most the given number of bytes. Raises IntegrityError."""
 
 
-def manifest_of(
-    file: Read, order: WorkOrder, key: bytes | None, by_worker: bool = False, closed: str | None = None
-) -> Manifest:
-    """Read and check the manifest of a result.
+def read_manifest(
+    file: Read, assignment: Assignment, key: bytes | None, by_worker: bool = False, closed: str | None = None
+) -> ResultManifest:
+    """Read and check a manifest. Raises Rejected if the manifest is missing, damaged, unsigned or for another
+    assignment.
 
     Args:
-        file: Reads the manifest.
-        order: The assignment whose result is expected.
-        key: The key of the signature.
-        by_worker: A worker has signed it, which can report only that it could not prune, train or evaluate.
-        closed: The manifest must have this checksum (`said_of`) instead of a signature, because an earlier coordinator
-            may have had another key.
-
-    Raises:
-        Rejected: The manifest is missing, damaged, unsigned or of another assignment.
+        by_worker: True if a worker signed the manifest. A worker can report only the stages in `CLIENT_STAGES`.
+        closed: Expected checksum of the manifest (`content_sum`). With `closed`, the signature is not checked, because
+            an earlier coordinator may have used another key.
     """
     try:
-        manifest = Manifest.model_validate_json(file(manifest_bytes(order)))
-        said = canonical(manifest.model_dump(exclude={"signature"}))
+        manifest = ResultManifest.model_validate_json(file(manifest_bytes(assignment)))
+        signature = sign(manifest, key).signature or ""
     except IntegrityError as error:
         raise Rejected("file", str(error)) from error
     except ValidationError as error:
         raise Rejected("schema", f"not a manifest: {brief(error)}") from error
-    except ValueError as error:  # a number that JSON cannot express
+    except ValueError as error:  # JSON cannot represent a value, for example NaN
         raise Rejected("metrics", str(error)) from error
-    found = (manifest.round, manifest.client, manifest.order)
-    if found != (order.round, order.client, order_sum(order)):
-        raise Rejected("order", f"of round {manifest.round}, client {manifest.client}, or another assignment")
+    found = (manifest.round, manifest.client, manifest.assignment)
+    if found != (assignment.round, assignment.client, assignment_sum(assignment)):
+        raise Rejected("assignment", f"of round {manifest.round}, client {manifest.client}, or another assignment")
     if closed is not None:
-        if said_of(manifest) != closed:
-            raise Rejected("order", "replaced after the round was closed")
+        if content_sum(manifest) != closed:
+            raise Rejected("assignment", "the manifest was replaced after the round was closed")
         return manifest
-    if not _is_signed(manifest, said, key or b""):
+    if not hmac.compare_digest(signature.encode(), (manifest.signature or "").encode()):
         raise Rejected("signature", "not signed with the key of its lease" if by_worker else "damaged")
-    return _by_worker(manifest) if by_worker else manifest
-
-
-def said_of(manifest: Manifest) -> str:
-    """Return a checksum of everything in a manifest that can change the model."""
-    return sha256(canonical(manifest.model_dump(exclude={"metrics", "signature"})))
-
-
-def _by_worker(manifest: Manifest) -> Manifest:
-    if manifest.spec is not None:
+    if not by_worker or manifest.spec is not None:
         return manifest
-    stage = manifest.stage if manifest.stage in SAID_BY_CLIENTS else "train"
+    stage = manifest.stage if manifest.stage in CLIENT_STAGES else "train"
     reason = printable(manifest.reason or "")[:500]
     code = "finite" if stage == "train" and manifest.code == "finite" else None  # the client's training diverged
     return manifest.model_copy(update={"stage": stage, "reason": reason, "code": code})
 
 
-def _is_signed(manifest: Manifest, said: bytes, key: bytes) -> bool:
-    expected = hmac.new(key, said, "sha256").hexdigest()
-    return hmac.compare_digest(expected.encode(), (manifest.signature or "").encode())
-
-
-STAGES: tuple[Stage, ...] = get_args(Stage)
-
-SAID_BY_CLIENTS = ("prune", "train", "evaluate")
-"""Stages that a client can report; only the coordinator reports the others."""
+def content_sum(manifest: ResultManifest) -> str:
+    """Return a checksum of those fields of a manifest that affect the model."""
+    return sha256(canonical(manifest.model_dump(exclude={"metrics", "signature"})))

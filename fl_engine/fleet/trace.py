@@ -1,11 +1,12 @@
-"""Device behaviour over time: online or offline, speed and bandwidth, each piecewise constant.
+"""Device behaviour over time: piecewise constant availability, speed and bandwidth.
 
-Only the server uses a trace, with the simulated clock: who can be asked when a round begins, how long an assignment
-takes, and who drops out. It does not change what a client computes.
+Only the server uses a trace, together with the simulated clock. The trace determines which clients can be selected at
+the start of a round, how long an assignment takes, and which clients drop out. A trace does not affect a client's
+training.
 
-As in FedScale (Lai et al., ICML 2022, `Aggregator.tictak_client_tasks`), a client that is offline at the end of its
-work has dropped out. Departs from it: a client that was offline in between has dropped out too, since its work is lost,
-and speed and bandwidth may change while a client works.
+As in FedScale (Lai et al., ICML 2022, `Aggregator.tictak_client_tasks`), a client drops out if it is offline at the end
+of its training. Departs from FedScale: a client that goes offline earlier also drops out, because its work is lost.
+Speed and bandwidth may change during an assignment.
 """
 
 from __future__ import annotations
@@ -26,26 +27,29 @@ from fl_engine.fleet.devices import Took
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Rows = NDArray[np.int64]
+ROW = np.dtype([("client", "i8"), ("time", "f8"), ("online", "?"), ("speed", "f8"), ("bandwidth", "f8")])
+"""Type of a row, which contains a client's behaviour from `time` on, in the units of `Trace`."""
 
+MOST_ROWS = 50_000_000
 MOST_PIECES = 100_000
-"""The most pieces over which one assignment is followed; the rest takes the rate of the last one. Bounds the server's
-work for an extremely slow client."""
+"""Maximum number of pieces in an assignment. After this number of pieces the rates are constant. The limit bounds the
+computation for slow clients."""
 REMEMBERED_BYTES = 2**25
-"""Bytes of the cache of factors."""
+"""Maximum bytes of the cache for bandwidth factors."""
 
 
 class Now(NamedTuple):
-    """All clients at one moment, in client order."""
+    """State of all clients at one time, as arrays in the order of the clients."""
 
     online: Flags
     speed: Floats
-    """Multiply-adds per second; undefined while offline, as is `bandwidth`."""
+    """Multiply-adds per second. `speed` and `bandwidth` are undefined for offline clients."""
     bandwidth: Floats
     """Bytes per second."""
 
 
 class Piece(NamedTuple):
-    """A client's rates until a moment of the simulated clock."""
+    """Interval in which a client's speed and bandwidth are constant. `until` is the end of the interval."""
 
     until: float
     speed: float
@@ -54,16 +58,16 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Varying:
-    """A factor on each client's bandwidth that changes every `every_s` seconds and repeats after `repeat_s`."""
+    """A bandwidth factor for each client, which changes every `every_s` seconds and repeats after `repeat_s`."""
 
     every_s: float
     draw: Callable[[int], Floats]
-    """Return the factors (clients,) of interval 0, 1, ..."""
+    """Function that returns the factors (clients,) for interval 0, 1, ..."""
     clients: int
     repeat_s: float = math.inf
 
     def interval(self, time: float) -> tuple[int, float]:
-        """Return the interval of `time`, and its end."""
+        """Return (number, end) of the interval that contains `time`."""
         turns, local = divmod(_late(time), self.repeat_s)
         base, number = turns * self.repeat_s if turns else 0.0, int(local // self.every_s)
         return number, base + min((number + 1) * self.every_s, self.repeat_s)
@@ -76,16 +80,16 @@ class Varying:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Rows, each of which holds for one client until the next. A client is offline before its first row.
+    """The rows of all clients. A row is valid until the client's next row. A client is offline before the first row.
 
-    Times are shifted by a microsecond (or the last bits of a large number), so that a row holds at its own time even if
-    a sum was rounded down.
+    Look-ups increase the time by a microsecond and by 2^-50 of the time. A row is therefore valid at its start time,
+    even if the computed time was rounded down.
     """
 
     first: Rows
-    """(clients + 1,): client c has the rows first[c] to first[c + 1] - 1."""
+    """(clients + 1,): index of each client's first row. Client c has the rows first[c] to first[c + 1] - 1."""
     time: Floats
-    """(rows,): seconds, ascending within a client, from 0, below its period."""
+    """(rows,): seconds from 0 to the client's period, ascending within each client."""
     online: Flags
     """(rows,)"""
     speed: Floats
@@ -93,8 +97,18 @@ class Trace:
     bandwidth: Floats
     """(rows,): bytes per second."""
     period: Floats
-    """(clients,): seconds after which a client's rows repeat; inf: never."""
+    """(clients,): seconds after which a client's rows repeat; inf if the rows do not repeat."""
     varying: Varying | None = None
+
+    @classmethod
+    def of(cls, rows: NDArray[np.void], period: Floats, varying: Varying | None = None) -> Trace:
+        """Create a trace from rows (n,) of the type ROW. The times of each client must ascend."""
+        rows = rows[np.argsort(rows["client"], kind="stable")]
+        first = np.concatenate([[0], np.cumsum(np.bincount(rows["client"], minlength=len(period)))])
+        time, online, speed, bandwidth = (
+            np.ascontiguousarray(rows[name]) for name in ("time", "online", "speed", "bandwidth")
+        )
+        return cls(first, time, online, speed, bandwidth, period, varying)
 
     @property
     def clients(self) -> int:
@@ -110,19 +124,15 @@ class Trace:
         return Now((row >= 0) & self.online[held], self.speed[held], bandwidth)
 
     def arrives(self, time: float) -> float:
-        """Return the next moment after `time` at which a row finds a client coming online, or inf."""
+        """Return the first time after `time` at which a client comes online, or inf."""
         base, local = self._local(time)
-        row = self._rows(local)
-        after = self._next_arrival[np.where(row >= 0, row + 1, self.first[:-1])]
-        again = self._next_arrival[self.first[:-1]]
-        end, padded = self.first[1:], np.append(self.time, math.inf)
-        this_turn = np.where(after < end, base + padded[np.minimum(after, len(self.time))], math.inf)
-        next_turn = np.where(again < end, base + self.period + padded[np.minimum(again, len(self.time))], math.inf)
-        return float(np.minimum(this_turn, next_turn).min(initial=math.inf))
+        client, at = self._arrivals
+        turn = np.where(at > local[client], 0.0, self.period[client])
+        return float((base[client] + turn + at).min(initial=math.inf))
 
     # ---------------------------------------------------------------------------------------------- one client
     def leaves(self, client: int, time: float) -> float:
-        """Return when a client that is online at `time` goes offline, `time` if it is offline, or inf."""
+        """Return the time when a client goes offline; `time` if the client is offline, inf if it never goes offline."""
         whole_turns = 2 * int(self.first[client + 1] - self.first[client]) + 2
         for row, until in islice(self._held(client, time), whole_turns):
             if row is None or not self.online[row]:
@@ -131,7 +141,7 @@ class Trace:
         return math.inf
 
     def pieces(self, client: int, time: float) -> Iterator[Piece]:
-        """Yield a client's rates from `time` on, as long as it is online."""
+        """Yield a client's pieces from `time` until the client goes offline."""
         for row, until in self._held(client, time):
             if row is None or not self.online[row]:
                 return
@@ -146,7 +156,7 @@ class Trace:
             time = until
 
     def _held(self, client: int, time: float) -> Iterator[tuple[int | None, float]]:
-        """Yield (row, until when it holds) from `time` on, forever if the rows repeat. None: before the first row."""
+        """Yield (row, end of its validity) from `time` on. The row is None before the first row. May be endless."""
         start, end, period = int(self.first[client]), int(self.first[client + 1]), float(self.period[client])
         turns, local = divmod(_late(time), period)
         base = turns * period if turns else 0.0
@@ -154,7 +164,7 @@ class Trace:
         while True:
             while row + 1 < end:
                 until = base + float(self.time[row + 1])
-                if until > time:  # else the row at 0, with which a turn begins
+                if until > time:  # Skip the empty interval at the start of a repetition.
                     yield (row if row >= start else None), until
                 row += 1
             yield (row if row >= start else None), base + period
@@ -164,12 +174,12 @@ class Trace:
 
     # ------------------------------------------------------------------------------------------------- look-up
     def _local(self, time: float) -> tuple[Floats, Floats]:
-        """Return, (clients,) each, when each client's current repetition began and the time since."""
+        """Return two arrays (clients,): the start of each client's current repetition, and the time since then."""
         turns, local = np.divmod(_late(time), self.period)
         return np.where(turns > 0, turns * np.where(turns > 0, self.period, 0.0), 0.0), local
 
     def _rows(self, local: Floats) -> Rows:
-        """Return each client's current row, (clients,), or -1. A vectorised bisection."""
+        """Return an array (clients,) with the index of each client's current row, or -1 before the first row."""
         start = self.first[:-1]
         low, high = start, self.first[1:]
         for _ in range(int(np.max(high - low, initial=0)).bit_length()):
@@ -179,43 +189,29 @@ class Trace:
         return np.where(low > start, low - 1, -1)
 
     @cached_property
-    def _next_arrival(self) -> Rows:
-        """(rows + 1,): the next row at or after this one, of any client, with which a client comes online."""
-        rows = len(self.time)
-        before = np.zeros(rows, dtype=bool)
-        before[1:] = self.online[:-1]
-        before[self.first[:-1][self.first[:-1] < rows]] = False
-        comes = np.where(self.online & ~before, np.arange(rows), rows)
-        return np.append(np.minimum.accumulate(comes[::-1])[::-1], rows)
+    def _arrivals(self) -> tuple[Rows, Floats]:
+        """Return two arrays: the client and the time of each row in which a client comes online."""
+        client, comes = np.repeat(np.arange(self.clients), np.diff(self.first)), self.online.copy()
+        comes[1:] &= ~self.online[:-1] | (client[1:] != client[:-1])
+        return client[comes], self.time[comes]
 
 
 def _late(time: float) -> float:
     return time * (1 + 2**-50) + 1e-6
 
 
-# ------------------------------------------------------------------------------------------------ made by hand
 def trace_of(
     rows: Sequence[Sequence[tuple[float, bool, float, float]]], period: Sequence[float] | float = math.inf
 ) -> Trace:
-    """Return a trace of rows (time, online, speed, bandwidth) by client. Raises ValueError without rows."""
-    flat = [row for each in rows for row in each]
-    if not flat:
-        raise ValueError("a trace without rows")
-    time, online, speed, bandwidth = zip(*flat, strict=True)
-    return Trace(
-        np.cumsum([0, *map(len, rows)], dtype=np.int64),
-        np.array(time, dtype=np.float64),
-        np.array(online, dtype=np.bool_),
-        np.array(speed, dtype=np.float64),
-        np.array(bandwidth, dtype=np.float64),
-        np.broadcast_to(np.asarray(period, dtype=np.float64), len(rows)),
-    )
+    """Create a trace from each client's rows (time, online, speed, bandwidth)."""
+    table = np.array([(client, *row) for client, own in enumerate(rows) for row in own], ROW)
+    return Trace.of(table, np.broadcast_to(np.asarray(period, dtype=np.float64), len(rows)))
 
 
 # -------------------------------------------------------------------------------------------- the simulated clock
 def took(trace: Trace, client: int, begin: float, down: float, macs: float, up: float) -> Took | None:
-    """Return the time of an assignment that begins at `begin`: first `down` bytes arrive, then `macs` multiply-adds are
-    computed, then `up` bytes are sent, each at the current rate. None if the client goes offline before the end."""
+    """Return the duration of an assignment that begins at `begin`; None if the client goes offline before the end. The
+    client receives `down` bytes, computes `macs` multiply-adds, and sends `up` bytes, each at the current rate."""
     pieces = trace.pieces(client, begin)
     piece, at, number = next(pieces, None), begin, 1
     spent = []
@@ -236,7 +232,7 @@ def took(trace: Trace, client: int, begin: float, down: float, macs: float, up: 
 
 
 def online(fleet: Sequence[Device], now: Now) -> tuple[Device, ...]:
-    """Return the devices that are online with their current speed and bandwidth, in client order."""
+    """Return the online devices with their current speed and bandwidth, sorted by client."""
     speeds, bandwidths = now.speed.tolist(), now.bandwidth.tolist()
     here = np.flatnonzero(now.online).tolist()
     return tuple(

@@ -1,24 +1,16 @@
-"""All networks, by the name that `model:` takes. To add one, write its file and list it here."""
+"""Map each value of `model.name` to its network class. Add new networks to `MODELS`."""
 
 from __future__ import annotations
 
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.models.aep_mlp import AepMLP
-from fl_engine.models.casas_bilstm import CasasBiLSTM
-from fl_engine.models.epic_resnet18 import EpicResNet18
-from fl_engine.models.har_cnn import HarCNN
+from fl_engine.models.chains import VGG16, AepMLP, HarCNN, SmallCNN
+from fl_engine.models.fedaiot_resnet18 import EpicResNet18, UTHARResNet18, WidarResNet18
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.mobilenetv3_ofa import MobileNetV3OFA
 from fl_engine.models.point_detector import PointDetector
-from fl_engine.models.preresnet import PreResNet18
-from fl_engine.models.resnet import ResNet18, ResNet34
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.models.text_lstm import TextLSTM
-from fl_engine.models.text_transformer import TextTransformer
-from fl_engine.models.uthar_resnet18 import UTHARResNet18
-from fl_engine.models.vgg16 import VGG16
-from fl_engine.models.widar_resnet18 import WidarResNet18
-from fl_engine.models.wisdm_lstm import WisdmLSTM
+from fl_engine.models.recurrent import CasasBiLSTM, WisdmLSTM
+from fl_engine.models.resnet import PreResNet18, ResNet18, ResNet34
+from fl_engine.models.text import TextLSTM, TextTransformer
 
 MODELS: dict[str, type[ModelFamily]] = {
     "small_cnn": SmallCNN,

@@ -1,13 +1,15 @@
-"""Builds a network from its section of the configuration."""
+"""Build a network from the `model` section of the configuration."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
+from torch import nn
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, FlexfleetError, ModelError
@@ -16,39 +18,45 @@ from fl_engine.core.registry import Contract, check_names, resolve
 from fl_engine.models import MODELS
 from fl_engine.models.traced import from_module, makes_module
 from fl_engine.models.traced.family import ModuleFamily
+from fl_engine.models.traced.user_module import FROM_DATA as PASSED
+from fl_engine.models.traced.user_module import name_of
+from fl_engine.models.traced.user_module import options_of as module_options
 
 CONTRACT = Contract("model", MODELS, ModelFamily)
 
 FROM_DATA = ("input_shape", "outputs")
-"""The fields of a network that are not options, because they follow from the data."""
+"""Fields of a network class whose values come from the data set. These fields are not options."""
+
+OWN = tuple(field.name for field in fields(ModuleFamily))
+"""Fields of the network class that `from_module` creates for a user's module."""
 
 INIT = "init"
-"""The entry of a `model` section with the weights to start from, which is not an option of the network."""
+"""Key of the initial weights in the `model` section. Network classes do not have this option."""
 WARM_START = (
     "The weights that the rounds start from: a safetensors file, the folder of a run, or models:/NAME@ALIAS in MLflow; "
-    "null: fresh ones."
+    "null: newly initialised weights."
 )
 
 
 def build_model(
     model: Mapping[str, Any], input_shape: tuple[int, ...], outputs: int, *, submodels: bool = True
 ) -> ModelFamily:
-    """Return the network of a `model` section.
+    """Build the network that a `model` section describes.
 
     Args:
-        model: The section.
+        model: The `model` section.
         input_shape: The shape of one sample.
         outputs: The number of outputs.
-        submodels: Whether the network is to be cut into sub-models. If not, a user's module stays as it is and is not
-            traced.
+        submodels: False if the algorithm does not use sub-models; a user's module is then not traced.
 
     Raises:
-        ConfigError: The options do not fit the network, or the samples do not.
-        ModelError: A user's module cannot be trained, or not be cut.
+        ConfigError: The network does not support the options or the shape of the samples.
+        ModelError: A user's module cannot be trained, or cannot be cut into sub-models.
     """
     kind, values = model_kind(model), {**options_of(model), "input_shape": input_shape, "outputs": outputs}
-    if not submodels and issubclass(kind, ModuleFamily):
-        values |= {"whole": True, "pin": ()}
+    if issubclass(kind, ModuleFamily):  # `kind` contains the options of the user's class
+        values = {name: value for name, value in values.items() if name in OWN}
+        values |= {} if submodels else {"whole": True}
     try:
         family: ModelFamily = adapter(kind).validate_json(json.dumps(values), strict=True)
         return family
@@ -59,29 +67,42 @@ def build_model(
             raise cause from error
         if first["loc"][0] == "input_shape":
             shape = "x".join(map(str, input_shape))
-            raise ConfigError(f"{model['name']} does not take samples of the shape {shape}") from error
+            raise ConfigError(f"model.name={model['name']} does not support samples of shape {shape}") from error
         raise ConfigError(f"model.{'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from error
 
 
 def model_kind(section: Mapping[str, Any]) -> type[ModelFamily]:
-    """The named family. If the name is that of an `nn.Module`, its class or a function that makes one, the family of
-    its networks."""
+    """Return the network class for a `model` section. `model.name` may also refer to an `nn.Module`, a subclass of
+    `nn.Module`, or a function that returns a module."""
+    target = _own_module(section)
+    if target is None:
+        return CONTRACT.of_section(section)
+    options = {name: value for name, value in options_of(section).items() if name not in OWN}
+    try:
+        return from_module(partial(target, **options) if options and not isinstance(target, nn.Module) else target)
+    except ModelError as error:
+        raise ConfigError(f"model {section['name']!r}: {error}") from error
+
+
+def _own_module(section: Mapping[str, Any]) -> Any:
+    """Return the user's module, class or function that a `model` section names; None for a built-in network."""
     name = section.get("name")
-    if isinstance(name, str) and name not in MODELS and ":" in name:
-        found = resolve(MODELS, name, CONTRACT.what)
-        if makes_module(found):
-            try:
-                return from_module(found)  # type: ignore[arg-type]
-            except ModelError as error:
-                raise ConfigError(f"model {name!r}: {error}") from error
-    return CONTRACT.of_section(section)
+    if not isinstance(name, str) or name in MODELS or ":" not in name:
+        return None
+    target: Any = resolve(MODELS, name, CONTRACT.what)
+    return target if makes_module(target) else None
 
 
 def check_options(model: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that the named network does not have."""
+    """Raise ConfigError if the `model` section sets an unknown option, or does not set a required option."""
+    target, options = _own_module(model), options_of(model)
     kind: Any = model_kind(model)
     known = [f.name for f in fields(kind) if f.name not in FROM_DATA]
-    check_names("model", options_of(model), [*known, INIT])
+    if target is not None:
+        keywords = module_options(target)
+        known += options if any(each.kind is each.VAR_KEYWORD for each in keywords.values()) else keywords
+        _check_keywords(name_of(target)[1], target, options, keywords)
+    check_names("model", options, [*known, INIT])
     if not isinstance(model.get(INIT), str | None) or model.get(INIT) == "":
         raise ConfigError(
             f"model.{INIT} must be a safetensors file, the folder of a run, models:/NAME@ALIAS or null, got "
@@ -89,6 +110,21 @@ def check_options(model: Mapping[str, Any]) -> None:
         )
 
 
+def _check_keywords(name: str, target: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the options cannot be passed as keywords to the user's class or function."""
+    if passed := [each for each in options if each in PASSED]:
+        path = f"model.{passed[0]}"
+        raise ConfigError(f"{path} must not be set, because the data set determines this option", path=path)
+    if isinstance(target, nn.Module) and (wrong := [each for each in options if each not in OWN]):
+        path = f"model.{wrong[0]}"
+        message = f"{path} cannot be set, because {name} is already created. Set model.name to its class"
+        raise ConfigError(message, code="config.unknown", path=path)
+    required = [n for n, each in keywords.items() if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+    if missing := [each for each in required if each not in options]:
+        path = f"model.{missing[0]}"
+        raise ConfigError(f"{path} must be set, because {name} requires it", code="config.missing", path=path)
+
+
 def options_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The network's own options in a `model` section."""
+    """Return the entries of a `model` section that are options of the network."""
     return {name: value for name, value in model.items() if name not in ("name", INIT)}

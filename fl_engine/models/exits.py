@@ -1,58 +1,55 @@
-"""Early exits: classifiers behind inner blocks, as in DepthFL (Kim et al., ICLR 2023) and ScaleFL (Ilhan et al., CVPR
+"""Early exits: classifiers after inner blocks, as in DepthFL (Kim et al., ICLR 2023) and ScaleFL (Ilhan et al., CVPR
 2023).
 
-A network with `exits=("conv2", ...)` has a head behind each of these blocks: global average pooling if the block
-returns a map, then one linear layer. A head is a block of its own, `exit_conv2` (`exit_stage1_0` for `stage1.0`), with
-the parameters `exit_conv2.weight` (classes, channels) and `exit_conv2.bias` (classes,). In the layout it follows its
-block. The network returns a tuple of logits, one entry for each output kept, in network order.
+With `exits=("conv2", ...)`, a head follows each of the listed blocks. A head consists of global average pooling, if the
+block returns a map, and a linear layer. The head of `conv2` is a separate block `exit_conv2` with the parameters
+`exit_conv2.weight` (classes, channels) and `exit_conv2.bias` (classes,); the head of `stage1.0` is `exit_stage1_0`. In
+the layout, each head follows its block. A sub-model returns a tuple with the logits of each output that the sub-model
+keeps, in network order.
 
-With `exit_convs=(("conv2", 2), ...)`, two 3x3 convolutions of stride 1, each with batch norm and ReLU, come before the
-pooling of that head. They have the channels of the block, as one group. The head's parameters are then
+With `exit_convs=(("conv2", 2), ...)`, the head of `conv2` also has two 3x3 convolutions with stride 1, batch norm and
+ReLU before the pooling. The convolutions share the block's channel group. The parameters of the head are then
 `exit_conv2.conv1.conv.weight`, `exit_conv2.conv1.bn.weight`, ..., `exit_conv2.linear.weight`, `exit_conv2.linear.bias`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from fl_engine.core.errors import ModelError
-from fl_engine.core.slicing import is_statistic
-from fl_engine.core.types import HEAD, Axis, ParamLayout, Slot, SubmodelSpec
+from fl_engine.core.types import HEAD, Axis, ParamLayout, SubmodelSpec
 from fl_engine.core.widths import exit_name
-from fl_engine.models.layers import Norm, conv_bn, conv_bn_slots, linear_slots
+from fl_engine.models.layers import LayerMaker, Norm, noted
 from fl_engine.training import lanes
 
 Convs = tuple[tuple[str, int], ...]
-"""Pairs of a block and the number of convolutions in the head behind it. Heads of other blocks have none."""
+"""Pairs (block, number of convolutions in the block's head). All other heads have no convolutions."""
 
 MOST_CONVS = 8
 
 
 def check_exits(name: str, exits: tuple[str, ...], points: tuple[str, ...], convs: Convs = ()) -> None:
-    """Raise ModelError unless `exits` are some of the blocks `points`, in their order, and `convs` fits them."""
+    """Raise ModelError unless `exits` is an ordered subset of the blocks `points` and `convs` is valid for `points`."""
+    blocks = ", ".join(points)
     if exits != tuple(block for block in points if block in exits):
-        raise ModelError(f"{name}: exits must be some of {', '.join(points)}, in this order, got {exits!r}")
-    if any(block not in points or not 0 <= count <= MOST_CONVS for block, count in convs):
-        raise ModelError(
-            f"{name}: exit_convs must be pairs of one of {', '.join(points)} and a number from 0 to {MOST_CONVS}, got "
-            f"{convs!r}"
-        )
-    if len(dict(convs)) != len(convs):
-        raise ModelError(f"{name}: exit_convs must contain a block only once, got {convs!r}")
+        raise ModelError(f"{name}: exits must be a subset of {blocks} in this order, got {exits!r}", path="model.exits")
+    fits = all(block in points and 0 <= count <= MOST_CONVS for block, count in convs)
+    if not fits or len(dict(convs)) != len(convs):
+        expected = f"pairs of a distinct block ({blocks}) and a number from 0 to {MOST_CONVS}"
+        raise ModelError(f"{name}: exit_convs must be {expected}, got {convs!r}", path="model.exit_convs")
 
 
 def check_spec(
     layout: ParamLayout, spec: SubmodelSpec, skippable: Collection[str] = (), exits: Collection[str] = ()
 ) -> None:
-    """Raise ModelError if `spec` contains something that does not exist, or drops a block that the network needs.
+    """Raise ModelError if `spec` contains unknown groups or blocks, or drops a block that the network requires.
 
-    A block with an identity shortcut around it is skippable. With early exits, a sub-model may drop any output (also
-    the classifier's) as long as one stays. It must drop all blocks behind the last output that it keeps.
+    Blocks with an identity shortcut may be dropped. A sub-model of a network with early exits must keep at least one
+    output: the classifier or the head of an early exit. All blocks after the last kept output must be dropped.
     """
     layout.check(spec)
     blocks = layout.blocks
@@ -65,44 +62,13 @@ def check_spec(
     end = blocks.index(last)
     free = {*skippable, *heads}
     if dropped := [block for block in blocks[: end + 1] if not layout.has_block(spec, block) and block not in free]:
-        raise ModelError(f"the sub-model must keep block {dropped[0]!r}, which its output {last!r} needs")
+        raise ModelError(f"the sub-model must keep block {dropped[0]!r}, because output {last!r} depends on this block")
     if idle := [block for block in blocks[end + 1 :] if layout.has_block(spec, block)]:
-        raise ModelError(f"the sub-model must drop block {idle[0]!r}, which lies behind its last output {last!r}")
-
-
-def slots_with_exits(
-    slots: Mapping[str, Slot], exits: tuple[str, ...], convs: Convs = (), norm: Norm = "batch"
-) -> dict[str, Slot]:
-    """The slots of the trunk, with each head's slots inserted behind those of its block. Raises ModelError if `convs`
-    gives convolutions to a head whose input is a vector."""
-    out: dict[str, Slot] = {}
-    for block, found in groupby(slots.items(), key=lambda item: item[1].block):
-        parts = dict(found)
-        out |= parts
-        if block in exits:
-            # In each network the last parameter of a block has the block's output as its first axis.
-            channels, head = next(reversed(parts.values())).axes[0], exit_name(block)
-            count = dict(convs).get(block, 0)
-            if count and not any(len(slot.axes) == 4 for slot in parts.values()):
-                raise ModelError(
-                    f"exit_convs must be 0 for {block!r}, whose exit takes a vector, not a map; got {count}"
-                )
-            for i in range(1, count + 1):
-                out |= conv_bn_slots(f"{head}.conv{i}", head, channels, channels, norm, bias=False)
-            out |= linear_slots(f"{head}.linear" if count else head, head, channels, Axis(HEAD))
-    return out
-
-
-def assemble(
-    layers: OrderedDict[str, nn.Module], layout: ParamLayout, spec: SubmodelSpec, exits: tuple[str, ...]
-) -> nn.Module:
-    """The network of these layers, in order. With exits, the heads are inserted, and layers behind the last output are
-    left out. A layer is a block, a container of the blocks `<layer>.<...>`, or not a block (a pool, a flatten)."""
-    return WithExits(layers, layout, spec, exits) if exits else nn.Sequential(layers)
+        raise ModelError(f"the sub-model must drop block {idle[0]!r}, because the last output {last!r} comes earlier")
 
 
 class ExitHead(nn.Linear):
-    """Map (B, C, H, W) or vector (B, C) -> logits (B, kept classes)."""
+    """Classifier of an early exit; maps (B, C, H, W) or (B, C) to logits (B, kept classes)."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(_pooled(input))
@@ -120,27 +86,56 @@ def _pooled(x: Tensor) -> Tensor:
     return lanes.mean_of_pixels(x).flatten(1) if x.dim() == 4 else x
 
 
+def exit_head(make: LayerMaker, channels: Axis, convs: int, norm: Norm) -> nn.Module:
+    """Return the head of an early exit. `channels` is the axis of the block's output channels."""
+    classes = Axis(HEAD)
+    linear = noted(ExitHead(make.width(channels), make.width(classes)), weight=(classes, channels), bias=(classes,))
+    if not convs:
+        return linear
+    units = {
+        f"conv{i}": make.conv_bn(channels, channels, 3, norm, bias=False, relu=nn.ReLU()) for i in range(1, convs + 1)
+    }
+    return nn.Sequential(OrderedDict[str, nn.Module](units, linear=linear))
+
+
 class WithExits(nn.Module):
-    """(B, C, H, W) -> logits (B, kept classes) of each output kept, in network order."""
+    """Network with early exits; maps (B, C, H, W) to a tuple with the logits (B, kept classes) of each kept output.
+
+    The constructor inserts the heads between the layers and omits layers after the last output. A layer is a block, a
+    container of blocks called `<layer>.<...>`, or a layer without weights, such as a pool.
+    """
 
     def __init__(
-        self, layers: Mapping[str, nn.Module], layout: ParamLayout, spec: SubmodelSpec, exits: tuple[str, ...]
+        self,
+        layers: Mapping[str, nn.Module],
+        heads: Mapping[str, nn.Module],
+        points: Sequence[str],
+        make: LayerMaker,
     ) -> None:
+        """`heads` maps blocks to the heads that the sub-model keeps. `points` lists all blocks that may have a head."""
         super().__init__()
-        heads = [exit_name(block) for block in exits]
-        steps = [s for s in _steps(layers, layout, exits) if s not in layout.blocks or layout.has_block(spec, s)]
-        if not layout.has_block(spec, layout.blocks[-1]):
-            end = max(place for place, step in enumerate(steps) if step in heads)
+        weighted = [name for name, layer in layers.items() if any(True for _ in layer.parameters())]
+        named = {exit_name(block): head for block, head in heads.items()}
+        steps: list[str] = []
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+            for step in [block for block in points if block.startswith(f"{name}.")] or [name]:
+                is_block = step != name or name in weighted
+                if not is_block or make.has_block(step):
+                    steps.append(step)
+                if step in heads:
+                    if step == name:
+                        _check_map(step, layer, heads[step])
+                    steps.append(exit_name(step))
+                    self.add_module(exit_name(step), heads[step])
+        if not make.has_block(weighted[-1]):
+            end = max(index for index, step in enumerate(steps) if step in named)
             steps = steps[: end + 1]
-        for step in steps:
-            if step in heads:
-                self.add_module(step, _head(step, layout, spec))
-            else:
-                layer = step.partition(".")[0]
-                self.add_module(layer, layers[layer])
+        for name in layers.keys() - {step.partition(".")[0] for step in steps}:
+            delattr(self, name)
         self.steps = tuple(steps)
-        self.heads = frozenset(heads)
-        self.order = tuple(name for name, slot in layout.slots.items() if layout.has_block(spec, slot.block))
+        self.heads = frozenset(named)
+        self.order = tuple(f"{step}.{name}" for step in steps for name in self.get_submodule(step).state_dict())
         self.register_state_dict_post_hook(_in_network_order)  # type: ignore[no-untyped-call]
 
     def forward(self, x_bchw: Tensor) -> tuple[Tensor, ...]:
@@ -154,29 +149,14 @@ class WithExits(nn.Module):
         return tuple(logits) if self.steps[-1] in self.heads else (*logits, x)
 
 
-def _head(block: str, layout: ParamLayout, spec: SubmodelSpec) -> nn.Module:
-    own = [name for name, slot in layout.slots.items() if slot.block == block]
-    convs = [name.removesuffix(".conv.weight").rpartition(".")[2] for name in own if name.endswith(".conv.weight")]
-    axes = layout.slots[f"{block}.linear.weight" if convs else f"{block}.weight"].axes
-    classes, channels = (layout.width(spec, axis.group) * axis.each for axis in axes if axis.group is not None)
-    linear = ExitHead(channels, classes)
-    if not convs:
-        return linear
-    norm: Norm = "static" if any(map(is_statistic, own)) else "batch"
-    units = {name: conv_bn(channels, channels, 3, norm, bias=False, relu=nn.ReLU()) for name in convs}
-    return nn.Sequential(OrderedDict[str, nn.Module](units, linear=linear))
-
-
-def _steps(layers: Iterable[str], layout: ParamLayout, exits: tuple[str, ...]) -> Iterator[str]:
-    """The names of the full network's steps in order: blocks (also inside a container), heads, other layers."""
-    for name in layers:
-        for step in [block for block in layout.blocks if block.startswith(f"{name}.")] or [name]:
-            yield step
-            if step in exits:
-                yield exit_name(step)
+def _check_map(block: str, layer: nn.Module, head: nn.Module) -> None:
+    """Raise ModelError if a head has convolutions but the block returns a vector instead of a map."""
+    if isinstance(head, nn.Sequential) and not any(each.dim() == 4 for each in layer.parameters()):
+        message = f"exit_convs must be 0 for {block!r}, whose exit takes a vector, not a map; got {len(head) - 1}"
+        raise ModelError(message, path="model.exit_convs")
 
 
 def _in_network_order(module: WithExits, state: dict[str, Any], prefix: str, _: object) -> None:
-    """Sort the state. PyTorch lists a head between two blocks of a stage behind the stage, whose child it is not."""
+    """Sort the state dict in network order, because PyTorch lists a head after all blocks of the head's stage."""
     for name in module.order:
         state[prefix + name] = state.pop(prefix + name)

@@ -1,12 +1,13 @@
-"""Exports a sub-model as files that a device can use without knowing about federated learning.
+"""Export a sub-model as files for inference on a device.
 
-A network that normalises by the current batch cannot score a single sample. So the statistics of every batch norm are
-computed once from the server's proxy data (HeteroFL's static batch norm, ICLR 2021, Sec. 3, uses the clients' data) and
-become part of the exported model. A level that the rounds score with statistics of its own (`PoolModel.static_bn`) gets
-new ones, too. The score on the test set then differs from that of the rounds; both are stored.
+A network whose batch norm uses the statistics of the current batch cannot score a single sample. Therefore the export
+computes the statistics of each batch norm from the server's proxy data. The exported model contains these statistics.
+HeteroFL's static batch norm (ICLR 2021, section 3) uses the clients' data instead. If a level already has statistics
+for evaluation (`PoolModel.static_bn`), the export computes new statistics for this level. The test metric of the
+exported level then differs from the test metric in the rounds. `submodel.json` contains both metrics.
 
-A folder per level: `model.safetensors`; `submodel.json`, from which `load` builds the network again; `model.onnx`,
-which takes raw samples (images, numbers or tokens of any shape) and runs without this package.
+Each level is exported to a separate folder. `model.safetensors` contains the weights, and `load` rebuilds the network
+from `submodel.json`. `model.onnx` accepts raw samples (images, numbers or tokens) and runs without flexfleet.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
-from dataclasses import dataclass, fields, replace
+import warnings
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -27,7 +29,6 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, brief
 from fl_engine.core.samples import Data, outputs_of
 from fl_engine.core.slicing import initial_params, is_statistic, runnable
-from fl_engine.core.task import class_names
 from fl_engine.core.types import FULL, Params, PoolModel, SubmodelSpec
 from fl_engine.models.build import FROM_DATA, build_model
 from fl_engine.storage.store import FolderStore, decode, encode, sha256
@@ -37,11 +38,14 @@ from fl_engine.training.evaluation import collect_statistics, score, weights_of
 ABOUT, WEIGHTS, ONNX = "submodel.json", "model.safetensors", "model.onnx"
 OPSET = 18
 AGREE = 1e-3
-"""The largest difference between the outputs of the ONNX file and the network on test samples, relative to the largest
-output or to 1, whichever is more."""
+"""Maximum difference between the outputs of the ONNX file and of the network for test samples, relative to max(1,
+largest absolute output)."""
 CHECKED = 64
 BATCH = 128
-"""Most samples in a batch of the proxy data."""
+"""Maximum number of samples in a batch of proxy data."""
+
+
+Floats = tuple[float, ...]
 
 
 class About(BaseModel):
@@ -53,71 +57,60 @@ class About(BaseModel):
     level: str
     dataset: str
     model: str
-    """As in `model.name`."""
+    """The value of `model.name`."""
     options: dict[str, Any]
-    """The network's options: the `model` section of a configuration without the name."""
+    """Options of the network: the `model` section of the configuration without `name`."""
     input_chw: tuple[int, ...]
-    """The shape of a sample, (C, H, W) of an image."""
+    """Shape of one sample; (C, H, W) for images."""
     samples: Literal["uint8", "float32", "int64"]
-    """Images (uint8), numbers (float32) or tokens (int64). mean and std normalise x / 255 for images, and x for
-    numbers; without them the network takes x itself."""
+    """Data type of the samples x: uint8 for images, float32 for numbers, int64 for tokens. `mean` and `std` normalise x
+    / 255 for images and x for numbers; if `mean` and `std` are empty, the network does not normalise x."""
     classes: int
     """The number of outputs."""
     names: tuple[str, ...]
-    """The name of each class, if the data set has names."""
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    """Class names; empty if the data set has no class names."""
+    mean: Floats
+    std: Floats
     spec: dict[str, Any]
     ensemble: bool
-    """Whether the output is the mean over all exits."""
+    """True if the output is the mean over all exits."""
     metric: str
     accuracy_trained: float
-    """The metric on the test set, as in the rounds."""
+    """Test metric after the last round."""
     accuracy_exported: float
-    """The metric on the test set, as exported."""
+    """Test metric of the exported model."""
     proxy_statistics: bool
-    """Whether batch norm has statistics of the proxy data."""
+    """True if the batch-norm statistics were computed from the proxy data."""
     weights_sha256: str
 
 
 class RawNetwork(nn.Module):
-    """Raw samples (B, ...) of the type `samples` to outputs (B, outputs): a network with its normalisation."""
+    """Network with normalisation; maps raw samples (B, ...) with the data type `samples` to outputs (B, outputs)."""
 
-    def __init__(
-        self,
-        network: nn.Module,
-        samples: str,
-        axes: int,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-        ensemble: bool,
-    ) -> None:
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, samples: str, axes: int, mean: Floats, std: Floats, ensemble: bool) -> None:
         super().__init__()
-        self.network = network
-        self.samples = samples
-        self.normalised = bool(mean)
-        self.ensemble = ensemble
-        self.mean: Tensor
-        self.std: Tensor
-        shape = (1, -1, 1, 1) if axes == 3 else (*[1] * axes, -1)  # per channel of maps, else per feature
+        self.network, self.samples, self.ensemble = network, samples, ensemble
+        shape = (1, -1, 1, 1) if axes == 3 else (*[1] * axes, -1)  # There is one mean per channel or feature.
         self.register_buffer("mean", torch.tensor(mean).view(shape), persistent=False)
         self.register_buffer("std", torch.tensor(std).view(shape), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.normalised:
+        if self.mean.numel():
             x = ((x.to(torch.float32) / 255 if self.samples == "uint8" else x) - self.mean) / self.std
         exits = outputs_of(self.network(x))
         return torch.stack(exits).mean(0) if self.ensemble else exits[-1]
 
 
+def raw_network(network: nn.Module, data: Data, ensemble: bool) -> RawNetwork:
+    """Return the network with the normalisation of `data`, in evaluation mode."""
+    return RawNetwork(network, type_of(data), len(data.input_shape), data.mean, data.std, ensemble).eval()
+
+
 def type_of(data: Data) -> Literal["uint8", "float32", "int64"]:
     return "uint8" if data.has_images else "int64" if data.has_tokens else "float32"
-
-
-@dataclass(frozen=True)
-class Exported:
-    about: About
-    network: RawNetwork
 
 
 def export(
@@ -129,30 +122,30 @@ def export(
     proxy: Tensor,
     trained: float,
     out: Path,
-) -> Exported:
-    """Write submodel.json and model.safetensors of one pool model into `out`.
+) -> tuple[About, RawNetwork]:
+    """Write submodel.json and model.safetensors of one pool model to the folder `out`.
 
     Args:
-        published: The result of `evaluation.published`.
-        proxy: (N,), the positions of the server's samples in the training data.
-        trained: The task's metric after the last round.
+        published: The return value of `evaluation.published`.
+        proxy: Indices (N,) of the server's proxy samples in the training data.
+        trained: The test metric after the last round.
     """
     trained_weights = weights_of(published, family.layout(), member)
     family, params = with_statistics(family, trained_weights, member, data, proxy)
     network = runnable(family, member.spec, params).eval()
-    raw = RawNetwork(network, type_of(data), len(data.input_shape), data.mean, data.std, member.ensemble).eval()
     weights = encode(params)
-    own = {f.name: getattr(family, f.name) for f in fields(cast(Any, family))}
+    options = {f.name: getattr(family, f.name) for f in fields(cast(Any, family))}
+    options |= getattr(family, "keywords", {})
     about = About(
         schema_version=1,
         level=member.name,
         dataset=data.name,
         model=model_name,
-        options={k: v for k, v in own.items() if k not in FROM_DATA},
+        options={k: v for k, v in options.items() if k not in FROM_DATA},
         input_chw=data.input_shape,
         samples=type_of(data),
         classes=data.task.outputs,
-        names=class_names(data.task),
+        names=tuple(getattr(data.task, "names", ())),
         mean=data.mean,
         std=data.std,
         spec=member.spec.to_json(),
@@ -166,21 +159,21 @@ def export(
     store = FolderStore(out)
     store.put(WEIGHTS, weights)
     store.put(ABOUT, (about.model_dump_json(indent=1) + "\n").encode())
-    return Exported(about, raw)
+    return about, raw_network(network, data, member.ensemble)
 
 
 def with_statistics(
     family: ModelFamily, params: Params, member: PoolModel, data: Data, proxy: Tensor
 ) -> tuple[ModelFamily, Params]:
-    """The network with stored batch-norm statistics, and the pool model's weights with the statistics of the proxy
-    samples. Both are unchanged if they do not need any (`needs_statistics`)."""
+    """Return a tuple (network that stores batch-norm statistics, weights with the statistics of the proxy samples).
+    Return `family` and `params` unchanged if `needs_statistics` is false."""
     module = runnable(family, member.spec, dict(params)).eval()
     if not needs_statistics(module, member.static_bn):
         return family, params
     check(family, len(proxy), member.static_bn)
     stores_none = by_batch(module)
     samples = data.train_x[proxy]
-    # Nearly equal batches, because each has the same weight.
+    # Use batches of nearly equal size, because each batch has the same weight in the statistics.
     batches = math.ceil(len(samples) / BATCH)
     collect_statistics(module, data, samples, "cpu", math.ceil(len(samples) / batches))
     found = params | {name: tensor for name, tensor in module.state_dict().items() if is_statistic(name)}
@@ -188,109 +181,115 @@ def with_statistics(
 
 
 def check(family: ModelFamily, proxy: int, static_bn: bool) -> None:
-    """Raise ConfigError if statistics are needed but the proxy's size is 0, or the network cannot store them."""
+    """Raise ConfigError if the export needs batch-norm statistics but cannot compute or store the statistics."""
     module = family.module(FULL)
     if not needs_statistics(module, static_bn):
         return
     stores_none = by_batch(module)
-    if not proxy:
-        what = "normalises by its batch" if stores_none else "is scored with statistics collected for each level"
-        without = " and ".join(["model.norm=static"] * stores_none + ["algorithm.static_bn=false"] * static_bn)
-        raise ConfigError(
-            f"exporting a network that {what} needs the server's proxy data, but there are none: set partition.proxy "
-            f"above 0, or partition.server_classes, or {without}"
-        )
     if stores_none and "norm" not in {f.name for f in fields(cast(Any, family))}:
         raise ConfigError(
-            f"{type(family).__name__} cannot be exported, because it normalises by its batch and has no option "
-            "norm=static. In a network of your own, leave out track_running_stats=False"
+            f"{type(family).__name__} cannot be exported, because its batch norm uses the current batch. Choose a "
+            "network with the option model.norm=static. In your own network, remove track_running_stats=False",
+            path="model.name",
         )
+    if not proxy:
+        others = " and ".join(["model.norm=static"] * stores_none + ["algorithm.static_bn=false"] * static_bn)
+        text = (
+            f"exporting this network requires proxy data for its batch norm: set partition.proxy above 0, or {others}"
+        )
+        raise ConfigError(text, path="partition.proxy")
 
 
 def check_onnx(family: ModelFamily, data: Data) -> None:
-    """Try the ONNX export on the freshly initialised network. Raises ConfigError if it fails."""
+    """Test the ONNX export with random weights. Raises ConfigError if the export fails."""
     if by_batch(family.module(FULL)):
         family = replace(cast(Any, family), norm="static")
     network = runnable(family, FULL, initial_params(family, 0)).eval()
-    raw = RawNetwork(network, type_of(data), len(data.input_shape), data.mean, data.std, ensemble=False).eval()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            _write(raw, data, Path(folder) / ONNX)
-        except EnvironmentFailure:
+            to_onnx(raw_network(network, data, ensemble=False), data, Path(folder) / ONNX)
+        except (EnvironmentFailure, OSError):
             raise
-        except Exception as error:  # torch's exporter and onnxruntime share no error class
-            if getattr(error, "errno", None):  # an error of the system, such as a full disk
-                raise
-            said = str(error).strip().partition("\n")[0]
-            raise ConfigError(
-                f"{type(family).__name__} cannot be written as ONNX ({said}): set publish.onnx=false"
-            ) from error
+        except Exception as error:  # The errors of torch and onnxruntime have no common base class.
+            cause = str(error).strip().partition("\n")[0]
+            message = f"{type(family).__name__} cannot be exported to ONNX ({cause}). Set publish.onnx=false"
+            raise ConfigError(message, path="publish.onnx") from error
 
 
 def by_batch(module: nn.Module) -> bool:
-    """Whether a batch norm uses the statistics of the current batch, in evaluation too."""
+    """Return whether a batch norm uses the statistics of the current batch even in evaluation mode."""
     return any(isinstance(m, _BatchNorm) and m.running_mean is None for m in module.modules())
 
 
 def needs_statistics(module: nn.Module, static_bn: bool) -> bool:
-    """Whether a batch norm has no statistics for use: it stores none, or with `static_bn` the rounds use others."""
+    """Return whether statistics must be computed, because a batch norm stores no statistics or `static_bn` is set."""
     return by_batch(module) or (static_bn and any(isinstance(m, _BatchNorm) for m in module.modules()))
 
 
-def to_onnx(exported: Exported, data: Data, path: Path) -> Path:
-    """Write the network as ONNX: `images` uint8 (n, C, H, W), or `samples` (n, ...) of another type, -> `logits`
-    float32 (n, classes), or `outputs` (n, outputs) of another task; any n.
+def write_onnx(network: RawNetwork, data: Data, path: Path) -> None:
+    """Write the network as an ONNX file for any batch size n. The file's input is `images`, uint8 (n, C, H, W), or
+    `samples` (n, ...). The file's output is `logits`, float32 (n, classes), for classification and `outputs` (n,
+    outputs) for other tasks.
 
-    Raises IntegrityError if the file's outputs on test samples differ from the network's.
+    The function uses torch's older exporter, which creates the same graph as the newer exporter in a tenth of the time.
+    Raises EnvironmentFailure if onnx is not installed.
     """
-    return _write(exported.network, data, path)
-
-
-def _write(network: RawNetwork, data: Data, path: Path) -> Path:
     try:
         import onnx  # noqa: F401 - torch's exporter needs it
-        import onnxruntime
+        import onnxruntime  # noqa: F401
     except ImportError as error:
         raise EnvironmentFailure(
-            f"{error.name} is not installed: pip install 'flexfleet[export]', or --set publish.onnx=false"
+            f"{error.name} is not installed. Run pip install 'flexfleet[export]', or set publish.onnx=false"
         ) from error
-    samples, given = data.test_x[:CHECKED], "images" if data.has_images else "samples"
-    _quietly(network, samples[:2], given, "logits" if isinstance(data.task, Classification) else "outputs", path)
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    (answer,) = session.run(None, {given: samples.numpy()})
-    with torch.no_grad():
-        wanted = network(samples)
-    apart = float((torch.from_numpy(answer) - wanted).abs().max())
-    if not apart <= AGREE * max(1.0, float(wanted.abs().max())):
-        raise IntegrityError(f"{path}: its outputs are {apart:g} from the network's on {len(samples)} test samples")
-    return path
-
-
-def _quietly(network: nn.Module, samples: Tensor, given: str, answer: str, path: Path) -> None:
-    """Export by tracing, which takes a tenth of the time of torch's newer exporter and returns the same graph."""
-    import warnings
-
+    input_name = "images" if data.has_images else "samples"
+    output_name = "logits" if isinstance(data.task, Classification) else "outputs"
     path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
             network,
-            (samples,),
+            (data.test_x[:2],),
             str(path),
-            input_names=[given],
-            output_names=[answer],
-            dynamic_axes={given: {0: "n"}, answer: {0: "n"}},
+            input_names=[input_name],
+            output_names=[output_name],
+            dynamic_axes={input_name: {0: "n"}, output_name: {0: "n"}},
             opset_version=OPSET,
             dynamo=False,
         )
 
 
-# ------------------------------------------------------------------------------------------------ loading
-def load(folder: str | Path) -> RawNetwork:
-    """Return the network of an exported folder, in evaluation mode. It takes raw samples, for example uint8 images (B,
-    C, H, W), and returns outputs, for example logits (B, classes).
+def to_onnx(network: RawNetwork, data: Data, path: Path) -> None:
+    """Write the network with `write_onnx`. Raises IntegrityError if the outputs of the file and the outputs of the
+    network differ for test samples."""
+    write_onnx(network, data, path)
+    samples = data.test_x[:CHECKED]
+    with torch.no_grad():
+        wanted = network(samples)
+    difference = float((run_session(open_session(path), samples) - wanted).abs().max())
+    if not difference <= AGREE * max(1.0, float(wanted.abs().max())):
+        raise IntegrityError(f"{path}: the outputs of file and network differ by up to {difference:g} for test samples")
 
-    Raises IntegrityError for files that are missing, damaged or do not belong together.
+
+def open_session(path: Path) -> Any:
+    """Return an ONNX Runtime session with one thread, so that results of different machines are comparable."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def run_session(session: Any, x: Tensor) -> Tensor:
+    """Run the ONNX session and return the outputs (N, outputs, ...) for raw samples (N, ...)."""
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+
+
+def load(folder: str | Path) -> RawNetwork:
+    """Load the network from an exported folder, in evaluation mode. The network maps raw samples, such as uint8 images
+    (B, C, H, W), to outputs, such as logits (B, classes).
+
+    Raises IntegrityError if files are missing, damaged or from different exports.
 
     Example:
         load(mlflow.artifacts.download_artifacts("models:/<name>-<level>@champion"))
@@ -299,14 +298,14 @@ def load(folder: str | Path) -> RawNetwork:
     path = Path(folder) / WEIGHTS
     value = FolderStore(Path(folder)).get(WEIGHTS)
     if sha256(value) != about.weights_sha256:
-        raise IntegrityError(f"{path} is damaged: its sha256 is not the one in {ABOUT}")
+        raise IntegrityError(f"{path} is damaged: its SHA-256 differs from the value in {ABOUT}. Export it again")
     try:
         family = build_model({**about.options, "name": about.model}, about.input_chw, about.classes)
         network = runnable(family, SubmodelSpec.from_json(about.spec), decode(value, str(path)))
         axes = len(about.input_chw)
         return RawNetwork(network, about.samples, axes, about.mean, about.std, about.ensemble).eval()
-    except (FlexfleetError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
-        raise IntegrityError(f"{path} is not of the network that {ABOUT} describes: {error}") from error
+    except (FlexfleetError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        raise IntegrityError(f"{path} does not match the network in {ABOUT}: {error}") from error
 
 
 def read(folder: str | Path) -> About:
@@ -314,11 +313,9 @@ def read(folder: str | Path) -> About:
     try:
         return About.model_validate_json(path.read_bytes())
     except FileNotFoundError:
-        raise IntegrityError(f"{path} does not exist: give the folder of an exported level") from None
-    except OSError as error:
-        raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
+        raise IntegrityError(f"{path} does not exist. Pass the folder of an exported level") from None
     except ValidationError as error:
-        raise IntegrityError(f"{path} is not a description of an exported level: {brief(error)}") from error
+        raise IntegrityError(f"{path} does not describe an exported level: {brief(error)}") from error
 
 
 logging.getLogger("torch.onnx").setLevel(logging.ERROR)

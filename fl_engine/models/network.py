@@ -1,26 +1,29 @@
-"""Base classes of the built-in networks: the options that they share, their checks and their assembly.
+"""Base classes of the built-in networks: shared options, checks and assembly.
 
-A network lists its channel groups, the slots of its parameters and its layers. Layout, module and early exits follow.
-Any other frozen dataclass with `layout`, `module` and `prunable` is a network, too (`contracts.ModelFamily`).
+A subclass defines channel groups and layers. The base class derives the layout, the module and the early exits. Any
+frozen dataclass with `layout`, `module` and `prunable` also works as a network (see `contracts.ModelFamily`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, get_args
 
 from torch import nn
 
 from fl_engine.core.errors import ModelError
-from fl_engine.core.types import FULL, HEAD, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.models.exits import Convs, assemble, check_exits, check_spec, slots_with_exits
-from fl_engine.models.layers import Norm
+from fl_engine.core.slicing import blank, without_storage
+from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.core.widths import exit_name
+from fl_engine.models.exits import Convs, WithExits, check_exits, check_spec, exit_head
+from fl_engine.models.layers import LayerMaker, Norm, axes_of, scaled
 
 WIDEST, LARGEST = 1000, 2**16
-"""Upper bounds of the width and of all sizes. A larger network does not fit into memory or into torch's integers."""
+"""Upper limits of `width` and of all sizes. Larger networks would exceed the memory or torch's integer range."""
 
 
 @dataclass(frozen=True)
@@ -28,108 +31,197 @@ class Network(ABC):
     input_shape: tuple[int, ...]
     outputs: int
     width: float = 1.0
-    """Multiplies the number of channels and hidden units of every layer."""
+    """Factor for the number of channels or hidden units of every layer."""
 
     axes: ClassVar[tuple[str, ...]] = ("channels", "rows", "columns")
-    """What the axes of a sample are."""
+    """Names of the axes of a sample."""
+    channels_of: ClassVar[Mapping[str, int]]
+    """Number of channels in each group except the outputs, before multiplication by `width`."""
 
     def __post_init__(self) -> None:
-        if not are_sizes(self.input_shape, len(self.axes)):
-            raise ModelError(
-                f"{type(self).__name__}: input_shape must be {len(self.axes)} integers from 1 to {LARGEST} "
-                f"({', '.join(self.axes)}), got {self.input_shape!r}"
-            )
+        sizes = f"{len(self.axes)} integers from 1 to {LARGEST} ({', '.join(self.axes)})"
+        self.require("input_shape", are_sizes(self.input_shape, len(self.axes)), sizes)
         self.check_size("outputs")
-        if not 0 < self.width <= WIDEST:
+        self.require("width", 0 < self.width <= WIDEST, f"greater than 0 and at most {WIDEST}")
+
+    def require(self, option: str, holds: bool, expected: str) -> None:
+        """Raise ModelError for the option unless `holds` is true. `expected` describes the valid values."""
+        if not holds:
+            path = "model.name" if option in ("input_shape", "outputs") else f"model.{option}"  # not options
             raise ModelError(
-                f"{type(self).__name__}: width must be greater than 0 and at most {WIDEST}, got {self.width!r}"
+                f"{type(self).__name__}: {option} must be {expected}, got {getattr(self, option)!r}", path=path
             )
 
     def check_size(self, option: str, least: int = 1) -> None:
         value = getattr(self, option)
-        if not isinstance(value, int) or not least <= value <= LARGEST:
-            raise ModelError(
-                f"{type(self).__name__}: {option} must be an integer from {least} to {LARGEST}, got {value!r}"
-            )
+        fits = isinstance(value, int) and least <= value <= LARGEST
+        self.require(option, fits, f"an integer from {least} to {LARGEST}")
 
-    @abstractmethod
+    def check_norm(self) -> None:
+        self.require("norm", getattr(self, "norm", None) in get_args(Norm), "batch or static")
+
+    def check_image(self, least: int) -> None:
+        _, height, width = self.input_shape
+        self.require(
+            "input_shape",
+            min(height, width) >= least,
+            f"of at least {least}x{least} pixels (enlarge the images, or choose a network for smaller ones)",
+        )
+
     def groups(self) -> dict[str, int]:
-        """The number of channels of each group except the outputs'."""
+        """Return the number of channels in each group except the outputs."""
+        return {group: scaled(count, self.width) for group, count in self.channels_of.items()}
 
     @abstractmethod
-    def slots(self) -> dict[str, Slot]:
-        """The slots of the full network without early exits, in state order."""
+    def build(self, make: LayerMaker) -> nn.Module:
+        """Return a sub-model that maps samples (B, *input_shape) to outputs (B, kept outputs, ...)."""
 
-    @abstractmethod
-    def build(self, layout: ParamLayout, spec: SubmodelSpec) -> nn.Module:
-        """A sub-model: samples (B, *input_shape) -> outputs (B, kept outputs, ...)."""
+    def layers_of_groups(self) -> dict[str, tuple[str, ...]]:
+        """Map each group that a pool may prune to the name prefixes of the group's layers."""
+        return {group: (f"{group}.",) for group in self.groups()}
 
-    @abstractmethod
-    def prunable(self) -> tuple[Prunable, ...]: ...
+    def prunable(self) -> tuple[Prunable, ...]:
+        return _prunable(self)
 
     def skippable(self) -> Collection[str]:
-        """The blocks that a sub-model may leave out."""
+        """Return the blocks that a sub-model may drop."""
         return ()
 
+    def block_of(self, name: str) -> str:
+        """Return the block of a parameter, which is the part of the name before the first dot."""
+        return name.partition(".")[0]
+
     def layout(self) -> ParamLayout:
-        return ParamLayout(self.groups() | {HEAD: self.outputs}, self.slots())
+        return _layout(self)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
         layout = self.layout()
-        check_spec(layout, spec, self.skippable())
-        return self.build(layout, spec)
+        check_spec(layout, spec, self.skippable(), getattr(self, "exits", ()))
+        return self.build(LayerMaker(layout, spec))
+
+
+@lru_cache(maxsize=64)
+def _layout(family: Network) -> ParamLayout:
+    groups = family.groups() | {HEAD: family.outputs}
+    with without_storage():
+        axes = axes_of(family.build(LayerMaker(ParamLayout(groups, {}), FULL)))
+    return ParamLayout(groups, {name: Slot(family.block_of(name), each) for name, each in axes.items()})
+
+
+@lru_cache(maxsize=64)
+def _prunable(family: Network) -> tuple[Prunable, ...]:
+    modules = blank(family).named_modules()
+    relus = [name for name, layer in modules if isinstance(layer, nn.ReLU | nn.ReLU6)]
+    return tuple(
+        Prunable(group, layers, tuple(name for name in relus if name.startswith(layers)))
+        for group, layers in family.layers_of_groups().items()
+    )
 
 
 @dataclass(frozen=True)
 class ExitNetwork(Network):
-    """A network that can have early exits."""
+    """Network that supports early exits."""
 
     exits: tuple[str, ...] = ()
-    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
+    """Blocks after which the network has an early exit, in network order."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_exits(type(self).__name__, self.exits, self.exit_points(), self._heads()[0])
+        check_exits(type(self).__name__, self.exits, self.exit_points(), self._convs()[0])
 
     @abstractmethod
-    def layers(self, layout: ParamLayout, spec: SubmodelSpec) -> OrderedDict[str, nn.Module]:
-        """The layers of a sub-model in the order in which they run."""
+    def layers(self, make: LayerMaker) -> OrderedDict[str, nn.Module]:
+        """Return the layers of a sub-model in the order in which they run."""
 
     @abstractmethod
     def exit_points(self) -> tuple[str, ...]:
-        """The blocks behind which an early exit may sit, in network order."""
+        """Return the blocks after which an early exit is possible, in network order."""
 
-    def layout(self) -> ParamLayout:
-        slots = slots_with_exits(self.slots(), self.exits, *self._heads())
-        return ParamLayout(self.groups() | {HEAD: self.outputs}, slots)
+    def exit_axis(self, block: str) -> Axis:
+        """Return the axis of the block's output channels."""
+        return Axis(block)
 
-    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        layout = self.layout()
-        check_spec(layout, spec, self.skippable(), self.exits)
-        return self.build(layout, spec)
+    def build(self, make: LayerMaker) -> nn.Module:
+        """Return a sub-model. With early exits, the sub-model returns a tuple with one entry for each kept output."""
+        layers = self.layers(make)
+        if not self.exits:
+            return nn.Sequential(layers)
+        convs, norm = self._convs()
+        heads = {
+            block: exit_head(make, self.exit_axis(block), dict(convs).get(block, 0), norm)
+            for block in self.exits
+            if make.has_block(exit_name(block))
+        }
+        return WithExits(layers, heads, self.exit_points(), make)
 
-    def build(self, layout: ParamLayout, spec: SubmodelSpec) -> nn.Module:
-        """With exits, the sub-model returns a tuple with one entry for each output that it keeps."""
-        return assemble(self.layers(layout, spec), layout, spec, self.exits)
-
-    def _heads(self) -> tuple[Convs, Norm]:
+    def _convs(self) -> tuple[Convs, Norm]:
         return (), "batch"
+
+
+class Stages(Network):
+    """Network with stages of blocks. All blocks of a stage have the output channels of the stage's group. If the input
+    of a block has the same channels, the shortcut is an identity, and sub-models may drop the block."""
+
+    depths: ClassVar[Mapping[str, int]]
+
+    @property
+    def stem_group(self) -> str:
+        """Name of the channel group that the first block receives as input."""
+        return "stem"
+
+    def axis(self, group: str) -> Axis:
+        """Return the axis of a group's channels."""
+        return Axis(group)
+
+    @abstractmethod
+    def block(self, make: LayerMaker, name: str, inside: str, stage: str) -> nn.Module:
+        """Return a block whose input has the channels of the group `inside`."""
+
+    def blocks(self) -> Iterator[tuple[str, str, str]]:
+        """Yield (name `<stage>.<b>`, group of the input, stage) of each block in network order; b starts at 0."""
+        inside = self.stem_group
+        for stage, depth in self.depths.items():
+            for b in range(depth):
+                yield f"{stage}.{b}", inside, stage
+                inside = stage
+
+    def stages(self, make: LayerMaker) -> dict[str, nn.Module]:
+        stages: dict[str, nn.Module] = {stage: nn.Sequential() for stage in self.depths}
+        for name, inside, stage in self.blocks():
+            if make.has_block(name):
+                stages[stage].add_module(name.removeprefix(f"{stage}."), self.block(make, name, inside, stage))
+        return stages
+
+    def block_of(self, name: str) -> str:
+        first, number, *_ = name.split(".")
+        return f"{first}.{number}" if first in self.depths else super().block_of(name)
+
+    def skippable(self) -> list[str]:
+        return [name for name, inside, stage in self.blocks() if inside == stage]
+
+
+class StagedNetwork(Stages, ExitNetwork):
+    def exit_points(self) -> tuple[str, ...]:
+        return tuple(name for name, _, _ in self.blocks())
+
+    def exit_axis(self, block: str) -> Axis:
+        return self.axis(block.partition(".")[0])
 
 
 @dataclass(frozen=True)
 class NormedNetwork(ExitNetwork):
-    """A network with batch norm, whose exits may have convolutions."""
+    """Network with batch norm. The heads of early exits may have convolutions."""
 
     norm: Norm = "batch"
-    """batch: the statistics of the current batch; static: stored ones."""
+    """batch: normalise with the statistics of the current batch; static: normalise with stored statistics."""
     exit_convs: Convs = ()
-    """Pairs [block, n]: the head of the exit behind the block has n 3x3 convolutions; others have 0."""
+    """Pairs [block, n]: the early exit after this block has n 3x3 convolutions; the default number is 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_norm(self, self.norm)
+        self.check_norm()
 
-    def _heads(self) -> tuple[Convs, Norm]:
+    def _convs(self) -> tuple[Convs, Norm]:
         return self.exit_convs, self.norm
 
 
@@ -138,28 +230,15 @@ class ImageNetwork(NormedNetwork):
     input_shape: tuple[int, int, int]
 
     min_hw: ClassVar[int]
+    """Minimum height and width of an image. For smaller images, the last map may be a single pixel without variance."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_image(self, self.input_shape, self.min_hw)
-
-
-def check_norm(network: Network, norm: str) -> None:
-    if norm not in get_args(Norm):
-        raise ModelError(f"{type(network).__name__}: norm must be batch or static, got {norm!r}")
-
-
-def check_image(network: Network, input_shape: tuple[int, int, int], least: int) -> None:
-    _, height, width = input_shape
-    if min(height, width) < least:
-        raise ModelError(
-            f"{type(network).__name__} takes images of at least {least}x{least} pixels, got {height}x{width}. Enlarge "
-            "or pad the images, or choose a network for smaller ones (small_cnn takes 8x8)"
-        )
+        self.check_image(self.min_hw)
 
 
 def are_sizes(value: object, count: int) -> bool:
-    """Whether this is a tuple of `count` sizes (a list would make the network unhashable)."""
+    """Return whether `value` is a tuple of `count` sizes. Lists are not valid, because a network must be hashable."""
     if not isinstance(value, tuple) or len(value) != count:
         return False
     return all(isinstance(n, int) and 1 <= n <= LARGEST for n in value)

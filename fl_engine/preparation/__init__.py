@@ -1,4 +1,4 @@
-"""The preparations: what algorithms compute before the first round. A new one is a file and a line here."""
+"""Preparations, which algorithms run once before the first round. List a new preparation in PREPARATIONS."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ CONTRACT = Contract("preparation", PREPARATIONS, Preparation)
 
 
 def preparation(name: str) -> Preparation:
-    """The preparation registered under this name, or the object `package.module:NAME`."""
+    """Return an instance of the preparation with this name, or of the class `package.module:NAME`."""
     kind = CONTRACT.kind(name)
     if options := [field.name for field in fields(kind) if field.init]:  # type: ignore[arg-type]
         raise ConfigError(
-            f"preparation {name!r} has the fields {', '.join(options)}, which nothing sets: make them parameters of "
-            "the algorithm, and list these in `settings`"
+            f"preparation {name!r} must not have fields, got {', '.join(options)}. Define options of the "
+            "algorithm instead, and list their names in `settings`"
         )
     return kind()
 
 
 def assumed(algorithm: Algorithm, family: ModelFamily) -> Prepared:
-    """Stand-ins for the preparations' results, with which `pool` is checked before anything is computed."""
+    """Return placeholders for the preparations' results, to check `pool` before the preparations run."""
     return {name: preparation(name).assumed(family) for name in algorithm.preparations}
 
 

@@ -1,6 +1,5 @@
-"""Pre-trains the global model on the proxy and measures APoZ (FlexFL Sec. III-A, steps 1 and 2).
-
-Only the scores are used; the weights are discarded.
+"""Preparation that pre-trains the global model on the proxy data and measures each layer's APoZ, the average percentage
+of zero activations (FlexFL, arXiv:2407.12729, Sec. III-A, steps 1 and 2). The pre-trained weights are discarded.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ class ApozLayer(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     group: str
     size: int
-    """Parameters of the layer."""
+    """Number of parameters in the layer."""
     apoz: float
     adjustment: float
 
 
 class ApozScores(BaseModel):
-    """The layers that can be pruned, in network order."""
+    """Scores of all prunable layers, in network order."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     layers: tuple[ApozLayer, ...]
     reference: tuple[float, ...] | None = None
-    """APoZ after pre-training on all training data."""
+    """APoZ of each layer after pre-training on all training data; None if not measured."""
     proxy_samples: int = 0
     proxy_accuracy: float | None = None
     seconds: float = 0.0
@@ -47,16 +46,16 @@ class ApozScores(BaseModel):
     @model_validator(mode="after")
     def _of_as_many_layers(self) -> ApozScores:
         if self.reference and len(self.reference) != len(self.layers):
-            raise ValueError(f"reference has {len(self.reference)} scores for {len(self.layers)} layers")
+            raise ValueError(f"reference must have {len(self.layers)} scores, one per layer, got {len(self.reference)}")
         return self
 
     @property
     def scores(self) -> tuple[float, ...]:
-        """The APoZ scores A_i of the layers."""
+        """APoZ scores A_i of the layers."""
         return tuple(layer.apoz for layer in self.layers)
 
     def as_reference(self) -> ApozScores | None:
-        """The scores after pre-training on all training data, if they were measured."""
+        """Return the scores after pre-training on all training data, or None if these scores were not measured."""
         if not self.reference:
             return None
         pairs = zip(self.layers, self.reference, strict=True)
@@ -85,28 +84,28 @@ class MeasureApoz:
         return found.model_copy(update=figures)
 
     def assumed(self, family: ModelFamily) -> ApozScores:
-        """An APoZ of one half for every layer."""
+        """Return placeholders with an APoZ of 0.5 for every layer."""
         return of_scores(family, (0.5,) * len(family.prunable()))
 
 
 def of_scores(family: ModelFamily, scores: Sequence[float]) -> ApozScores:
-    """The scores together with the adjustment weights, which follow from the network."""
+    """Combine the APoZ scores with the layers' adjustment weights, which depend only on the network."""
     sizes = pool.layer_sizes(family)
     layers = zip(family.prunable(), sizes, scores, pool.adjustment_weights(sizes), strict=True)
     return ApozScores(layers=tuple(ApozLayer(group=p.group, size=n, apoz=a, adjustment=w) for p, n, a, w in layers))
 
 
 def measured(prepared: Prepared) -> tuple[float, ...]:
-    """The APoZ scores A_i of the layers, as measured by the preparation `apoz`."""
+    """Return the APoZ scores A_i that the preparation `apoz` measured."""
     found: ApozScores = prepared["apoz"]
     return found.scores
 
 
 def _measure(family: ModelFamily, server: PreparationContext) -> tuple[Params, tuple[float, ...]]:
-    """The pre-trained weights and the scores. Diverged weights are measured, too."""
+    """Return (pre-trained weights, APoZ scores). If the training diverges, no error is raised."""
     task = LocalTask(
         spec=FULL,
-        optimizer=Adam(server.settings["pretrain.lr"], server.settings["pretrain.reset_adam"]),
+        optimizer=Adam(server.settings["pretrain.lr"]),
         epochs=server.settings["pretrain.epochs"],
         batch_size=server.settings["pretrain.batch_size"],
         drop_last=True,
@@ -115,6 +114,6 @@ def _measure(family: ModelFamily, server: PreparationContext) -> tuple[Params, t
     data = server.data
     start = {k: v.to(server.device) for k, v in initial_params(family, seeds.derive(server.seed, "init")).items()}
     x, y = data.normalise(data.train_x.to(server.device)), data.train_y.to(server.device)
-    log.info("pretrain: %d samples, %d epochs", len(y), task.epochs)
-    trained = local.train(family, data.task, [local.Job(task, start, x, y)])[0]
+    log.info("pretrain: training on %d samples for %d epochs", len(y), task.epochs)
+    trained = local.train(family, data.task, [local.TrainingJob(task, start, x, y)])[0]
     return trained.params, pool.measure_apoz(family, trained.params, data.normalise(data.test_x.to(server.device)))

@@ -1,8 +1,8 @@
-"""Trains centrally and counts which classes are mistaken for which: the matrix Q of `data.label_noise` (FedAIoT,
-section 2.2.3.5).
+"""Measurement of the confusion matrix Q for label noise in `data.partition`, with a centrally trained network (FedAIoT,
+section 2.2.3.5; arXiv:2310.00109).
 
-The thesis does not say on which samples the mistakes are counted. Here it is a held-out fifth of the training samples,
-because a network makes hardly any mistakes on its training samples, and test samples must not influence training.
+The thesis does not specify the samples for the confusion matrix. Here a held-out fifth of the training samples is used.
+A network makes hardly any mistakes on its own training samples, and test samples must not affect training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HELD_OUT = 0.2
 
 
 class Confusion(BaseModel):
-    """counts[i][j]: how many held-out samples of class i were classified as class j."""
+    """Confusion matrix. counts[i][j] is the number of held-out samples of class i that were classified as class j."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     counts: tuple[tuple[Index, ...], ...]
@@ -40,7 +40,7 @@ class Confusion(BaseModel):
     @model_validator(mode="after")
     def _a_square(self) -> Confusion:
         if not self.counts or any(len(row) != len(self.counts) for row in self.counts):
-            raise ValueError("expected a count for each pair of classes")
+            raise ValueError("counts must be a square matrix with a number for each pair of classes")
         return self
 
     @property
@@ -51,27 +51,29 @@ class Confusion(BaseModel):
 def check_classes(task: Task, name: str) -> None:
     if not isinstance(task, Classification):
         raise ConfigError(
-            f"noise.labels needs classes, but the targets of {name} are not classes ({task.name}): set noise.labels=0"
+            f"noise.labels must be 0 for {name}, because the targets of {task.name} are not classes",
+            path="noise.labels",
         )
 
 
 def measure_confusion(
     family: ModelFamily, data: Data, seed: int, epochs: int, lr: float, batch_size: int, device: str = "cpu"
 ) -> Confusion:
-    """Train on four fifths of the training samples and count the mistakes on the last fifth."""
+    """Train on four fifths of the training samples, and return the confusion matrix of the remaining fifth."""
     check_classes(data.task, data.name)
     order = seeds.rng(seed, "confusion").permutation(len(data.train_y))
     cut = round(HELD_OUT * len(order))
     if cut < 1:
         raise ConfigError(
-            f"noise.labels holds out a fifth of the training samples, and there are only {len(order)}: raise "
-            "dataset.train_samples to at least 3, or set noise.labels=0"
+            f"noise.labels requires at least 3 training samples, got {len(order)}. Increase dataset.train_samples, or "
+            "set noise.labels=0",
+            path="dataset.train_samples",
         )
     test, train = (torch.from_numpy(np.sort(part)) for part in (order[:cut], order[cut:]))
     own = data.part(train, test)
     task = LocalTask(FULL, Adam(lr), epochs, batch_size, drop_last=False, seed=seeds.derive(seed, "confusion"))
     start = initial_params(family, seeds.derive(seed, "confusion/init"))
-    log.info("label noise: central training on %d samples, %d epochs, to count its mistakes", len(train), epochs)
+    log.info("label noise: training on %d samples for %d epochs to measure confusion", len(train), epochs)
     for epoch in train_centrally(family, own, task, {k: v.to(device) for k, v in start.items()}, device=device):
         score = epoch.score
     rows = score.confusion.tolist()

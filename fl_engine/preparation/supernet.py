@@ -1,14 +1,14 @@
-"""The server trains the network with all its sub-networks, and chooses one for each kind of device: FedX (Lai et
-al.), Algorithm 1, lines 5 and 6; section III-A. The run starts from these weights.
+"""Preparation that trains the network with all sub-networks on the server and chooses a sub-network for each tier: FedX
+(Lai et al., arXiv:2504.12849), Algorithm 1, lines 5 and 6; section III-A. The run starts from the trained weights.
 
-Each step trains the largest sub-network, the smallest and some others together (`types.Sandwich`) on four fifths of the
-server's data. Accuracies and the search (`submodel_search`) use the other fifth. If batch norm has running statistics,
-each sub-network gets its own from the training data before it is scored.
+Each step trains the largest, the smallest and some other sub-networks together (`types.Sandwich`) on four fifths of the
+server's data. The remaining fifth is used to measure accuracies and for the search (`submodel_search`). Before a
+sub-network is scored, the running statistics of batch norm are recomputed on the training data.
 
-Departs from the paper: it refers to CompOFA, which first trains the largest sub-network alone, from an ImageNet
-network, and then distils from this teacher. Here the largest is trained from scratch with the others and teaches them
-at the same time (in-place distillation). The paper measures a local round's seconds on a device; here they follow from
-the simulated clock (`fleet.devices`), for the mean number of samples of the tier's clients.
+Departs from the paper, which refers to CompOFA. CompOFA first trains the largest sub-network alone, starting from an
+ImageNet network, and then distils from this teacher. Here all sub-networks are trained from scratch together, and the
+largest one teaches the others (in-place distillation). The paper measures the duration of a local round on a device.
+Here the simulated clock (`fleet.devices`) computes this duration from the mean number of samples of the tier's clients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, ClassVar
 
@@ -32,17 +32,9 @@ from fl_engine.core.fields import adapter
 from fl_engine.core.slicing import initial_params, is_statistic, take
 from fl_engine.core.types import FULL, Adam, Device, LocalTask, Params, Sandwich, SubmodelSpec
 from fl_engine.core.widths import SIZES, nested
-from fl_engine.exchange.coding import decoded, encoded, header_of
+from fl_engine.exchange.coding import decode, encode, header_of
 from fl_engine.fleet import devices
-from fl_engine.preparation.submodel_search import (
-    Candidate,
-    Kind,
-    Rule,
-    feasible,
-    search,
-    smaller_gets_more_bits,
-    spread,
-)
+from fl_engine.preparation.submodel_search import Candidate, Kind, feasible, search, spread
 from fl_engine.preparation.weights import Weights
 from fl_engine.selection.capacity import holds
 from fl_engine.storage.store import tensor_bytes
@@ -54,62 +46,56 @@ MOST_BITS = 16
 
 
 class SubNetwork(BaseModel):
-    """A sub-network as the server has trained it, before any round and not quantised."""
+    """Sub-network after the server's training, before the first round and without quantisation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     name: str
     params: int
     macs: int
-    """Per sample."""
+    """Multiply-adds per sample."""
     accuracy: float | None
-    """The task's metric on the held-out part of the server's data; None if it is not a number."""
+    """Task's metric on the held-out part of the server's data; None if the metric is not finite."""
 
 
 class Supernet(BaseModel):
-    """The artifact of the preparation `supernet`."""
+    """Artifact of the preparation `supernet`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     weights: Weights = Field(default={}, repr=False)
-    """The whole network's weights; empty before the preparation."""
+    """Weights of the whole network; empty before the preparation."""
     levels: tuple[SubNetwork, ...] = ()
-    """The scored sub-networks, smallest first."""
+    """Scored sub-networks in ascending order of size."""
     chosen: dict[str, Candidate] = {}
-    """The result of the search by tier; empty without a search."""
+    """Map each tier to its chosen candidate; empty without a search."""
     table: tuple[Candidate, ...] = ()
-    """Everything that the search measured."""
-    seconds_per_round: dict[str, dict[str, float]] = {}
-    """By tier and sub-network that its devices can hold: seconds of a local round on the simulated clock."""
-    regret: dict[str, float] = {}
-    """By tier: the unquantised accuracy of the best sub-network that `algorithm.search_levels` left out, minus that of
-    the chosen candidate; at least 0."""
+    """All candidates that the search measured."""
     smaller_gets_more_bits: bool | None = None
-    """Whether tiers with smaller sub-networks got more bits; null if all have the same, or without a search."""
+    """True if tiers with smaller sub-networks get more bits, as FedX claims; None if the sub-networks have equal
+    sizes."""
+    seconds_per_round: dict[str, dict[str, float]] = {}
+    """Map each tier to a mapping from fitting sub-networks to the simulated seconds of a local round."""
     samples: int = 0
-    """The server's samples, in both parts."""
+    """Number of the server's samples, including held-out samples."""
     seconds: float = 0.0
-    """Of the whole preparation."""
+    """Duration of the whole preparation in seconds."""
 
 
 @dataclass(frozen=True)
 class TrainSupernet:
     settings: ClassVar[tuple[str, ...]] = (
-        *(
-            f"algorithm.{name}"
-            for name in (
-                "widths", "names", "random_levels", "kd_weight", "kd_temperature", "level", "assigned", "bits", "q_max",
-                "bucket", "seconds", "delta", "accept", "search_levels", "search_seeds",
-            )
-        ),
+        "algorithm.widths", "algorithm.names", "algorithm.kd_weight", "algorithm.level", "algorithm.assigned",
+        "algorithm.bits", "algorithm.q_max", "algorithm.bucket", "algorithm.seconds", "algorithm.delta",
+        "algorithm.search_levels", "algorithm.search_seeds",
         "fleet.tiers", "training.epochs", "training.batch_size", "training.drop_last",
     )  # fmt: skip
     needs_data: ClassVar[bool] = True
     artifact: ClassVar[Any] = Supernet
 
     def prepare(self, family: ModelFamily, server: PreparationContext) -> Supernet:
-        """Raises PoolError, before anything trains, if a tier has no sub-network to choose."""
+        """Train the network and search. Raises PoolError before training if a tier has no feasible sub-network."""
         began, settings = time.monotonic(), server.settings
         levels = nested(family, settings["algorithm.widths"], settings["algorithm.names"])
-        of = {name: count_params(family, spec) for name, spec in levels.items()}
+        params = {name: count_params(family, spec) for name, spec in levels.items()}
         kinds = [] if settings["algorithm.assigned"] else _kinds(family, server, levels)
         limit = settings["algorithm.seconds"]
         able = {kind.tier: feasible(kind, limit) for kind in kinds}
@@ -118,29 +104,30 @@ class TrainSupernet:
         trained = _trained(family, server, levels)
         scores = Scores(family, server, trained, levels, tried)
         scored = {name for names in able.values() for name in names} | set(named)
-        accuracy = {name: scores.plain(name) for name in levels if name in scored}
         found = Supernet(
             weights=trained,
             levels=tuple(
-                SubNetwork(name=n, params=of[n], macs=costs.macs_of(family, levels[n]), accuracy=accuracy[n])
-                for n in accuracy
+                SubNetwork(name=n, params=params[n], macs=costs.macs_of(family, spec), accuracy=scores.plain(n))
+                for n, spec in levels.items()
+                if n in scored
             ),
             seconds_per_round={kind.tier: dict(kind.seconds) for kind in kinds},
             samples=len(server.data.train_y) + len(server.data.test_y),
         )
         for each in (level for level in found.levels if level.name in named):
-            log.info("supernet: %s, %d parameters: %s", each.name, each.params, _shown(each.accuracy))
+            log.info("supernet: %s with %d parameters: accuracy %s", each.name, each.params, _shown(each.accuracy))
         if kinds:
-            found = found.model_copy(update=_searched(kinds, of, tried, able, accuracy, scores, settings))
+            found = found.model_copy(update=_search(kinds, params, found.levels[-1].accuracy, scores))
         return found.model_copy(update={"seconds": round(time.monotonic() - began, 3)})
 
     def assumed(self, family: ModelFamily) -> Supernet:
-        """Without a choice, devices get the largest sub-network that they can hold."""
+        """Return an artifact without choices. Devices then get the largest sub-network that fits."""
         return Supernet()
 
 
 def anchors(family: ModelFamily, levels: Mapping[str, SubmodelSpec]) -> list[str]:
-    """The sub-networks that are always listed: small, medium and large if the network has its own, else all."""
+    """Return the names of the sub-networks that are always scored: small, medium and large if the network defines these
+    names, otherwise all names."""
     return [name for name in levels if name in SIZES or not isinstance(family, Nested)]
 
 
@@ -148,86 +135,79 @@ def _shown(accuracy: float | None) -> str:
     return "not a number" if accuracy is None else f"{accuracy:.4f}"
 
 
-# ------------------------------------------------------------------------------------------------------- training
 def _trained(family: ModelFamily, server: PreparationContext, levels: Mapping[str, SubmodelSpec]) -> Params:
-    """The whole network's weights, trained from scratch."""
+    """Train the whole network from scratch and return the weights."""
     settings = server.settings
     *smaller, _ = levels.values()
     task = LocalTask(
         spec=FULL,
-        optimizer=Adam(settings["pretrain.lr"], settings["pretrain.reset_adam"]),
+        optimizer=Adam(settings["pretrain.lr"]),
         epochs=settings["pretrain.epochs"],
         batch_size=settings["pretrain.batch_size"],
         drop_last=True,
         seed=seeds.derive(server.seed, "supernet"),
         widths=(*smaller, FULL),
-        sandwich=Sandwich(
-            settings["algorithm.random_levels"], settings["algorithm.kd_weight"], settings["algorithm.kd_temperature"]
-        ),
+        sandwich=Sandwich(random=1, weight=settings["algorithm.kd_weight"], temperature=1.0),
     )
-    log.info("supernet: %d samples, %d epochs", len(server.data.train_y), task.epochs)
+    log.info("supernet: training on %d samples for %d epochs", len(server.data.train_y), task.epochs)
     start = initial_params(family, seeds.derive(server.seed, "init"))
     return server.train(task, {name: tensor.to(server.device) for name, tensor in start.items()})
 
 
-# -------------------------------------------------------------------------------------------------------- scoring
+@dataclass(frozen=True)
 class Scores:
-    """The task's metric of sub-networks on the server's held-out data; None if it is not a finite number. It caches the
-    weights of the sub-networks `tried`, which are scored in several numbers of bits."""
+    """Scores of sub-networks: the task's metric on the server's held-out data; None if the metric is not finite."""
 
-    def __init__(
-        self,
-        family: ModelFamily,
-        server: PreparationContext,
-        trained: Params,
-        levels: Mapping[str, SubmodelSpec],
-        tried: Collection[str],
-    ) -> None:
-        self._family, self._server, self._trained, self._levels = family, server, trained, levels
-        self._tried = tried
-        self._kept: dict[str, Params] = {}
+    family: ModelFamily
+    server: PreparationContext
+    trained: Params
+    levels: Mapping[str, SubmodelSpec]
+    tried: Collection[str]
+    """Names of sub-networks that are scored with several numbers of bits, and whose weights are cached."""
+    cached: dict[str, Params] = field(default_factory=dict)
 
     def plain(self, name: str) -> float | None:
         return self._of(name, self._weights(name))
 
-    def quantised(self, name: str, bits: int, bucket: int | None, count: int) -> Candidate:
-        """As a client decodes it: the mean over `count` rounding seeds, the same for all candidates."""
-        weights, codec = self._weights(name), Qsgd(bits=bits, bucket=bucket)
-        found, size = list[float | None](), 0
+    def quantised(self, name: str, bits: int) -> Candidate:
+        """Return the mean score of the decoded weights over rounding seeds that are the same for all candidates."""
+        weights, codec = self._weights(name), Qsgd(bits=bits, bucket=self.server.settings["algorithm.bucket"])
+        found, size, count = list[float | None](), 0, self.server.settings["algorithm.search_seeds"]
         for i in range(count):
-            travels = encoded(codec, weights, seeds.derive(self._server.seed, "supernet rounding", i))
-            found.append(self._of(name, decoded(codec, travels, header_of(weights))))
+            travels = encode(codec, weights, seeds.derive(self.server.seed, "supernet rounding", i))
+            found.append(self._of(name, decode(codec, travels, header_of(weights))))
             size += 8 * tensor_bytes(travels)
         numbers = [each for each in found if each is not None]
         mean = sum(numbers) / count if len(numbers) == count else None
         return Candidate(level=name, bits=bits, accuracy=mean, encoded_bits=size / count)
 
     def _weights(self, name: str) -> Params:
-        """The weights, with running statistics of its own if the network has any."""
-        if name in self._kept:
-            return self._kept[name]
-        server, spec = self._server, self._levels[name]
-        weights = {n: t.cpu().contiguous() for n, t in take(self._trained, self._family.layout(), spec).items()}
+        """Return the sub-network's weights, with recomputed running statistics."""
+        if name in self.cached:
+            return self.cached[name]
+        server, spec = self.server, self.levels[name]
+        weights = {n: t.cpu().contiguous() for n, t in take(self.trained, self.family.layout(), spec).items()}
         if any(is_statistic(each) for each in weights):
-            weights = recalibrated(self._family, weights, spec, server.data, server.data.train_x, server.device)
-        if name in self._tried:
-            self._kept[name] = weights
+            weights = recalibrated(self.family, weights, spec, server.data, server.data.train_x, server.device)
+        if name in self.tried:
+            self.cached[name] = weights
         return weights
 
     def _of(self, name: str, weights: Params) -> float | None:
-        server, data = self._server, self._server.data
-        spec = self._levels[name]
-        value = evaluate(self._family, weights, spec, data, data.test_x, data.test_y, server.device).value
+        data, spec = self.server.data, self.levels[name]
+        value = evaluate(self.family, weights, spec, data, data.test_x, data.test_y, self.server.device).value
         return value if isfinite(value) else None
 
 
-# --------------------------------------------------------------------------------------------------------- search
 def _kinds(family: ModelFamily, server: PreparationContext, levels: Mapping[str, SubmodelSpec]) -> list[Kind]:
-    """One for each tier with devices, in the order of their first client."""
+    """Return a `Kind` for each tier with devices, in the order of the tiers' first clients."""
     settings, samples = server.settings, server.samples
     wanted = settings["algorithm.level"]
     if wanted is not None and wanted not in levels:
-        raise PoolError(f"algorithm.level must be a sub-network, got {wanted!r}{nearest(wanted, levels)}")
+        raise PoolError(
+            f"algorithm.level must be the name of a sub-network, got {wanted!r}{nearest(wanted, levels)}",
+            path="algorithm.level",
+        )
     params = {name: count_params(family, spec) for name, spec in levels.items() if wanted in (None, name)}
     tiers = adapter(tuple[devices.Tier, ...]).validate_json(json.dumps(settings["fleet.tiers"]))
     members: dict[str, list[Device]] = {}
@@ -235,7 +215,10 @@ def _kinds(family: ModelFamily, server: PreparationContext, levels: Mapping[str,
         members.setdefault(device.tier, []).append(device)
     most_bits = settings["algorithm.q_max"]
     if unknown := [tier for tier in most_bits if tier not in members]:
-        raise PoolError(f"algorithm.q_max: the fleet has no tier {unknown[0]!r}{nearest(unknown[0], members)}")
+        raise PoolError(
+            f"algorithm.q_max: the fleet does not have the tier {unknown[0]!r}{nearest(unknown[0], members)}",
+            path="algorithm.q_max",
+        )
     training = _Epochs(settings["training.epochs"], settings["training.batch_size"], settings["training.drop_last"])
     whole, found = count_params(family), []
     for tier, own in members.items():
@@ -256,38 +239,25 @@ class _Epochs:
     drop_last: bool
 
 
-def _searched(
-    kinds: Sequence[Kind],
-    params: Mapping[str, int],
-    tried: set[str],
-    able: Mapping[str, Sequence[str]],
-    accuracy: Mapping[str, float | None],
-    scores: Scores,
-    settings: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The fields of a `Supernet` that come from the search."""
-    seeds_per_candidate, bucket = settings["algorithm.search_seeds"], settings["algorithm.bucket"]
-    rule = Rule(settings["algorithm.seconds"], settings["algorithm.delta"], settings["algorithm.accept"])
-    whole = list(accuracy.values())[-1]
+def _search(kinds: Sequence[Kind], params: Mapping[str, int], whole: float | None, scores: Scores) -> dict[str, Any]:
+    """Run the search and return the resulting fields of `Supernet`. `whole` is the accuracy of the whole network."""
+    settings = scores.server.settings
     if whole is None:
-        raise PoolError("the whole network's accuracy on the server's data is not a number: lower pretrain.lr")
+        raise PoolError(
+            "training the whole network on the server's data diverged (accuracy NaN). Decrease pretrain.lr",
+            path="pretrain.lr",
+        )
     chosen, table = search(
         kinds,
-        {name: count for name, count in params.items() if name in tried},
+        {name: count for name, count in params.items() if name in scores.tried},
         settings["algorithm.bits"],
-        lambda name, bits: scores.quantised(name, bits, bucket, seeds_per_candidate),
-        whole,
-        rule,
+        scores.quantised,
+        settings["algorithm.seconds"],
+        settings["algorithm.delta"],
     )
-    regret = {}
-    for tier, names in able.items():
-        left = [value for name in names if name not in tried and (value := accuracy[name]) is not None]
-        if left:
-            regret[tier] = max(0.0, max(left) - (chosen[tier].accuracy or 0.0))
     for tier, each in chosen.items():
         lost = whole - (each.accuracy or 0.0)
-        log.info("supernet: tier %s gets %s in %d bits, which loses %.4f", tier, each.level, each.bits, lost)
-    more = smaller_gets_more_bits(chosen, params)
-    if more is not None:
-        log.info("supernet: smaller sub-networks get more bits: %s", "yes" if more else "no")
-    return {"chosen": chosen, "table": table, "regret": regret, "smaller_gets_more_bits": more}
+        log.info("supernet: tier %s uses %s with %d bits and loses %.4f accuracy", tier, each.level, each.bits, lost)
+    pairs = [(a, b) for a in chosen.values() for b in chosen.values() if params[a.level] < params[b.level]]
+    more = all(small.bits > large.bits for small, large in pairs) if pairs else None
+    return {"chosen": chosen, "table": table, "smaller_gets_more_bits": more}

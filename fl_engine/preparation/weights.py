@@ -1,11 +1,11 @@
-"""Weights that a preparation returns: those of the whole network, with which the first round starts.
+"""Support for preparations that return weights of the whole network. The first round starts from these weights.
 
-The preparation's artifact has a field for them. It has a default, because the weights are stored as safetensors beside
-the artifact's JSON:
+The preparation's artifact must have a field for the weights. The field needs a default, because the weights are not
+stored in the artifact's JSON, but as safetensors:
 
     weights: Weights = field(default_factory=dict, compare=False, repr=False)
 
-If it is empty, the run starts with fresh weights.
+If the field is empty, the run starts from newly initialised weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-import torch
 from pydantic import BaseModel, GetPydanticSchema
 from pydantic_core import core_schema
 
@@ -27,11 +26,11 @@ from fl_engine.core.types import Params, Prepared
 FIELD = "weights"
 
 Weights = Annotated[Params, GetPydanticSchema(lambda *_: core_schema.any_schema())]
-"""By the network's names, float32, in the shapes of its layout, with running statistics."""
+"""Map names to the network's weights and running statistics (float32), in the shapes of the network's layout."""
 
 
 def gives_weights(kind: Preparation) -> bool:
-    """Whether its artifact has a field for weights."""
+    """Return True if the preparation's artifact has a field for weights."""
     artifact = kind.artifact
     if is_model(artifact):
         return FIELD in artifact.model_fields
@@ -39,68 +38,52 @@ def gives_weights(kind: Preparation) -> bool:
 
 
 def giver(names: Iterable[str]) -> str | None:
-    """The one of these preparations that returns weights, if any. Raises ConfigError if two do."""
-    from fl_engine.preparation import preparation  # whose preparations use `Weights`
+    """Return the name of the preparation that returns weights, or None. Raises ConfigError for several preparations."""
+    from fl_engine.preparation import preparation  # A global import would be circular.
 
-    found = [name for name in names if gives_weights(preparation(name))]
-    if len(found) > 1:
-        raise ConfigError(
-            f"the preparations {' and '.join(found)} both return weights, but a run starts from one network's"
-        )
-    return found[0] if found else None
+    givers = [name for name in names if gives_weights(preparation(name))]
+    if len(givers) > 1:
+        raise ConfigError(f"at most one preparation of an algorithm may return weights, got {' and '.join(givers)}")
+    return givers[0] if givers else None
 
 
 def given(made: Prepared) -> Params:
-    """The weights that the run starts from; empty if no preparation returns any."""
+    """Return the weights that the run starts from, or an empty mapping if no preparation returns weights."""
     name = giver(made)
     return {} if name is None else getattr(made[name], FIELD)
 
 
 def attached(made: Any, weights: Params) -> Any:
-    """The artifact with these weights."""
+    """Return a copy of the artifact with these weights."""
     if isinstance(made, BaseModel):
         return made.model_copy(update={FIELD: weights})
     return dataclasses.replace(made, **{FIELD: weights})
 
 
 def fitting(family: ModelFamily, weights: Params) -> Params:
-    """The weights in the network's order, which a file does not keep. Raises ModelError if they are not those of the
-    whole network, or not finite."""
+    """Return the weights in network order, because files do not preserve the order. Raises ModelError if the weights do
+    not match the whole network or are not finite."""
     if wrong := mismatch(family, weights):
         raise ModelError(wrong)
     for name, tensor in weights.items():
         if tensor.is_floating_point() and not bool((tensor.abs() <= largest(name)).all()):
-            raise ModelError(f"{name} has numbers that are not finite, or beyond {largest(name):g}")
+            raise ModelError(f"{name} must have finite values of at most {largest(name):g}")
     return {name: weights[name] for name in names_of(family)}
 
 
-SHOWN = 6
-"""Names of a kind that `mismatch` lists."""
-
-
 def names_of(family: ModelFamily) -> tuple[str, ...]:
-    """The names of the whole network's weights and statistics, in its order."""
+    """Return the names of the network's weights and running statistics, in network order."""
     return tuple(blank(family).state_dict())
 
 
 def mismatch(family: ModelFamily, weights: Params) -> str:
-    """All differences from the whole network by name, type and shape, in one line; empty if there are none."""
-    wanted = {name: _form(tensor) for name, tensor in blank(family).state_dict().items()}
-    found = {name: _form(tensor) for name, tensor in weights.items()}
-    odd = [f"{n} is {found[n]} instead of {wanted[n]}" for n in wanted if n in found and found[n] != wanted[n]]
-    kinds = {
-        "missing": [name for name in wanted if name not in found],
-        "unexpected": sorted(found.keys() - wanted.keys()),
-        "of another type or shape": odd,
-    }
-    return "; ".join(_counted(kind, names) for kind, names in kinds.items() if names)
+    """Describe up to six tensors that differ from the network in name, type or shape; empty if all tensors match."""
+    wanted, found = _forms(blank(family).state_dict()), _forms(weights)
+    wrong = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
+    return "; ".join(
+        f"{name}: expected {wanted.get(name, 'nothing')}, got {found.get(name, 'nothing')}" for name in wrong[:6]
+    )
 
 
-def _counted(kind: str, names: list[str]) -> str:
-    more = len(names) - SHOWN
-    return f"{len(names)} {kind}: {', '.join(names[:SHOWN])}{f' and {more} more' if more > 0 else ''}"
-
-
-def _form(tensor: torch.Tensor) -> str:
-    """`float32 (8, 3)`"""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+def _forms(params: Params) -> dict[str, str]:
+    return {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in params.items()}

@@ -1,78 +1,67 @@
-"""Leases: which worker gets which assignments of a round, what it is sent, and when its lease ends without a result."""
+"""Choose assignments for workers, create the workers' messages, and decide when a lease ends without a result."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
-from typing import NamedTuple
 
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import printable
-from fl_engine.core.types import ClientFailure, RoundPlan, WorkOrder
+from fl_engine.core.types import Assignment, ClientFailure, Device, RoundPlan
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import manifest_bytes
 from fl_engine.exchange.updates import payload_bytes
-from fl_engine.remote.mailboxes import Mailboxes
-from fl_engine.remote.messages import MOST_S, Assignment, Lease, site_files
+from fl_engine.remote.messages import MOST_S, AssignmentMessage, Lease, site_files
 from fl_engine.remote.provisioner import Lost, Provisioner
-from fl_engine.remote.settings import AgentsConfig, KubernetesConfig
 from fl_engine.remote.workers import Worker
 from fl_engine.storage.code import store_key
 from fl_engine.storage.s3 import S3Store
 from fl_engine.training.memory import Peaks
 
 UNTAKEN_S = 2 * MOST_S
-"""The least seconds that an idle worker has to take a lease, because it polls every MOST_S seconds at most."""
+"""Minimum timeout in seconds for the start of a lease, because an idle worker may poll only every MOST_S seconds."""
 
 
 @dataclass
 class OpenRound:
-    """A round whose assignments are leased to workers."""
-
     algorithm: Algorithm
     plan: RoundPlan
     names: Mapping[int, list[str]]
     """Map each client to the store keys of its assignment."""
     provisioner: Provisioner
     own: Mapping[str, int] | None
-    """Map each device to its client, if devices hold their own data; None: they do not."""
-    moved: float
-    """When the last result arrived."""
-    hopeful: float
-    """When a worker was last at work."""
+    """Map each device to its client; None if devices do not have their own data."""
+    result_at: float
     open_: set[int] = field(default_factory=set)
-    """Clients without a result."""
     waiting: deque[int] = field(default_factory=deque)
-    """Clients whose assignment no worker holds."""
+    """Clients whose assignment is not leased."""
     results: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Number of results by worker and pool."""
+    """Number of results for each worker and pool."""
     lost: Counter[int] = field(default_factory=Counter)
-    """Number of failed attempts by client."""
-    tried: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Workers that have failed a client's assignment. They get it again only if no other worker is present."""
+    """Number of failed attempts for each client."""
+    failed_by: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Map each client to the workers that failed its assignment. One of these workers may retry the assignment only if
+    every available worker has failed it."""
     killed: Counter[int] = field(default_factory=Counter)
-    """Number of workers that died while they held only this client's assignment, mostly for lack of memory."""
+    """Number of workers that died while their lease contained only this client, usually from a lack of memory."""
     alone: set[int] = field(default_factory=set)
-    """Clients whose assignment was held by a worker that failed. From then on each is leased alone."""
-    gone: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """How often a worker was taken away from a client's assignment."""
-    reported: float = 0.0
-    """When the waiting assignments were last logged."""
+    """Clients of failed leases. Assignments of these clients are leased separately."""
+    interruptions: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """Number of times that a client's assignment was interrupted at a worker, for example by an eviction."""
     failed: dict[int, ClientFailure] = field(default_factory=dict)
-    """Failures of clients that were given up."""
 
     def __post_init__(self) -> None:
-        self.waiting = deque(order.client for order in self.plan.orders)
+        self.waiting = deque(assignment.client for assignment in self.plan.assignments)
         self.open_ = set(self.waiting)
-        self.reported = self.moved
-        self.asked = Counter(map(self.provisioner.pool, self.waiting))
+        # The times of the last activity of a worker and of the last log line about waiting assignments.
+        self.worked_at = self.reported = self.result_at
+        self.wanted = Counter(map(self.provisioner.pool, self.waiting))
 
     def count(self, clients: Iterable[int]) -> Counter[str]:
-        """Return the number of these clients by pool."""
         return Counter(map(self.provisioner.pool, clients))
 
     def give_up(self, failure: ClientFailure) -> None:
@@ -80,157 +69,142 @@ class OpenRound:
         self.failed[failure.client] = failure
 
     def suits(self, worker: Worker, client: int, present: Iterable[Worker]) -> bool:
-        """Whether the worker may get the client's assignment. A worker that has failed it gets it only if all `present`
-        workers have. A client with data on a device suits only this device."""
+        """Return whether the worker may get the client's assignment. A worker that failed the assignment may retry it
+        only if all suitable `present` workers failed it. If devices have their own data, only the client's device may
+        get the assignment."""
         if self.own is not None:
             return self.own.get(worker.name) == client
-        pool, tried = self.provisioner.pool(client), self.tried[client]
+        pool, failed_by = self.provisioner.pool(client), self.failed_by[client]
         if not self.provisioner.suits(worker.member.tier, pool):
             return False
-        others = (w for w in present if w.name not in tried and self.provisioner.suits(w.member.tier, pool))
-        return worker.name not in tried or next(others, None) is None
+        others = (w for w in present if w.name not in failed_by and self.provisioner.suits(w.member.tier, pool))
+        return worker.name not in failed_by or next(others, None) is None
 
     def assigned(self, present: Sequence[Worker], now: float) -> Iterator[tuple[Worker, list[int]]]:
-        """Yield free workers with waiting clients. Each worker gets at most its room and its share of the waiting
-        clients; workers with the latest heartbeat are first. The caller leases them before it continues."""
-        free = [w for w in present if w.held is None and w.rests <= now]
-        room = cache(lambda pool, tried: self._most(pool, tried, [w for w in present if not w.failures]))
-        takers = len(free)
-        for worker in sorted(free, key=lambda w: (w.failures, -w.heard)):
-            share = max(1, math.ceil(len(self.waiting) / takers))
-            clients = list(islice(self._suited(worker, present, room), max(1, min(self.provisioner.room, share))))
+        """Yield tuples (free worker, clients). The worker gets the assignments of these clients. The waiting clients
+        are distributed evenly over the free workers, at most `room` clients per worker. Workers with the latest
+        heartbeat come first. The caller must create the lease before it requests the next pair."""
+        free = [w for w in present if w.held is None and w.rests_until <= now]
+        good = [w for w in present if not w.failures]
+
+        @cache
+        def limit(pool: str, failed_by: frozenset[str]) -> int:
+            """Return the maximum number of assignments of a pool for one untrusted worker. The limit is twice the mean
+            number of assignments per worker that has not failed the assignment. Therefore one very fast worker cannot
+            execute the majority of the assignments, but the faster half of the workers can execute all assignments of
+            the round."""
+            takers = sum(w.name not in failed_by and self.provisioner.suits(w.member.tier, pool) for w in good)
+            return math.ceil(2 * self.wanted[pool] / max(1, takers))
+
+        def may_get(worker: Worker, client: int) -> bool:
+            pool = self.provisioner.pool(client)
+            done = self.results[worker.name, pool] if self.provisioner.strangers else -1
+            return done < limit(pool, frozenset(self.failed_by[client])) and self.suits(worker, client, present)
+
+        for number, worker in enumerate(sorted(free, key=lambda w: (w.failures, -w.heartbeat_at))):
+            share = max(1, math.ceil(len(self.waiting) / (len(free) - number)))
+            suited = (client for client in self.waiting if may_get(worker, client))
+            clients = list(islice(suited, max(1, min(self.provisioner.room, share))))
             if first := [client for client in clients if client in self.alone][:1]:
                 clients = first
             if clients:
                 yield worker, clients
-            takers -= 1
-
-    def _suited(self, worker: Worker, present: Sequence[Worker], room: object) -> Iterator[int]:
-        """Yield the waiting clients whose assignments the worker may get."""
-        has = Counter[str]()
-        for client in self.waiting:
-            pool = self.provisioner.pool(client)
-            has_room = not self.provisioner.strangers or (
-                self.results[worker.name, pool] + has[pool] < room(pool, frozenset(self.tried[client]))  # type: ignore[operator]
-            )
-            if has_room and self.suits(worker, client, present):
-                has[pool] += 1
-                yield client
-
-    def _most(self, pool: str, tried: frozenset[str], present: Sequence[Worker]) -> int:
-        """Return the most assignments of a pool for one worker: twice an equal share. So a stranger who is very fast
-        does not become the majority, and the faster half of the workers has room for the whole round. Workers that have
-        `tried` the assignment do not count, so that another one has room."""
-        takers = sum(w.name not in tried and self.provisioner.suits(w.member.tier, pool) for w in present)
-        return math.ceil(2 * self.asked[pool] / max(1, takers))
 
 
-class Ended(NamedTuple):
-    """Why a lease has ended."""
-
-    why: str
-    failed: bool
-    """Whether the assignment has failed; otherwise the worker was only taken away."""
-    untaken: bool = False
-    """Whether the worker did not take the lease."""
-
-
-def why_ended(
-    worker: Worker, r: OpenRound, lease_s: float, deadline_s: float, lost: Lost | None = None
-) -> Ended | None:
-    """Return why the worker's lease is over; None if it is not. Times are measured up to the last poll for a heartbeat,
-    because the coordinator may have been busy since. `lost`: what the provisioner knows of the process."""
-    held, heartbeat = worker.held, worker.heartbeat
+def why_ended(worker: Worker, r: OpenRound, lost: Lost | None = None) -> Lost | None:
+    """Return the reason why the worker's lease has ended; None if the lease continues. Timeouts are measured up to the
+    last poll for a heartbeat, because the coordinator may have been busy after this poll. `lost` is the reason why the
+    process ended; None if the provisioner has not observed the end of the process."""
+    held, heartbeat, lease_s = worker.held, worker.heartbeat, r.provisioner.lease_s
     if held is None:
         return None
     if worker.revoked and lost is None:
-        return Ended(f"{worker.name} was {'deleted with its Job' if worker.member.pod else 'revoked'}", False)
+        return Lost(f"{worker.name} was {'deleted with its Job' if worker.member.pod else 'revoked'}", False)
     if heartbeat is not None and heartbeat.lease == held.lease and heartbeat.state == "failed":
-        return Ended(f"{worker.name} could not execute its assignment: {printable(heartbeat.error)}", True)
+        return Lost(f"{worker.name} could not execute its assignment: {printable(heartbeat.error)}", True)
     if lost is not None:
         worker.away = worker.away or worker.process == held.worker
-        failed = lost.failed or _too_often(worker, held.clients, r)
+        failed = lost.failed or _interrupted_too_often(worker, held.clients, r)
         if failed and held.alone:
             r.killed.update(held.clients)
-        return Ended(f"{worker.name} is lost: {lost.reason}", failed)
+        return Lost(f"{worker.name} is lost: {lost.reason}", failed)
     if worker.process != held.worker:
-        failed = _too_often(worker, held.clients, r)
+        failed = _interrupted_too_often(worker, held.clients, r)
         if held.alone and held.taken:
             r.killed.update(held.clients)
-        return Ended(f"{worker.name} was restarted", failed)
+        return Lost(f"{worker.name} was restarted", failed)
     if worker.is_gone and held.taken:
-        return Ended(f"{worker.name} has ended", _too_often(worker, held.clients, r))
-    if worker.looked - held.since > deadline_s:
-        return Ended(f"{worker.name} has no result after {deadline_s:g} s", held.taken, untaken=not held.taken)
-    silent = worker.looked - held.heard
+        return Lost(f"{worker.name} has ended", _interrupted_too_often(worker, held.clients, r))
+    if worker.polled_at - held.since > (deadline_s := r.provisioner.options.deadline_s):
+        return Lost(f"{worker.name} has sent no result after {deadline_s:g} s", held.taken, untaken=not held.taken)
+    silent = worker.polled_at - held.heartbeat_at
     if silent > (lease_s if held.taken else max(lease_s, UNTAKEN_S)):
         worker.away = True
-        # A pod may be silent because its node is lost, so its first silences do not count.
-        failed = held.taken and (r.provisioner.strangers or _too_often(worker, held.clients, r))
-        return Ended(f"{worker.name} is silent for {silent:.0f} s", failed, untaken=not held.taken)
+        # A pod's heartbeats may stop because its node is lost, so the first timeouts are not failures.
+        failed = held.taken and (r.provisioner.strangers or _interrupted_too_often(worker, held.clients, r))
+        return Lost(f"{worker.name} has sent no heartbeat for {silent:.0f} s", failed, untaken=not held.taken)
     return None
 
 
-def _too_often(worker: Worker, clients: Sequence[int], r: OpenRound) -> bool:
-    """Count that the worker was taken away. Return whether this was so often that an assignment may be the reason."""
-    r.gone.update((worker.name, client) for client in clients)
-    return max(r.gone[worker.name, client] for client in clients) > r.provisioner.drains
+def _interrupted_too_often(worker: Worker, clients: Sequence[int], r: OpenRound) -> bool:
+    """Count an interruption of the worker for each client's assignment. Return True if an assignment was interrupted
+    more than `Provisioner.drains` times, because the assignment may cause the interruptions."""
+    r.interruptions.update((worker.name, client) for client in clients)
+    return max(r.interruptions[worker.name, client] for client in clients) > r.provisioner.drains
 
 
 @dataclass(frozen=True)
-class Assigner:
-    """Writes the leases of one run."""
-
+class RemoteRun:
+    run_id: str
+    fleet: Sequence[Device]
     mailbox: Mailbox
-    """The files of the run's rounds, with the key with which the coordinator signs."""
-    mailboxes: Mailboxes
-    options: AgentsConfig | KubernetesConfig
-    lease_s: float
-    """Seconds of silence after which a lease ends."""
+    """Mailbox for the run's rounds. The mailbox's key signs the coordinator's copies of the results."""
+    provisioner: Provisioner
     site_sums: Mapping[str, str] = field(default_factory=dict)
-    """See `Assignment.site`. The sums are not read from the store, which others may write."""
+    """Checksums of the files under `site/`. Workers verify the files, because the store is not trusted."""
     code: str | None = None
-    """The sha256 of the wheel with the run's own code."""
     memory: Peaks | None = None
-    """The memory that training takes, for observe=cgroup."""
+    check: Callable[[], None] = lambda: None
+    """Function that raises Replaced if another coordinator has taken over the mailboxes."""
+    should_stop: Callable[[], bool] = lambda: False
 
     @property
     def own_data(self) -> bool:
-        """Whether clients have data of their own."""
+        """Return whether clients have their own data."""
         return self.mailbox.rules is not None and self.mailbox.rules.most is not None
 
     def lease(self, r: OpenRound, clients: Sequence[int], id: str) -> Lease:
-        """Return a lease of these clients' assignments, which the mailbox has written."""
-        given = Assignment(
+        """Return a lease for these clients' assignments. The assignments must already be in the mailbox."""
+        given = AssignmentMessage(
             round=r.plan.round,
             evaluates=r.plan.evaluates,
             clients=tuple(clients),
             site=dict(self.site_sums),
-            orders={client: self.mailbox.order_sums[client] for client in clients},
+            assignments={client: self.mailbox.assignment_sums[client] for client in clients},
             device=r.provisioner.torch_device(clients[0]),
-            observe=self.options.observe,
+            observe=self.provisioner.options.observe,
             memory=self.memory,
             failures=max(r.killed[client] for client in clients),
             code=self.code,
         )
-        orders = [r.plan.order_of[client] for client in clients]
-        given = given.model_copy(update=self._reach(r, orders, id))
-        return Lease(id=id, seconds=self.options.deadline_s, assignment=given)
+        assignments = [r.plan.assignment_of[client] for client in clients]
+        given = given.model_copy(update=self._reach(r, assignments, id))
+        return Lease(id=id, seconds=self.provisioner.options.deadline_s, assignment=given)
 
-    def _reach(self, r: OpenRound, orders: Sequence[WorkOrder], id: str) -> dict[str, object]:
-        """Return URLs that are valid for the lease, or the store's address for workers that reach it without URLs."""
-        store, verb = self.mailbox.store, self.mailboxes.verb
-        if verb is None or not isinstance(store, S3Store):
+    def _reach(self, r: OpenRound, assignments: Sequence[Assignment], id: str) -> dict[str, object]:
+        """Return the message fields with the URLs of a lease's files, or with the store's address if `verb` is None."""
+        store, of = self.mailbox.store, self.provisioner
+        if (verb := of.mailboxes.verb) is None or not isinstance(store, S3Store):
             return {"store": store.uri()}
-        seconds, endpoint = math.ceil(self.options.deadline_s + self.lease_s), self.options.endpoint
-        keys = [name for order in orders for name in r.names[order.client]]
+        seconds, endpoint = math.ceil(of.options.deadline_s + of.lease_s), of.mailboxes.endpoint
+        keys = [name for assignment in assignments for name in r.names[assignment.client]]
         keys += [f"site/{name}" for name in site_files(self.own_data)]
         keys += [] if self.code is None else [store_key(self.code)]
         state = {} if self.mailbox.rules is None else self.mailbox.rules.client_state
         writes = {}
-        for order in orders:
-            sizes = payload_bytes(order, state), manifest_bytes(order)
-            names = Mailbox(store, lease=id).outcome_keys(order.round, order.client, order.evaluates)
+        for assignment in assignments:
+            sizes = payload_bytes(assignment, state), manifest_bytes(assignment)
+            names = Mailbox(store, lease=id).result_keys(assignment.round, assignment.client, assignment.evaluates)
             for name, most in zip(names, sizes, strict=True):
                 writes[name] = store.upload(name, most, seconds, verb, endpoint)
         return {"reads": {key: store.presign(key, seconds, endpoint) for key in dict.fromkeys(keys)}, "writes": writes}

@@ -1,4 +1,4 @@
-"""Provisioners provide workers: people start enrolled devices, and `kubernetes.provisioner` starts pods."""
+"""Provisioners, which provide workers. People start enrolled devices, and `kubernetes.provisioner` starts pods."""
 
 from __future__ import annotations
 
@@ -7,105 +7,112 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from fl_engine.core.types import Device, RoundPlan
-from fl_engine.remote.registry import Member, Registry
+from fl_engine.remote.registry import Mailboxes, Member, Registry
+from fl_engine.remote.settings import LEASE_S, AgentsConfig, KubernetesConfig
 
 
 class Lost(NamedTuple):
-    """Why a worker process has ended."""
+    """The reason why a worker process or its lease has ended."""
 
     reason: str
     failed: bool
-    """Its assignment may be the reason; otherwise the worker was taken away."""
+    """True if the assignment may have caused the end; False if the worker was interrupted, for example evicted."""
+    untaken: bool = False
+    """True if the worker did not start the assignments of the lease."""
 
 
 class Need(NamedTuple):
-    """What an open round needs, and the workers that it has."""
+    """The available workers of a round, and the number of assignments that need workers."""
 
     open: Mapping[str, int]
-    """Number of assignments without a result, by pool."""
+    """Number of assignments without a result for each pool."""
     waiting: Mapping[str, int]
-    """Number of assignments that no worker holds, by pool."""
+    """Number of assignments without a lease for each pool."""
     present: Mapping[str, str | None]
-    """Map the id of each process that sends heartbeats to its pool."""
+    """Map the process id of each available worker to its pool."""
     silent: frozenset[str]
     """Names of workers whose heartbeats have stopped."""
 
 
 class Provisioner:
-    """Workers belong to pools: devices to their tier, pods to their class of resources. No method may wait for a
-    server, because rounds would wait too."""
+    """Base class. Each worker belongs to a pool, which is the tier of a device or the class of a pod. Methods must not
+    wait for a server, because they would delay the round."""
 
+    options: AgentsConfig | KubernetesConfig
+    mailboxes: Mailboxes
+    lease_s: float = LEASE_S
+    """Seconds without a heartbeat after which a worker is treated as lost."""
     room: int = 1
-    """The most assignments of a worker at a time."""
+    """Maximum number of assignments in a worker's lease."""
     strangers: bool = True
-    """The workers are other people's: each gets a limited share of a round's assignments."""
+    """True if other people own the workers. If True, the number of assignments per worker is limited."""
     drains: int = 1
-    """How often in a round a worker may be taken away from an assignment before the assignment counts as failed."""
+    """Maximum number of interruptions of a worker during an assignment in a round. Each further interruption is a
+    failed attempt."""
     quorum: float = 0.0
-    """The share of the wanted clients that must have a result; 0: a round ends with those that have one."""
+    """Minimum number of results in a round, as a fraction of the required number. With fewer results, the run stops."""
     wait_s: float
-    """Seconds without a worker at work after which a round stops waiting."""
-
-    @property
-    def moved(self) -> float:
-        """When a worker was last about to come, on the clock of `time.monotonic`; -inf: unknown."""
-        return -math.inf
+    """Seconds without a working worker after which a round stops waiting."""
+    moved: float = -math.inf
+    """Time at which the last worker was about to start (`time.monotonic`); -inf if unknown."""
 
     def pool(self, client: int) -> str:
         """Return the pool whose workers execute the client's assignments."""
         raise NotImplementedError
 
     def suits(self, own: str | None, pool: str) -> bool:
-        """Whether a worker of the pool `own` (None: a device without a tier) may execute assignments of `pool`."""
+        """Return whether a worker of the pool `own`, or of any pool (None), may execute assignments of `pool`."""
         raise NotImplementedError
 
     def torch_device(self, client: int) -> str:
-        """Return the torch device that trains the client."""
         return "cpu"
 
     def names(self) -> Collection[str]:
-        """Return the names of the mailboxes. A worker whose mailbox disappears is revoked."""
+        """Return the names of the mailboxes. If a known worker's name is not included, the worker is revoked."""
         raise NotImplementedError
 
     def member(self, name: str) -> Member:
-        """Return a worker. Raises IntegrityError or KeyError if it has been revoked."""
+        """Return a worker. Raises IntegrityError or KeyError if the worker has been revoked."""
         raise NotImplementedError
 
     def enroll(self, member: Member) -> None:
-        """Store the id of a device that has enrolled."""
+        """Store a device's id after its enrollment."""
 
     def begin(self, plan: RoundPlan) -> None:
         """Prepare for a round."""
 
     def end(self) -> None:
-        """The round is over, or given up."""
+        """Clean up after a round, even if the round was stopped."""
 
     def need(self, need: Need) -> None:
-        """Report what an open round needs; called repeatedly. Raises EnvironmentFailure if no worker is present and
-        none can come."""
+        """Receive the round's open assignments and available workers, which the scheduler reports repeatedly. Raises
+        EnvironmentFailure if no worker is available and no worker can start."""
 
     def lost(self, name: str, worker: str) -> Lost | None:
-        """Return why a process has ended; None: it is not known to have ended."""
+        """Return the reason why a process has ended; None if the process may still run."""
         return None
 
     def hopeless(self, pool: str) -> bool:
-        """Whether no worker of this pool can come in this round."""
+        """Return True if no worker of this pool can start in this round."""
         return False
 
     def why(self, pool: str) -> str:
-        """Return why no worker of this pool takes assignments; empty: unknown."""
+        """Return the reason why no worker of this pool executes assignments; empty if unknown."""
         return ""
 
     def advice(self, names: Sequence[str], pools: Sequence[str]) -> str:
-        """Return what to do if a round waits in vain for workers of these pools; `names`: the known workers."""
+        """Return advice for the user if these `pools` have no working worker. `names` are the known workers."""
         raise NotImplementedError
 
 
 class Enrolled(Provisioner):
-    """Devices that people start where they are: each is one client."""
+    """Enrolled devices, which people start themselves. Each device is one client."""
 
-    def __init__(self, fleet: Sequence[Device], registry: Registry, wait_s: float) -> None:
-        self._fleet, self._registry, self.wait_s = fleet, registry, wait_s
+    def __init__(
+        self, fleet: Sequence[Device], registry: Registry, mailboxes: Mailboxes, options: AgentsConfig
+    ) -> None:
+        self._fleet, self._registry, self.mailboxes, self.options = fleet, registry, mailboxes, options
+        self.wait_s, self.lease_s = options.wait_s, options.lease_s
 
     def pool(self, client: int) -> str:
         return self._fleet[client].tier
@@ -126,5 +133,5 @@ class Enrolled(Provisioner):
         invite = f"flexfleet invite --tier {pools[0] if pools else 'TIER'}"
         if not names:
             where = self._registry.store.uri()
-            return f"No device is invited (run.secrets: {where}): {invite}"
+            return f"No device is invited in run.secrets ({where}). Invite one: {invite}"
         return f"Start `flexfleet agent` on the devices ({', '.join(names)}), or invite others: {invite}"

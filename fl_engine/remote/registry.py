@@ -1,58 +1,59 @@
-"""The registry of enrolled devices and their keys.
+"""The coordinator's interface to the keys and mailboxes of devices and pods.
 
-    <name>.json      an invited device (`Member`)
-    revoked/<name>   a revoked device, whose name is not used again
+    `<name>.json`: An invited device (`Member`).
+    `revoked/<name>`: An empty file, which marks a device as revoked. The device's name is not used again.
 
-A registry holds keys, so it is never stored in a place for which workers have URLs.
+A registry contains keys, so it must be in a store to which workers have no URLs.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from typing import Any
 
-from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.errors import ConfigError, IntegrityError, Refused
 from fl_engine.core.types import Device
 from fl_engine.data.local_data import natural
-from fl_engine.remote.messages import Heartbeat, Hex, Name, Note, enrolled_key, short
+from fl_engine.remote import messages
+from fl_engine.remote.messages import HEARTBEAT, HEARTBEAT_BYTES, MESSAGE, MESSAGE_BYTES, Heartbeat, Invitation, Message
+from fl_engine.remote.settings import URL_S
 from fl_engine.storage.run_files import Record, parsed
+from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import Store
+from fl_engine.storage.urls import Upload, Verb
 
-KEY_BYTES = 32
 REVOKED = "revoked/"
 CLIENTS = "site/devices.json"
-"""Key of `DeviceClients` in the run's store."""
+"""Store key of `DeviceClients` in the run's store."""
 
 
-class Member(Note):
-    """A worker with a mailbox."""
+class Member(messages.Note):
+    """A device or pod with a mailbox."""
 
-    name: Name
+    name: messages.Name
     tier: str | None
-    """Its pool; None: any."""
-    invited: Hex
-    """The key of the invitation."""
-    id: Hex | None = None
-    """The id of the device that has enrolled."""
+    """Pool of the worker; None for any pool."""
+    invited: messages.Hex
+    """Key of the invitation."""
+    id: messages.Hex | None = None
+    """ID of the enrolled device; None before enrollment."""
     pod: bool = False
 
     @staticmethod
     def new(name: str, tier: str | None, pod: bool = False) -> Member:
-        return Member(name=name, tier=tier, invited=secrets.token_hex(KEY_BYTES), pod=pod)
+        return Member(name=name, tier=tier, invited=secrets.token_hex(32), pod=pod)
 
     @property
     def key(self) -> str:
-        return self.invited if self.pod or self.id is None else enrolled_key(self.invited, self.id)
-
-    @property
-    def enrolled(self) -> str:
-        """See `Message.enrolled`."""
-        return "" if self.id is None else short(self.id)
+        return self.invited if self.pod or self.id is None else messages.enrolled_key(self.invited, self.id)
 
     def signed(self, heartbeat: Heartbeat) -> bool:
-        """Whether a device with the invitation has signed the heartbeat, even if another one has enrolled."""
-        return heartbeat.is_by(self.invited if self.pod else enrolled_key(self.invited, heartbeat.id))
+        """Return whether a device with this invitation signed the heartbeat. The device need not be enrolled."""
+        return heartbeat.is_signed_with(self.invited if self.pod else messages.enrolled_key(self.invited, heartbeat.id))
 
 
 @dataclass(frozen=True)
@@ -69,44 +70,111 @@ class Registry:
         return sorted(files - {key.removeprefix(REVOKED) for key in keys if key.startswith(REVOKED)})
 
     def member(self, name: str) -> Member:
-        """Return a device. Raises IntegrityError if it is not invited."""
+        """Return a device. Raises IntegrityError if the device is not invited."""
         return parsed(Member, self.store.get(f"{name}.json"), self.store.uri(f"{name}.json"))
-
-    def members(self) -> Iterator[Member]:
-        """Yield all invited devices, without those that are revoked meanwhile."""
-        for name in self.names():
-            try:
-                yield self.member(name)
-            except IntegrityError:
-                if name in self.names():
-                    raise
 
     def put(self, member: Member) -> None:
         self.store.put(f"{member.name}.json", member.model_dump_json().encode())
 
     def revoke(self, name: str) -> Member:
-        """Delete a device's key, and return the device for its last message. Raises ConfigError if it is not
-        invited."""
+        """Delete a device's key, and return the device. Raises ConfigError if the device is not invited."""
         if name not in (names := self.names()):
-            raise ConfigError(f"no device {name!r} is invited, only: {', '.join(names) or 'none'}")
+            raise ConfigError(f"device {name!r} is not invited. Invited devices: {', '.join(names) or 'none'}")
         member = self.member(name)
         self.store.put(f"{REVOKED}{name}", b"")
         self.store.delete(f"{name}.json")
         return member
 
 
+@dataclass(frozen=True)
+class Mailboxes:
+    home: Store
+    """Folder with all mailboxes."""
+    verb: Verb | None = None
+    """HTTP verb for workers' uploads; None if workers access `home` without URLs."""
+    endpoint: str | None = None
+    """Address at which workers reach the S3 server."""
+
+    def urls(self, name: str) -> tuple[str | None, Upload | None]:
+        """Return a tuple (URL of a worker's messages, upload for heartbeats); (None, None) if `verb` is None."""
+        if self.verb is None or not isinstance(self.home, S3Store):
+            return None, None
+        heartbeat = self.home.upload(f"{name}/{HEARTBEAT}", HEARTBEAT_BYTES, URL_S, self.verb, self.endpoint)
+        return self.home.presign(f"{name}/{MESSAGE}", URL_S, self.endpoint), heartbeat
+
+    def write(self, member: Member, before: Message | None, **changes: Any) -> Message:
+        """Write and return the next message, which is a copy of the message `before` with `changes`."""
+        made = self._made(member, before, changes)
+        self.home.put(f"{member.name}/{MESSAGE}", made.text())
+        return made
+
+    def _made(self, member: Member, before: Message | None, changes: dict[str, Any]) -> Message:
+        message, heartbeat = self.urls(member.name)
+        # Use the clock, so that the number increases even if the last message was lost.
+        number = max(int(time.time()), -1 if before is None else before.number + 1)
+        enrolled = "" if member.id is None else messages.short(member.id)
+        fresh = {"number": number, "enrolled": enrolled, "message": message, "heartbeat": heartbeat}
+        return (before or Message(name=member.name, number=0)).model_copy(update=fresh | changes).signed(member.key)
+
+    def last(self, member: Member) -> Message | None:
+        """Return the last message; None if no valid message with the coordinator's signature exists."""
+        try:
+            message = Message.model_validate_json(self.home.get(f"{member.name}/{MESSAGE}", MESSAGE_BYTES))
+        except (IntegrityError, ValueError):
+            return None
+        return message if message.is_signed_with(member.key) or message.is_signed_with(member.invited) else None
+
+    def heartbeat(self, member: Member) -> Heartbeat | None:
+        """Return the last heartbeat; None if it cannot be read. Raises IntegrityError if the signature is not valid."""
+        try:
+            value = self.home.get(f"{member.name}/{HEARTBEAT}", HEARTBEAT_BYTES)
+        except (IntegrityError, Refused):  # the heartbeat is missing, too long or unreadable
+            return None
+        found = messages.read_heartbeat(value, member.name)
+        if not member.signed(found):
+            raise IntegrityError(f"the heartbeat of {member.name} must be signed with this worker's key")
+        return found
+
+    def invite(self, registry: Registry, stem: str, tier: str | None) -> Invitation:
+        """Invite a device with the first name `<stem>-<number>` that no registry with these mailboxes uses."""
+        taken = {*registry.names(), *registry.revoked()}
+        members = (Member.new(f"{stem}-{number}", tier) for number in count(1))
+        free = (member for member in members if member.name not in taken)
+        member = next(m for m in free if self.home.create(f"{m.name}/{MESSAGE}", self._made(m, None, {}).text()))
+        registry.put(member)
+        return self.invitation(member)
+
+    def invitation(self, member: Member) -> Invitation:
+        message, heartbeat = self.urls(member.name)
+        return Invitation(
+            name=member.name,
+            key=member.invited,
+            tier=member.tier,
+            message=message,
+            heartbeat=heartbeat,
+            folder=None if message else self.home.uri(member.name),
+            pod=member.pod,
+        )
+
+    def revoke(self, registry: Registry, name: str) -> None:
+        """Delete a device's key, and write a message that stops the device's agent."""
+        member = registry.revoke(name)
+        self.write(member, self.last(member), lease=None, run="", revoked=True)
+        self.home.delete(f"{name}/{HEARTBEAT}")
+
+
 class DeviceClients(Record):
-    """The client that each device is, if devices hold their own data."""
+    """The client of each device. Stored only if devices have their own data."""
 
     clients: dict[str, int]
 
 
 def assign_clients(before: Mapping[str, int], members: Iterable[Member], fleet: Sequence[Device]) -> dict[str, int]:
-    """Map each device to a client.
+    """Map the name of each device to its client.
 
-    Devices in `before` keep their client. The others get, in the order of their names (weak-2 before weak-10), the
-    first free client of their tier. Devices without a tier come last, and get any free client. A device without a free
-    client gets none.
+    Devices in `before` retain their client. Each new device gets the first free client of its tier. New devices are
+    sorted by name in natural order, so weak-2 precedes weak-10. Devices without a tier are last, and may get a client
+    of any tier. If no client is free, the device is omitted.
     """
     by_name = {member.name: member for member in members}
     found = {name: client for name, client in before.items() if name in by_name and client < len(fleet)}
@@ -121,7 +189,7 @@ def assign_clients(before: Mapping[str, int], members: Iterable[Member], fleet: 
 
 
 def clients_of_devices(store: Store, members: Iterable[Member], fleet: Sequence[Device]) -> dict[str, int]:
-    """Return and store the clients of devices (`assign_clients`). A device is the same client for the whole run."""
+    """Assign clients to devices (`assign_clients`), and store the mapping for the rest of the run."""
     known = dict[str, int]()
     if CLIENTS in store.list(CLIENTS):
         known = parsed(DeviceClients, store.get(CLIENTS), store.uri(CLIENTS)).clients

@@ -1,13 +1,13 @@
-"""The backend that leases a round's assignments to workers: `run.backend` kubernetes and agents.
+"""The backend for `run.backend=kubernetes` and `run.backend=agents`, which leases a round's assignments to workers.
 
-Any worker of the right pool may execute an assignment: the update follows from the assignment alone, and with
-`observe=cgroup` from the worker's free memory. If the lease of an assignment ends, or its result is invalid, another
-worker gets it, and later results of the first one are not read. A client has failed if `attempts` workers had no valid
-result. Assignments that a worker held together when it failed do not count as failed, because one of them may be the
-reason for all; from then on each is leased alone. The coordinator writes a valid result to the round's updates in its
-own name, as with other backends.
+Any worker in the client's pool may execute an assignment, because the update depends only on the assignment. With
+`observe=cgroup` the update also depends on the worker's free memory. If a lease ends without a valid result, the
+assignment is leased to another worker, and later results from the first worker are ignored. A client fails after
+`attempts` failed attempts. If a lease of several assignments fails, any assignment may be the cause. Therefore no
+attempt is counted, and the assignments are then leased separately. The coordinator signs a valid result again, and
+writes the result to the round's updates in the same way as other backends.
 
-A coordinator that is restarted finds the leases of the round in the messages, and waits for their results.
+A restarted coordinator finds the round's leases in the messages, and waits for the results.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ON_REQUEST, ConfigError, FlexfleetError, Stopped
-from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan
+from fl_engine.core.types import ClientFailure, ClientResult, ClientUpdate, RoundPlan
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.manifest import KeyOf
 from fl_engine.exchange.updates import fits_nobody
-from fl_engine.remote.leases import Assigner, OpenRound, why_ended
+from fl_engine.remote.leases import OpenRound, RemoteRun, why_ended
 from fl_engine.remote.messages import pause, result_key
-from fl_engine.remote.provisioner import Lost, Need, Provisioner
+from fl_engine.remote.provisioner import Lost, Need
 from fl_engine.remote.registry import clients_of_devices
 from fl_engine.remote.workers import Held, Worker, Workers
 from fl_engine.storage.overlapping import overlapped
@@ -37,71 +36,53 @@ from fl_engine.storage.store import canonical, sha256
 log = logging.getLogger("flexfleet")
 
 LOST: Literal["pod"] = "pod"
-"""The stage of the failure of a client without a result."""
+"""Failure stage of a client whose workers returned no result."""
 NOT_GOOD = ("train", "evaluate", "validate")
-"""Stages of failures that may be the worker's fault, so that another worker gets the assignment."""
+"""Failure stages for which the worker may be responsible. Another worker then retries the assignment."""
 LOOK_S, LEAST_LOOK_S = 2.0, 0.05
-"""The most and the least seconds between two polls for results."""
+"""Maximum and minimum seconds between two polls for results."""
 REPORT_S = 30.0
 """Seconds between two log lines about waiting assignments."""
 REST_S, LONGEST_REST_S = 2.0, 300.0
-"""Seconds without an assignment after a worker's first failure, doubled with each further one in a row."""
+"""Initial and maximum pause of a worker after failures, in seconds. The pause doubles with each consecutive failure."""
 
 
-class Remote:
-    """The backend of one run.
-
-    Args:
-        assigner: Writes the leases.
-        run_id: The run.
-        fleet: Its devices.
-        provisioner: Provides the workers.
-        check: Raises Replaced if another coordinator has the mailboxes.
-        should_stop: Returns True if the run is to stop.
-    """
+class WorkerBackend:
+    """The backend that executes a run's assignments on workers."""
 
     durable = True
 
-    def __init__(
-        self,
-        assigner: Assigner,
-        run_id: str,
-        fleet: Sequence[Device],
-        provisioner: Provisioner,
-        check: Callable[[], None] = lambda: None,
-        should_stop: Callable[[], bool] = lambda: False,
-    ) -> None:
-        if assigner.mailbox.key is None:
-            raise ConfigError("the mailbox must have a key, because workers sign their results")
-        self._assigner, self._run, self._fleet, self._provisioner = assigner, run_id, fleet, provisioner
-        self._mailbox, self._options, self._lease_s = assigner.mailbox, assigner.options, assigner.lease_s
-        self.workers = Workers(assigner.mailboxes, provisioner, assigner.lease_s, check)
-        self._should_stop, self._site = should_stop, sha256(canonical(dict(assigner.site_sums)))
+    def __init__(self, run: RemoteRun) -> None:
+        if run.mailbox.key is None:
+            raise ConfigError("the mailbox must have a key to sign results. Set `Mailbox.key`")
+        self._run, self._mailbox, self._provisioner = run, run.mailbox, run.provisioner
+        self._site = sha256(canonical(dict(run.site_sums)))
+        self.workers = Workers(run.provisioner, run.check)
 
-    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
-        """Yield the outcomes as they arrive, until there are as many updates as the plan wants.
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[ClientResult]:
+        """Yield results as workers return them, until `plan.wanted` updates have arrived.
 
         Raises:
-            Stopped: The quorum was missed, no worker has taken an assignment for `wait_s`, or `should_stop`.
-            Replaced: Another coordinator has the workers.
+            Stopped: The quorum was missed, no worker started an assignment for `wait_s`, or the user requested a stop.
+            Replaced: Another coordinator has taken over the workers.
         """
-        if not plan.orders:
+        if not plan.assignments:
             return
-        names, now = self._mailbox.put_orders(plan), time.monotonic()
-        before = max(self._mailbox.ordered(plan.round, plan.evaluates) - len(plan.orders), 0)
-        wanted = before + len(plan.orders) if plan.wanted is None else plan.wanted
+        names, now = self._mailbox.put_assignments(plan), time.monotonic()
+        before = max(self._mailbox.count_assignments(plan.round, plan.evaluates) - len(plan.assignments), 0)
+        wanted = before + len(plan.assignments) if plan.wanted is None else plan.wanted
         enough = math.ceil(wanted * self._provisioner.quorum - 1e-9)
         updates, results = plan.adopted, before
         self._provisioner.begin(plan)
         try:
             self.workers.refresh(at_once=True)
-            r = OpenRound(algorithm, plan, names, self._provisioner, self._clients(), moved=now, hopeful=now)
+            r = OpenRound(algorithm, plan, names, self._provisioner, self._clients(), now)
             self._adopt(r, list(self.workers.by_name.values()))
             while r.open_ and updates < wanted:
-                for outcome in self._turn(r):
+                for result in self._turn(r):
                     results += 1
-                    updates += isinstance(outcome, ClientUpdate)
-                    yield outcome
+                    updates += isinstance(result, ClientUpdate)
+                    yield result
                     if updates >= wanted:
                         break
         finally:
@@ -111,8 +92,8 @@ class Remote:
         if results < enough:
             why = "; ".join(sorted({failure.reason for failure in lost})[:5])
             raise Stopped(
-                f"round {plan.round + 1}: {results} of {wanted} clients have a result, {enough} are needed "
-                f"(kubernetes.quorum): {why}. {self._provisioner.advice(sorted(self.workers.by_name), [])}, then "
+                f"round {plan.round + 1}: {results} of {wanted} clients have a result, but kubernetes.quorum "
+                f"requires {enough}: {why}. {self._provisioner.advice(sorted(self.workers.by_name), [])}, then "
                 "resume with --resume"
             )
         for client in sorted(r.open_ | r.failed.keys()):
@@ -121,54 +102,54 @@ class Remote:
 
     def _clients(self) -> Mapping[str, int] | None:
         """See `OpenRound.own`."""
-        if not self._assigner.own_data:
+        if not self._run.own_data:
             return None
-        return clients_of_devices(self._mailbox.store, self.workers.members(), self._fleet)
+        members = [worker.member for worker in self.workers.by_name.values() if not worker.revoked]
+        return clients_of_devices(self._mailbox.store, members, self._run.fleet)
 
     def finish(self) -> None:
-        """Write messages that the run is over. An error is only logged, because the next run writes other messages."""
+        """Write a final message to each worker, because the run is over. Only log errors, because the next run writes
+        new messages."""
         try:
             self.workers.dismiss()
         except FlexfleetError as error:
-            log.warning("the run is over; not all workers have the message: %s", error)
+            log.warning("the run is over, but the last messages to the workers could not be written: %s", error)
 
-    def _turn(self, r: OpenRound) -> Iterator[Outcome]:
-        if self._should_stop():
+    def _turn(self, r: OpenRound) -> Iterator[ClientResult]:
+        if self._run.should_stop():
             raise Stopped(ON_REQUEST)
         if new := self.workers.refresh():
             r.own = self._clients()
             self._adopt(r, new)
         self.workers.renew()
-        self.workers.listen()
-        # Read before the results, because a worker writes its result before it ends.
+        self.workers.poll_due()
+        # Check for lost workers before reading results, because a worker may write a result and then end.
         held = [w for w in self.workers.by_name.values() if w.held is not None]
         lost = {w.name: self._provisioner.lost(w.name, w.held.worker) for w in held if w.held is not None}
         yield from self._results(r)
         self._end_leases(r, lost)
         self._give_up(r)
-        self._assign(r)
-        self._need(r)
+        for worker, clients in r.assigned(self.workers.present, time.monotonic()):
+            self._lease(worker, r, clients, secrets.token_hex(8))
+        present = {worker.process: worker.member.tier for worker in self.workers.present}
+        away = [w for w in self.workers.by_name.values() if w.away and w.held is None]
+        silent = frozenset(w.name for w in away if w.heartbeat is not None and not w.is_gone)
+        self._provisioner.need(Need(r.count(r.open_), r.count(r.waiting), present, silent))
         if r.open_:
             self._check_waiting(r)
-            time.sleep(pause(time.monotonic() - r.moved, min(LOOK_S, self._lease_s / 12), LEAST_LOOK_S))
-
-    def _need(self, r: OpenRound) -> None:
-        present = {worker.process: worker.member.tier for worker in self.workers.present}
-        silent = frozenset(w.name for w in self.workers.by_name.values() if w.is_silent)
-        self._provisioner.need(Need(r.count(r.open_), r.count(r.waiting), present, silent))
+            time.sleep(pause(time.monotonic() - r.result_at, min(LOOK_S, self._provisioner.lease_s / 12), LEAST_LOOK_S))
 
     def _adopt(self, r: OpenRound, workers: Sequence[Worker]) -> None:
-        """Wait for assignments of this round that workers hold from an earlier coordinator, or from before a stop. They
-        get another message with fresh URLs."""
+        """Adopt the leases that an earlier coordinator created for this round, and send new URLs to the workers."""
         for worker in workers:
             worker.held, message, lease = None, worker.message, worker.message.lease
-            if lease is None or (message.run, message.site) != (self._run, self._site) or not message.worker:
+            if lease is None or (message.run, message.site) != (self._run.run_id, self._site) or not message.worker:
                 continue
             given = lease.assignment
             if (given.round, given.evaluates) != (r.plan.round, r.plan.evaluates):
                 continue
-            sums = self._mailbox.order_sums
-            clients = [c for c in given.clients if c in r.waiting and given.orders.get(c) == sums[c]]
+            sums = self._mailbox.assignment_sums
+            clients = [c for c in given.clients if c in r.waiting and given.assignments.get(c) == sums[c]]
             if not clients or worker.process not in ("", message.worker):
                 continue
             r.killed.update(dict.fromkeys(clients, given.failures))
@@ -178,78 +159,68 @@ class Remote:
             heartbeat = worker.heartbeat
             held.taken = heartbeat is not None and heartbeat.lease == lease.id
             who = ", ".join(map(str, clients))
-            log.info("round %d, client %s: %s has the assignment already", r.plan.round + 1, who, worker.name)
-
-    def _assign(self, r: OpenRound) -> None:
-        for worker, clients in r.assigned(self.workers.present, time.monotonic()):
-            self._lease(worker, r, clients, secrets.token_hex(8))
+            log.info("round %d, client %s: %s already has this assignment", r.plan.round + 1, who, worker.name)
 
     def _lease(self, worker: Worker, r: OpenRound, clients: Sequence[int], id: str) -> Held:
         for client in clients:
             r.waiting.remove(client)
-        lease = self._assigner.lease(r, clients, id)
-        self.workers.send(worker, lease, run=self._run, site=self._site)
+        self.workers.send(worker, self._run.lease(r, clients, id), run=self._run.run_id, site=self._site)
         now = time.monotonic()
         worker.held = Held(id, worker.process, list(clients), len(clients) == 1, now, now)
         return worker.held
 
-    def _box(self, lease: str, key: KeyOf | None = None) -> Mailbox:
-        """Return the mailbox with the results of a lease."""
-        return Mailbox(self._mailbox.store, self._mailbox.rules, key, lease=lease)
-
-    def _results(self, r: OpenRound) -> Iterator[Outcome]:
-        """Yield the results of leases that have not ended. No other results are read."""
+    def _results(self, r: OpenRound) -> Iterator[ClientResult]:
+        """Yield the results of current leases. Results of ended leases are ignored."""
         folder = f"{round_folder(r.plan.round, r.plan.evaluates)}leases/"
-        there = set(self._mailbox.store.list(folder))
+        store = self._mailbox.store
+        there = set(store.list(folder))
         for worker in list(self.workers.by_name.values()):
             if (held := worker.held) is None:
                 continue
             key = result_key(worker.member.key, self._site, held.lease)
-            box = self._box(held.lease, lambda _, key=key: key)  # type: ignore[misc]
+            box = Mailbox(store, self._mailbox.rules, lambda _, key=key: key, lease=held.lease)  # type: ignore[misc]
             clients = [c for c in held.clients if f"{folder}{held.lease}/{c}.json" in there]
 
-            def received(client: int, box: Mailbox = box) -> Outcome:
-                outcome = box.receive(r.plan, client)
-                if isinstance(outcome, ClientUpdate):
-                    self._mailbox.put_outcome(r.plan, outcome)
-                return outcome
+            def received(client: int, box: Mailbox = box) -> ClientResult:
+                result = box.receive(r.plan, client)
+                if isinstance(result, ClientUpdate):
+                    self._mailbox.put_result(r.plan, result)
+                return result
 
-            outcomes = overlapped(box.store, box.held_by(r.plan, clients), received, clients)
-            for client, outcome in zip(clients, outcomes, strict=True):
-                if isinstance(outcome, ClientFailure) and not self._counts(outcome, r):
+            results = overlapped(store, box.held_by(r.plan, clients), received, clients)
+            for client, result in zip(clients, results, strict=True):
+                if isinstance(result, ClientFailure) and not self._counts(result, r):
                     self._rest(worker)
-                    self._lost(r, worker, [outcome], counts=True)
+                    self._lost(r, worker, [result], counts=True)
                     continue
                 held.clients.remove(client)
                 if not held.clients:
                     worker.held = None
-                worker.failures, worker.why, r.moved = 0, "", time.monotonic()
-                r.hopeful = r.moved
+                worker.failures, worker.why, r.result_at = 0, "", time.monotonic()
+                r.worked_at = r.result_at
                 r.results[worker.name, self._provisioner.pool(client)] += 1
-                last = f"{self._run}, round {r.plan.round + 1}, client {client}"[:300]
-                account = worker.message.account
-                account = account.model_copy(update={"results": account.results + 1, "last": last})
-                worker.message = worker.message.model_copy(update={"account": account})  # the next message sends it
+                last = f"{self._run.run_id}, round {r.plan.round + 1}, client {client}"[:300]
+                worker.count(results=worker.message.account.results + 1, last=last)
                 r.open_.discard(client)
-                yield outcome
+                yield result
 
     def _counts(self, failure: ClientFailure, r: OpenRound) -> bool:
-        """Whether every worker would return this failure, so that no other one has to try."""
+        """Return True if the assignment would fail on every worker, so a retry is useless."""
         if failure.stage == "prune":
-            return fits_nobody(r.plan.order_of[failure.client], self._mailbox.rules, r.algorithm)
+            return fits_nobody(r.plan.assignment_of[failure.client], self._mailbox.rules, r.algorithm)
         return failure.stage not in NOT_GOOD
 
     def _end_leases(self, r: OpenRound, lost: Mapping[str, Lost | None]) -> None:
-        """Withdraw assignments from workers that have ended, hang or have failed. `lost`: what was known before the
-        results were read."""
+        """Withdraw assignments from workers that have ended, hang or have failed. The caller must determine `lost`
+        before it reads results."""
         for worker in list(self.workers.by_name.values()):
             held = worker.held
-            ended = why_ended(worker, r, self._lease_s, self._options.deadline_s, lost.get(worker.name))
+            ended = why_ended(worker, r, lost.get(worker.name))
             if held is None or ended is None:
                 continue
             why, failed, untaken = ended
-            if failed or untaken:  # otherwise it would be the first to get the next assignment
-                self._rest(worker, LONGEST_REST_S if failed else self._lease_s)
+            if failed or untaken:  # without a pause this worker would get the next assignment first
+                self._rest(worker, LONGEST_REST_S if failed else self._provisioner.lease_s)
             if failed:
                 r.alone.update(held.clients)
             failures = [ClientFailure(r.plan.round, client, LOST, why) for client in held.clients]
@@ -258,27 +229,24 @@ class Remote:
     @staticmethod
     def _rest(worker: Worker, longest_s: float = LONGEST_REST_S) -> None:
         worker.failures += 1
-        worker.rests = time.monotonic() + min(longest_s, REST_S * 2 ** min(worker.failures - 1, 20))
+        worker.rests_until = time.monotonic() + min(longest_s, REST_S * 2 ** min(worker.failures - 1, 20))
 
     def _lost(self, r: OpenRound, worker: Worker, failures: Sequence[ClientFailure], counts: bool) -> None:
-        """Let other workers execute assignments without a valid result. `counts`: after `attempts` of them the client
-        has failed."""
+        """Retry assignments without a valid result on other workers. If `counts` is True, count a failed attempt. A
+        client fails after `attempts` failed attempts."""
         held = worker.held
         assert held is not None
         for failure in failures:
             held.clients.remove(failure.client)
             if counts:
                 worker.why = failure.reason
-                r.tried[failure.client].add(worker.name)
+                r.failed_by[failure.client].add(worker.name)
                 r.lost[failure.client] += 1
-        account = worker.message.account
-        account = account.model_copy(update={"lost": account.lost + len(failures)})
-        if held.clients:  # it continues with the others
-            worker.message = worker.message.model_copy(update={"account": account})
-        else:
+        worker.count(lost=worker.message.account.lost + len(failures))
+        if not held.clients:  # every client of the lease has a result or has failed
             worker.held = None
-            self.workers.send(worker, None, account=account)
-        again = [failure for failure in failures if r.lost[failure.client] < self._options.attempts]
+            self.workers.send(worker, None)
+        again = [failure for failure in failures if r.lost[failure.client] < self._provisioner.options.attempts]
         if again:
             who = ", ".join(str(failure.client) for failure in again)
             log.warning("round %d, client %s: %s; trying again", r.plan.round + 1, who, again[0].reason)
@@ -288,56 +256,51 @@ class Remote:
                 r.give_up(failure)
 
     def _waited(self, r: OpenRound) -> float:
-        """Return the seconds since a worker was last at work, or about to come."""
-        return time.monotonic() - max(r.hopeful, self._provisioner.moved)
-
-    def _may_take_one(self, r: OpenRound) -> bool:
-        """Whether a worker is present that has not failed since its last result, and has taken its last assignment."""
-        present = self.workers.present
-        return any(r.suits(w, client, present) for w in present if not w.failures for client in r.open_)
+        """Return the seconds since a worker last executed an assignment or was about to start."""
+        return time.monotonic() - max(r.worked_at, self._provisioner.moved)
 
     def _may_end_without(self, r: OpenRound) -> bool:
-        """Whether the round may end without the open clients, because others have a result."""
-        some = r.plan.adopted > 0 or len(r.open_) < len(r.plan.orders)
+        """Return whether the round has a result and may end without results of the open clients."""
+        some = r.plan.adopted > 0 or len(r.open_) < len(r.plan.assignments)
         return some and (self._provisioner.quorum > 0 or r.own is not None)
 
     def _give_up(self, r: OpenRound) -> None:
-        """Give up waiting clients whose workers stay away, if the round may end without them."""
+        """Mark waiting clients without available workers as failed, if the round may end without these clients."""
         late = self._waited(r) > self._provisioner.wait_s
         present = {
-            pool for w in self.workers.present for pool in r.asked if self._provisioner.suits(w.member.tier, pool)
+            pool for w in self.workers.present for pool in r.wanted if self._provisioner.suits(w.member.tier, pool)
         }
         for client in list(r.waiting):
             pool = self._provisioner.pool(client)
             hopeless = pool not in present and self._provisioner.hopeless(pool)
-            if not (hopeless or (late and self._may_end_without(r) and not self._may_take_one(r))):
-                continue
-            r.waiting.remove(client)
-            r.give_up(ClientFailure(r.plan.round, client, LOST, self._why_absent(r, client, pool)))
+            if hopeless or (late and self._may_end_without(r)):
+                r.waiting.remove(client)
+                r.give_up(ClientFailure(r.plan.round, client, LOST, self._why_absent(r, client, pool)))
 
     def _why_absent(self, r: OpenRound, client: int, pool: str) -> str:
         if r.own is not None:
             own = (w for w in self.workers.by_name.values() if w.why and r.suits(w, client, ()))
             failed = "".join(f"; its last assignment failed: {w.why}" for w in own)
-            return f"the device that holds its data has not taken the assignment{failed}"
+            return f"the device with the client's data has not started the assignment{failed}"
         why = self._provisioner.why(pool)
-        return f"no worker of {pool} takes assignments{why and f': {why}'}"
+        return f"no worker of {pool} executes assignments{why and f': {why}'}"
 
     def _check_waiting(self, r: OpenRound) -> None:
-        """Log what the round waits for. Raises Stopped if it waits in vain."""
+        """Log the waiting assignments. Raises Stopped if the round has waited too long."""
         now, workers = time.monotonic(), self.workers.by_name
-        if any(w.held is not None and w.held.taken for w in workers.values()):
-            r.hopeful = now
+        # A worker without failures will probably start its lease.
+        if any(w.held is not None and (w.held.taken or not w.failures) for w in workers.values()):
+            r.worked_at = now
         waited, pools = self._waited(r), sorted(r.count(r.waiting))
-        if waited > self._provisioner.wait_s and not self._may_end_without(r) and not self._may_take_one(r):
+        if waited > self._provisioner.wait_s and not self._may_end_without(r):
             raise Stopped(
-                f"round {r.plan.round + 1}: no worker has taken an assignment for {waited:.0f} s; "
-                f"{len(r.open_)} of {len(r.plan.orders)} clients have no result. "
+                f"round {r.plan.round + 1}: no worker has started an assignment for {waited:.0f} s;  "
+                f"{len(r.open_)} of {len(r.plan.assignments)} clients have no result. "
                 f"{self._provisioner.advice(sorted(workers), pools)}, then resume with --resume"
             )
         if r.waiting and now - r.reported > REPORT_S:
             r.reported = now
             count, of = len(r.waiting), " or ".join(pools)
             log.info(
-                "round %d: %d of %d assignments wait for a worker of %s", r.plan.round + 1, count, len(r.open_), of
+                "round %d: %d of %d open assignments wait for a worker of %s", r.plan.round + 1, count, len(r.open_), of
             )

@@ -1,200 +1,277 @@
 """Asynchronous rounds: FedBuff (Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, 2022).
 
-K clients train at the same time, `training.fraction` of all. When B of them (`rounds.buffer`) have finished on the
-simulated clock, the server merges their updates and selects as many new clients. A round is one merge (one server step,
-Alg. 1), so the clock, commits and evaluation work as in synchronous rounds.
+K clients train at the same time; K is `training.fraction` times the number of clients. When B clients (`rounds.buffer`)
+have finished on the simulated clock, the server merges their updates and selects B new clients. A round is one merge
+(one server step, Alg. 1), so the clock, commits and evaluation work as in synchronous rounds.
 
-An update whose client was sent the weights of s merges ago is merged as its change added to the weights of now,
+The staleness s of an update is the number of merges since client k received the weights w^(t-s). The client returned
+the weights w_k. For each element of the client's sub-model, the algorithm merges
 
-    w + (1 + s)^(-staleness) * (w_k - w^(t-s)),
+    w + (1 + s)^(-staleness) * (w_k - w^(t-s)).
 
-element by element of its own sub-model, by the algorithm's own mean and the server's own step (s(tau) of Sec. 4). For
-s = 0 that is w_k itself: with B = K, the run is the synchronous one, bit for bit. Batch norm's running statistics are
-moved to w + (1 + s)^(-staleness) * (w_k - w): the change since an earlier round may be larger than a variance of now.
+Here w are the current weights. The paper calls the factor s(tau) (Section 4). For s = 0 the result is w_k, so a run
+with B = K equals the synchronous run bit for bit. Running statistics are set to w + (1 + s)^(-staleness) * (w_k - w),
+because their change since an earlier round may be larger than the current variance.
 
-The clients of a round train in that round, all at once in every backend. An update that finishes later on the simulated
-clock is pending until then. Departs from the paper: new clients are selected at a merge, not whenever one finishes, so
-between two merges fewer than K train; and K counts selected clients, of which some may fail.
+Every backend trains the clients in the round that selects them. An update that finishes in a later round on the
+simulated clock is pending until that round. A commit stores the weight change of each pending update in a file under
+`pending/`, and all other fields in the commit's JSON.
+
+Departs from the paper: new clients are selected at a merge, not when a client finishes. Therefore fewer than K clients
+train between two merges. K includes clients that were selected and failed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, ValidationError
 
 from fl_engine.aggregation.privacy import is_private
 from fl_engine.core.contracts import Algorithm, KeepsClientState, RemembersChanges
-from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.errors import ConfigError, IntegrityError, brief
+from fl_engine.core.fields import Index, NotNegative, adapter
 from fl_engine.core.slicing import is_statistic, take
-from fl_engine.core.types import ClientUpdate, ParamLayout, Params, RoundPlan, WorkOrder
+from fl_engine.core.types import Assignment, ClientUpdate, ParamLayout, Params, RoundPlan, SubmodelSpec
 from fl_engine.exchange import coding
-from fl_engine.rounds import phases, recorder
-from fl_engine.rounds.answers import Answers
-from fl_engine.rounds.pending import FOLDER, Flight
-from fl_engine.rounds.recorder import Record
+from fl_engine.rounds import recorder
+from fl_engine.rounds.options import RoundsConfig
+from fl_engine.rounds.recorder import RoundResults
 from fl_engine.rounds.run import Run
-from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.rounds.timing import SIMULATED, Times
+from fl_engine.storage import run_files
+from fl_engine.storage.run_files import WAY_OUT
 from fl_engine.storage.store import tensor_bytes
-from fl_engine.storage.tensor_files import TensorFiles
+from fl_engine.storage.tensor_files import FILE, TensorFiles
 from fl_engine.training.evaluation import published
 
-AS_BROUGHT = "as brought/"
-"""Prefix of the names of running statistics among the changes: they are stored as the client sent them."""
+FOLDER = "pending/"
+KEY = "rounds/pending"
+"""Key of the pending updates in the JSON of a commit."""
 
 
+class PendingUpdate(run_files.Record):
+    """Metadata of an update that finishes in a later round."""
+
+    round: Index
+    """Number of the round that selected the client."""
+    client: Index
+    sent: dict[str, Any]
+    """Sub-model that was sent. The field `spec` describes the sub-model after training."""
+    spec: dict[str, Any]
+    seed: int
+    level: Index
+    hints: dict[str, Any]
+    trained: Index | None
+    """Level of the sub-model `spec`; None if the pool does not contain the sub-model."""
+    examples: Index
+    metrics: dict[str, float]
+    times: Times
+    finish: NotNegative
+    """Time on the simulated clock at which the update finishes, in seconds."""
+    down: Index
+    """Bytes sent to the client: the encoded weights and the assignment's memory."""
+    up: Index
+    """Bytes of the encoded weights that the client returns."""
+    size: Index
+    """Bytes of the sent weights before encoding."""
+    file: Annotated[str, Field(pattern=f"^{FILE.pattern}$")]
+    """Name of the file that stores the change of the weights."""
+
+    @staticmethod
+    def of(
+        update: ClientUpdate, assignment: Assignment, times: Times, finish: float, up: int, file: str
+    ) -> PendingUpdate:
+        return PendingUpdate(
+            round=assignment.round,
+            client=assignment.client,
+            sent=assignment.spec.to_json(),
+            spec=update.spec.to_json(),
+            seed=assignment.seed,
+            level=assignment.level,
+            hints=dict(assignment.hints),
+            trained=update.level,
+            examples=update.num_examples,
+            metrics=dict(update.metrics),
+            times=times,
+            finish=finish,
+            down=coding.bytes_sent(assignment),
+            up=up,
+            size=tensor_bytes(assignment.payload),
+            file=file,
+        )
+
+    def assignment(self, round: int) -> Assignment:
+        """Return the assignment with the current round's number, which algorithms and selectors expect."""
+        return Assignment(round, self.client, SubmodelSpec.from_json(self.sent), {}, self.seed, self.level, self.hints)
+
+    def update(self, round: int, weights: Params) -> ClientUpdate:
+        spec = SubmodelSpec.from_json(self.spec)
+        return ClientUpdate(
+            round, self.client, spec, weights, self.examples, self.metrics, self.trained, self.times.total
+        )
+
+
+def pending_in(rest: Mapping[str, Any]) -> tuple[PendingUpdate, ...]:
+    """Return the pending updates in a commit's JSON. Raises IntegrityError."""
+    try:
+        pending: tuple[PendingUpdate, ...] = adapter(tuple[PendingUpdate, ...]).validate_python(rest.get(KEY, ()))
+        return pending
+    except ValidationError as error:
+        raise IntegrityError(f"stored state: {KEY!r} must be a list of pending updates: {brief(error)}") from error
+
+
+def check_files(files: TensorFiles, rest: Mapping[str, Any]) -> None:
+    """Read the files of all pending updates in a commit. Raises IntegrityError if a file is missing or damaged."""
+    for update in pending_in(rest):
+        try:
+            files.get(update.file)
+        except IntegrityError as error:
+            raise IntegrityError(f"{error}. {WAY_OUT}") from error
+
+
+# ------------------------------------------------------------------------------------------------------- checks
+def check(algorithm: Algorithm, options: RoundsConfig) -> None:
+    """Raise ConfigError if the options or the algorithm do not support asynchronous rounds."""
+    if options.mode == "synchronous":
+        if options.buffer is not None:
+            raise ConfigError("rounds.buffer must be null unless rounds.mode=buffered", path="rounds.buffer")
+        return
+    for name, wanted in {"over_provision": 1, "deadline_s": None, "quorum": 0}.items():
+        if getattr(options, name) != wanted:
+            value = "null" if wanted is None else wanted
+            message = f"rounds.{name} must be {value} if rounds.mode=buffered"
+            raise ConfigError(message, code="config.conflict", path=f"rounds.{name}")
+    name = type(algorithm).__name__
+    if is_private(algorithm):
+        _refuse("a private aggregation requires updates from a single round")
+    if isinstance(algorithm, KeepsClientState):
+        _refuse(f"the clients of {name} store a state between rounds")
+    if isinstance(algorithm, RemembersChanges) and algorithm.remembers_changes:
+        _refuse(f"the server of {name} stores the change of each client")
+
+
+def _refuse(why: str) -> None:
+    message = f"rounds.mode=buffered cannot be used, because {why}. Set rounds.mode=synchronous"
+    raise ConfigError(message, code="config.conflict", path="rounds.mode")
+
+
+def check_plan(run: Run, state: Any, plan: RoundPlan, pending: Sequence[PendingUpdate]) -> None:
+    """Check the plan of an asynchronous round. Raises ConfigError if a level has its own weights, or if the plan
+    selects more clients than may train at the same time."""
+    if run.options.mode == "synchronous":
+        return
+    name, most = type(run.algorithm).__name__, run.at_once
+    if published(state) is not state.params:
+        _refuse(f"each level of {name} has its own weights")
+    if run.options.buffer is not None and run.options.buffer > most:
+        message = f"rounds.buffer must be at most {most}, the number of training clients, got {run.options.buffer}"
+        raise ConfigError(message, code="config.out_of_range", path="rounds.buffer")
+    if len(plan.assignments) + len(pending) > most:
+        _refuse(f"{name} selects more clients than training.fraction allows")
+
+
+# -------------------------------------------------------------------------------------------------- one round
 @dataclass(frozen=True)
 class Due:
-    """What a round merges, and what is still pending."""
+    """Updates that a round merges, and updates that remain pending."""
 
     plan: RoundPlan
-    """The assignments of the merged updates, and of clients that failed."""
-    answers: Answers
-    flying: tuple[Flight, ...]
+    """Assignments of the merged updates, and failed assignments."""
+    results: RoundResults
+    pending: tuple[PendingUpdate, ...]
     clock: float
     stale: Mapping[int, int]
-    """Map each client to its staleness s: how many merges ago its weights were sent."""
+    """Map each client to its staleness, the number of merges since the server sent the weights."""
     down: Mapping[int, tuple[int, int]]
-    """Map each client to the bytes that it was sent, and the bytes of these weights in a model."""
+    """Map each client to a tuple (bytes sent, bytes of the sent weights before encoding)."""
 
 
-def check(algorithm: Algorithm, terms: RoundsConfig) -> None:
-    """Raise ConfigError if the options or the algorithm do not support asynchronous rounds."""
-    if terms.mode == "synchronous":
-        if terms.buffer is not None:
-            raise ConfigError(
-                f"rounds.buffer = {terms.buffer} requires rounds.mode=buffered: set that, or buffer to null"
-            )
-        return
-    kept = {
-        "over_provision=1": terms.over_provision == 1,
-        "deadline_s=null": terms.deadline_s is None,
-        "quorum=0": terms.quorum == 0,
-    }
-    if wrong := [f"rounds.{setting}" for setting, kept_to in kept.items() if not kept_to]:
-        raise ConfigError(f"rounds.mode=buffered merges the first updates and has no deadlines: set {', '.join(wrong)}")
-    for asked, what in (
-        (is_private(algorithm), "a private aggregation counts on clients of one round"),
-        (isinstance(algorithm, KeepsClientState), "its clients keep a state from round to round"),
-        (
-            isinstance(algorithm, RemembersChanges) and algorithm.remembers_changes,
-            f"the server of {type(algorithm).__name__} remembers how far each client moved what it was sent",
-        ),
-    ):
-        if asked:
-            raise ConfigError(f"{what}, which rounds.mode=buffered does not go with: set rounds.mode=synchronous")
-
-
-def check_plan(run: Run, state: Any, plan: RoundPlan, flying: Sequence[Flight]) -> None:
-    """Raise ConfigError if rounds are asynchronous and levels have weights of their own, or if the plan has more
-    clients than are free."""
-    if run.terms.mode == "synchronous":
-        return
-    if published(state) is not state.params:
-        raise ConfigError(
-            f"levels of {type(run.algorithm).__name__} have weights of their own, which rounds.mode=buffered does not "
-            "go with: set rounds.mode=synchronous"
-        )
-    most = run.at_once
-    if run.terms.buffer is not None and run.terms.buffer > most:
-        raise ConfigError(
-            f"rounds.buffer = {run.terms.buffer}, but {most} clients are at work: set it to {most} at most, or raise "
-            "training.fraction"
-        )
-    if len(plan.orders) + len(flying) > most:
-        raise ConfigError(
-            f"{type(run.algorithm).__name__} asked {len(plan.orders)} clients, {most - len(flying)} were free: "
-            "rounds.mode=buffered is for algorithms that draw training.fraction of all clients; set "
-            "rounds.mode=synchronous"
-        )
-
-
-def due(
-    run: Run, state: Any, plan: RoundPlan, answers: Answers, flying: Sequence[Flight], clock: float, files: TensorFiles
+def collect_due(
+    run: Run,
+    state: Any,
+    plan: RoundPlan,
+    results: RoundResults,
+    pending: Sequence[PendingUpdate],
+    clock: float,
+    files: TensorFiles,
 ) -> Due:
-    """Return the updates that finish first, of the pending and the new ones. `plan`, `answers`: of the clients that
-    were selected in this round, at `clock`."""
-    new = [head for head in answers.heads() if isinstance(head, ClientUpdate)]
-    finish = {flight.order.client: flight.finish for flight in flying}
+    """Determine which of the new and pending updates this round merges. `plan` and `results` belong to the clients that
+    this round selected at `clock` on the simulated clock."""
+    new = [head for head in results.heads() if isinstance(head, ClientUpdate)]
+    finish = {update.client: update.finish for update in pending}
     finish |= {head.client: clock + head.elapsed for head in new}
-    first = sorted(finish, key=lambda client: (finish[client], client))[: run.terms.buffer or run.at_once]
-    found, waiting, down = Answers(), list[Flight](), dict[int, tuple[int, int]]()
-    for answer in answers:
-        order = plan.order_of[answer.client]
-        if not isinstance(answer, ClientUpdate) or answer.client in first:
-            found.add(answer, answers.size(answer.client) if isinstance(answer, ClientUpdate) else None)
-            down[order.client] = coding.bytes_sent(order), tensor_bytes(order.payload)
-            if order.client in answers.times:
-                found.times[order.client] = answers.times[order.client]
+    first = sorted(finish, key=lambda client: (finish[client], client))[: run.options.buffer or run.at_once]
+    found, waiting, down = RoundResults(), list[PendingUpdate](), dict[int, tuple[int, int]]()
+    assignments = []
+    for result in results:
+        client, assignment = result.client, plan.assignment_of[result.client]
+        up = results.sizes[client][0] if isinstance(result, ClientUpdate) else None
+        if isinstance(result, ClientUpdate) and up is not None and client not in first:
+            file = files.put(changes(result, assignment, run.site.layout))
+            waiting.append(PendingUpdate.of(result, assignment, results.times[client], finish[client], up, file))
             continue
-        file = files.put(changed(answer, order, run.site.layout))
-        without = replace(answer, payload={}, encoded=None)
-        bare = replace(order, payload={}, memory={}, encoded=None)
-        sizes = coding.bytes_sent(order), answers.size(answer.client), tensor_bytes(order.payload)
-        waiting.append(Flight(bare, without, answers.times[answer.client], finish[answer.client], *sizes, file))
+        found.add(result, up)
+        assignments.append(assignment)
+        down[client] = coding.bytes_sent(assignment), tensor_bytes(assignment.payload)
+        if client in results.times:
+            found.times[client] = results.times[client]
     stale = dict.fromkeys((head.client for head in new if head.client in first), 0)
-    orders = [order for order in plan.orders if order.client in down]
-    for flight in flying:
-        client = flight.order.client
+    for update in pending:
+        client = update.client
         if client not in first:
-            waiting.append(flight)
+            waiting.append(update)
             continue
-        stale[client], down[client] = plan.round - flight.order.round, (flight.down, flight.size)
-        found.times[client] = flight.times
-        weight = (1 + stale[client]) ** -run.terms.staleness
-        payload = moved(state, flight, files.get(flight.file), weight, run.site.layout)
-        found.add(replace(flight.update, round=plan.round, payload=payload), flight.up)
-        orders.append(replace(flight.order, round=plan.round))  # of one round, as algorithms and selections expect
-    merged = RoundPlan(plan.round, tuple(sorted(orders, key=lambda order: order.client)))
-    waiting.sort(key=lambda flight: flight.order.client)
+        stale[client], down[client] = plan.round - update.round, (update.down, update.size)
+        found.times[client] = update.times
+        weight = (1 + stale[client]) ** -run.options.staleness
+        now = take(state.params, run.site.layout, SubmodelSpec.from_json(update.spec))
+        found.add(update.update(plan.round, moved(now, files.get(update.file), weight)), update.up)
+        assignments.append(update.assignment(plan.round))
+    merged = RoundPlan(plan.round, tuple(sorted(assignments, key=lambda assignment: assignment.client)))
+    waiting.sort(key=lambda update: update.client)
     until = max((finish[client] for client in first), default=clock)
     return Due(merged, found, tuple(waiting), until, stale, down)
 
 
-def recorded(run: Run, plan: RoundPlan, due: Due, began: float) -> Record:
-    """Return the metrics of clients whose updates are merged, or that failed; `bytes_down` counts what this round sent.
-    `plan`: the assignments of this round. `began`: when it began on the simulated clock."""
-    record = recorder.recorded(run, due.plan, due.answers, began, due.down)
-    for line in record.clients:
-        if line["client"] in due.stale:
-            line["staleness"] = due.stale[line["client"]]
-    metrics = record.metrics
-    metrics["bytes_down"] = float(sum(map(coding.bytes_sent, plan.orders)))
-    metrics |= phases.bits(metrics) | phases.models(metrics, *record.models)
-    for name in phases.SIMULATED:  # their rounds overlap
-        metrics.pop(name, None)
-    metrics["clients_flying"] = float(len(due.flying))
-    if due.stale:
-        metrics["staleness"] = fmean(due.stale.values())
-        metrics["seconds_simulated"] = due.clock - began
-    return record
+def changes(update: ClientUpdate, assignment: Assignment, layout: ParamLayout) -> Params:
+    """Return the trained weights minus the sent weights. Integers and running statistics are not subtracted."""
+    sent = take(assignment.payload, layout, update.spec, have=assignment.spec)
+    return {
+        name: tensor - sent[name] if tensor.is_floating_point() and not is_statistic(name) else tensor
+        for name, tensor in update.payload.items()
+    }
 
 
-def changed(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> Params:
-    """Return how far each weight moved from what the client was sent; integers and statistics unchanged."""
-    sent = take(order.payload, layout, update.spec, have=order.spec)
+def moved(now: Params, change: Params, weight: float) -> Params:
+    """Return the weights `now` plus `weight` times the change."""
     found = {}
-    for name, tensor in update.payload.items():
+    for name, tensor in change.items():
         if is_statistic(name):
-            found[AS_BROUGHT + name] = tensor
-        else:
-            found[name] = tensor - sent[name] if tensor.is_floating_point() else tensor
-    return found
-
-
-def moved(state: Any, flight: Flight, change: Params, weight: float, layout: ParamLayout) -> Params:
-    """Return the current weights of the update's sub-model, moved by `weight` times the change. Raises IntegrityError
-    if the file does not hold this update's change."""
-    now, found = take(state.params, layout, flight.update.spec), {}
-    for key, tensor in change.items():
-        name = key.removeprefix(AS_BROUGHT)
-        if name not in now or now[name].shape != tensor.shape or (name != key) != is_statistic(name):
-            raise IntegrityError(f"{FOLDER}{flight.file} is not the change of client {flight.order.client}: {key}")
-        if name != key:
             found[name] = torch.lerp(now[name], tensor, weight)
         else:
             found[name] = now[name] + weight * tensor if tensor.is_floating_point() else tensor
     return found
+
+
+def record_round(run: Run, plan: RoundPlan, due: Due, began: float) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return a tuple (metrics, records). Each merged update and each failed client has a record.
+
+    `plan` contains the assignments sent in this round, which the metric `bytes_down` counts. `began` is the start of
+    the round on the simulated clock."""
+    down = sum(map(coding.bytes_sent, plan.assignments))
+    metrics, lines = recorder.record_round(run, due.plan, due.results, began, due.down, down)
+    for line in lines:
+        if line["client"] in due.stale:
+            line["staleness"] = due.stale[line["client"]]
+    for name in SIMULATED:  # These metrics describe single rounds, but rounds overlap.
+        metrics.pop(name, None)
+    metrics["clients_pending"] = float(len(due.pending))
+    if due.stale:
+        metrics["staleness"] = fmean(due.stale.values())
+        metrics["seconds_simulated"] = due.clock - began
+    return metrics, lines

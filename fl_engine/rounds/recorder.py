@@ -1,107 +1,161 @@
-"""The metrics of a round, and a line for each client."""
+"""Stores the results of a round, computes the round's metrics, and creates a record for each client."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median_low
 from typing import Any
 
+from fl_engine.aggregation.spool import IN_MEMORY_BYTES, Spool
 from fl_engine.core.slicing import index_of
-from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Pool, RoundPlan, Stage
+from fl_engine.core.types import ClientFailure, ClientResult, ClientUpdate, Params, Pool, RoundPlan, Stage, changed
 from fl_engine.exchange import coding
-from fl_engine.fleet import uniformity
-from fl_engine.rounds import phases
-from fl_engine.rounds.answers import Answers
+from fl_engine.rounds import timing
 from fl_engine.rounds.run import Run
+from fl_engine.rounds.timing import Times
 from fl_engine.storage.store import tensor_bytes
 
 log = logging.getLogger("flexfleet")
 
 
-@dataclass(frozen=True)
-class Record:
-    metrics: dict[str, float]
-    clients: tuple[dict[str, Any], ...]
-    """A line for each selected client, in client order."""
-    models: tuple[int, int]
-    """Bytes of the sent and of the returned weights in a model."""
+class RoundResults:
+    """Results of a round. A spool stores the weights of updates, so memory does not grow with the number of updates.
+    Results are iterated in client order, because floating-point sums depend on the order."""
+
+    def __init__(self, held_bytes: int = IN_MEMORY_BYTES) -> None:
+        self._spool = Spool(held_bytes)
+        self._heads: dict[int, ClientResult] = {}
+        """Map each client to its result without tensors."""
+        self._entries: dict[int, tuple[int, int | None]] = {}
+        """Map each client to the spool entries for its weights and its state."""
+        self.sizes: dict[int, tuple[int, int]] = {}
+        """Map each client to a tuple (bytes of the encoded weights, bytes of the decoded weights)."""
+        self.times: dict[int, Times] = {}
+        """Map each client to the times of its update, even if the update is rejected."""
+        self.limited: dict[int, int] = {}
+        """Map each client whose sample count `limit` has reduced to the client's reported count."""
+
+    def add(self, result: ClientResult, size: int | None = None) -> None:
+        """Add a result. If `result` no longer contains the encoded weights, `size` is their size in bytes."""
+        client = result.client
+        if isinstance(result, ClientUpdate):
+            self.sizes[client] = tensor_bytes(result.travels) if size is None else size, tensor_bytes(result.payload)
+            state = self._spool.put(result.state) if result.state else None
+            self._entries[client] = self._spool.put(result.payload), state
+            result = changed(result, payload={}, state={}, encoded=None)
+        self._heads[client] = result
+
+    def refuse(self, failures: Mapping[int, ClientFailure]) -> None:
+        """Replace the results of the clients in `failures` with the failures."""
+        self._heads |= failures
+
+    def limit(self, bound: float | None) -> None:
+        """Reduce each update's sample count to at most `bound` times the lower median. None means no limit."""
+        updates = {client: head for client, head in self._heads.items() if isinstance(head, ClientUpdate)}
+        if bound is None or not updates:
+            return
+        most = int(bound * median_low(update.num_examples for update in updates.values()))
+        self.limited = {client: u.num_examples for client, u in updates.items() if u.num_examples > most}
+        self._heads |= {client: changed(updates[client], num_examples=most) for client in self.limited}
+
+    def heads(self) -> Iterator[ClientResult]:
+        """Yield the results without tensors."""
+        for client in sorted(self._heads):
+            head = self._heads[client]
+            if isinstance(head, ClientFailure) and client in self.times:
+                head = changed(head, elapsed=self.times[client].total)
+            yield head
+
+    def states(self) -> Iterator[tuple[int, Params]]:
+        """Yield a tuple (client, state to store) for each merged update that contains a state."""
+        for head in self.heads():
+            if isinstance(head, ClientUpdate) and (entry := self._entries[head.client][1]) is not None:
+                yield head.client, self._spool.get(entry)
+
+    def __iter__(self) -> Iterator[ClientResult]:
+        for head in self.heads():
+            if isinstance(head, ClientUpdate):
+                yield changed(head, payload=self._spool.get(self._entries[head.client][0]))
+            else:
+                yield head
 
 
-def recorded(
+def record_round(
     run: Run,
     plan: RoundPlan,
-    answers: Answers,
+    results: RoundResults,
     begin: float = 0.0,
     sent_bytes: Mapping[int, tuple[int, int]] | None = None,
-) -> Record:
-    """Return the metrics of a round, with a line for each selected client.
+    bytes_down: int | None = None,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return a tuple (metrics, records). The records are in client order and include every selected client.
 
-    Bytes are those of the tensors that travel, to all selected clients and back from those whose updates are merged: 4
-    for each parameter, or what a codec makes of them, and 4 for each number of an assignment's memory and of a client's
-    state. An update that arrives and is not merged (too late, one too many, refused) is not counted.
+    The metric `bytes_down` counts the encoded tensors and the assignment memory sent to all selected clients.
+    `bytes_up` counts the encoded tensors and the states in the merged updates.
 
-    On the simulated clock a round ends with the slowest client whose update it merges. If it merges fewer updates than
-    it wants, and a result has not arrived by the deadline, it ends with the deadline; an unreadable result counts as
-    not arrived. A round that merges no update ends with the last result, or later if `Run.without_updates` says so.
+    On the simulated clock, a round ends when the slowest merged update arrives. If updates are missing, the round ends
+    at the deadline. An unreadable result counts as missing. A round without merged updates ends with the last result,
+    or when the last dropped-out client goes offline. A round without assignments ends when a client comes online.
 
     Args:
-        run: What is the same in every round.
-        plan: The assignments.
-        answers: The results.
-        begin: When the round began on the simulated clock.
-        sent_bytes: For each client, the bytes that it was sent, and the bytes of these weights in a model, if the
-            assignments no longer hold them.
+        begin: Start of the round on the simulated clock.
+        sent_bytes: Map each client to a tuple (bytes sent, bytes of the sent weights before encoding). Required if the
+            assignments no longer contain the weights.
+        bytes_down: Bytes sent in this round; None if this number is the sum of `sent_bytes`.
     """
     lines, updates, failures = [], list[ClientUpdate](), list[ClientFailure]()
     pruned = 0
-    for head in answers.heads():
-        order = plan.order_of[head.client]
+    for head in results.heads():
+        assignment = plan.assignment_of[head.client]
         if isinstance(head, ClientUpdate):
             updates.append(head)
-            pruned += head.level != index_of(run.site.pool, run.site.layout, order.spec)
+            pruned += head.level != index_of(run.site.pool, run.site.layout, assignment.spec)
         else:
             failures.append(head)
             log.warning("round %d: client %d failed (%s): %s", head.round + 1, head.client, head.stage, head.reason)
-        line = _line(run.site.pool, order.level, head, answers.times.get(head.client))
-        if head.client in answers.said:
-            line |= {"examples": answers.said[head.client], "counted": line["examples"]}
+        line = _line(run.site.pool, assignment.level, head, results.times.get(head.client))
+        if head.client in results.limited:
+            line |= {"examples": results.limited[head.client], "counted": line["examples"]}
         lines.append(line)
     if sent_bytes is None:
-        sent_bytes = {o.client: (coding.bytes_sent(o), tensor_bytes(o.payload)) for o in plan.orders}
-    down, model_down = (sum(sent_bytes[o.client][i] for o in plan.orders) for i in (0, 1))
-    up = sum(answers.size(update.client) for update in updates)
-    model_up = sum(answers.model_size(update.client) for update in updates)
-    kept = coding.bytes_of(run.client_state)
+        sent_bytes = {o.client: (coding.bytes_sent(o), tensor_bytes(o.payload)) for o in plan.assignments}
+    down, model_down = (sum(sent_bytes[o.client][i] for o in plan.assignments) for i in (0, 1))
+    up, model_up = (sum(results.sizes[update.client][i] for update in updates) for i in (0, 1))
+    bytes_down = down if bytes_down is None else bytes_down
+    bytes_up = up + coding.bytes_of(run.client_state) * len(updates)
     metrics = {
-        "bytes_down": float(down),
-        "bytes_up": float(up + kept * len(updates)),
+        "bytes_down": float(bytes_down),
+        "bytes_up": float(bytes_up),
+        "bits_down": 8.0 * bytes_down,
+        "bits_up": 8.0 * bytes_up,
         "waste": 1 - model_up / model_down if model_down else 0.0,
         "clients_trained": float(len(updates)),
         "clients_pruned": float(pruned),
         "clients_failed": float(len(failures)),
     }
-    metrics |= phases.bits(metrics) | phases.models(metrics, model_down, model_up) | _reasons(failures)
-    if (lasted := _simulated(run, plan, answers, updates, failures, begin)) is not None:
-        metrics["seconds_simulated"] = lasted
-    if answers.said:
-        metrics["clients_limited"] = float(len(answers.said))
+    if (model_down, model_up) != (bytes_down, bytes_up):
+        metrics |= {"model_bytes_down": float(model_down), "model_bytes_up": float(model_up)}
+    metrics |= _reasons(failures)
+    if (seconds := _simulated(run, plan, results, updates, failures, begin)) is not None:
+        metrics["seconds_simulated"] = seconds
+    if results.limited:
+        metrics["clients_limited"] = float(len(results.limited))
     if updates:
         examples = sum(update.num_examples for update in updates)
         metrics["seconds_encode_clients"] = math.fsum(u.metrics.get("seconds_encode", 0.0) for u in updates)
         metrics["train_loss"] = sum(u.metrics["loss"] * u.num_examples for u in updates) / examples
-    in_order = [(client, answers.times[client]) for client in sorted(answers.times)]
-    merged = {update.client for update in updates}
-    answered = [times for client, times in in_order if client in merged]
-    metrics |= phases.of_the_last(answered)
-    metrics |= uniformity.measured([times for _, times in in_order], answered, run.alone)
-    return Record(metrics, tuple(lines), (model_down, model_up))
+    times = dict(sorted(results.times.items()))
+    merged = [times[update.client] for update in updates if update.client in times]
+    numerics = run.site.numerics
+    alone = numerics.strategy != "batched" or numerics.lanes == 1
+    metrics |= timing.of_clients(list(times.values()), merged, alone)
+    return metrics, lines
 
 
-def _line(pool: Pool, level: int, head: Outcome, took: uniformity.Times | None) -> dict[str, Any]:
-    """Return the line of a client that was sent this level."""
+def _line(pool: Pool, level: int, head: ClientResult, took: Times | None) -> dict[str, Any]:
     sent = pool[level].name
     line: dict[str, Any] = {"client": head.client, "sent": sent}
     if isinstance(head, ClientUpdate):
@@ -110,52 +164,48 @@ def _line(pool: Pool, level: int, head: Outcome, took: uniformity.Times | None) 
     else:
         line["failure"] = f"{head.stage}: {head.reason}"
     if took is not None:
-        line |= {
-            "seconds_simulated": took.total,
-            "seconds_compute": took.compute,
-            "seconds_communication": took.communication,
-        }
+        line["seconds_simulated"] = took.total
+        line |= {"seconds_compute": took.compute, "seconds_communication": took.communication}
     return line
 
 
 def _simulated(
     run: Run,
     plan: RoundPlan,
-    answers: Answers,
+    results: RoundResults,
     updates: Sequence[ClientUpdate],
     failures: Sequence[ClientFailure],
     begin: float,
 ) -> float | None:
-    """Return the seconds of the round on the simulated clock, or None if it has no times."""
-    deadline_s = run.terms.deadline_s
-    if deadline_s is not None and len(updates) < plan.enough and not _all_came(plan, answers, deadline_s):
+    """Return the duration of the round in simulated seconds; None if no client has a time."""
+    deadline_s, times = run.options.deadline_s, results.times
+    in_time = [o for o in plan.assignments if o.client in times and times[o.client].total <= (deadline_s or math.inf)]
+    if deadline_s is not None and len(updates) < plan.enough and len(in_time) < len(plan.assignments):
         return deadline_s
     if updates:
         return max(update.elapsed for update in updates)
-    dropped = [failure.client for failure in failures if failure.stage == "drop"]
-    lasted = run.without_updates(plan, dropped, begin)
-    ends = [took.total for took in answers.times.values()] + ([] if lasted is None else [lasted])
+    ends = [took.total for took in times.values()]
+    if run.trace is not None:  # Wait for dropped-out clients to go offline, or for a client to come online.
+        left = [run.trace.leaves(failure.client, begin) for failure in failures if failure.stage == "drop"]
+        left = left if plan.assignments else [run.trace.arrives(begin)]
+        ends.append(max((end - begin for end in left if end < math.inf), default=0.0))
     return max(ends, default=None)
 
 
-def _all_came(plan: RoundPlan, answers: Answers, deadline_s: float) -> bool:
-    times = answers.times
-    return all(order.client in times and times[order.client].total <= deadline_s for order in plan.orders)
+STAGES: dict[Stage, str] = {
+    "drop": "clients_dropped",
+    "straggle": "clients_late",
+    "prune": "clients_without_memory",
+    "train": "clients_not_trained",
+    "pod": "clients_lost",
+}
 
 
 def _reasons(failures: list[ClientFailure]) -> dict[str, float]:
-    """Count the failures by code (`updates`), and those without a code by stage."""
     stages = Counter(failure.stage for failure in failures if failure.code is None)
     codes = Counter(failure.code for failure in failures if failure.code is not None)
     found = {f"rejected/{code}": float(count) for code, count in sorted(codes.items())}
-    names: dict[Stage, str] = {
-        "drop": "clients_dropped",
-        "straggle": "clients_late",
-        "prune": "clients_without_memory",
-        "train": "clients_not_trained",
-        "pod": "clients_lost",
-    }
-    found |= {name: float(stages[stage]) for stage, name in names.items() if stages[stage]}
+    found |= {name: float(stages[stage]) for stage, name in STAGES.items() if stages[stage]}
     if stages["quorum"]:
         found["carried_forward"] = 1.0
     return found

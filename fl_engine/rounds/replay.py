@@ -1,13 +1,12 @@
-"""One client's work in one round, computed once more.
+"""Computes one client's training in one round again.
 
-Every round is a function of the state before it, its number and the seed. The rounds since the last stored state are
-computed again without committing anything, and then this one assignment. If clients keep a state, or rounds are
-asynchronous, all earlier rounds are computed again.
+A round depends only on the previous state, the round number and the seed. `replay` first computes the rounds since the
+last stored state without commits. Then it executes the client's assignment. If clients have a state or rounds are
+asynchronous, `replay` computes all earlier rounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,94 +14,94 @@ from typing import Any
 
 from fl_engine.core.contracts import Backend
 from fl_engine.core.errors import ConfigError, IntegrityError
-from fl_engine.core.types import ClientFailure, ClientUpdate, LocalTask, Params, WorkOrder
-from fl_engine.exchange.client import accept, delivered, train
-from fl_engine.rounds import faulty
+from fl_engine.core.types import Assignment, ClientFailure, ClientUpdate, LocalTask, Params
+from fl_engine.exchange.client import accept, deliver, train
+from fl_engine.rounds import fault_injection
 from fl_engine.rounds.collect import Clients
-from fl_engine.rounds.ledger import Ledger, ledger_in
-from fl_engine.rounds.loop import committed
-from fl_engine.rounds.phases import Stopwatch
-from fl_engine.rounds.round import asked, play
+from fl_engine.rounds.ledger import Ledger
+from fl_engine.rounds.loop import load_progress
+from fl_engine.rounds.round import plan_round, run_round
 from fl_engine.rounds.run import Run
+from fl_engine.rounds.timing import Stopwatch
 from fl_engine.storage.store import FolderStore
 
 NEVER = 10**9
 SAME = ("loss", "steps", "macs")
-"""Reported metrics that follow from the assignment alone."""
+"""Metrics that depend only on the assignment. In a replay, these metrics must be equal to the stored metrics."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ClientRound:
-    """The assignment of one client in one round, and its result."""
+    """Assignment and result of one client in one round.
 
-    order: WorkOrder
-    """`order.payload` are the weights that it received."""
+    Attributes:
+        assignment: The client's assignment. `assignment.payload` contains the received weights.
+        task: Training task of the client. `task.spec` is the sub-model after pruning on the device.
+        start: Weights of `task.spec` before training.
+        update: Update of the client. `update.payload` contains the weights that the server decodes.
+        change: Difference of `update.payload` and `start`, for all tensors with equal shapes.
+
+    Example:
+        >>> flexfleet.load("runs/a").replay(round=2, client=7).change["fc.weight"]
+    """
+
+    assignment: Assignment
     task: LocalTask
-    """What it trained: `task.spec` is the sub-model, after pruning on the device."""
     start: Params
-    """The weights of `task.spec` before training."""
     update: ClientUpdate
-    """`update.payload` are the weights that it sent back, as the server decodes them."""
     change: Params
-    """`update.payload` minus `start`, for each weight of equal shape."""
+
+    def __repr__(self) -> str:
+        at = f"client {self.update.client} in round {self.assignment.round + 1}"
+        trained = f"{self.update.num_examples} samples, loss {self.update.metrics['loss']:.4g}"
+        return f"<flexfleet.ClientRound: {at}, {trained}, {len(self.change)} tensors>"
 
 
 def replay(run: Run, initial: Any, backend: Backend, ledger: Ledger, round: int, client: int) -> ClientRound:
-    """Return the work of `client` in `round`, counted from 0.
+    """Return the assignment and the result of `client` in `round`, counted from 0.
 
-    `initial` is the state before round 0; `backend` computes earlier rounds again. Raises ConfigError if the client was
-    not selected or failed, IntegrityError if its metrics differ from those in the ledger.
+    `initial` is the state before round 0. `backend` computes earlier rounds again. Raises ConfigError if the client was
+    not selected or failed, and IntegrityError if a replayed metric differs from the ledger.
     """
     rows = ledger.checkpoints.rows()
     if not 0 <= round < len(rows):
-        raise ConfigError(f"round {round + 1} is not committed: the run has {len(rows)} rounds")
+        raise ConfigError(f"round must be from 1 to {len(rows)}, the number of committed rounds, got {round + 1}")
     line = next((line for line in rows[round].clients if line["client"] == client), None)
     metrics = rows[round].metrics
     if not rows[round].clients and (metrics.get("clients_trained") or metrics.get("clients_failed")):
-        raise ConfigError(f"round {round + 1} is packed: its records of single clients are deleted")
+        raise ConfigError(f"round {round + 1} cannot be replayed, because packing deleted its client records")
     if line is None:
-        there = ", ".join(str(line["client"]) for line in rows[round].clients)
-        raise ConfigError(f"client {client} was not selected in round {round + 1}. Selected: {there}")
+        choices = ", ".join(str(line["client"]) for line in rows[round].clients)
+        raise ConfigError(f"client {client} was not selected in round {round + 1}. Choose from {choices}")
     if "failure" in line:
         raise ConfigError(f"client {client} failed in round {round + 1}: {line['failure']}")
-    with TemporaryDirectory() as scratch:
-        return _replayed(run, initial, backend, ledger, ledger_in(FolderStore(Path(scratch))), round, line)
-
-
-def _replayed(
-    run: Run, initial: Any, backend: Backend, ledger: Ledger, scratch: Ledger, round: int, line: dict[str, Any]
-) -> ClientRound:
-    keeps = bool(run.client_state) or run.terms.mode == "buffered"
-    states = scratch.states if run.client_state else None
-    clients = Clients(backend, None, lambda: False, states, scratch.flights if run.terms.mode == "buffered" else None)
-    # Later rounds delete the files of client states and pending updates, so these runs start from the beginning.
-    kept = [] if keeps else [each for each in ledger.checkpoints.with_state() if each < round]
-    last = max(kept, default=None)
-    progress, _ = committed(initial, ledger, last)
-    run = replace(run, terms=run.terms.model_copy(update={"evaluate_every": NEVER}), evaluation=None)
-    for each in range(0 if last is None else last + 1, round):
-        progress, _ = play(run, progress, each, clients)
-    begin = progress.clock if progress.flying else run.begins(round, progress.clock)
-    context = run.context(round, begin, {flight.order.client for flight in progress.flying})
-    order = asked(run, progress, context, clients, Stopwatch()).order_of[line["client"]]
-    work = accept(run.algorithm, order, run.site)
-    (outcome,) = [work] if isinstance(work, ClientFailure) else train([work], run.site, run.devices[0])
-    update = faulty.arrived(run, order, delivered(run.algorithm, outcome, order, run.site))
+    with TemporaryDirectory() as folder:
+        scratch = Ledger(FolderStore(Path(folder)))
+        states = scratch.states if run.client_state else None
+        pending = scratch.pending if run.options.mode == "buffered" else None
+        clients = Clients(backend, None, states=states, pending=pending)
+        last = None
+        if states is None and pending is None:  # Old client states and pending updates are deleted during the run.
+            last = max((each for each in ledger.checkpoints.with_state() if each < round), default=None)
+        progress, _ = load_progress(initial, ledger, last)
+        run = replace(run, options=run.options.model_copy(update={"evaluate_every": NEVER}), evaluation=None)
+        for each in range(0 if last is None else last + 1, round):
+            progress, _ = run_round(run, progress, each, clients)
+        plan, _ = plan_round(run, progress, round, clients, Stopwatch())
+    assignment = plan.assignment_of[client]
+    work = accept(run.algorithm, assignment, run.site)
+    (result,) = [work] if isinstance(work, ClientFailure) else train([work], run.site, run.devices[0])
+    result = deliver(run.algorithm, result, assignment, run.site)
+    update = fault_injection.inject(run.fault(assignment), assignment, result, run.rules)
     if isinstance(work, ClientFailure) or isinstance(update, ClientFailure):
-        raise ConfigError(f"client {order.client} fails when round {round + 1} is computed again: {outcome}")
-    _check(update, line, round)
-    change = {name: t - work.start[name] for name, t in update.payload.items() if _alike(t, work.start.get(name))}
-    return ClientRound(order, work.task, work.start, update, change)
-
-
-def _alike(tensor: Any, other: Any) -> bool:
-    return other is not None and tensor.shape == other.shape
-
-
-def _check(update: ClientUpdate, line: dict[str, Any], round: int) -> None:
-    told: Sequence[str] = [name for name in SAME if name in line and line[name] != update.metrics.get(name)]
-    if told:
-        raise IntegrityError(
-            f"client {update.client} of round {round + 1}, computed again, reports {told[0]} "
-            f"{update.metrics[told[0]]!r}; the run has {line[told[0]]!r}. Was it computed elsewhere, or by other code?"
-        )
+        raise ConfigError(f"client {assignment.client} failed in the replay of round {round + 1}: {result}")
+    for name in SAME:
+        if name in line and line[name] != update.metrics.get(name):
+            raise IntegrityError(
+                f"client {update.client} in round {round + 1}: {name} is {update.metrics[name]!r} in the replay, but "
+                f"{line[name]!r} in the run. Replay with the same code on the same type of machine as the run"
+            )
+    sent = work.start
+    alike = [name for name, t in update.payload.items() if name in sent and t.shape == sent[name].shape]
+    change = {name: update.payload[name] - sent[name] for name in alike}
+    return ClientRound(assignment, work.task, work.start, update, change)

@@ -1,81 +1,86 @@
-"""One round: plan -> encode -> collect -> merge -> evaluate."""
+"""Runs one round: plan -> encode -> collect -> merge -> evaluate."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isfinite
 from statistics import fmean
 from typing import Any
 
 from fl_engine.aggregation import privacy
-from fl_engine.core.clients import travelling
+from fl_engine.core.clients import with_prefix
 from fl_engine.core.errors import IntegrityError
 from fl_engine.core.system import at_work
-from fl_engine.core.types import Header, Params, RoundContext, RoundPlan
+from fl_engine.core.types import Params, RoundContext, RoundPlan
 from fl_engine.exchange import coding
 from fl_engine.exchange.manifest import Rejected
 from fl_engine.exchange.updates import check_state
 from fl_engine.rounds import at_clients, buffer
-from fl_engine.rounds.acceptance import History
-from fl_engine.rounds.answers import Answers
+from fl_engine.rounds.acceptance import MovementHistory
+from fl_engine.rounds.buffer import PendingUpdate
 from fl_engine.rounds.checks import check_finite, check_merged, check_planned
 from fl_engine.rounds.collect import Clients, collect
-from fl_engine.rounds.pending import Flight
-from fl_engine.rounds.phases import Stopwatch
-from fl_engine.rounds.recorder import recorded
+from fl_engine.rounds.recorder import record_round
 from fl_engine.rounds.run import Run
+from fl_engine.rounds.timing import Stopwatch
 from fl_engine.selection.capacity import eligible, level_of
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import tensor_bytes
 from fl_engine.storage.tensor_files import ClientStates
 from fl_engine.training.evaluation import Score, average, by_owner, evaluate_pool, published
 
+log = logging.getLogger("flexfleet")
+
 
 @dataclass(frozen=True)
 class Progress:
-    """What one round passes to the next."""
+    """The run's progress after a round, which is the input of the next round."""
 
     state: Any
-    """The algorithm's."""
-    history: History = field(default_factory=History)
-    """How far the updates of earlier rounds moved."""
+    """State of the algorithm."""
+    history: MovementHistory = field(default_factory=MovementHistory)
+    """Movements of updates in earlier rounds."""
     clock: float = 0.0
-    """Seconds that all rounds together took on the simulated clock."""
+    """Total simulated seconds of all rounds."""
     states: Mapping[int, str] = field(default_factory=dict)
-    """By client, the file of what it keeps (`storage.tensor_files`)."""
-    flying: tuple[Flight, ...] = ()
+    """Map each client to the name of the file that stores the client's state."""
+    pending: tuple[PendingUpdate, ...] = ()
     """Pending updates of asynchronous rounds."""
 
 
-def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Progress, Row]:
-    """Return the progress after the round, and its metrics.
+def run_round(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Progress, Row]:
+    """Return a tuple (progress after the round, row with the round's metrics).
 
     Raises:
-        Stopped: Somebody asked the run to stop.
+        Stopped: `should_stop` returned true.
         ConfigError: Asynchronous rounds do not support the plan.
-        ModelError: `plan` or `merge` returned something invalid (`rounds.checks`).
+        ModelError: `plan` or `merge` returned an invalid value.
     """
     watch = Stopwatch()
     started = watch.began
-    # Pending clients are at work, so the round does not wait for others to come online.
-    begin = before.clock if before.flying else run.begins(round, before.clock)
-    context = run.context(round, begin, {flight.order.client for flight in before.flying})
-    plan = asked(run, before, context, clients, watch)
-    buffer.check_plan(run, before.state, plan, before.flying)
+    plan, context = plan_round(run, before, round, clients, watch)
+    begin = context.clock
+    buffer.check_plan(run, before.state, plan, before.pending)
     collected = collect(run, plan, before.history, clients, begin)
     due = None
-    if clients.flights is not None:
-        due = buffer.due(run, before.state, plan, collected.answers, before.flying, begin, clients.flights)
-    answers = collected.answers if due is None else due.answers
-    answers.limit(run.terms.samples_bound)
-    state = run.algorithm.merge(before.state, plan if due is None else due.plan, answers, run.server)
+    if clients.pending is not None:
+        due = buffer.collect_due(run, before.state, plan, collected.results, before.pending, begin, clients.pending)
+    results = collected.results if due is None else due.results
+    results.limit(run.options.samples_bound)
+    state = run.algorithm.merge(before.state, plan if due is None else due.plan, results, run.server)
     check_merged(run.algorithm, before.state, state)
     check_finite(run.algorithm, before.state, state, round)
-    states = taken_in(before.states, answers, clients.states)
-    record = recorded(run, plan, answers, begin) if due is None else buffer.recorded(run, plan, due, begin)
-    metrics = record.metrics
+    states = before.states
+    if clients.states is not None:
+        files = {c: clients.states.put(kept, states.get(c)) for c, kept in results.states()}
+        states = {**states, **files}
+    if due is None:
+        metrics, lines = record_round(run, plan, results, begin)
+    else:
+        metrics, lines = buffer.record_round(run, plan, due, begin)
     if run.trace is not None:
         metrics["clients_online"] = float(len(context.available))
         metrics["simulated_wait"] = begin - before.clock
@@ -85,31 +90,41 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
         metrics["epsilon"] = spent
     watch.ends("merge")
     clock = before.clock + metrics.get("seconds_simulated", 0.0)
-    if (round + 1) % run.terms.evaluate_every == 0 or run.terms.over(round + 1, clock):
+    evaluations: list[dict[str, Any]] = []
+    if (round + 1) % run.options.evaluate_every == 0 or run.options.over(round + 1, clock):
         with at_work(tensor_bytes(published(state))):
             metrics |= _scores(run, state)
         if run.evaluation is not None:
-            metrics |= at_clients.evaluated(run, state, round, clock, clients)
+            own = partial(_stored_state, run, round, files=states, states=clients.states)
+            found, evaluations = at_clients.evaluate_at_clients(run, state, round, clock, clients, own)
+            metrics |= found
         watch.ends("evaluate")
     watch.seconds["merge"] -= collected.waited
     metrics |= {"seconds_encode": 0.0, "seconds_train": collected.waited, "seconds_decode": collected.decoded}
     metrics |= {f"seconds_{phase}": seconds for phase, seconds in watch.seconds.items()}
     metrics["seconds_round"] = watch.began - started
-    row = Row(round=round, metrics=metrics, clients=record.clients)
-    return Progress(state, collected.history, clock, states, () if due is None else due.flying), row
+    row = Row(round=round, metrics=metrics, clients=tuple(lines), evaluations=tuple(evaluations))
+    return Progress(state, collected.history, clock, states, () if due is None else due.pending), row
 
 
-def asked(run: Run, before: Progress, context: RoundContext, clients: Clients, watch: Stopwatch) -> RoundPlan:
-    """Return the assignments as they are sent. Raises ModelError for an invalid plan."""
+def plan_round(
+    run: Run, before: Progress, round: int, clients: Clients, watch: Stopwatch
+) -> tuple[RoundPlan, RoundContext]:
+    """Return a tuple (plan with encoded weights, context that the algorithm received). Raises ModelError if the plan is
+    invalid."""
+    # If updates are pending, some clients are training, so do not wait until a client comes online.
+    begin = before.clock if before.pending else run.begins(round, before.clock)
+    context = run.context(round, begin, {update.client for update in before.pending})
     plan = run.algorithm.plan(before.state, context)
     check_planned(run.algorithm, plan, len(run.site.fleet), len(run.site.pool))
     watch.ends("plan")
-    plan = coding.sent(plan, run.site.pool, run.codecs, run.site.seed)
-    watch.ends("encode" if any(order.encoded is not None for order in plan.orders) else "plan")
-    plan = replace(plan, noise_seed=privacy.noise_seed(run.noise_key, context.round))
-    plan = handed_out(run, plan, before.states, clients.states)
+    plan = coding.encode_plan(plan, run.site.pool, run.codecs, run.site.seed)
+    watch.ends("encode" if any(assignment.encoded is not None for assignment in plan.assignments) else "plan")
+    plan = replace(plan, noise_seed=privacy.noise_seed(run.noise_key, round))
+    if clients.states is not None:
+        plan = _with_states(run, plan, before.states, clients.states)
     watch.ends("plan")
-    return plan
+    return plan, context
 
 
 def _scores(run: Run, state: Any) -> dict[str, float]:
@@ -119,15 +134,15 @@ def _scores(run: Run, state: Any) -> dict[str, float]:
         metrics = by_owner(score, run.site.partition.server_classes).metrics
         found |= {f"{metric}/{name}": value for metric, value in metrics.items()}
         found[f"loss/{name}"] = score.loss
-    if not all(map(isfinite, found.values())):  # such values are left out of every file
+    if not all(map(isfinite, found.values())):  # Files omit values that are not finite.
         found["diverged"] = 1.0
     return found | _of_devices(run, scores)
 
 
 def _of_devices(run: Run, scores: Mapping[str, Score]) -> dict[str, float]:
-    """`accuracy_devices`, by the deciding metric's name: the mean over the devices that may train of the score of the
-    sub-model that each uses (`capacity.level_of`; FedX, section IV-D). Empty if fewer than two levels are scored, or if
-    a level that devices use is not reported."""
+    """Return the mean score over the devices. A device has the score of its level's sub-model (FedX, Section IV-D). The
+    name contains the task's metric, for example `accuracy_devices`. Return an empty dict if fewer than two levels are
+    evaluated, or if the level of a device is not evaluated."""
     pool = run.site.pool
     own = [level_of(device, pool) for device in eligible(run.algorithm, run.site.fleet, pool)]
     if len(scores) < 2 or any(pool[level].name not in scores for level in own):
@@ -135,36 +150,23 @@ def _of_devices(run: Run, scores: Mapping[str, Score]) -> dict[str, float]:
     return {f"{run.site.data.task.metric.name}_devices": fmean(scores[pool[level].name].value for level in own)}
 
 
-log = logging.getLogger("flexfleet")
+def _with_states(run: Run, plan: RoundPlan, files: Mapping[int, str], states: ClientStates) -> RoundPlan:
+    assignments = []
+    for assignment in plan.assignments:
+        state = _stored_state(run, plan.round, assignment.client, files, states)
+        assignments.append(replace(assignment, memory={**assignment.memory, **with_prefix(state)}))
+    return replace(plan, assignments=tuple(assignments))
 
 
-def handed_out(run: Run, plan: RoundPlan, files: Mapping[int, str], states: ClientStates | None) -> RoundPlan:
-    """Return the plan with each client's state in its assignment. A client whose file is missing or damaged starts
-    without a state."""
-    if states is None:
-        return plan
-    orders = []
-    for order in plan.orders:
-        state: Params = {}
-        if order.client in files:
-            state = _read(states, files[order.client], run.client_state, plan.round, order.client)
-        orders.append(replace(order, memory={**order.memory, **travelling(state)}))
-    return replace(plan, orders=tuple(orders))
-
-
-def _read(states: ClientStates, file: str, expected: Header, round: int, client: int) -> Params:
-    try:
-        state = states.get(file)
-        check_state(state, expected)
-    except (IntegrityError, Rejected) as error:
-        said = "its state is lost, it starts without one"
-        log.warning("round %d, client %d: %s: %s (states/%s)", round + 1, client, said, error, file)
+def _stored_state(run: Run, round: int, client: int, files: Mapping[int, str], states: ClientStates | None) -> Params:
+    """Return the client's state; an empty state if the file is missing or invalid."""
+    if states is None or client not in files:
         return {}
-    return state
-
-
-def taken_in(files: Mapping[int, str], answers: Answers, states: ClientStates | None) -> Mapping[int, str]:
-    """Map each client to the file of its state after the round."""
-    if states is None:
-        return files
-    return {**files, **{client: states.put(state, files.get(client)) for client, state in answers.states()}}
+    try:
+        stored = states.get(files[client])
+        check_state(stored, run.client_state)
+    except (IntegrityError, Rejected) as error:
+        warning = "client %d starts without its state, because its file is missing or invalid: %s (states/%s)"
+        log.warning(f"round %d: {warning}", round + 1, client, error, files[client])
+        return {}
+    return stored

@@ -1,10 +1,10 @@
-"""What is the same in every round of a run."""
+"""Defines the objects and options that all rounds of a run share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fl_engine.aggregation import privacy
@@ -13,16 +13,18 @@ from fl_engine.core.clients import header, kept_by_clients
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.costs import Epochs
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.types import ClientUpdate, Codecs, Device, Header, RoundContext, RoundPlan, WorkOrder
+from fl_engine.core.types import Assignment, ClientUpdate, Codecs, Device, Header, RoundContext
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site
-from fl_engine.fleet import faults, trace
+from fl_engine.exchange.updates import Rules
+from fl_engine.fleet import trace
 from fl_engine.fleet.devices import Took, simulated_seconds
-from fl_engine.fleet.faults import Fault
 from fl_engine.fleet.trace import Trace
-from fl_engine.fleet.uniformity import Times
+from fl_engine.rounds import fault_injection
+from fl_engine.rounds.fault_injection import Fault, Faults
+from fl_engine.rounds.options import EvaluateConfig, RoundsConfig
 from fl_engine.rounds.server import ServerSite
-from fl_engine.rounds.terms import EvaluateConfig, RoundsConfig
+from fl_engine.rounds.timing import Times
 from fl_engine.selection.capacity import round_size
 from fl_engine.storage.store import tensor_bytes
 
@@ -31,43 +33,43 @@ from fl_engine.storage.store import tensor_bytes
 class Run:
     algorithm: Algorithm
     site: Site
-    terms: RoundsConfig
+    options: RoundsConfig
     devices: tuple[str, ...] = ("cpu",)
-    """Where the server trains (the first of them) and evaluates."""
+    """Torch devices of the server. The server trains on the first device and evaluates on all devices."""
     noise_key: bytes | None = None
-    """Seed of a private aggregation's noise and selection; None: the site's seed."""
+    """Seed for the noise and the client selection of a private aggregation. With None, the site's seed is used."""
     codecs: Codecs = Codecs()
-    """The codecs of assignments whose level has no codecs of its own."""
+    """Default codecs for all levels that do not set codecs."""
     trace: Trace | None = None
-    """Availability and speed of the devices over time; None: all are online, each with its own speed and bandwidth."""
+    """Availability and speed of the devices over time. With None, devices are always online with constant speed."""
     wait_s: float = 86_400.0
-    """The longest that a round waits for a client to come online, in seconds of the simulated clock."""
+    """Maximum simulated seconds that a round waits for a client to come online."""
     evaluation: EvaluateConfig | None = None
-    """How clients evaluate the global model; None: they do not."""
+    """Options for the evaluation at the clients; None if clients do not evaluate."""
 
     @cached_property
     def server(self) -> ServerSite:
         return ServerSite(self.site, self.devices[0])
 
     def begins(self, round: int, clock: float) -> float:
-        """Return when the round begins on the simulated clock, if the one before ends at `clock`: as soon as a client
-        is online. Raises ConfigError if that takes longer than `wait_s`."""
+        """Return the start of the round in simulated seconds, if the previous round ends at `clock`. A round begins as
+        soon as a client is online. Raises ConfigError if no client comes online within `wait_s`."""
         if self.trace is None:
             return clock
         begin = clock
         while not self.trace.now(begin).online.any():
             begin = self.trace.arrives(begin)
             if begin - clock > self.wait_s:
-                when = f"the next comes after {begin - clock:g} s" if begin < math.inf else "nobody comes any more"
+                when = f"for {begin - clock:g} s" if begin < math.inf else "again"
                 raise ConfigError(
-                    f"round {round + 1}: no client is online {clock:g} s after the run's begin on the simulated "
-                    f"clock, and {when}; fleet.wait_s = {self.wait_s:g} is the longest to wait. Raise it, or give "
-                    "fleet.trace more clients or a repeat_s; what was committed stays"
+                    f"fleet.trace: no client comes online {when} in round {round + 1}, but the limit is "
+                    f"fleet.wait_s = {self.wait_s:g} s. Increase the limit, or set repeat_s in the trace",
+                    path="fleet.wait_s",
                 )
         return begin
 
     def context(self, round: int, clock: float, busy: Collection[int] = ()) -> RoundContext:
-        """Return what the round is planned from. `clock`: when it begins. `busy`: clients with pending updates."""
+        """Return the context for planning the round that begins at `clock`. Clients in `busy` have pending updates."""
         return RoundContext(
             round=round,
             seed=self.site.seed if self.noise_key is None else privacy.plan_seed(self.noise_key),
@@ -75,75 +77,64 @@ class Run:
             available=self.available(clock, busy),
             pool=self.site.pool,
             clock=clock,
-            over_provision=self.terms.over_provision,
-            slots=None if self.terms.mode == "synchronous" else self.at_once - len(busy),
-            samples=self._samples,
+            over_provision=self.options.over_provision,
+            slots=None if self.options.mode == "synchronous" else self.at_once - len(busy),
+            samples=tuple(self.site.rules.samples),
             draws=self._draws,
         )
 
     def available(self, clock: float, busy: Collection[int] = ()) -> tuple[Device, ...]:
-        """Return the devices that are online then, in client order."""
+        """Return the devices that are online at `clock`, in client order, without the devices of `busy` clients."""
         fleet = self.site.fleet
         online = fleet if self.trace is None else trace.online(fleet, self.trace.now(clock))
         return tuple(device for device in online if device.client not in busy) if busy else online
 
     @cached_property
     def at_once(self) -> int:
-        """How many clients train at the same time in asynchronous rounds."""
+        """Number of clients that train at the same time in asynchronous rounds."""
         fraction: float = self.algorithm.training.fraction  # type: ignore[attr-defined]
         return round_size(fraction, len(self.site.fleet))
 
-    def fault(self, order: WorkOrder) -> Fault | None:
-        """Return the injected fault of the assignment, if any. Evaluations have none."""
-        if order.evaluates:
+    def fault(self, assignment: Assignment) -> Fault | None:
+        """Return the injected fault for the assignment, or None. Evaluations never have faults."""
+        if assignment.evaluates:
             return None
-        return faults.befalls(self._faults, self.site.seed, order.round, order.client, len(self.site.fleet))
+        return fault_injection.fault_of(
+            self._faults, self.site.seed, assignment.round, assignment.client, len(self.site.fleet)
+        )
 
-    def times(self, update: ClientUpdate, order: WorkOrder, begin: float) -> Times | None:
-        """Return what the assignment took on the simulated clock, transfers included, in a round that began at `begin`,
-        and the client's own measurement; None if the client went offline before it was done."""
-        took = self._took(update, order, begin)
-        return None if took is None else Times(took.total, *took, update.metrics.get("seconds", 0.0))
-
-    def _took(self, update: ClientUpdate, order: WorkOrder, begin: float) -> Took | None:
-        slow, macs = faults.slowness(self.fault(order)), update.metrics.get("macs", 0.0)
-        down = coding.bytes_sent(order)
+    def times(self, update: ClientUpdate, assignment: Assignment, begin: float) -> Times | None:
+        """Return the simulated times of an assignment and the measured seconds of the client. `begin` is the start of
+        the round. Return None if the client went offline before the assignment was complete."""
+        fault, macs = self.fault(assignment), update.metrics.get("macs", 0.0)
+        slow = fault.times if fault is not None and fault.kind == "slow" else 1.0
+        down = coding.bytes_sent(assignment)
         up = tensor_bytes(update.travels) + (tensor_bytes(update.state) if update.state else 0)
         if self.trace is not None:
-            return trace.took(self.trace, order.client, begin, slow * down, slow * macs, slow * up)
-        found = simulated_seconds(self.site.fleet[order.client], macs, down + up)
-        return Took(slow * found.compute, slow * found.communication)
-
-    def without_updates(self, plan: RoundPlan, dropped: Iterable[int], begin: float) -> float | None:
-        """Return the simulated seconds of a round without updates and without a deadline: until the last client that
-        dropped out has gone offline, or without assignments until a client comes online. None without a trace."""
-        if self.trace is None:
-            return None
-        ends = [self.trace.leaves(client, begin) for client in dropped] if plan.orders else [self.trace.arrives(begin)]
-        return max((end - begin for end in ends if end < math.inf), default=0.0)
-
-    @property
-    def alone(self) -> bool:
-        """Whether each client trains by itself, and not side by side with others in lanes."""
-        return self.site.numerics.strategy != "batched" or self.site.numerics.lanes == 1
-
-    @cached_property
-    def _samples(self) -> tuple[int, ...]:
-        return tuple(self.site.rules.samples)
+            took = trace.took(self.trace, assignment.client, begin, slow * down, slow * macs, slow * up)
+        else:
+            found = simulated_seconds(self.site.fleet[assignment.client], macs, down + up)
+            took = Took(slow * found.compute, slow * found.communication)
+        return None if took is None else Times(took.total, *took, update.metrics.get("seconds", 0.0))
 
     @cached_property
     def _draws(self) -> tuple[int, ...]:
-        """By the algorithm's `training`, if it has epochs and batches; else one epoch of all samples."""
+        """Number of processed training samples per client. Without `training` options, a client trains one epoch."""
         training = getattr(self.algorithm, "training", None)
         if not isinstance(training, Epochs):
-            return self._samples
-        return tuple(costs.draws(training, n) for n in self._samples)
+            return tuple(self.site.rules.samples)
+        return tuple(costs.draws(training, n) for n in self.site.rules.samples)
 
     @cached_property
     def client_state(self) -> Header:
-        """What each client keeps, as the server stores it."""
+        """Types and shapes of the tensors in a client's state."""
         return header(kept_by_clients(self.algorithm, self.site.family, self.site.pool))
 
     @cached_property
-    def _faults(self) -> faults.Faults:
-        return faults.parse(self.terms.faults)
+    def rules(self) -> Rules:
+        """Rules for validating updates, including the rules of the algorithm."""
+        return replace(self.site.rules, algorithm=self.algorithm)
+
+    @cached_property
+    def _faults(self) -> Faults:
+        return fault_injection.parse(self.options.faults)

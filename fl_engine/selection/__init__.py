@@ -1,12 +1,12 @@
-"""Selectors: which clients take part in a round, and which pool model each is sent.
+"""Selectors choose the clients of a round and the pool model that each client receives.
 
-A selector is a frozen dataclass with `init`, `pick` and `learn` (see `contracts.Selector`), and every algorithm accepts
-every selector. What it learns is stored in tables, which are part of the algorithm's state.
+A selector is a frozen dataclass with `init`, `pick` and `learn` (see `contracts.Selector`). Every algorithm accepts
+every selector. Selectors store learned values in tables, which are part of the algorithm's state.
 """
 
 from typing import Annotated
 
-from fl_engine.core.contracts import MeasuresClients, Selector
+from fl_engine.core.contracts import Selector
 from fl_engine.core.registry import Contract
 from fl_engine.selection.curiosity import Curiosity
 from fl_engine.selection.oort import Oort
@@ -20,7 +20,6 @@ SELECTIONS: dict[str, type[Selector]] = {
     "oort": Oort,
 }
 
-Selection = Annotated[Selector, Contract("selection", SELECTIONS, Selector, optional=(MeasuresClients,))]
-"""The annotation of an algorithm's field."""
+Selection = Annotated[Selector, Contract("selection", SELECTIONS, Selector)]
 
 __all__ = ["SELECTIONS", "ByCapacity", "Curiosity", "Oort", "ResourceTable", "Selection", "Uniform"]

@@ -1,55 +1,48 @@
-"""Functions that selectors share: the number of clients in a round, and which models devices can hold."""
+"""Functions of the selectors: number of clients in a round, and models that fit into a device's memory."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+import numpy as np
 
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Codecs, Device, Pool
 
 log = logging.getLogger("flexfleet")
 
-LEAST = 1e-9
-"""The value of `lacks` for a device that has exactly a model's size free: more must be free."""
-
 
 def round_size(fraction: float, clients: int) -> int:
-    """Return k = max(1, f * K) (FlexFL Alg. 2 line 7)."""
+    """Return the number of clients in a round, k = max(1, f * K) (FlexFL Alg. 2 line 7)."""
     return max(1, int(fraction * clients + 1e-9))
 
 
 def holds(device: Device, share: float) -> bool:
-    """Return whether a device at its maximum capacity can hold a model of this share of the full one."""
+    """Return True if a model with this fraction of the full model's size fits into the device's maximum memory."""
     return device.most > 100 * share
 
 
-def lacks(device: Device, share: float) -> float:
-    """Return how many points (% of the full model) a device at its maximum capacity lacks to hold a model of this
-    share; above 0 exactly if it cannot hold it."""
-    points = 100 * share - device.most
-    return points if holds(device, share) else max(points, LEAST)
-
-
 def able(devices: Iterable[Device], share: float) -> list[Device]:
-    """Return the devices that can hold a model of this share of the full one."""
-    need = 100 * share
-    return [device for device in devices if device.most > need]
+    """Return the devices with enough maximum memory for a model with this fraction of the full model's size."""
+    return [device for device in devices if holds(device, share)]
 
 
 def dispatched(pool: Pool) -> list[int]:
-    """Return the indices of the models that the server sends, smallest first."""
+    """Return the indices of the models that the server may send, in ascending order of size."""
     return [i for i, m in enumerate(pool) if m.dispatched]
 
 
 def by_tier(pool: Pool) -> dict[str, tuple[int, Codecs | None]]:
-    """Map each tier that has a model of its own to the model and the codecs; empty: the selection decides."""
+    """Map each tier with an assigned model to (index of the model, codecs of the tier)."""
     return {tier: (i, codecs) for i, model in enumerate(pool) for tier, codecs in model.tiers}
 
 
 def level_of(device: Device, pool: Pool) -> int:
-    """Return the model of a device: its tier's, else the largest sent that it can hold, else the smallest."""
+    """Return the level of the device's tier. If the tier has no assigned level, return the largest level that fits, or
+    the smallest level if no level fits."""
     tiers = by_tier(pool)
     if device.tier in tiers:
         return tiers[device.tier][0]
@@ -58,66 +51,92 @@ def level_of(device: Device, pool: Pool) -> int:
 
 
 def eligible(algorithm: Any, devices: Sequence[Device], pool: Pool) -> tuple[Device, ...]:
-    """Return the devices that the algorithm may ask: all, or with `eligible=capable` those that can hold its smallest
-    model."""
+    """Return the devices that the algorithm may select. With `eligible=capable`, only devices that can hold the
+    smallest model are eligible."""
     if getattr(algorithm, "eligible", "all") != "capable":
         return tuple(devices)
     return tuple(able(devices, pool[dispatched(pool)[0]].share))
 
 
 def check_eligible(algorithm: Any, fleet: Sequence[Device], pool: Pool) -> tuple[Device, ...]:
-    """Return the devices that the algorithm may ask. Raises ConfigError if there are none."""
+    """Return the eligible devices. Raises ConfigError if no device is eligible."""
     if found := eligible(algorithm, fleet, pool):
         return found
-    smallest = pool[dispatched(pool)[0]]
     raise ConfigError(
-        f"algorithm.eligible=capable needs devices that can hold {smallest.name} ({100 * smallest.share:.4g} % of the "
-        f"full model), and the largest holds {max(d.most for d in fleet):.4g} %. Set algorithm.eligible=all"
+        f"algorithm.eligible must be all, because {_too_weak(fleet, pool)}",
+        path="algorithm.eligible",
     )
 
 
 def check_capacity(fleet: Sequence[Device], pool: Pool) -> None:
-    """Check a fleet for selections that ask only devices that can hold a model. Raises ConfigError if a tier would
-    never train. Logs a warning about models that no device can hold."""
-    smallest = pool[dispatched(pool)[0]]
-    if idle := too_weak(fleet, pool):
+    """Raise ConfigError if a tier cannot hold any model and would never be selected. Log a warning about models that no
+    device can hold."""
+    if weak := _too_weak(fleet, pool):
         raise ConfigError(
-            f"fleet.tiers: these devices would never train: {_said_of(idle, fleet)}. {smallest.name}, the smallest "
-            f"model sent, needs more than {100 * smallest.share:.4g} %. Give these tiers more memory, or set "
-            "algorithm.selection={name: uniform}"
+            f"fleet.tiers: {weak}, so the devices of these tiers would never train. Increase the tiers' memory, or set "
+            "algorithm.selection={name: uniform}",
+            path="fleet.tiers",
         )
     most = max(d.most for d in fleet)
-    sent = [pool[i] for i in dispatched(pool)]
-    unheld = [f"{m.name} ({100 * m.share:.4g} %)" for m in sent if not any(holds(d, m.share) for d in fleet)]
-    if unheld:
-        log.warning(
-            "fleet: no device can hold %s: the strongest holds %.4g %% of the full model. They are never sent",
-            ", ".join(unheld), most,
-        )  # fmt: skip
+    models = [pool[i] for i in dispatched(pool)]
+    if unheld := [f"{m.name} ({100 * m.share:.4g} %)" for m in models if not any(holds(d, m.share) for d in fleet)]:
+        message = "fleet: %s are never sent, because the largest capacity is %.4g %% of the full model"
+        log.warning(message, ", ".join(unheld), most)
 
 
-def tell_of_too_weak(fleet: Sequence[Device], pool: Pool) -> None:
-    """Log a warning about tiers that cannot hold the smallest model, for selections that ask all devices. A method that
-    sends only the full model ignores memory on purpose."""
-    if len(dispatched(pool)) > 1 and (weak := too_weak(fleet, pool)):
-        smallest = pool[dispatched(pool)[0]]
-        log.warning(
-            "fleet: devices of these tiers are asked although %s, the smallest model sent, needs more than %.4g %% of "
-            "the full one: %s. Give them more memory, or send a smaller model",
-            smallest.name, 100 * smallest.share, _said_of(weak, fleet),
-        )  # fmt: skip
+def warn_too_weak(fleet: Sequence[Device], pool: Pool) -> None:
+    """Log a warning if a tier cannot hold the smallest model, for selectors that select from all devices. Methods that
+    send only the full model ignore memory on purpose, so they do not log a warning."""
+    if len(dispatched(pool)) > 1 and (weak := _too_weak(fleet, pool)):
+        log.warning("fleet: %s. Their devices are still selected. Increase their memory or send a smaller model", weak)
 
 
-def too_weak(fleet: Sequence[Device], pool: Pool) -> list[Device]:
-    """Return the devices that can hold no model that is sent, except those of tiers with a model of their own."""
-    tiers, least = by_tier(pool), pool[dispatched(pool)[0]].share
-    return [d for d in fleet if d.tier not in tiers and not holds(d, least)]
+def _too_weak(fleet: Sequence[Device], pool: Pool) -> str:
+    """Return a description of the devices that cannot hold any sent model; empty without such devices. Tiers with an
+    assigned model are not checked."""
+    tiers, smallest = by_tier(pool), pool[dispatched(pool)[0]]
+    weak: dict[str, list[float]] = {}
+    for d in fleet:
+        if d.tier not in tiers and not holds(d, smallest.share):
+            weak.setdefault(d.tier, []).append(d.most)
+    if not weak:
+        return ""
+    each = [f"{t} ({len(own)} of {len(fleet)} devices, {max(own):.4g} %)" for t, own in weak.items()]
+    need = f"needs more than {100 * smallest.share:.4g} % of the full model"
+    return f"the tiers {', '.join(each)} cannot hold {smallest.name}, the smallest model, which {need}"
 
 
-def _said_of(some: Sequence[Device], fleet: Sequence[Device]) -> str:
-    """Return a text about the tiers of some devices, the weakest first."""
-    of = {tier: [d.most for d in some if d.tier == tier] for tier in dict.fromkeys(d.tier for d in some)}
-    return ", ".join(
-        f"{tier} ({len(of[tier])} of {len(fleet)} devices, {max(of[tier]):.4g} %)"
-        for tier in sorted(of, key=lambda tier: max(of[tier]))
-    )
+def tiers(speed: Sequence[float], bandwidth: Sequence[float], count: int, mu: float) -> list[int]:
+    """Return the tier of each client, from 0 (the least capable clients) to `count` - 1.
+
+    This is the Tier Clustering Algorithm, which selects the branch that a client trains ("Enhancing Communication
+    Efficiency and Training Time Uniformity in Federated Learning through Multi-Branch Networks and the Oort Algorithm",
+    Algorithms, MDPI, January 2024, Algorithm 1):
+
+        T_i = mu * P_i + S_i        P: computation capability, S: communication bandwidth (lines 2 to 4)
+        sort the clients by ascending T, and cut them into as many tiers as there are branches (lines 5 to 10)
+
+    Departs from the paper: in line 7 of Algorithm 1, j runs from t to t + N/(K + 1), so neighbouring tiers overlap and
+    most clients do not get a tier. Here each client gets one tier, and tier sizes differ by at most one client, as in
+    the paper's text ("grouped into K + 1 groups"). The paper does not define the units of P and S. Here P and S are
+    min-max normalised over the clients of the round: (v - min) / (max - min), or 0 if all values are equal.
+
+    If there are fewer clients than tiers, the clients' tiers are evenly spaced and include the last tier.
+
+    Args:
+        speed: Finite speed of each client in any unit. Clients with equal T_i keep their order.
+        bandwidth: Finite bandwidth of each client in any unit.
+        count: Number of tiers.
+        mu: Weight of the speed; at least 0.
+    """
+    total = mu * _normalised(speed) + _normalised(bandwidth)
+    n, tier_of = len(speed), [0] * len(speed)
+    for rank, client in enumerate(np.argsort(total, kind="stable"), 1):
+        tier_of[client] = -(rank * count // -n) - 1  # equal to ceil(rank * count / n) - 1
+    return tier_of
+
+
+def _normalised(values: Sequence[float]) -> np.ndarray:
+    each = np.asarray(values, dtype=np.float64)
+    low, high = each.min(initial=math.inf), each.max(initial=-math.inf)
+    return np.asarray((each - low) / (high - low)) if low < high else np.zeros_like(each)

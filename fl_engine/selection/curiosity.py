@@ -1,4 +1,4 @@
-"""AdaptiveFL's selection, which learns from what comes back."""
+"""AdaptiveFL's selection, which learns the capacities of clients from their results."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Literal
 import numpy as np
 
 from fl_engine.core.fields import STRICT, Count
-from fl_engine.core.types import ClientUpdate, Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
-from fl_engine.selection.capacity import dispatched, tell_of_too_weak
+from fl_engine.core.types import Assignment, ClientResult, ClientUpdate, Device, Pick, Pool, RoundContext, Tables
+from fl_engine.selection.capacity import dispatched, warn_too_weak
 
 
 @dataclass(frozen=True)
 class Curiosity:
-    """AdaptiveFL's selection (Sec. 3.3, Alg. 1): the server knows no capacities and learns from what comes back.
+    """AdaptiveFL's selection (Sec. 3.3, Alg. 1). The server learns the clients' capacities from results.
 
-    Tables, all ones at first: `curiosity` T_c[type][client], how often a client was sent and brought back a type of
-    model; `resource` T_r[model][client], how well it did with each model. A model is drawn uniformly, with
-    replacement; a client of those not chosen yet with probability in proportion to its reward:
+    Two tables are initialised with ones. `curiosity` T_c[type][client] counts how often a client received or returned a
+    model of each type. `resource` T_r[model][client] scores the client's success with each model. For each pick, a
+    model m is drawn uniformly. Then a client c is drawn in proportion to the reward R, from all clients that are not
+    selected yet:
 
         R_c = 1 / sqrt(T_c[type(m)][c])
         R_s = sum_{k in type(m)} sum_{t >= k} T_r[t][c] / (n_type * sum_k T_r[k][c])
@@ -27,21 +28,22 @@ class Curiosity:
 
     Departs from the paper:
     - n_type is the number of models of the type (1 for the largest model), as in the authors' code. With the paper's p
-      the largest model's R_s could not exceed 1/p.
-    - The paper has no failures. Here a failure changes T_c as if the client had brought back what it was sent, and T_r
-      as if it had pruned that to less than the smallest model. Otherwise the curiosity about a client that never
-      answers would stay maximal, and it would be asked most often.
-    - `c` and `s` use one reward only, R_s then uncapped. A model for which no client has any reward is not drawn.
+      instead of n_type, the largest model's R_s could not exceed 1/p.
+    - The paper has no failures. Here a failure changes T_c as if the client had returned the received model. The
+      failure changes T_r as if the client had pruned the received model below the smallest model. Without this rule, a
+      client that never succeeds would keep the maximum curiosity, and would be selected most often.
+    - `score: c` uses only R_c. `score: s` uses only R_s without the maximum of 0.5. A model with zero reward for all
+      clients is not drawn.
     """
 
     __pydantic_config__ = STRICT
     name: Literal["curiosity"] = "curiosity"
     score: Literal["cs", "c", "s"] = "cs"
     per_type: Count = 3
-    """p, the number of models per type, from the smallest on; the largest model is a type of its own."""
+    """Number p of models per type, starting with the smallest model. The largest model has a separate type."""
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
-        tell_of_too_weak(fleet, pool)
+        warn_too_weak(fleet, pool)
         ones = (1.0,) * (max(d.client for d in fleet) + 1)
         models = len(pool)
         return {"curiosity": (ones,) * (self._type(models - 1, models) + 1), "resource": (ones,) * models}
@@ -54,15 +56,15 @@ class Curiosity:
         while len(picks) < min(count, len(clients)):
             level = int(rng.choice([i for i in levels if weights[i][~chosen].sum() > 0] or levels))
             left = np.where(chosen, 0.0, weights[level])
-            if left.sum() == 0:  # no client has any reward for any model: all have the same chance
+            if left.sum() == 0:  # All rewards are zero, so draw a client uniformly.
                 left = np.where(chosen, 0.0, 1.0)
-            place = int(rng.choice(len(clients), p=left / left.sum()))
-            chosen[place] = True
-            picks.append((clients[place], level))
+            index = int(rng.choice(len(clients), p=left / left.sum()))
+            chosen[index] = True
+            picks.append((clients[index], level))
         return sorted(picks)
 
     def rewards(self, tables: Tables) -> np.ndarray:
-        """Return R[model][client], constant during a selection."""
+        """Return the rewards R[model][client]."""
         curiosity, resource = np.asarray(tables["curiosity"]), np.asarray(tables["resource"])
         models = len(resource)
         types = np.asarray([self._type(i, models) for i in range(models)])
@@ -77,11 +79,11 @@ class Curiosity:
             case "s":
                 return np.asarray(success)
 
-    def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
-        """Alg. 1 lines 12-26."""
-        client, sent = order.client, order.level
-        failed = not isinstance(outcome, ClientUpdate)
-        back = outcome.level if isinstance(outcome, ClientUpdate) and outcome.level is not None else sent
+    def learn(self, state: Tables, assignment: Assignment, result: ClientResult, seconds: float) -> Tables:
+        """Update the tables (Alg. 1 lines 12-26)."""
+        client, sent = assignment.client, assignment.level
+        failed = not isinstance(result, ClientUpdate)
+        back = result.level if isinstance(result, ClientUpdate) and result.level is not None else sent
         curiosity, resource = np.asarray(state["curiosity"]), np.asarray(state["resource"])
         models = len(resource)
         for model in (sent, back):
@@ -96,7 +98,7 @@ class Curiosity:
         return {"curiosity": _rows(curiosity), "resource": _rows(resource)}
 
     def _type(self, model: int, models: int) -> int:
-        """S, M, L of AdaptiveFL for p = 3 and seven models: 0, 1, 2."""
+        """Return the type of a model. With p = 3 and seven models, types 0, 1 and 2 are AdaptiveFL's S, M and L."""
         return model // self.per_type if model < models - 1 else (models - 2) // self.per_type + 1
 
 

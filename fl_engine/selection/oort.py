@@ -1,198 +1,204 @@
-"""Oort's selection: clients with a large loss, unless they are too slow."""
+"""Oort's selection, which favours clients with a large loss and penalises slow clients.
+
+The state has three tables:
+
+- `clients` has six rows (CLIENT to LEVEL) and one column for every client that was selected before, in client order.
+  Rounds in LAST are counted from 1. SECONDS is the simulated duration of the last assignment with a result, or 0.
+- `results` has a row (round from 0, client, utility, seconds, level) for each result of the last round. The first
+  result of the next round moves these rows to `clients`.
+- `pacer` has the fields of a `Pacer`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
-from pydantic import Field
 
 from fl_engine.core.clients import LARGEST_LOSS
 from fl_engine.core.contracts import ClientContext, ClientMetric
 from fl_engine.core.costs import FORWARDS_PER_STEP
 from fl_engine.core.fields import STRICT, Count, Fraction, NotNegative, Positive, Share
-from fl_engine.core.types import ClientUpdate, Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
-from fl_engine.selection import oort_state
-from fl_engine.selection.capacity import check_capacity, dispatched, tell_of_too_weak
-from fl_engine.selection.oort_state import ASKED, CLIENT, Pacer
+from fl_engine.core.types import Assignment, ClientResult, ClientUpdate, Device, Pick, Pool, RoundContext, Tables
+from fl_engine.selection.capacity import check_capacity, dispatched, warn_too_weak
+
+CLIENT, UTILITY, SELECTED, LAST, SECONDS, LEVEL = range(6)
+"""Rows of `clients`."""
+Rows = tuple[tuple[float, ...], ...]
+NO_CLIENTS: Rows = ((),) * 6
+LATE, FAILED = -1.0, -2.0
+"""Values in the column utility of `results` for stragglers and for other failed clients."""
+UNCERTAINTY = 0.1
+"""Weight of the temporal term in the score (Alg. 1 line 10; a constant in Oort's code)."""
+EXPLORE_WINDOW = 5
+"""Value of `sample_window` in Oort's code and in the paper."""
+FLAT, SHARP = 0.1, 5.0
+"""T increases if the utility's relative change is at most FLAT, and decreases if the change is at least SHARP."""
 
 
 def rms_loss(client: ClientContext) -> float:
-    """Return sqrt(mean loss^2) over all samples of a client with the received weights, at most LARGEST_LOSS. NaN, which
-    makes the client fail, if a loss is NaN."""
-    found = float(client.losses.double().square().mean().sqrt())
-    return found if math.isnan(found) else min(found, LARGEST_LOSS)
+    """Return sqrt(mean loss^2) over all samples of a client, at most LARGEST_LOSS. The losses are computed with the
+    received weights. If a loss is NaN, return NaN, so that the client fails."""
+    loss = float(client.losses.double().square().mean().sqrt())
+    return loss if math.isnan(loss) else min(loss, LARGEST_LOSS)
 
 
 @dataclass(frozen=True)
 class Oort:
     """Oort: Efficient Federated Learning via Guided Participant Selection (Lai et al., OSDI 2021), Sec. 4, Alg. 1.
 
-    A client's statistical utility is U = |B| sqrt(mean loss^2) over all its samples B. Among the clients asked before,
-    those with the largest score are preferred:
+    A client's statistical utility is U = |B| sqrt(mean loss^2) over all its samples B. Clients that were selected
+    before are ranked by their score
 
-        score = ((min(U, clip) - least) / (clip - least) + sqrt(uncertainty * ln R / L)) * min(1, T / t)^penalty
+        ((min(U, clip) - least) / (clip - least) + sqrt(UNCERTAINTY * ln R / L)) * min(1, T / t)^penalty
 
-    with the round R and the client's last round L, both counted from 1, the client's time t, the pacer's T
-    (`oort_state.Pacer`), and `least` = 0.999 times the smallest U. The draw, in proportion to the score, is among all
-    that score at least `cut_off` times the best score not preferred. The share epsilon = max(`exploration_min`,
-    `exploration` * `exploration_decay`^r) of round r = 0, 1, ... goes to clients that were never asked, drawn in
-    proportion to (samples to train) * (the same penalty for time) among the `explore_window` times as many with the
-    largest values. If one kind runs out, the other fills the round. Each client is sent the largest model that it can
-    hold. The defaults are those of FedScale, whose code the paper's authors maintain (fedscale/cloud/config_parser.py,
-    thirdparty/oort/oort.py). Other values of Oort's own code (training/argParser.py) or the paper are given below.
+    R is the round and L is the client's last round, both counted from 1. `least` is 0.999 times the smallest U. T is
+    the pacer's preferred time (`Pacer`). t is the simulated time of the client's last assignment if the model is the
+    same. Otherwise, t is estimated from speed, bandwidth and samples. To select n clients, clients are drawn in
+    proportion to their scores from all clients with at least `cut_off` times the (n + 1)-th largest score.
 
-    t is the simulated time of the client's last assignment if that had the same model, else an estimate from its
-    speed, bandwidth and samples. Over-commitment is `rounds.over_provision`: 1.3 in the paper and in FedScale, 1.1 in
-    Oort's own code.
+    In round r = 0, 1, ... the fraction max(`exploration_min`, `exploration` * `exploration_decay`^r) is reserved for
+    clients that were never selected. The value of such a client is (samples to train) * min(1, T / t)^penalty. To draw
+    n such clients, the EXPLORE_WINDOW * n largest values are considered, with probabilities proportional to the values.
+    If too few clients are left in one of the two groups, clients of the other group fill the round.
 
-    Clients report sqrt(mean loss^2) as the metric `rms_loss`; |B| is what the server knows. A lie is worth at most
-    `clip`, a value that an ordinary client has.
+    Clients report sqrt(mean loss^2) as the metric `rms_loss`, and the server knows |B|. Because utilities are clipped,
+    a false report cannot exceed the utility of ordinary clients. Over-commitment is the option `rounds.over_provision`
+    (1.3 in the paper and in FedScale, 1.1 in Oort's code).
 
-    Departs from the paper, as the code does: U is clipped and scaled to about 0 .. 1 before the temporal part is added
-    (Alg. 1 line 10 adds it to U itself), and the default clip is FedScale's quantile of 0.9, not 0.95.
+    The defaults are from FedScale, whose code the paper's authors maintain (fedscale/cloud/config_parser.py,
+    thirdparty/oort/oort.py). If Oort's code (training/argParser.py) or the paper has other values, the descriptions of
+    the options contain these values.
 
-    Departs from the code:
-    - U counts all samples of a client with the losses of the received weights, as in the paper. The code counts those
-      that it trains, with the losses of its steps.
-    - Failed clients, with a U of 0, count in `least` and in `clip`. The code uses only utilities above 0 for these.
-    - U is scaled by the range after clipping. Before it, one report of 1e6 would make all others equal. `clip` is the
-      floor((n - 1) * `clip`)-th of n ascending values of the clients asked, so the largest never sets it; the code's
-      index takes the largest of few.
-    - T is a percentile over the clients that can be asked now. The code takes all, with their first speeds.
-    - The first round explores by the same rule. The code draws it uniformly.
-    - Equal scores are drawn in random order, and a round is filled if nobody is left to explore.
-    - A straggler gets the mean utility of its round's updates (FedScale). A client that failed otherwise gets 0 until
-      it succeeds. Both count as asked.
-    - Clients known to have no samples are never asked.
+    Departs from the paper, as the published code does: U is clipped and scaled to about 0 .. 1 before the temporal part
+    is added. Alg. 1 line 10 adds the temporal part to the unscaled U. The default clip is FedScale's quantile of 0.9,
+    not 0.95.
+
+    Departs from the published code:
+    - U uses all samples of a client and their losses with the received weights, as in the paper. The code uses the
+      samples that the client trains on and the losses of its steps.
+    - `least` and `clip` include failed clients, whose U is 0. The code includes only utilities above 0.
+    - U is scaled by the range after clipping. With the range before clipping, one report of 1e6 would make all other
+      scores equal. `clip` is element floor((n - 1) * `clip`) of the n selected clients' sorted utilities, so it is
+      never the largest utility. In the code, `clip` is the largest utility if there are few clients.
+    - T is a percentile over the clients that can be selected in this round. The code uses all clients and their first
+      speeds.
+    - The first round explores by the same rule as later rounds. The code draws the clients of the first round
+      uniformly.
+    - Clients with equal scores are drawn in random order. If no clients are left to explore, other clients fill the
+      round.
+    - The utility of a straggler is the mean utility of its round's updates (FedScale). The utility of a client that
+      failed for another reason is 0 until it succeeds. Stragglers and failed clients are not explored again.
+    - Clients that are known to have no samples are never selected.
     """
 
     __pydantic_config__ = STRICT
     name: Literal["oort"] = "oort"
     model: Literal["capacity", "largest"] = "capacity"
-    """`capacity` sends each the largest model that it can hold, and asks only clients that can hold one; `largest`
-    sends everyone the largest."""
+    """`capacity`: send each client the largest model that it can hold, and select only clients that can hold a model.
+    `largest`: send all clients the largest model."""
     preferred: Share = 1.0
-    """k, the share of a round that Oort selects; the rest is drawn uniformly from the other clients (the paper on
-    multi-branch networks, Sec. 4.3; Oort's and FedScale's code: all)."""
-    uncertainty: NotNegative = 0.1
-    """Of the score's temporal part (paper, Alg. 1 line 10; a constant of the code)."""
+    """Fraction k of a round's clients that Oort selects (Oort's and FedScale's code: 1). The remaining clients are
+    drawn uniformly (Sec. 4.3 of the paper on multi-branch networks)."""
     penalty: NotNegative = 2.0
-    """alpha, exponent of T / t for slow clients (`round_penalty`; paper Sec. 7.1: 2)."""
+    """Exponent alpha of T / t for slow clients (`round_penalty`; paper, Sec. 7.1: 2)."""
     clip: Fraction = 0.9
-    """Quantile at which utilities are clipped (`clip_bound`; paper and own code: 0.95)."""
+    """Quantile at which utilities are clipped (`clip_bound`; paper and Oort's code: 0.95)."""
     cut_off: Share = 0.05
-    """c, the cut-off confidence (`cut_off_util`; own code: 0.7; paper: 0.95)."""
+    """Cut-off confidence c (`cut_off_util`; Oort's code: 0.7; paper: 0.95)."""
     cut_off_pool: NotNegative = 10.0
-    """The draw is among at least this multiple of the clients wanted, whatever they score (FedScale; own code: 0)."""
+    """Minimum number of candidates for each client to draw, regardless of scores (FedScale; Oort's code: 0)."""
     exploration: Share = 0.9
-    """epsilon in the first round (`exploration_factor`; the same in the own code and the paper)."""
+    """Exploration fraction epsilon in the first round (`exploration_factor`; Oort's code and paper: 0.9)."""
     exploration_decay: Share = 0.98
-    """(`exploration_decay`; the same in the own code and the paper.)"""
+    """Factor by which epsilon is multiplied after each round (`exploration_decay`; Oort's code and paper: 0.98)."""
     exploration_min: Share = 0.3
-    """(`exploration_min`; own code and paper: 0.2.)"""
-    explore_window: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 5.0
-    """The draw is among this multiple of the unexplored clients wanted (`sample_window`; the same in both)."""
+    """Minimum of epsilon (`exploration_min`; Oort's code and paper: 0.2)."""
     pacer_start: Positive = 30.0
-    """Percentile of the clients' times that T is at first; from 100 on there is no T (`round_threshold`; own code:
-    101)."""
+    """Initial percentile of client times for T; from 100 on, T is infinite (`round_threshold`; Oort's code: 101)."""
     pacer_step: Count = 20
-    """Rounds between two changes of T (`pacer_step`; the same in both)."""
+    """Number of rounds between two changes of T (`pacer_step`; Oort's code: 20)."""
     pacer_delta: NotNegative = 5.0
-    """Points by which the percentile changes (`pacer_delta`; own code: 10)."""
-    pacer_flat: NotNegative = 0.1
-    """T rises if utility changed by at most this share of itself (a constant of both)."""
-    pacer_sharp: NotNegative = 5.0
-    """T falls if utility changed by at least so many times itself (a constant of both)."""
-    blacklist_after: Count | None = None
-    """A client that was asked more often is not asked again; null: off (`blacklist_rounds`: -1 in both)."""
-    blacklist_most: Share = 0.3
-    """At most this share of all clients is on the blacklist, those asked most (`blacklist_max_len`; the same in both).
-    If nobody else is available, they are asked."""
+    """Change of T's percentile in points (`pacer_delta`; Oort's code: 10)."""
 
     def client_metrics(self) -> tuple[ClientMetric, ...]:
         return (ClientMetric("rms_loss", 0.0, LARGEST_LOSS, rms_loss),)
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
-        """Return the tables `clients` and `heard` (`oort_state`) and `pacer` (`Pacer`)."""
         if self.model == "capacity":
             check_capacity(fleet, pool)
         else:
-            tell_of_too_weak(fleet, pool)
-        return {"clients": oort_state.NOBODY, "heard": (), "pacer": Pacer(0, self.pacer_start).rows}
+            warn_too_weak(fleet, pool)
+        return {"clients": NO_CLIENTS, "results": (), "pacer": Pacer(0, self.pacer_start).rows}
 
-    def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
-        """Add a result to `heard`. The table of all clients is updated once a round, at its first result."""
-        if state["heard"] and state["heard"][0][0] != order.round:
-            clients, pacer = self.known(state, order.round)
-            state = {"clients": oort_state.rows(clients), "heard": (), "pacer": pacer.rows}
-        if isinstance(outcome, ClientUpdate):
-            utility = outcome.num_examples * outcome.metrics["rms_loss"]
+    def learn(self, state: Tables, assignment: Assignment, result: ClientResult, seconds: float) -> Tables:
+        """Add a result to the table `results`. A round's first result moves all earlier results to `clients`."""
+        if state["results"] and state["results"][0][0] != assignment.round:
+            clients, pacer = self.known(state, assignment.round)
+            state = {"clients": _rows(clients), "results": (), "pacer": pacer.rows}
+        if isinstance(result, ClientUpdate):
+            utility = result.num_examples * result.metrics["rms_loss"]
         else:
-            came = outcome.stage in ("straggle", "quorum") and seconds > 0
-            utility = oort_state.LATE if came else oort_state.FAILED
-        heard = (float(order.round), float(order.client), utility, seconds, float(order.level))
-        return {**state, "heard": (*state["heard"], heard)}
+            late = result.stage in ("straggle", "quorum") and seconds > 0
+            utility = LATE if late else FAILED
+        row = (float(assignment.round), float(assignment.client), utility, seconds, float(assignment.level))
+        return {**state, "results": (*state["results"], row)}
 
     def known(self, state: Tables, round: int) -> tuple[np.ndarray, Pacer]:
-        """Return (columns of clients, pacer) before this round, with the results of the rounds before."""
+        """Return (table `clients`, pacer), updated with the results of all rounds before `round`."""
         clients, pacer = np.asarray(state["clients"]), Pacer.of(state["pacer"])
         brought: dict[int, float] = {}
-        if state["heard"]:
-            clients, last, utility = oort_state.entered(clients, np.asarray(state["heard"]))
+        if state["results"]:
+            clients, last, utility = enter(clients, np.asarray(state["results"]))
             brought[last] = utility
-        paces = {"delta": self.pacer_delta, "flat": self.pacer_flat, "sharp": self.pacer_sharp}
-        return clients, pacer.after(round, brought, step=self.pacer_step, **paces)
+        return clients, pacer.after(round, brought, step=self.pacer_step, delta=self.pacer_delta)
 
     def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:
         clients, pacer = self.known(state, context.round)
-        able = Candidates.of(context, clients, self.model)
-        able = able.only((able.levels >= 0) & (able.reward > 0))
-        if self.blacklist_after is not None:
-            black = np.isin(able.clients, self.blacklist(clients, len(context.fleet)))
-            able = able if black.all() else able.only(~black)
-        count = min(count, len(able.clients))
+        candidates = Candidates.of(context, clients, self.model)
+        candidates = candidates.only((candidates.levels >= 0) & (candidates.reward > 0))
+        count = min(count, len(candidates.clients))
         if count < 1:
             return []
-        able = able.only(rng.permutation(len(able.clients)))  # equals come in random order
-        slow = self.slow(able.seconds, pacer.preferred(able.seconds))
-        explored, fresh = np.flatnonzero(able.asked > 0), np.flatnonzero(able.asked == 0)
+        candidates = candidates.only(rng.permutation(len(candidates.clients)))  # The permutation breaks ties at random.
+        slow = self.slow(candidates.seconds, pacer.preferred(candidates.seconds))
+        explored, fresh = np.flatnonzero(candidates.selected > 0), np.flatnonzero(candidates.selected == 0)
         quota = int(self.preferred * count + 1e-9)
         explore = min(len(fresh), max(int(quota * self.epsilon(context.round) + 1e-9), quota - len(explored)))
         exploit = min(len(explored), quota - explore)
-        scores = self.scores(able.utility[explored], able.last[explored], context.round + 1) * slow[explored]
+        scores = self.scores(candidates.utility[explored], candidates.last[explored], context.round + 1)
+        scores = scores * slow[explored]
         best = explored[self.exploited(scores, exploit, rng)]
-        new = fresh[self.explored((able.reward * slow)[fresh], explore, rng)]
-        left = np.ones(len(able.clients), dtype=bool)
+        new = fresh[self.explored((candidates.reward * slow)[fresh], explore, rng)]
+        left = np.ones(len(candidates.clients), dtype=bool)
         left[best] = left[new] = False
         rest = rng.choice(np.flatnonzero(left), size=count - len(best) - len(new), replace=False)
         chosen = np.concatenate([best, new, rest])
-        pairs = zip(able.clients[chosen], able.levels[chosen], strict=True)
+        pairs = zip(candidates.clients[chosen], candidates.levels[chosen], strict=True)
         return sorted((int(client), int(level)) for client, level in pairs)
 
-    # --------------------------------------------------------------------------------------------- the formulas
     def epsilon(self, round: int) -> float:
-        """Return the share of a round, counted from 0, for clients that were never asked."""
+        """Return the fraction of a round's clients that is reserved for never selected clients. Rounds start at 0."""
         return max(self.exploration_min, self.exploration * self.exploration_decay**round)
 
     def slow(self, seconds: np.ndarray, preferred: float) -> np.ndarray:
-        """Return the penalty factor of clients with these times, with T = `preferred`; 1 for those in time."""
+        """Return the penalty factors for the clients' times; 1 if the time is below T = `preferred`."""
         return np.asarray(np.minimum(1.0, preferred / np.maximum(seconds, 1e-9)) ** self.penalty)
 
     def scores(self, utility: np.ndarray, last: np.ndarray, now: int) -> np.ndarray:
-        """Return the scores in round `now` (from 1) without the penalty factor; (N,) each."""
+        """Return the scores (N,) in round `now` (from 1), without the penalty factor."""
         if not len(utility):
             return np.zeros(0)
         place = math.floor((len(utility) - 1) * self.clip)
         clip, least = float(np.partition(utility, place)[place]), 0.999 * float(utility.min())
         scaled = (np.minimum(utility, clip) - least) / max(clip - least, 1e-4)
-        return np.asarray(scaled + np.sqrt(self.uncertainty * math.log(now) / last))
+        return np.asarray(scaled + np.sqrt(UNCERTAINTY * math.log(now) / last))
 
     def exploited(self, scores: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Return the places drawn from the preferred clients."""
+        """Draw clients in proportion to their scores, and return their indices in `scores`."""
         best = np.argsort(-scores, kind="stable")
         if count == len(best):
             return best
@@ -200,28 +206,21 @@ class Oort:
         return _drawn(best[: max(reach, int(self.cut_off_pool * count))], scores, count, rng)
 
     def explored(self, rewards: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Return the places drawn from clients that were never asked."""
+        """Draw clients in proportion to their rewards, and return their indices in `rewards`."""
         best = np.argsort(-rewards, kind="stable")
-        return _drawn(best[: int(self.explore_window * count)], rewards, count, rng)
-
-    def blacklist(self, clients: np.ndarray, fleet: int) -> np.ndarray:
-        """Return the clients that were asked too often."""
-        assert self.blacklist_after is not None
-        often = clients[:, clients[ASKED] > self.blacklist_after]
-        most = np.argsort(-often[ASKED], kind="stable")[: int(self.blacklist_most * fleet + 1e-9)]
-        return np.asarray(often[CLIENT][most])
+        return _drawn(best[: EXPLORE_WINDOW * count], rewards, count, rng)
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Clients that may be asked, a column for each field; `levels` is -1 for a client that can hold no model."""
+    """Clients that can be selected, with one array per field. `levels` is -1 if a client cannot hold any model."""
 
     clients: np.ndarray
     levels: np.ndarray
     reward: np.ndarray
-    """The worth of a client that was never asked: the number of samples that it trains on."""
+    """Number of samples that the client trains on, which is the reward of a client that was never selected."""
     utility: np.ndarray
-    asked: np.ndarray
+    selected: np.ndarray
     last: np.ndarray
     seconds: np.ndarray
 
@@ -235,7 +234,7 @@ class Candidates:
         clients = np.fromiter((d.client for d in devices), int, len(devices))
         speed = np.fromiter((d.speed for d in devices), float, len(devices))
         bandwidth = np.fromiter((d.bandwidth for d in devices), float, len(devices))
-        if model == "capacity":  # the number of models, ascending, that `capacity.holds` says it can hold
+        if model == "capacity":  # Choose the largest model for which `capacity.holds` returns True.
             most = np.fromiter((d.most for d in devices), float, len(devices))
             sent = levels[np.searchsorted([100 * pool[level].share for level in levels[1:]], most)]
         else:
@@ -246,18 +245,104 @@ class Candidates:
         )
         macs = np.asarray([FORWARDS_PER_STEP * m.macs for m in pool], dtype=float)[sent]
         moved = np.asarray([m.bytes + m.bytes_up for m in pool], dtype=float)[sent]
-        tiny = 1e-9  # of a device that is there and yet stands still
-        seconds = macs * draws / np.maximum(speed, tiny) + moved / np.maximum(bandwidth, tiny)
-        place, here = oort_state.places(known, clients)
-        utility, asked, last, measured, level = np.zeros((5, len(clients)))
+        seconds = macs * draws / np.maximum(speed, 1e-9) + moved / np.maximum(bandwidth, 1e-9)  # never divide by 0
+        place, here = places(known, clients)
+        utility, selected, last, measured, level = np.zeros((5, len(clients)))
         if here.any():
-            utility, asked, last, measured, level = np.where(here, known[1:, place], 0.0)
+            utility, selected, last, measured, level = np.where(here, known[1:, place], 0.0)
         seconds = np.where((measured > 0) & (level == sent), measured, seconds)
-        return Candidates(clients, sent, np.minimum(samples, draws), utility, asked, last, seconds)
+        return Candidates(clients, sent, np.minimum(samples, draws), utility, selected, last, seconds)
 
 
 def _drawn(places: np.ndarray, weights: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Return `count` of these places, drawn without replacement in proportion to the weights: the first arrivals of
-    exponential clocks. Places without weight come last."""
+    """Draw `count` of the indices `places` without replacement, with probabilities proportional to their weights.
+    Indices with weight 0 are drawn last."""
     arrivals = rng.exponential(size=len(places)) / np.maximum(weights[places], 1e-300)
     return places[np.argsort(arrivals, kind="stable")[:count]]
+
+
+# ---------------------------------------------------------------------------------------------- the tables
+def enter(clients: np.ndarray, results: np.ndarray) -> tuple[np.ndarray, int, float]:
+    """Enter the results of one round, `results` (M, 5) with M >= 1, into the table `clients` (6, N).
+
+    Return (new table, round, pacer's input). The pacer's input is the mean utility of updates from clients that were
+    selected before, or 0 without such updates. As in FedScale, a straggler gets the mean utility of the round's
+    updates. If the round has no updates, stragglers keep their utility. Other failed clients get 0.
+    """
+    round, selected, utility, seconds, level = int(results[0, 0]), *results[:, 1:].T
+    unknown = selected[~places(clients, selected)[1]]
+    new = np.zeros((6, len(unknown)))
+    new[CLIENT] = unknown
+    clients = np.concatenate([clients, new], axis=1)
+    clients = clients[:, np.argsort(clients[CLIENT], kind="stable")]
+    columns = np.searchsorted(clients[CLIENT], selected)
+    good, before = utility >= 0, clients[SELECTED, columns] > 0
+    usual = utility[good].mean() if good.any() else clients[UTILITY, columns]
+    clients[UTILITY, columns] = np.where(good, utility, np.where(utility == LATE, usual, 0.0))
+    clients[SELECTED, columns] += 1
+    clients[LAST, columns] = round + 1
+    clients[SECONDS, columns] = np.where(seconds > 0, seconds, clients[SECONDS, columns])
+    clients[LEVEL, columns] = np.where(seconds > 0, level, clients[LEVEL, columns])
+    preferred = utility[good & before]
+    return clients, round, float(preferred.mean()) if preferred.size else 0.0
+
+
+def places(clients: np.ndarray, who: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return two arrays (M,): each client's column in the table `clients`, and True for each client in the table."""
+    if not clients.shape[1]:
+        return np.zeros(len(who), dtype=int), np.zeros(len(who), dtype=bool)
+    place = np.minimum(np.searchsorted(clients[CLIENT], who), clients.shape[1] - 1)
+    return place, clients[CLIENT, place] == who
+
+
+def _rows(clients: np.ndarray) -> Rows:
+    return tuple(tuple(row) for row in clients.tolist())
+
+
+@dataclass(frozen=True)
+class Pacer:
+    """Oort's pacer (Lai et al., OSDI 2021, Sec. 4.3, Alg. 1 lines 7-8). T, the preferred time of a round, is a
+    percentile of the clients' times. Every `step` rounds, the pacer compares the preferred clients' utility in the last
+    `step` rounds with the `step` rounds before. If the utility hardly changed, T increases to include slower clients
+    with other data. If the utility changed sharply, T decreases."""
+
+    rounds: int
+    """Number of finished rounds."""
+    percentile: float
+    """Percentile for T. If the percentile is 100 or more, T is infinite."""
+    history: tuple[float, ...] = ()
+    """Mean utilities of the last 2 * `step` rounds."""
+
+    def after(self, rounds: int, brought: Mapping[int, float], *, step: int, delta: float) -> Pacer:
+        """Return the pacer after `rounds` rounds. `brought` maps rounds (from 0) to the mean utility of the preferred
+        clients; the utility of a missing round is 0.
+
+        As in Oort's code, a relative change of at most FLAT, or from 0 to 0, increases T. A change of at least SHARP
+        decreases T. The percentile stays between `delta` and 100.
+        """
+        percentile, history = self.percentile, list(self.history)
+        for over in range(self.rounds + 1, rounds + 1):
+            history = [*history[1 - 2 * step :], brought.get(over - 1, 0.0)]
+            if over >= 2 * step and over % step == 0:
+                before, now = sum(history[:step]), sum(history[step:])
+                if abs(now - before) <= FLAT * before:
+                    percentile = min(100.0, percentile + delta)
+                elif abs(now - before) >= SHARP * before:
+                    percentile = max(delta, percentile - delta)
+        return Pacer(max(rounds, self.rounds), percentile, tuple(history))
+
+    def preferred(self, seconds: np.ndarray) -> float:
+        """Return T for the times `seconds` (N,) with N >= 1."""
+        if self.percentile >= 100:
+            return math.inf
+        place = min(int(len(seconds) * self.percentile / 100), len(seconds) - 1)
+        return float(np.partition(seconds, place)[place])
+
+    @property
+    def rows(self) -> Rows:
+        return (float(self.rounds), self.percentile), self.history
+
+    @staticmethod
+    def of(rows: Rows) -> Pacer:
+        (rounds, percentile), history = rows
+        return Pacer(int(rounds), percentile, history)

@@ -1,4 +1,4 @@
-"""Clients drawn uniformly: from all clients, from those that can hold a model, or for a level drawn first."""
+"""Selectors that draw clients uniformly from all clients, from clients that can hold a model, or by level."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from typing import Literal
 import numpy as np
 
 from fl_engine.core.fields import STRICT
-from fl_engine.core.types import Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
-from fl_engine.selection.capacity import able, check_capacity, dispatched, holds, level_of, tell_of_too_weak
+from fl_engine.core.types import Assignment, ClientResult, Device, Pick, Pool, RoundContext, Tables
+from fl_engine.selection.capacity import able, check_capacity, dispatched, holds, level_of, warn_too_weak
+
+
+class LearnsNothing:
+    """Base class for selectors without a state."""
+
+    def learn(self, state: Tables, assignment: Assignment, result: ClientResult, seconds: float) -> Tables:
+        return state
 
 
 @dataclass(frozen=True)
-class Uniform:
-    """k distinct clients, drawn uniformly from all.
+class Uniform(LearnsNothing):
+    """Draw k distinct clients uniformly from all clients.
 
-    `model` says what each is sent: `capacity` the largest model that it can hold, or the smallest model; `random` a
-    model drawn uniformly; `largest` the largest model (AdaptiveFL's +Random and +Greed).
+    `model` determines the model that a client receives. `capacity`: the largest model that fits, or otherwise the
+    smallest. `random`: a random model (AdaptiveFL's +Random). `largest`: the largest model (AdaptiveFL's +Greed).
     """
 
     __pydantic_config__ = STRICT
@@ -26,7 +33,7 @@ class Uniform:
     model: Literal["capacity", "random", "largest"] = "capacity"
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
-        tell_of_too_weak(fleet, pool)
+        warn_too_weak(fleet, pool)
         return {}
 
     def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:
@@ -42,15 +49,12 @@ class Uniform:
                     picks.append((device.client, int(rng.choice(levels))))
         return picks
 
-    def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
-        return state
-
 
 @dataclass(frozen=True)
-class ByCapacity:
-    """k distinct clients, drawn uniformly from those that can hold a model; each is sent the largest that it can hold.
+class ByCapacity(LearnsNothing):
+    """Draw k distinct clients uniformly from all clients that can hold a model. Each gets the largest fitting model.
 
-    A fleet with a tier that can hold no model is refused before the first round.
+    The fleet is rejected if one of its tiers cannot hold any model.
     """
 
     __pydantic_config__ = STRICT
@@ -65,24 +69,21 @@ class ByCapacity:
         devices = able(context.available, pool[dispatched(pool)[0]].share)
         return [(device.client, level_of(device, pool)) for device in _drawn(devices, count, rng)]
 
-    def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
-        return state
-
 
 def _drawn(devices: Sequence[Device], count: int, rng: np.random.Generator) -> list[Device]:
-    """Return `count` of these devices, or all if there are fewer, in client order."""
+    """Draw at most `count` devices, and return them in client order."""
     places = rng.choice(len(devices), size=min(count, len(devices)), replace=False)
     return sorted((devices[place] for place in places), key=lambda device: device.client)
 
 
 @dataclass(frozen=True)
-class ResourceTable:
-    """FlexFL's selection: draw a level uniformly, then a device that can hold it at its maximum capacity.
+class ResourceTable(LearnsNothing):
+    """FlexFL's selection: draw a level uniformly, then draw a device whose maximum capacity can hold this level.
 
-    Departs from the paper, which only names a resource table, and from the authors' code, which is written for 17
-    devices and redraws everything until the devices are distinct. Here a device is drawn uniformly among those not yet
-    chosen that can hold the level, and a level without such a device is not drawn. There are fewer than k picks if
-    fewer devices can hold anything.
+    Departs from the paper, which only mentions a resource table. The authors' code, which is written for 17 devices,
+    draws all devices again until no device is drawn twice. Here each device is drawn uniformly from the devices that
+    can hold the level and are not selected yet. A level without such a device is not drawn. If fewer than k devices can
+    hold a model, fewer than k devices are selected.
     """
 
     __pydantic_config__ = STRICT
@@ -107,6 +108,3 @@ class ResourceTable:
                     clients.remove(client)
             picks.append((client, level))
         return sorted(picks)
-
-    def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
-        return state

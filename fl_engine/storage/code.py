@@ -1,17 +1,15 @@
-"""A user's package on its way to clients: a wheel that is named by its sha256, and verified before it is imported.
+"""Send a user's package to clients as a wheel. The SHA-256 of the wheel is verified before the package is imported.
 
-`pack` makes the same bytes of the same files on every machine: names sorted, times fixed, nothing compressed. `enable`
-verifies a wheel and lets Python import the package from the file (zipimport). Nothing is pickled.
+`pack` creates identical bytes from identical files on every machine. In the wheel, names are sorted, times are fixed,
+and files are not compressed. `enable` verifies a wheel, and makes Python import the package from the wheel (zipimport).
 """
 
 from __future__ import annotations
 
-import ast
 import atexit
 import base64
 import hashlib
 import importlib
-import importlib.util
 import io
 import shutil
 import sys
@@ -19,7 +17,6 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from fl_engine.core.allowed import OURS, wheels
@@ -27,48 +24,42 @@ from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.storage.store import sha256
 
 LARGEST = 64 * 2**20
-"""The most bytes of a package's files together."""
+"""Maximum total size of a package's files in bytes."""
 LARGEST_WHEEL = 2 * LARGEST
-"""The most bytes that are read of its wheel."""
+"""Maximum size of a wheel in bytes."""
 COMPILED = (".so", ".pyd", ".dll", ".dylib")
 LEFT_OUT = ("__pycache__",)
 FIXED_TIME = (1980, 1, 1, 0, 0, 0)
 
 
-@dataclass(frozen=True)
-class Wheel:
-    value: bytes
-
-    @property
-    def sha256(self) -> str:
-        return sha256(self.value)
-
-
 def store_key(digest: str) -> str:
-    """Return the key of a wheel in the run's store."""
+    """Return the store key of the wheel with this SHA-256."""
     return f"code/{digest}.whl"
 
 
-# --------------------------------------------------------------------------------------------------- making it
 def name_of(source: Path) -> str:
-    """Return the name under which a package's folder or a module's file is imported."""
+    """Return the import name of a package's folder or of a module's file."""
     return source.resolve().stem if source.is_file() else source.resolve().name
 
 
-def pack(source: Path) -> Wheel:
-    """Return the wheel of a package's folder, or of a module's file. Raises ConfigError."""
+def pack(source: Path) -> bytes:
+    """Return the bytes of a wheel that contains a package's folder or a module's file. Raises ConfigError."""
     name = name_of(source)
     if source.is_dir() and (source / "__init__.py").is_file():
         files = dict(_files(source.resolve()))
     elif source.is_file() and source.suffix == ".py":
         files = {f"{name}.py": source.read_bytes()}
     else:
-        raise ConfigError(f"run.code must be a folder with an __init__.py, or a .py file, got {source}")
+        raise _wrong(f"must be a folder with an __init__.py, or a .py file, got {source}")
     if not name.isidentifier() or name in (*sys.stdlib_module_names, *OURS):
-        raise ConfigError(f"run.code = {source}: {name!r} cannot be a package's name. Rename it")
+        raise _wrong(f"must be importable under another name than {name!r}. Rename {source}")
     if (size := sum(map(len, files.values()))) > LARGEST:
-        raise ConfigError(f"run.code must have at most {LARGEST / 1e6:.0f} MB, {source} has {size / 1e6:.0f} MB")
-    return Wheel(_zipped({**files, **_about(name, files)}))
+        raise _wrong(f"must have at most {LARGEST / 1e6:.0f} MB, {source} has {size / 1e6:.0f} MB")
+    return _zipped({**files, **_about(name, files)})
+
+
+def _wrong(text: str) -> ConfigError:
+    return ConfigError(f"run.code {text}", path="run.code")
 
 
 def _files(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -77,13 +68,12 @@ def _files(folder: Path) -> Iterator[tuple[str, bytes]]:
         if any(part in LEFT_OUT or part.startswith(".") for part in inside.parts) or path.suffix == ".pyc":
             continue
         if path.is_symlink() or path.suffix in COMPILED:
-            raise ConfigError(f"run.code must have Python files and data only, but {path} is a link or compiled code")
+            raise _wrong(f"must have Python files and data only, but {path} is a link or compiled code")
         if path.is_file():
             yield f"{folder.name}/{inside.as_posix()}", path.read_bytes()
 
 
 def _about(name: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files that make a zip a wheel (PEP 427)."""
     at = f"{name}-0.dist-info"
     texts = {
         f"{at}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n",
@@ -107,53 +97,37 @@ def _zipped(files: Mapping[str, bytes]) -> bytes:
     return made.getvalue()
 
 
-# --------------------------------------------------------------------------------------------------- trusting it
-def check_content(value: bytes, digest: str, where: str) -> None:
-    """Raise IntegrityError unless it is the wheel of this sha256."""
-    if (found := sha256(value)) != digest:
-        raise IntegrityError(f"{where} is damaged and not imported: its sha256 is {found}, expected {digest}")
-
-
-# --------------------------------------------------------------------------------------------------- importing it
 _folders: list[str] = []
-"""The temporary folders of all wheels, also of disabled ones, which may be enabled again."""
+"""Temporary folders of all wheels. Disabled wheels are included, because they may be enabled again."""
 
 
-def enable(value: bytes, digest: str, where: str, parent: str | None = None) -> None:
-    """Make Python import the package from this wheel. Its modules from other files are unloaded. The file is removed
-    with the folder `parent`, or at this process' end. Raises IntegrityError for another sha256, ConfigError if the name
-    is taken, or a package that it imports is missing."""
-    check_content(value, digest, where)
+def enable(value: bytes, digest: str, where: str, file: str | None = None) -> None:
+    """Make Python import the package from this wheel. Unload modules of the package that were imported from other
+    files. `file` is an existing file with the wheel. If `file` is None, write a file, which is deleted when this
+    process ends. Raises IntegrityError if the wheel does not have the SHA-256 `digest`, and ConfigError if an installed
+    package has the wheel's name."""
+    if (found := sha256(value)) != digest:
+        raise IntegrityError(f"{where} must have the SHA-256 {digest}, got {found}. The package is not imported")
     name = _name_in(value, where)
     if wheels.get(name, ("", ""))[0] == digest:
         return
     taken = getattr(sys.modules.get(name), "__file__", None)
     if taken is not None and "site-packages" in Path(taken).parts:
-        raise ConfigError(f"run.code: {name!r} is also the name of {taken}. Rename your package")
-    check_dependencies(value, name)
+        raise _wrong(f"must have another name than {taken}. Rename your package {name!r}")
     disable(name)
-    if parent is None:
-        folder = _folder()
-    else:
-        Path(parent).mkdir(mode=0o700, exist_ok=True)  # a long run's temporary files may have been deleted
-        folder = tempfile.mkdtemp(dir=parent)
-    path = Path(folder) / f"{digest}.whl"
-    path.write_bytes(value)
-    path.chmod(0o444)
-    sys.path.insert(0, str(path))
+    if file is None:
+        _folders.append(tempfile.mkdtemp(prefix="flexfleet-code-"))
+        path = Path(_folders[-1]) / f"{digest}.whl"
+        path.write_bytes(value)
+        path.chmod(0o444)
+        file = str(path)
+    sys.path.insert(0, file)
     importlib.invalidate_caches()
-    wheels[name] = digest, str(path)
-
-
-def _folder() -> str:
-    """Make a temporary folder, which `clear` removes."""
-    folder = tempfile.mkdtemp(prefix="flexfleet-code-")
-    _folders.append(folder)
-    return folder
+    wheels[name] = digest, file
 
 
 def disable(name: str | None = None) -> None:
-    """Remove the package, or all packages, from Python's path, and unload their modules."""
+    """Remove a package from Python's path, and unload its modules. If `name` is None, disable all packages."""
     for each in list(wheels) if name is None else [name]:
         _, path = wheels.pop(each, ("", ""))
         if path in sys.path:
@@ -164,15 +138,14 @@ def disable(name: str | None = None) -> None:
 
 @atexit.register
 def clear() -> None:
-    """Remove the files of all packages. A process that becomes another one (exec) calls this last, because it runs no
-    exit handlers."""
+    """Delete the temporary files of all wheels. Call this function before exec, because exec skips exit handlers."""
     while _folders:
         shutil.rmtree(_folders.pop(), ignore_errors=True)
 
 
 @contextmanager
 def enabled_within() -> Iterator[None]:
-    """On exit, disable what was enabled inside, and enable what was enabled before."""
+    """Restore the enabled wheels when the block ends: disable new wheels, and enable the previous wheels."""
     before = dict(wheels)
     try:
         yield
@@ -185,7 +158,7 @@ def enabled_within() -> Iterator[None]:
 
 
 def enabled(digest: str) -> bool:
-    """Whether this process imports from the wheel."""
+    """Return whether the wheel with this SHA-256 is enabled."""
     return any(known == digest for known, _ in wheels.values())
 
 
@@ -194,67 +167,25 @@ def _name_in(value: bytes, where: str) -> str:
         with zipfile.ZipFile(io.BytesIO(value)) as archive:
             (about,) = [each for each in archive.namelist() if each.endswith("-0.dist-info/METADATA")]
     except (zipfile.BadZipFile, ValueError) as error:
-        raise IntegrityError(f"{where} is not a wheel: {error}") from error
+        raise IntegrityError(f"{where} must be a valid wheel: {error}") from error
     return about.partition("-0.dist-info/")[0]
 
 
-def check_dependencies(value: bytes, name: str) -> None:
-    """Raise ConfigError, which names all packages that the wheel imports and that are not installed. Imports inside
-    functions and conditions (`try`, `if`) are not checked."""
-    missing: dict[str, str] = {}
-    with zipfile.ZipFile(io.BytesIO(value)) as archive:
-        for path in archive.namelist():
-            if not path.endswith(".py"):
-                continue
-            try:
-                tree = ast.parse(archive.read(path), path)
-            except (SyntaxError, ValueError) as error:
-                raise ConfigError(f"run.code: {path} is not valid Python: {error}") from error
-            for wanted, line in _imports(tree):
-                if wanted not in (name, *missing) and not _is_there(wanted):
-                    missing[wanted] = f"{wanted} ({path}, line {line})"
-    if missing:
-        raise ConfigError(f"run.code: {name} imports what is not installed here: {', '.join(missing.values())}")
-
-
-def _imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    for each in tree.body:
-        if isinstance(each, ast.Import):
-            yield from ((alias.name.partition(".")[0], each.lineno) for alias in each.names)
-        elif isinstance(each, ast.ImportFrom) and not each.level and each.module:
-            yield each.module.partition(".")[0], each.lineno
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return name in sys.modules or importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
-
-
 class Handed:
-    """A wheel for another process of this machine. When it is unpickled there, it is verified and enabled, before other
-    objects that may be of its classes. The other process imports from a folder of this process, because it may end
-    without exit handlers."""
+    """A wheel that is sent to another process on this machine. When this object is unpickled, the wheel is verified and
+    enabled. Unpickle this object first, because the classes of other objects may be in the wheel."""
 
     def __init__(self, path: Path, digest: str) -> None:
-        self._path, self._digest, self._parent = str(path.resolve()), digest, _folder()
-
-    def check(self) -> None:
-        """Raise IntegrityError if the file has changed."""
-        check_content(_read(self._path), self._digest, self._path)
+        self._path, self._digest = str(path.resolve()), digest
 
     def __reduce__(self) -> tuple[object, ...]:
-        return enable_file, (self._path, self._digest, self._parent)
+        return enable_file, (self._path, self._digest)
 
 
-def enable_file(path: str, digest: str, parent: str | None = None) -> None:
-    """Call `enable` with a file. Raises IntegrityError if it cannot be read."""
-    enable(_read(path), digest, path, parent)
-
-
-def _read(path: str) -> bytes:
+def enable_file(path: str, digest: str) -> None:
+    """Verify and enable a wheel file. Raises IntegrityError if the file cannot be read."""
     try:
-        return Path(path).read_bytes()
+        value = Path(path).read_bytes()
     except OSError as error:
-        raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
+        raise IntegrityError(f"the wheel {path} cannot be read: {error.strerror}") from error
+    enable(value, digest, path, path)

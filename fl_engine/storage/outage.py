@@ -1,4 +1,4 @@
-"""Waits for a server that does not answer, and logs that it waits."""
+"""Wait for an unreachable server, and log that the process waits."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ REPORT_S, LONGEST_PAUSE_S = 30.0, 5.0
 
 
 class Outage:
-    """The time from the first failure of `server` until it answers again. Logs the first failure, and one each
-    REPORT_S."""
+    """An outage of `server`, from the first failed request to the next successful request. Logs the first failure, and
+    then at most one failure per REPORT_S seconds."""
 
     def __init__(self, server: str, patience_s: float) -> None:
         self._server, self._patience_s = server, patience_s
         self._began = self._reported = -math.inf
 
-    def failed(self, error: Unreachable, meanwhile: str) -> bool:
-        """Return whether the outage lasts longer than `patience_s`. `meanwhile` is logged."""
+    def failed(self, error: Exception, meanwhile: str) -> bool:
+        """Record a failure, and log `error` with the message `meanwhile`. Return True if the outage has lasted
+        `patience_s` seconds."""
         now = time.monotonic()
         self._began = now if math.isinf(self._began) else self._began
         is_over = now - self._began >= self._patience_s
@@ -36,15 +37,19 @@ class Outage:
         return is_over
 
     def ended(self) -> None:
-        """The server has answered."""
         if not math.isinf(self._began):
-            log.info("%s answers again after %.0f s", self._server, time.monotonic() - self._began)
+            log.info("%s is reachable again after %.0f s", self._server, time.monotonic() - self._began)
         self._began = self._reported = -math.inf
 
 
-def waiting(call: Callable[[], R], patience_s: float) -> R:
-    """Repeat a call while a server is unreachable, for at most `patience_s` from the first failure on."""
-    outage, pause = Outage("the server", patience_s), 0.5
+def waiting(
+    call: Callable[[], R],
+    patience_s: float,
+    server: str = "the server",
+    check: Callable[[], object] = lambda: None,
+) -> R:
+    """Retry a call while a server is unreachable, for at most `patience_s` seconds. Call `check` before each retry."""
+    outage, pause = Outage(server, patience_s), 0.5
     while True:
         try:
             found = call()
@@ -53,6 +58,7 @@ def waiting(call: Callable[[], R], patience_s: float) -> R:
                 raise
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
+            check()
         else:
             outage.ended()
             return found

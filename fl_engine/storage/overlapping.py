@@ -1,4 +1,4 @@
-"""Overlapping requests to a store: a small request mostly waits for the server."""
+"""Send overlapping requests to a store, because a small request mostly waits for the server."""
 
 from __future__ import annotations
 
@@ -17,67 +17,56 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 AT_ONCE_BYTES = 64 * 2**20
-"""The most bytes of values in transfer, if there is more than one value."""
+"""Maximum bytes of memory for overlapping calls."""
 
 
 def overlapped(store: Store, size: int, work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Yield `work(item)` for each item, in the items' order. `work` sends requests to `store` and holds about `size`
-    bytes meanwhile. As many items are in progress as the store accepts (`at_once`) and as fit into AT_ONCE_BYTES; for
-    one item at a time there are no threads.
+    """Yield `work(item)` for each item in the order of `items`, with several calls in progress.
 
-    Items are taken in the caller's thread, a few ahead of the result that it waits for. An error of `work` or of
-    `items` is raised after the results before it, as in a plain loop. Items that have not begun by then are dropped,
-    and the others are waited for, except at Ctrl-C and SystemExit.
+    At most `store.at_once` calls overlap, and the calls use at most AT_ONCE_BYTES in total. If only one call fits, no
+    thread is started. The caller's thread iterates over `items`. After an error, the function waits for running calls,
+    except after Ctrl-C or SystemExit.
+
+    Args:
+        size: Bytes of memory that one call of `work` uses.
+        work: Function that sends requests to `store`.
     """
     at_once = min(getattr(store, "at_once", 1), max(1, AT_ONCE_BYTES // max(1, size)))
     if at_once == 1:
         yield from map(work, items)
         return
-    # At its end Python waits for the threads of a ThreadPoolExecutor, but not for these.
-    asked: SimpleQueue[tuple[T, Future[R]] | None] = SimpleQueue()
-    threads = [Thread(target=_serve, args=(asked, work), daemon=True, name="requests") for _ in range(at_once)]
+    # Use daemon threads, because a process would wait for the threads of a ThreadPoolExecutor before it ends.
+    jobs: SimpleQueue[tuple[T, Future[R]] | None] = SimpleQueue()
+    threads = [Thread(target=_serve, args=(jobs, work), daemon=True, name="requests") for _ in range(at_once)]
     for thread in threads:
         thread.start()
     pending: deque[Future[R]] = deque()
-    failed: Exception | None = None
-    waits, source = True, iter(items)
+    waits = True
     try:
-        while failed is None:
-            try:
-                item = next(source)
-            except StopIteration:
-                break
-            except Exception as error:
-                failed = error
-                break
+        for item in items:
             pending.append(Future())
-            asked.put((item, pending[-1]))
+            jobs.put((item, pending[-1]))
             while pending and (len(pending) == at_once or pending[0].done()):
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
-        if failed is not None:
-            raise failed
     except (KeyboardInterrupt, SystemExit):
         waits = False
         raise
     finally:
-        for future in pending:
-            future.cancel()
         for _ in threads:
-            asked.put(None)
+            jobs.put(None)
         for thread in threads if waits else ():
             thread.join()
 
 
-def _serve(asked: SimpleQueue[tuple[T, Future[R]] | None], work: Callable[[T], R]) -> None:
-    # In a thread that has not called this, torch's matrix products ignore `set_num_threads` and have other bits.
+def _serve(jobs: SimpleQueue[tuple[T, Future[R]] | None], work: Callable[[T], R]) -> None:
+    # Without this call, torch ignores `set_num_threads` in this thread, which changes the last bits of products.
     torch.get_num_threads()
-    while (job := asked.get()) is not None:
+    while (job := jobs.get()) is not None:
         item, future = job
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(work(item))
-            except BaseException as error:
-                future.set_exception(error)
-        del job, item, future  # nothing is held while the thread waits
+        try:
+            future.set_result(work(item))
+        except BaseException as error:
+            future.set_exception(error)
+        del job, item, future  # free memory while the thread waits

@@ -1,13 +1,12 @@
-"""Tests whether an S3 server enforces presigned URLs and forms, before a client gets one.
+"""Test whether an S3 server enforces presigned URLs and forms, before clients get URLs.
 
-On many servers the holder of a signature that covers only the key can add headers that copy another object into its
-own, or make its own public. So the probe writes a scratch object as a client would, with each of these tricks. The
-server passes if it refuses the request, or accepts it and the trick has no effect. POST policies are tried first,
-because they have a largest size; then PUT, signed for one exact size. The probe reads and writes scratch objects only,
-and deletes them.
+Many servers verify only the key of an upload. A client can then add headers that copy another object, or that make the
+uploaded object public. The probe uploads test objects with each of these headers. The server passes the test if it
+rejects the request or ignores the header. The probe tries POST policies first, because they limit the size, and then
+PUT requests that are signed for an exact size. The probe deletes its test objects.
 
-Tried: POST on Ceph radosgw 16, POST and PUT on SeaweedFS 4.34. According to the documentation: POST on Amazon S3, PUT
-on SeaweedFS since 4.20.
+POST was tested on Ceph radosgw 16, and POST and PUT were tested on SeaweedFS 4.34. According to their documentation,
+Amazon S3 also supports POST, and SeaweedFS supports PUT since version 4.20.
 """
 
 from __future__ import annotations
@@ -19,21 +18,20 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from urllib.parse import quote
 
 import urllib3
 
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError, Refused
-from fl_engine.storage.s3 import S3Store
-from fl_engine.storage.urls import Upload, Verb, patient_pool, send, why
+from fl_engine.storage.s3 import REGION, S3Store
+from fl_engine.storage.urls import Answer, Requests, Upload, Verb, why
 
 log = logging.getLogger("flexfleet")
 
 SCRATCH = "rounds/probe/"
-"""The prefix of scratch objects. It looks like a round's, so that signing credentials with the rights that clients need
-can write there. No round has this name."""
+"""Key prefix of test objects. Signing credentials may be restricted to `rounds/`. No round is named `probe`."""
 VALUE = bytes(range(64))
 SECONDS = 600
 VERBS: tuple[Verb, ...] = ("POST", "PUT")
@@ -47,14 +45,13 @@ RIGHTS = (
 
 
 def upload_verb(store: S3Store) -> Verb:
-    """Return how clients upload. Raises EnvironmentFailure if the server accepts no upload, or accepts what was not
-    signed, which FLEXFLEET_S3_UNCHECKED=1 turns into a warning."""
+    """Return the HTTP verb for clients' uploads. Raises EnvironmentFailure if the server rejects valid uploads or does
+    not enforce signatures. FLEXFLEET_S3_UNCHECKED=1 turns the second error into a warning."""
     name = secrets.token_hex(8)
     try:
-        with patient_pool() as pool:
-            return _upload_verb(_Scratch(store, pool, f"{SCRATCH}orders/{name}", f"{SCRATCH}updates/{name}"))
-    except urllib3.exceptions.HTTPError as error:  # whose text may hold a signature
-        raise EnvironmentFailure(f"{store.uri()} cannot be reached as clients would: {why(error)}") from None
+        return _upload_verb(_Scratch(store, f"{SCRATCH}assignments/{name}", f"{SCRATCH}updates/{name}"))
+    except urllib3.exceptions.HTTPError as error:
+        raise EnvironmentFailure(f"{store.uri()} cannot be reached with the URLs for clients: {why(error)}") from None
     finally:
         store.delete(*store.list(SCRATCH))
 
@@ -62,23 +59,23 @@ def upload_verb(store: S3Store) -> Verb:
 @dataclass(frozen=True)
 class _Scratch:
     store: S3Store
-    pool: urllib3.PoolManager
     source: str
-    """The key of an object that clients may read."""
+    """Key of an object that clients may read."""
     target: str
-    """The key of an object that clients may write."""
+    """Key of an object that clients may write."""
+    requests: Requests = field(default_factory=Requests)
 
     def upload(self, verb: Verb) -> Upload:
         return self.store.upload(self.target, len(VALUE), SECONDS, verb)
 
     def takes(self, upload: Upload, value: bytes = VALUE, headers: Mapping[str, str] = NONE) -> bool:
-        return send(self.pool, upload, value, headers).status < 300
+        return self.requests.send(upload, value, headers).status < 300
 
     def reads(self, url: str) -> bool:
-        return self.pool.request("GET", url, redirect=False).status < 300
+        return self.requests.ask("GET", url).status < 300
 
     def found(self) -> bytes | None:
-        """The value that the coordinator reads after an upload; None if it cannot read it."""
+        """Return the uploaded value; None if the coordinator cannot read it."""
         try:
             return self.store.get(self.target, len(VALUE))
         except (IntegrityError, Refused):
@@ -99,7 +96,7 @@ def _upload_verb(scratch: _Scratch) -> Verb:
         works.append(verb)
         tricks = list(_tricks(scratch, verb))
         if not tricks and not anybody:
-            log.info("clients upload by %s: %s enforces what is signed", verb, uri)
+            log.info("clients upload with %s, because %s enforces signatures", verb, uri)
             return verb
         seen += [f"{verb} accepts {trick}" for trick in tricks]
     if not works:
@@ -107,7 +104,7 @@ def _upload_verb(scratch: _Scratch) -> Verb:
     why = f"{uri} does not enforce signatures ({'; '.join(seen)})"
     if os.environ.get(UNCHECKED) != "1":
         raise EnvironmentFailure(
-            f"{why}, so a client could read or replace what the signing credentials can. Use Amazon S3, Ceph radosgw "
+            f"{why}, so a client could read or replace other objects. Use Amazon S3, Ceph radosgw "
             f"16 or newer, or SeaweedFS 4.20 or newer. If all clients are trusted, set {UNCHECKED}=1"
         )
     log.warning("%s=1, for tests and trusted clients: %s", UNCHECKED, why)
@@ -116,8 +113,10 @@ def _upload_verb(scratch: _Scratch) -> Verb:
 
 def _open_reads(scratch: _Scratch) -> Iterator[str]:
     url = scratch.store.presign(scratch.source, SECONDS)
-    if not scratch.reads(url):
-        raise EnvironmentFailure(f"{scratch.store.uri()}: a URL that was just signed cannot be read. {RIGHTS}")
+    answer = scratch.requests.ask("GET", url)
+    if answer.status >= 300:
+        reason, hint = _reason(answer), REGION if b"region" in answer.data.lower() else RIGHTS
+        raise EnvironmentFailure(f"{scratch.store.uri()}: a URL that was just signed cannot be read ({reason}). {hint}")
     if scratch.reads(_unsigned(url)):
         yield "GET works without a signature"
     if scratch.reads(_forged(url)):
@@ -125,16 +124,20 @@ def _open_reads(scratch: _Scratch) -> Iterator[str]:
 
 
 def _refused(scratch: _Scratch, verb: Verb) -> str | None:
-    """Return why an honest upload does not arrive; None if it does."""
-    answer = send(scratch.pool, scratch.upload(verb), VALUE)
+    """Return the reason why a valid upload fails; None if it succeeds."""
+    answer = scratch.requests.send(scratch.upload(verb), VALUE)
     if answer.status < 300:
         return None if scratch.found() == VALUE else "the coordinator cannot read what was uploaded"
+    return _reason(answer)
+
+
+def _reason(answer: Answer) -> str:
+    """Return a string with the status and the error code of a response."""
     code = re.search(rb"<Code>(\w+)</Code>", answer.data)
     return f"HTTP {answer.status} {code[1].decode() if code else ''}".rstrip()
 
 
 def _tricks(scratch: _Scratch, verb: Verb) -> Iterator[str]:
-    """Yield the tricks that the server does not prevent."""
     honest = scratch.upload(verb)
     if verb == "POST":
         elsewhere = _with(honest, {"key": f"{honest.fields['key']}-other"})
@@ -149,7 +152,7 @@ def _tricks(scratch: _Scratch, verb: Verb) -> Iterator[str]:
     if scratch.takes(honest, VALUE + b"+"):
         yield "more bytes"
     for what, headers in _additions(scratch).items():
-        # Some servers read in a form's fields what others read in headers.
+        # Some servers read these values from form fields. Other servers read them from headers.
         fields = {name.replace("x-amz-acl", "acl"): value for name, value in headers.items()}
         as_field = verb == "POST" and _matters(scratch, _with(honest, fields))
         if as_field or _matters(scratch, honest, headers):
@@ -157,7 +160,6 @@ def _tricks(scratch: _Scratch, verb: Verb) -> Iterator[str]:
 
 
 def _additions(scratch: _Scratch) -> dict[str, dict[str, str]]:
-    """Headers that do harm."""
     key, encryption = bytes(32), "x-amz-server-side-encryption-customer"
     source = quote(scratch.store.uri(scratch.source).removeprefix("s3:/"))
     md5 = hashlib.md5(key, usedforsecurity=False).digest()
@@ -176,8 +178,8 @@ def _additions(scratch: _Scratch) -> dict[str, dict[str, str]]:
 
 
 def _matters(scratch: _Scratch, upload: Upload, headers: Mapping[str, str] = NONE) -> bool:
-    """Whether the server accepts the upload and makes another object than of an honest upload. With POST an object that
-    nobody can read does not matter, because it harms only its client."""
+    """Return whether the server accepts the upload and stores a public or different object. With POST, ignore an
+    unreadable object, which harms only the client itself."""
     scratch.store.delete(scratch.target)
     if not scratch.takes(upload, headers=headers):
         return False

@@ -1,4 +1,4 @@
-"""Files of a run's store: JSON records with a schema, and files that are verified against a known checksum."""
+"""Read JSON records with a schema, and files with a known checksum, from a run's store."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fl_engine.core.errors import IntegrityError, TooLarge, brief
-from fl_engine.storage.serialization import Value
-from fl_engine.storage.store import Store, sha256
+from fl_engine.storage.store import Store, Value, sha256
 
 R = TypeVar("R", bound=BaseModel)
 
-WAY_OUT = "To go on from the last good commit, resume with --discard-damaged: the rounds after it are computed again"
+WAY_OUT = "To continue from the last good commit, resume with --discard-damaged. Later rounds are computed again"
 
 Sum = Annotated[str, Field(pattern=r"^[0-9a-f]{64}:[0-9]{1,15}$")]
-"""The sha256 of a file, a colon, and the number of its bytes."""
+"""Checksum of a file: its SHA-256, a colon, and its size in bytes."""
 
 
 class Record(BaseModel):
-    """The base of all JSON records."""
+    """Base class for all JSON records."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: Literal[1] = 1
 
 
 def round_folder(round: int, evaluates: bool = False) -> str:
-    """Return the prefix of a round's files, or of the files of its evaluation at the clients."""
+    """Return the key prefix of a round's files. `evaluates` selects the files of the round's evaluation."""
     return f"rounds/{round:05d}/{'evaluation/' if evaluates else ''}"
 
 
@@ -42,7 +41,7 @@ def json_of(value: bytes, name: str) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise IntegrityError(f"{name} is not JSON: {error}. {WAY_OUT}") from error
+        raise IntegrityError(f"{name} must be valid JSON: {error}. {WAY_OUT}") from error
 
 
 def sum_of(value: Value) -> str:
@@ -50,21 +49,18 @@ def sum_of(value: Value) -> str:
 
 
 def read_verified(store: Store, key: str, expected: str | None) -> bytes:
-    """Return the value of a key, and read no more bytes than `expected`. Raises IntegrityError if the value has another
-    sum, because other processes may be able to write to the store."""
+    """Read a value and verify its checksum `expected`, because other processes may write to the store. Read at most the
+    expected number of bytes. Raises IntegrityError if the checksum differs."""
     if expected is None:
-        raise IntegrityError(f"{store.uri(key)} is not used, because the coordinator has not sent its sha256")
+        raise IntegrityError(f"{store.uri(key)} is not used, because the coordinator has not sent the file's SHA-256")
     try:
         value = store.get(key, int(expected.partition(":")[2]))
     except TooLarge as error:
         raise _replaced(store.uri(key), str(error)) from error
     if (found := sum_of(value)) != expected:
-        raise _replaced(store.uri(key), f"its sha256 and size are {found}, expected {expected}")
+        raise _replaced(store.uri(key), f"expected the SHA-256 and size {expected}, got {found}")
     return value
 
 
 def _replaced(name: str, why: str) -> IntegrityError:
-    return IntegrityError(
-        f"{name} is not what the coordinator wrote, and is not used: {why}. Either the run was resumed with other "
-        "settings, or somebody else wrote the file. Resume the run to get new assignments"
-    )
+    return IntegrityError(f"{name} differs from the coordinator's file: {why}. Resume the run to get new assignments")

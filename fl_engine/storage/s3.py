@@ -1,8 +1,8 @@
-"""The run store on S3, for processes with credentials. `urls` has the store of a device without credentials.
+"""The run store on S3, for processes with credentials. The module `urls` is for devices without credentials.
 
-boto3 finds the credentials (environment, files, the pod's role), and AWS_ENDPOINT_URL names a server that is not
-Amazon's. A device without credentials gets URLs that read one key or upload one key, for a limited time.
-FLEXFLEET_SIGNING_AWS_* may name credentials with fewer rights to sign these URLs.
+boto3 reads the credentials and the region from variables, files or the pod's role. AWS_ENDPOINT_URL is the address of a
+server other than Amazon's. A device without credentials gets URLs for reading or uploading one key for a limited time.
+To sign these URLs with credentials that have fewer rights, set FLEXFLEET_SIGNING_AWS_*.
 """
 
 from __future__ import annotations
@@ -11,81 +11,70 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import urllib3
 
-from fl_engine.core.errors import (
-    Busy,
-    ConfigError,
-    EnvironmentFailure,
-    IntegrityError,
-    Refused,
-    Unreachable,
-    certificate_hint,
-    masked,
-)
-from fl_engine.core.text import folder_hint, is_meant
+from fl_engine.core.errors import Busy, ConfigError, EnvironmentFailure, IntegrityError, Refused, Unreachable, masked
+from fl_engine.core.text import is_address
+from fl_engine.storage import proxies
 from fl_engine.storage.outage import waiting
-from fl_engine.storage.serialization import Value, in_parts
-from fl_engine.storage.store import FolderStore, Store, check_size, sha256
-from fl_engine.storage.urls import AT_ONCE, FIXED, READS, Upload, Verb, again, md5, whole
+from fl_engine.storage.store import FolderStore, Store, Value, check_size, sha256
+from fl_engine.storage.urls import AT_ONCE, FIXED, Upload, Verb, md5, whole
 
 if TYPE_CHECKING:
     from botocore.exceptions import ClientError
 
 R = TypeVar("R")
 
-PART = 64 * 2**20
-"""Values with more bytes are uploaded in parts of this size."""
 ATTEMPTS = 6
-"""Tries of a request that the server does not answer, or answers with 429 or 5xx."""
-BUSY = ("InternalError", "ServiceUnavailable", "SlowDown")
-"""Error codes of a deletion that is tried again."""
+"""Maximum number of attempts if the server does not respond, or responds with 429 or 5xx."""
 HASTY_S = 5
-"""Timeout in seconds of a store that is opened with `hasty`."""
+"""Timeout of a request in seconds if `hasty` is True."""
 MOST_AT_ONCE = 5 * 2**30
-"""Bytes of the largest upload by a URL or a form."""
 PAGE = 1000
-"""The most keys of one listing or deletion."""
+"""Maximum number of keys in one listing or deletion."""
 CONNECTING = threading.Lock()
-"""Threads that need the same client wait for it, because a client takes 20 MB."""
+"""Lock, so that threads create each client only once. A client needs 20 MB."""
 OWN = "FLEXFLEET_"
-"""Prefix of an environment variable of boto3 whose value holds for the run store only."""
+"""Prefix of boto3's environment variables that apply only to the run store."""
 SIGNING = "FLEXFLEET_SIGNING_"
-"""Prefix of the variables with the credentials that sign the URLs of devices."""
+"""Prefix of the variables with the credentials for signing devices' URLs."""
 MISSING = ("NoSuchKey", "404", "NotFound")
+REGION = "Set AWS_REGION, or `region` in ~/.aws/config, to the region of the server"
 HINTS = {
     "NoSuchBucket": "Create the bucket, or correct run.remote",
     "InvalidAccessKeyId": "Check AWS_ACCESS_KEY_ID",
     "SignatureDoesNotMatch": "Check AWS_SECRET_ACCESS_KEY",
-    "AccessDenied": "The credentials may not do this: check the bucket's policy",
+    "AccessDenied": "The credentials lack a permission. Check the bucket's policy",
     "RequestTimeTooSkewed": "Set this machine's clock",
+    "AuthorizationHeaderMalformed": REGION,
+    "407": proxies.HINT,
 }
 
 
 def open_store(uri: str, hasty: bool = False, patience_s: float = 0.0) -> Store:
-    """Open `s3://bucket/prefix`, or a folder. `hasty` and `patience_s` are those of `S3Store`. Raises ConfigError for
-    an address with another scheme, because a folder of that name is hardly meant."""
-    return S3Store(uri, hasty=hasty, patience_s=patience_s) if is_meant(uri) else FolderStore(uri)
+    """Open `s3://bucket/prefix` or a folder. `hasty` and `patience_s` are options of `S3Store`. Raises ConfigError if
+    `uri` has a scheme other than s3, because `uri` is probably not a folder."""
+    return S3Store(uri, hasty=hasty, patience_s=patience_s) if is_address(uri) else FolderStore(uri)
 
 
 def check_place(name: str, uri: str | None) -> None:
-    """Raise ConfigError unless the parameter `name` has the address of a store, or None. Sends no request."""
+    """Raise ConfigError if `uri` is neither a store's address nor None. `name` is the name of the parameter."""
     if uri is not None and uri != uri.strip():
-        raise ConfigError(f"{name} must not begin or end with a blank, got {masked(uri)!r}")
+        raise ConfigError(f"{name} must not begin or end with a space, got {masked(uri)!r}")
     try:
         open_store(uri or "")
     except ConfigError:
         got = masked(uri or "")
-        raise ConfigError(f"{name} must be s3://bucket/prefix or a folder, got {got!r}{folder_hint(got)}") from None
+        raise ConfigError(f"{name} must be s3://bucket/prefix or a folder, got {got!r}") from None
 
 
 def patient(method: Callable[..., R]) -> Callable[..., R]:
-    """Repeat a method of `S3Store` for at most `patience_s` seconds while the server is unreachable."""
+    """Retry a method of `S3Store` for at most `patience_s` seconds while the server is unreachable."""
 
     @functools.wraps(method)
     def call(self: S3Store, *args: Any) -> R:
@@ -95,11 +84,14 @@ def patient(method: Callable[..., R]) -> Callable[..., R]:
 
 
 class S3Store:
-    """A store under `s3://bucket/prefix`. Each value has its sha256 as metadata, which is verified when it is read.
-    Values that were uploaded with a URL have no such metadata; a manifest has their sha256.
+    """A store under `s3://bucket/prefix`. The metadata of each object contains the value's SHA-256, which is verified
+    on reading. Objects that were uploaded with a URL do not have this metadata. The SHA-256 of these objects is in a
+    manifest.
 
-    All requests and signatures raise EnvironmentFailure if the server or its certificate is refused or there are no
-    credentials, Unreachable if the server does not answer after all tries, and ConfigError for an invalid address.
+    All methods that send or sign a request raise:
+        EnvironmentFailure: The server rejects the request, its certificate is invalid, or credentials are missing.
+        Unreachable: The server does not respond after all attempts.
+        ConfigError: The address is invalid.
     """
 
     at_once = AT_ONCE
@@ -112,21 +104,23 @@ class S3Store:
         hasty: bool = False,
         patience_s: float = 0.0,
     ) -> None:
-        """`settings`: prefix of the variables with this store's address and credentials; variables that are not set
-        fall back to those with the prefix OWN, then to boto3's. `hasty`: two tries of a few seconds each.
-        `patience_s`: how long to wait for an unreachable server."""
+        """`settings` is the prefix of the variables with this store's address and credentials. If a variable is not
+        set, the variable with the prefix OWN is used, and then the variable without a prefix. `hasty` limits requests
+        to two attempts of a few seconds. `patience_s` is the maximum time to wait for an unreachable server, in
+        seconds."""
         scheme, _, rest = uri.partition("://")
         self._bucket, _, prefix = rest.partition("/")
         if scheme != "s3" or not self._bucket or masked(uri) != uri:
-            raise ConfigError(f"an S3 store is s3://bucket/prefix, got {masked(uri)!r}")
+            raise ConfigError(f"the address of an S3 store must be s3://bucket/prefix, got {masked(uri)!r}")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._endpoint = endpoint
         self._settings = settings
-        self._hasty, self._patience_s = hasty, patience_s
+        self._tries, self._timeouts = (2, (HASTY_S, HASTY_S)) if hasty else (ATTEMPTS, (10, 120))
+        self._patience_s = patience_s
         self._clients: dict[tuple[str | None, str], Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_clients": {}}  # connections cannot move to another process
+        return {**self.__dict__, "_clients": {}}  # connections cannot be sent to another process
 
     @property
     def _client(self) -> Any:
@@ -136,7 +130,7 @@ class S3Store:
         key = endpoint, settings
         with CONNECTING:
             if key not in self._clients:
-                self._clients[key] = _connect(endpoint, settings, self._hasty)
+                self._clients[key] = _connect(endpoint, settings, self._tries, self._timeouts)
         return self._clients[key]
 
     def _where(self, key: str) -> dict[str, str]:
@@ -144,50 +138,33 @@ class S3Store:
 
     @patient
     def put(self, key: str, value: Value) -> None:
-        given = {**self._where(key), "Metadata": {"sha256": sha256(value)}}
         with self._explained(key):
-            if len(value) <= PART:
-                self._client.put_object(Body=bytes(value), ContentMD5=md5(value), **given)
-            else:
-                self._put_parts(value, given)
+            self._put(key, value)
 
-    def _put_parts(self, value: Value, given: Mapping[str, Any]) -> None:
-        """The object appears when the upload is completed, never in part."""
-        where = {"Bucket": given["Bucket"], "Key": given["Key"]}
-        upload = {**where, "UploadId": self._client.create_multipart_upload(**given)["UploadId"]}
-        try:
-            parts = []
-            for number, body in enumerate(in_parts(value, PART), 1):
-                sent = self._client.upload_part(Body=body, ContentMD5=md5(body), PartNumber=number, **upload)
-                parts.append({"PartNumber": number, "ETag": sent["ETag"]})
-            self._client.complete_multipart_upload(MultipartUpload={"Parts": parts}, **upload)
-        except BaseException:
-            self._client.abort_multipart_upload(**upload)
-            raise
+    def _put(self, key: str, value: Value, **given: str) -> None:
+        given |= {"ContentMD5": md5(value), **self._where(key)}
+        self._client.put_object(Body=bytes(value), Metadata={"sha256": sha256(value)}, **given)
 
     def create(self, key: str, value: bytes) -> bool:
         from botocore.exceptions import ClientError
 
-        given = {**self._where(key), "Metadata": {"sha256": sha256(value)}, "ContentMD5": md5(value)}
-        with self._explained(key):
-            for pause in _pauses():
-                try:
-                    self._client.put_object(Body=value, IfNoneMatch="*", **given)
+        for attempt in range(self._tries):
+            try:
+                with self._explained(key, passed=(409, 412)):
+                    self._put(key, value, IfNoneMatch="*")
                     return True
-                except ClientError as error:
-                    status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-                    # 409: another request for this key is in progress, perhaps an earlier try of this one.
-                    exists = status == 412 or (status == 409 and pause is None and key in self.list(key))
-                    if exists:
-                        return False
-                    if status != 409 or pause is None:
-                        raise
-                    time.sleep(pause)
-        raise AssertionError("the last try returns or raises")
+            except ClientError as error:
+                if error.response["ResponseMetadata"]["HTTPStatusCode"] == 412:
+                    return False
+                # 409: another request for this key is in progress, possibly an earlier attempt of this request.
+                time.sleep(0.2 * 2**attempt)
+        if key in self.list(key):
+            return False
+        raise Busy(f"{self.uri(key)}: the server is still processing another request for this key. Try again later")
 
     @patient
     def get(self, key: str, limit: int | None = None) -> bytes:
-        from botocore.exceptions import BotoCoreError
+        from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
         def read() -> bytes:
             found = self._client.get_object(**self._where(key))
@@ -195,11 +172,16 @@ class S3Store:
             value = whole(found["Body"], self.uri(key), limit)
             expected = found["Metadata"].get("sha256")
             if expected not in (None, sha256(value)):
-                raise IntegrityError(f"{self.uri(key)} is damaged: its sha256 is not {expected}")
+                raise IntegrityError(f"{self.uri(key)} is damaged: its SHA-256 is not {expected}")
             return value
 
         with self._explained(key):
-            return again(read, (BotoCoreError, urllib3.exceptions.HTTPError), READS)
+            for attempt in range(self._tries - 1):
+                # botocore retries a request without a response, but not a response with an incomplete body.
+                with suppress(IncompleteReadError, ReadTimeoutError, ResponseStreamingError):
+                    return read()
+                time.sleep(0.2 * 2**attempt)
+            return read()
 
     @patient
     def list(self, prefix: str) -> list[str]:
@@ -213,33 +195,20 @@ class S3Store:
     def delete(self, *keys: str) -> None:
         with self._explained(keys[0] if keys else ""):
             for start in range(0, len(keys), PAGE):
-                left = [self._prefix + key for key in keys[start : start + PAGE]]
-                for pause in _pauses():
-                    objects = {"Objects": [{"Key": key} for key in left], "Quiet": True}
-                    failed = self._client.delete_objects(Bucket=self._bucket, Delete=objects).get("Errors", ())
-                    for error in failed:
-                        if pause is None or error["Code"] not in BUSY:
-                            raise EnvironmentFailure(f"{self.uri()}: {error['Key']} cannot be deleted: {error['Code']}")
-                    if not failed:
-                        break
-                    left = [error["Key"] for error in failed]
-                    time.sleep(pause or 0.0)
+                objects = [{"Key": self._prefix + key} for key in keys[start : start + PAGE]]
+                found = self._client.delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
+                if failed := found.get("Errors"):
+                    code = failed[0]["Code"]
+                    raise EnvironmentFailure(f"{self.uri()}: {failed[0]['Key']} cannot be deleted: {code}")
 
     def sweep(self, prefix: str) -> None:
-        with self._explained(prefix):
-            pages = self._client.get_paginator("list_multipart_uploads")
-            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix):
-                for upload in page.get("Uploads", ()):
-                    where = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-                    self._client.abort_multipart_upload(Bucket=self._bucket, **where)
+        """Do nothing, because an interrupted upload leaves no data."""
 
     def uri(self, key: str = "") -> str:
         return f"s3://{self._bucket}/{self._prefix}{key}".rstrip("/")
 
-    # ------------------------------------------------------------------------------------------ signed URLs
     def presign(self, key: str, seconds: int, endpoint: str | None = None) -> str:
-        """Return a URL that reads `key` for `seconds`. `endpoint`: the server's address as devices reach it, if it
-        differs."""
+        """Return a URL for reading `key` that is valid for `seconds`. `endpoint` is the address for devices."""
         with self._explained(key):
             url: str = self._signer(endpoint).generate_presigned_url(
                 "get_object", Params=self._where(key), ExpiresIn=seconds
@@ -247,13 +216,10 @@ class S3Store:
         return url
 
     def upload(self, key: str, size: int, seconds: int, verb: Verb, endpoint: str | None = None) -> Upload:
-        """Return the permission to write `key` for `seconds`: at most `size` bytes with POST, exactly `size` bytes with
-        PUT. Raises ConfigError if S3 does not accept that many bytes in one request."""
+        """Return the permission to upload `key` for `seconds`. The value must have at most `size` bytes with POST, and
+        exactly `size` bytes with PUT. Raises ConfigError if `size` exceeds the limit of S3."""
         if size > MOST_AT_ONCE:
-            raise ConfigError(
-                f"{self.uri(key)} may have {size / 1e9:.2f} GB, and S3 takes {MOST_AT_ONCE / 1e9:.2f} GB in one "
-                "upload. Set codec.up={name: half}, or take a smaller network"
-            )
+            raise ConfigError(f"{self.uri(key)}: an upload must be at most 5 GiB, got {size} B. Set codec.up.name=half")
         with self._explained(key):
             signer = self._signer(endpoint)
             if verb == "PUT":
@@ -271,8 +237,8 @@ class S3Store:
         return self._client_of(endpoint or self._endpoint, SIGNING if self._settings == OWN else self._settings)
 
     @contextmanager
-    def _explained(self, key: str) -> Iterator[None]:
-        """Turn the errors of boto3 into those of the run store."""
+    def _explained(self, key: str, passed: Collection[int] = ()) -> Iterator[None]:
+        """Convert boto3's errors to errors of the run store. Do not convert errors with a status in `passed`."""
         from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, SSLError
         from botocore.exceptions import ConnectionError as NoConnection
 
@@ -283,22 +249,20 @@ class S3Store:
             if code in MISSING:
                 raise IntegrityError(f"{self.uri(key)} is missing from the run store") from None
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+            if status in passed:
+                raise
             if status >= 500 or status in (408, 429):
-                raise Busy(
-                    f"{self.uri(key)}: the server answers {error.operation_name} with {status} {code} after all tries. "
-                    "It is overloaded or starting: try again later"
-                ) from error
+                raise Busy(f"{self.uri(key)}: the server responds with {status} {code}. Try again later") from error
             raise Refused(_refusal(error, self.uri(key))) from error
         except (BotoCoreError, urllib3.exceptions.HTTPError) as error:
             gone = isinstance(error, HTTPClientError | NoConnection | urllib3.exceptions.HTTPError)
             refused = isinstance(error, SSLError | urllib3.exceptions.SSLError)
             raise (Unreachable if gone and not refused else EnvironmentFailure)(
                 f"{self.uri(key)} cannot be reached: {error}. Check AWS_ENDPOINT_URL, the credentials and the network"
-                f"{certificate_hint(str(error))}"
             ) from error
 
 
-def _connect(endpoint: str | None, settings: str, hasty: bool) -> Any:
+def _connect(endpoint: str | None, settings: str, tries: int, timeouts: tuple[float, float]) -> Any:
     import boto3.session
     import botocore.session
     from botocore.config import Config
@@ -307,34 +271,31 @@ def _connect(endpoint: str | None, settings: str, hasty: bool) -> Any:
     named = http_address("endpoint", endpoint) if endpoint else endpoint_of(settings)
     config = Config(
         signature_version="s3v4",
-        retries={"mode": "standard", "total_max_attempts": 2 if hasty else ATTEMPTS},
-        connect_timeout=HASTY_S if hasty else 10,
-        read_timeout=HASTY_S if hasty else 120,
+        retries={"mode": "standard", "total_max_attempts": tries},
+        connect_timeout=timeouts[0],
+        read_timeout=timeouts[1],
         s3={"addressing_style": "path"} if named else {},
-        # Only Amazon's servers support the newer checksums. This file sends and checks sha256 and MD5.
+        # Do not use newer checksums, which only Amazon's servers support. This module uses SHA-256 and MD5 instead.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
-    region = setting("AWS_REGION", settings) or setting("AWS_DEFAULT_REGION", settings) or "us-east-1"
     given = _credentials(settings) or _credentials(OWN)
     core = botocore.session.Session()
     core.register_component("data_loader", _services())
     session = boto3.session.Session(*given or (), botocore_session=core)
+    named_region = setting("AWS_REGION", settings) or setting("AWS_DEFAULT_REGION", settings)
+    region = named_region or core.get_config_variable("region") or "us-east-1"  # `region` is in ~/.aws/config
     try:
         return session.client("s3", endpoint_url=named, region_name=region, config=config)
-    except BotoCoreError:  # some of these errors are ValueErrors
+    except BotoCoreError:  # some BotoCoreErrors subclass ValueError, so they must be caught first
         raise
     except ValueError as error:
-        raise ConfigError(
-            f"{masked(str(error))}: the S3 server's address (AWS_ENDPOINT_URL) is http://host:port or "
-            "https://host:port, with letters, digits, hyphens and dots in the host's name"
-        ) from None
+        raise ConfigError(f"AWS_ENDPOINT_URL must be http(s)://host:port: {masked(str(error))}") from None
 
 
 @functools.cache
 def _services() -> Any:
-    """botocore's descriptions of services. Each session would read them again, which takes most of the time of a
-    connection."""
+    """Return botocore's service descriptions. The result is cached, because reading the files is slow."""
     import botocore.session
 
     return botocore.session.Session().get_component("data_loader")
@@ -347,17 +308,18 @@ def _credentials(prefix: str) -> tuple[str, str, str | None] | None:
     if key and secret:
         return key, secret, token or None
     if key or secret or token:
-        raise ConfigError(f"Set both {prefix}AWS_ACCESS_KEY_ID and {prefix}AWS_SECRET_ACCESS_KEY, or neither")
+        raise ConfigError(f"Set both {prefix}AWS_ACCESS_KEY_ID and {prefix}AWS_SECRET_ACCESS_KEY, or unset both")
     return None
 
 
 def setting(name: str, settings: str = OWN) -> str | None:
-    """Return the variable with the prefix `settings`, or else OWN, or else without a prefix."""
+    """Return the value of a variable. The variable with the prefix `settings` is used first, then the variable with the
+    prefix OWN, then the variable without a prefix."""
     return os.environ.get(f"{settings}{name}") or os.environ.get(f"{OWN}{name}") or os.environ.get(name)
 
 
 def endpoint_of(settings: str = OWN) -> str | None:
-    """Return the server's address; None for Amazon's. Raises ConfigError for an invalid one. Sends no request."""
+    """Return the server's address; None for Amazon's server. Raises ConfigError for an invalid address."""
     for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
         if address := setting(name, settings):
             return http_address(name, address)
@@ -365,25 +327,19 @@ def endpoint_of(settings: str = OWN) -> str | None:
 
 
 def http_address(name: str, address: str) -> str:
-    """Return the address. Raises ConfigError, which says its `name`, if it is invalid."""
+    """Return the address. Raises ConfigError with the parameter's `name` for an invalid address."""
     try:
         parts = urlsplit(address)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         good = False
     if not good:
-        raise ConfigError(f"{name} is http://host:port or https://host:port, got {masked(address)!r}")
+        raise ConfigError(f"{name} must be http://host:port or https://host:port, got {masked(address)!r}")
     return address
-
-
-def _pauses() -> Iterator[float | None]:
-    """For each try the seconds before the next one; None for the last try."""
-    yield from (0.2 * 2**attempt for attempt in range(ATTEMPTS - 1))
-    yield None
 
 
 def _refusal(error: ClientError, uri: str) -> str:
     code, message = error.response["Error"].get("Code", ""), error.response["Error"].get("Message")
-    said = f"{code} {message or ''}".rstrip(" .")  # radosgw has no message, Amazon's ends in a full stop
+    reason = f"{code} {message or ''}".rstrip(" .")  # radosgw may omit the message, and Amazon adds a full stop
     hint = HINTS.get(code, "Check AWS_ENDPOINT_URL and the credentials")
-    return f"{uri}: the server refuses {error.operation_name} with {said}. {hint}"
+    return f"{uri}: the server rejects {error.operation_name} with {reason}. {hint}"

@@ -1,61 +1,144 @@
-"""The run store: keys to bytes. A key is a relative path with forward slashes.
+"""The run store maps keys to bytes. Tensors are stored as safetensors. A key is a relative path with slashes.
 
-A write is atomic, and durable when it returns: a reader, or a process that starts after a kill, gets the old bytes or
-the new bytes, never a part of them.
+A write is atomic, and is durable when the method returns. A reader always gets either the old or the new bytes, even
+after a process was killed during the write. Values are written in pieces, because a large model and its file may not
+fit into memory together.
+
+The safetensors format (https://github.com/huggingface/safetensors, "Format") consists of the header's length in 8 bytes
+(little-endian), the header, and the tensors' bytes. The header is JSON with the type, shape and offsets of each tensor.
+This module creates the same files as the safetensors package, whose writers need all bytes in memory or in a file. The
+package reads the files, because their content may not be trusted.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
-from fl_engine.core.errors import EnvironmentFailure, IntegrityError, TooLarge, first_line
+from fl_engine.core.errors import ClientError, EnvironmentFailure, IntegrityError, TooLarge, first_line
+from fl_engine.core.state import RANKS
 from fl_engine.core.types import Params
-from fl_engine.storage.serialization import Value, digest, laid_out, pieces_of
 
 TRIES = 100
-"""How often a write creates its folder, which other processes remove whenever it is empty."""
-PROBE = "probe"
-PROBE_BYTES = 4 * 2**20
-LEAST_S, MOST_TURNS = 2.0, 8
+"""Maximum number of attempts to create a folder, because other processes delete empty folders."""
+PIECE = 2**24
+"""Maximum bytes of a piece when a tensor is written."""
+MOST_HEADER = 100_000_000
+"""Maximum bytes of a header that the safetensors package accepts."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """A byte string in several parts. A part may be a tensor, which must not change until all parts are written."""
+
+    parts: tuple[bytes | Tensor, ...]
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        """Yield the bytes. Copy a tensor only if the tensor is not contiguous or not in CPU memory."""
+        for part in self.parts:
+            if isinstance(part, bytes):
+                yield part
+            else:
+                memory = bytes_of(part.detach().cpu().contiguous())
+                yield from (memory[start : start + PIECE] for start in range(0, len(memory), PIECE))
+
+    def __len__(self) -> int:
+        return self._length
+
+    @cached_property
+    def _length(self) -> int:
+        return sum(len(part) if isinstance(part, bytes) else part.nbytes for part in self.parts)
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self)
+
+
+Value = bytes | Pieces
+
+
+def digest(kind: str, value: Value) -> bytes:
+    """Hash a value. `kind` is sha256, or md5 to detect transfer errors."""
+    found = hashlib.new(kind, usedforsecurity=kind != "md5")
+    for piece in (value,) if isinstance(value, bytes) else value:
+        found.update(piece)
+    return found.digest()
+
+
+def laid_out(tensors: Params) -> Pieces:
+    """Return the tensors as the content of a safetensors file. Equal tensors result in identical bytes."""
+    order = sorted(tensors, key=lambda name: (RANKS[tensors[name].dtype], name))
+    header: dict[str, Any] = {"__metadata__": {}} if tensors else {}
+    start = 0
+    for name in order:
+        tensor, end = tensors[name], start + tensors[name].nbytes
+        header[name] = {"dtype": RANKS[tensor.dtype][1], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    return Pieces((_header(text + b" " * (-len(text) % 8)), *(tensors[name] for name in order)))
+
+
+def padded(value: Pieces, length: int) -> Pieces:
+    """Extend a safetensors file to `length` bytes with spaces in the header. Raises ClientError if this is
+    impossible."""
+    first, *rest = value.parts
+    assert isinstance(first, bytes)
+    more = length - len(value)
+    if more < 0 or len(first) - 8 + more > MOST_HEADER:
+        raise ClientError(f"an update of {len(value)} bytes cannot be padded to {length}. Use an S3 server with POST")
+    return Pieces((_header(first[8:] + b" " * more), *rest))
+
+
+def _header(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(whole: Tensor) -> memoryview:
+    """Return a view of a contiguous tensor's bytes."""
+    if not whole.numel():  # `view` does not support some strides of empty tensors
+        return memoryview(b"")
+    return whole.view(-1).view(torch.uint8).numpy().data
 
 
 class Store(Protocol):
-    """Each method raises EnvironmentFailure if the store fails: no space, no access, no answer.
+    """A key-value store. Each method raises EnvironmentFailure if the store is full, inaccessible or unreachable.
 
-    A store with a server has `at_once`, the number of requests that overlap (`overlapping`)."""
+    A store on a server has an attribute `at_once` with the maximum number of overlapping requests (`overlapping`)."""
 
     def put(self, key: str, value: Value) -> None: ...
 
     def create(self, key: str, value: bytes) -> bool:
-        """Write the value unless the key exists; return whether it did. Only one of several writers succeeds."""
+        """Write the value only if the key does not exist. Return whether the value was written."""
 
     def get(self, key: str, limit: int | None = None) -> bytes:
-        """Raises IntegrityError if the key does not exist, or its value has more than `limit` bytes."""
+        """Return a value. Raises IntegrityError if the key does not exist or the value exceeds `limit` bytes."""
 
     def list(self, prefix: str) -> list[str]:
         """Return the sorted keys that start with `prefix`."""
 
     def delete(self, *keys: str) -> None:
-        """Keys that do not exist are ignored, because a kill may have come between two deletions."""
+        """Delete keys. Ignore missing keys, because an earlier deletion may have been interrupted."""
 
     def sweep(self, prefix: str) -> None:
-        """Remove what killed writes left under `prefix`. Nobody else may write there meanwhile."""
+        """Delete temporary files of interrupted writes under `prefix`. No process may write there at the same time."""
 
     def uri(self, key: str = "") -> str: ...
 
 
 class FolderStore:
-    """A store in a folder of the local file system. `mode`: permissions of new files, less the umask."""
+    """A store in a folder of the local file system. `mode` contains the permissions of new files before the umask."""
 
     def __init__(self, root: str | Path, mode: int = 0o666) -> None:
         self.root = Path(root)
@@ -72,32 +155,32 @@ class FolderStore:
         return True
 
     def _write(self, key: str, value: Value, name: Callable[[Path, Path], None]) -> None:
-        """Write a temporary file beside the target, then give it the target's name."""
+        """Write a temporary file next to the target, then rename or link the file to the target."""
         path = self.root / key
         part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
         with self._explained(key):
-            # Without the fsync of a folder, a power cut loses the names of its new entries.
+            # Without fsync on a folder, a power failure may remove new files from the folder.
             changed = [path.parent, *(folder.parent for folder in path.parents if not folder.exists())]
             try:
                 with self._opened(part) as file:
-                    file.writelines(pieces_of(value))
+                    file.writelines((value,) if isinstance(value, bytes) else value)
                     file.flush()
                     os.fsync(file.fileno())
                 name(part, path)
             except (OSError, KeyboardInterrupt):
                 part.unlink(missing_ok=True)
                 raise
-            part.unlink(missing_ok=True)  # after `create` its content has two names
+            part.unlink(missing_ok=True)  # `create` has linked the file to a second name
             for folder in changed:
                 with suppress(FileNotFoundError):  # another process has deleted the value and its folder
                     _sync(folder)
 
     def _opened(self, part: Path) -> BinaryIO:
         for _ in range(TRIES):
-            with suppress(FileNotFoundError, FileExistsError):  # another process has just removed the empty folder
+            with suppress(FileNotFoundError, FileExistsError):  # another process has just deleted the empty folder
                 part.parent.mkdir(parents=True, exist_ok=True)
                 return open(part, "wb", opener=lambda path, flags: os.open(path, flags, self.mode))
-        raise EnvironmentFailure(f"{part.parent} cannot be created: Not a directory, or removed at once")
+        raise EnvironmentFailure(f"{part.parent} cannot be created. Check that its parent is a folder")
 
     def get(self, key: str, limit: int | None = None) -> bytes:
         path, name = self.root / key, self.uri(key)
@@ -165,50 +248,19 @@ def _sync(folder: Path) -> None:
 
 
 def _unreadable(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):  # deleted since it was listed
+    if not isinstance(error, FileNotFoundError):  # another process has deleted the file
         raise error
 
 
-class MemoryStore:
-    """A store in this process's memory. `files` are its first values, and the dictionary that it writes to."""
-
-    def __init__(self, files: dict[str, bytes] | None = None) -> None:
-        self.files = {} if files is None else files
-
-    def put(self, key: str, value: Value) -> None:
-        self.files[key] = bytes(value)
-
-    def create(self, key: str, value: bytes) -> bool:
-        return self.files.setdefault(key, value) is value
-
-    def get(self, key: str, limit: int | None = None) -> bytes:
-        if key not in self.files:
-            raise IntegrityError(f"{self.uri(key)} is missing from the run store")
-        check_size(self.uri(key), len(self.files[key]), limit)
-        return self.files[key]
-
-    def list(self, prefix: str) -> list[str]:
-        return sorted(key for key in self.files if key.startswith(prefix))
-
-    def delete(self, *keys: str) -> None:
-        for key in keys:
-            self.files.pop(key, None)
-
-    def sweep(self, prefix: str) -> None:
-        """Nothing to do, because no write is cut off."""
-
-    def uri(self, key: str = "") -> str:
-        return f"memory/{key}"
-
-
 def check_size(name: str, size: int, limit: int | None) -> None:
-    """Raise TooLarge if `size` is above `limit`."""
+    """Raise TooLarge if `size` exceeds `limit`."""
     if limit is not None and size > limit:
-        raise TooLarge(f"{name} holds {size} bytes, at most {limit} were expected")
+        raise TooLarge(f"{name} must have at most {limit} bytes, got {size}")
 
 
 def canonical(value: Any) -> bytes:
-    """Return JSON that is equal for equal values. Raises ValueError for a number that is not finite."""
+    """Convert a value to JSON. Equal values result in identical bytes. Raises ValueError for a number that is not
+    finite."""
     return json.dumps(value, sort_keys=True, allow_nan=False).encode()
 
 
@@ -217,34 +269,20 @@ def sha256(value: Value) -> str:
 
 
 def encode(tensors: Params) -> bytes:
-    """Return `laid_out` as bytes, for small tensors."""
+    """Return the content of a safetensors file as bytes, for small tensors."""
     return bytes(laid_out(tensors))
 
 
 def decode(value: bytes, name: str) -> Params:
-    """Raises IntegrityError, which names the file, if the bytes are not safetensors."""
+    """Return the tensors in a safetensors file. Raises IntegrityError with the file's `name` for an invalid file."""
     try:
         tensors: Params = safetensors.torch.load(value)
-    # torch allocates what the header declares. Sizes that overflow are torch's errors, not the parser's.
+    # The parser does not check sizes in the header, so torch raises an error if they overflow.
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError, OverflowError) as error:
-        raise IntegrityError(f"{name} cannot be read as safetensors: {first_line(error)}") from error
+        raise IntegrityError(f"{name} must be a valid safetensors file: {first_line(error)}") from error
     return tensors
 
 
 def tensor_bytes(tensors: Params) -> int:
-    """Return the bytes of these tensors, without a file's header."""
+    """Return the total size of the tensors in bytes, without a file header."""
     return sum([t.nbytes for t in tensors.values()])
-
-
-def bits_per_second(store: Store, key: str = PROBE, size: int = PROBE_BYTES) -> float:
-    """Measure how fast this machine writes `size` random bytes to the store and reads them back: all bits over all
-    seconds, in both directions. The value stays in the store. Raises IntegrityError if other bytes come back."""
-    seconds, turns = 0.0, 0
-    while turns == 0 or (turns < MOST_TURNS and seconds < LEAST_S):
-        value, began = os.urandom(size), time.perf_counter()
-        store.put(key, value)
-        back = store.get(key, size)
-        seconds, turns = seconds + time.perf_counter() - began, turns + 1
-        if back != value:
-            raise IntegrityError(f"{store.uri(key)}: other bytes came back than were written")
-    return 2 * 8 * size * turns / seconds

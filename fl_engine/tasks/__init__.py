@@ -1,17 +1,21 @@
-"""The tasks: what a network can learn from samples. A new one is a file here, with a `fl_engine.core.task.Task`."""
+"""Tasks define targets, loss and metrics. To add a task, implement `fl_engine.core.task.Task` and extend `TASKS`."""
 
 from __future__ import annotations
 
 from fl_engine.tasks.classification import Classification
 from fl_engine.tasks.detection import Detection
+from fl_engine.tasks.multilabel import Multilabel
 from fl_engine.tasks.next_token import NextToken
 from fl_engine.tasks.regression import Regression
+from fl_engine.tasks.segmentation import Segmentation
 
-__all__ = ["TASKS", "Classification", "Detection", "NextToken", "Regression"]
+__all__ = ["TASKS", "Classification", "Detection", "Multilabel", "NextToken", "Regression", "Segmentation"]
 
 TASKS: dict[str, type] = {
     "classification": Classification,
     "detection": Detection,
+    "multilabel": Multilabel,
     "next_token": NextToken,
     "regression": Regression,
+    "segmentation": Segmentation,
 }

@@ -1,4 +1,4 @@
-"""Classification: cross entropy as the loss and accuracy as the metric, optionally with top-5 accuracy."""
+"""Classification with cross entropy as the loss, and with accuracy and optionally top-5 accuracy as metrics."""
 
 from __future__ import annotations
 
@@ -18,16 +18,53 @@ from fl_engine.core.task import Measured, Metric
 TOP = 5
 
 
+def numbers_below(count: int, y: Tensor, shape: tuple[int, ...], what: str, cure: str = "") -> Tensor:
+    """Return the targets `y` as int64. Raises DataError unless the targets are integers from 0 to `count` - 1 with the
+    shape `shape`. The error message starts with `what`."""
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool or y.shape != shape:
+        kind, wanted = str(y.dtype).removeprefix("torch."), f"{shape} from 0 to {count - 1}"
+        raise DataError(f"{what} must be integers {wanted}, got {kind} {tuple(y.shape)}. {cure}".strip())
+    y = y.long()
+    wrong = (y < 0) | (y >= count)
+    if bool(wrong.any()):
+        samples = wrong.reshape(len(y), -1).any(1).nonzero().flatten()
+        found = f"{int(y[wrong][0])} in sample {int(samples[0])} ({len(samples)} such samples)"
+        raise DataError(f"{what} must be from 0 to {count - 1}, got {found}")
+    return y
+
+
+def check_names(names: Sequence[str], classes: int) -> tuple[str, ...]:
+    """Return the class names as a tuple, because names from JSON are a list. Raises DataError unless `names` is empty
+    or has one different string per class."""
+    texts = {name for name in names if isinstance(name, str)}
+    if names and {len(names), len(texts)} != {classes}:
+        raise DataError(f"names must be {classes} different strings, one per class, got {len(names)}")
+    return tuple(names)
+
+
+class Distilled:
+    """Mixin for distillation with class logits (batch, classes, ...)."""
+
+    def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
+        """Divide the logits by the temperature, and return the log-probabilities."""
+        return F.log_softmax(outputs_bo / temperature, dim=1)
+
+    def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
+        """Return the terms of KL(softmax(teacher / temperature) || student) for each class and position of a sequence.
+        Padding is included, because only targets show which positions are padding."""
+        return F.kl_div(softened_bo, F.softmax(teacher_bo / temperature, dim=1), reduction="none")
+
+
 @dataclass(frozen=True)
-class Classification:
-    """Targets are int64 (N,), the numbers of the classes. The network returns a logit for each class."""
+class Classification(Distilled):
+    """Classification. Targets are class numbers, int64 (N,), and the network returns one logit per class."""
 
     classes: int
     top5: bool = False
-    """Also measure top-5 accuracy: the share of samples whose class is among the five highest logits. Of equal logits
-    the lower class comes first. Needs at least six classes."""
+    """Also measure top-5 accuracy: the fraction of samples whose class has one of the five highest logits. If logits
+    are equal, lower class numbers come first. Top-5 accuracy requires at least six classes."""
     names: tuple[str, ...] = field(default=(), repr=False)
-    """The name of each class, or empty."""
+    """Class names; may be empty."""
 
     name: ClassVar[str] = "classification"
     metric: ClassVar[Metric] = Metric("accuracy", low=0.0, high=1.0)
@@ -36,13 +73,10 @@ class Classification:
 
     def __post_init__(self) -> None:
         if type(self.classes) is not int or self.classes < 2:
-            raise DataError(f"classification needs at least 2 classes, got {self.classes!r}")
+            raise DataError(f"classification: classes must be an integer of at least 2, got {self.classes!r}")
         if self.top5 and self.classes <= TOP:
-            raise DataError(f"top5 needs at least {TOP + 1} classes, got {self.classes}. Leave it out")
-        object.__setattr__(self, "names", tuple(self.names))  # JSON has lists
-        texts = {name for name in self.names if isinstance(name, str)}
-        if self.names and {len(self.names), len(texts)} != {self.classes}:
-            raise DataError(f"names must be {self.classes} different texts, one for each class, got {len(self.names)}")
+            raise DataError(f"top5 requires at least {TOP + 1} classes, got {self.classes}. Set top5=False")
+        object.__setattr__(self, "names", check_names(self.names, self.classes))
 
     @property
     def outputs(self) -> int:
@@ -54,28 +88,12 @@ class Classification:
 
     @property
     def identity(self) -> object:
-        """The number of classes, and their names if they have some."""
+        """Number of classes, or a tuple (number of classes, class names) if names are set."""
         return (self.classes, self.names) if self.names else self.classes
 
     def check(self, y: Tensor, what: str) -> Tensor:
-        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-            kind = str(y.dtype).removeprefix("torch.")
-            whole = not y.is_complex() and bool((y == y.long()).all())
-            cure = "Convert them with y.long()" if whole else "Numbers to predict are a Regression()"
-            raise DataError(f"{what}: classes must be integers from 0 to {self.classes - 1}, got {kind}. {cure}")
-        if y.dim() != 1:
-            raise DataError(
-                f"{what}: expected one class per sample, (N,), got the shape {tuple(y.shape)}; for one-hot rows give "
-                "y.argmax(1), for a column y[:, 0]"
-            )
-        y = y.long()
-        wrong = ((y < 0) | (y >= self.classes)).nonzero().flatten()
-        if len(wrong):
-            raise DataError(
-                f"{what}: expected classes 0..{self.classes - 1}, found {int(y[wrong[0]])} at sample {int(wrong[0])} "
-                f"({len(wrong)} such samples)"
-            )
-        return y
+        cure = "For one-hot rows pass y.argmax(1); to predict numbers use Regression()"
+        return numbers_below(self.classes, y, (len(y),), f"{what}: classes", cure)
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
         found: NDArray[np.int64] = y.numpy()
@@ -90,26 +108,17 @@ class Classification:
     def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
         if outputs_bo.dim() != 2:
             raise ModelError(
-                f"classification needs networks that return (batch, {self.classes}), this one returns "
-                f"{tuple(outputs_bo.shape)}"
+                f"a network for classification must return (batch, {self.classes}), got {tuple(outputs_bo.shape)}"
             )
         return F.cross_entropy(outputs_bo, y, reduction=reduction)
 
-    def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
-        """Return the logarithms of the softened probabilities."""
-        return F.log_softmax(outputs_bo / temperature, dim=1)
-
-    def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
-        """Return the terms of KL(softmax(teacher / temperature) || student), one per class."""
-        return F.kl_div(softened_bo, F.softmax(teacher_bo / temperature, dim=1), reduction="none")
-
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """Return class * classes + predicted class, int64 (batch,); with `top5` (2, batch), the second row 1 if the
-        class is among the first five."""
+        """Return class * classes + predicted class, int64 (batch,). With `top5`, return (2, batch). The second row is 1
+        if one of the five highest logits belongs to the class, otherwise 0."""
         taken = y * self.classes + outputs_bo.argmax(1)
         if not self.top5:
             return taken
-        # For ties, torch does not define which classes topk gives; a stable sort keeps their order on every machine.
+        # If logits are equal, the result of torch.topk is undefined; a stable sort gives the same result everywhere.
         first = outputs_bo.sort(dim=1, descending=True, stable=True).indices[:, :TOP]
         return torch.stack([taken, (first == y[:, None]).any(1).long()])
 

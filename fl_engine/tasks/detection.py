@@ -1,5 +1,4 @@
-"""Object detection: categories and boxes of objects in images, predicted at every cell of a grid; the metric is
-mAP-50."""
+"""Object detection: predict categories and boxes of objects in images at every cell of a grid. The metric is mAP-50."""
 
 from __future__ import annotations
 
@@ -21,42 +20,43 @@ from fl_engine.core.task import Measured, Metric
 log = logging.getLogger(__name__)
 
 BOX = 4
-"""The first outputs of a cell describe the box; those of the categories follow."""
+"""Number of outputs of a cell that describe a box. The outputs for the categories follow the box."""
 PRIOR = 4.595
-"""Subtracted from the categories' outputs, so that an output of 0 is a score of .01 (Focal Loss, Lin et al., ICCV 2017,
-Sec. 3.3: most cells hold no object, and training that starts from scores of .5 diverges)."""
+"""Value that is subtracted from category outputs, so that an output of 0 is a score of .01. With initial scores of .5,
+training diverges, because most cells have no object (Focal Loss, Lin et al., ICCV 2017, section 3.3)."""
 LARGEST = 8.0
-"""The largest logarithm of a box's size in cells."""
+"""Maximum logarithm of the width or height of a box, measured in cells."""
 BALANCE, FOCUS = 0.25, 2.0
-"""alpha and gamma of the focal loss, as its authors set them."""
+"""Parameters alpha and gamma of the focal loss, with the values of Lin et al."""
 BOX_WEIGHT = 2.0
-"""The weight of the boxes' loss relative to the categories'."""
 CANDIDATES, DETECTIONS = 1000, 300
-"""The number of an image's highest scores that are candidates (as in FCOS's code), and how many of these are kept after
-overlapping boxes are removed (as in YOLOv8's code)."""
+"""Maximum number of boxes per image before non-maximum suppression (as in FCOS's code), and maximum number of
+detections per image (as in YOLOv8's code)."""
 SAME = 0.6
-"""Two boxes of a category whose IoU is larger count as one object (as in the code of FCOS, Tian et al., ICCV 2019)."""
+"""Maximum IoU of two detections of one category in an image (as in FCOS's code, Tian et al., 2019)."""
 ROUNDING = 1e-4
-"""As a share of the image: files round centres and sizes, so a box may reach this far beyond the edge."""
+"""Tolerance for boxes outside of the image, as a fraction of the image size. Files contain rounded values."""
 NEIGHBOURS = 1
-"""How many cells on each side of a box's own cell are also trained on it, if they lie in it."""
+"""Maximum distance, in cells, between the cell with a box's centre and any other cell with this box as the target."""
 
 
 @dataclass(frozen=True)
 class Detection:
-    """Targets are float32 (N, most, 5), as described in `core.boxes`; an image has at most `most` boxes.
+    """Object detection. Targets are float32 (N, most, 5) with at most `most` boxes per image (see `core.boxes`).
 
-    The network divides the image into a grid of any size and gives (batch, 4 + categories, H, W). For each cell these
-    are the offset of the box's centre from the cell's, right and down, in cells; the logarithms of the box's width and
-    height in cells; and for each category the logit, plus `PRIOR`, that the box holds one.
+    The network divides the image into a grid of any size and returns (batch, 4 + categories, H, W). The first two
+    outputs of a cell are the offset of the box's centre from the cell's centre, measured in cells to the right and
+    down. The next two outputs are the logarithms of the box's width and height in cells. All other outputs are category
+    logits plus `PRIOR`.
 
-    A box is learnt by the cell with its centre, and by that cell's neighbours whose centres it covers. If a cell could
-    learn several boxes, it learns the one whose centre it has, else the smallest (FCOS, Sec. 3.1).
+    A box is the target of the cell that contains the box's centre, and of neighbouring cells whose centres are inside
+    the box. If several boxes could be a cell's target, boxes whose centre is in the cell have priority, then smaller
+    boxes (FCOS, section 3.1).
     """
 
     categories: int
     most: int
-    """The number of boxes per image that targets have room for."""
+    """Maximum number of boxes per image."""
 
     name: ClassVar[str] = "detection"
     metric: ClassVar[Metric] = Metric("map50", low=0.0, high=1.0)
@@ -65,18 +65,18 @@ class Detection:
 
     def __post_init__(self) -> None:
         if type(self.categories) is not int or self.categories < 1:
-            raise DataError(f"detection takes at least 1 category, got {self.categories!r}")
+            raise DataError(f"detection: `categories` must be an integer of at least 1, got {self.categories!r}")
         if type(self.most) is not int or self.most < 1:
-            raise DataError(f"detection takes room for at least 1 box in an image, got {self.most!r}")
+            raise DataError(f"detection: `most` must be an integer of at least 1, got {self.most!r}")
 
     @property
     def outputs(self) -> int:
-        """Outputs per cell."""
+        """Number of outputs per cell."""
         return BOX + self.categories
 
     @property
     def label_count(self) -> int:
-        """The number of categories plus one, for images without boxes."""
+        """Number of categories plus 1, because images without boxes have an additional label."""
         return self.categories + 1
 
     @property
@@ -86,81 +86,78 @@ class Detection:
     def check(self, y: Tensor, what: str) -> Tensor:
         if not y.is_floating_point() or y.dim() != 3 or y.shape[1:] != (self.most, 5):
             raise DataError(
-                f"{what}: boxes are floats (N, {self.most}, 5), a row category, centre x, centre y, width, height and "
-                f"category {boxes.NONE} in a row without a box; got {str(y.dtype).removeprefix('torch.')} "
-                f"{tuple(y.shape)}"
+                f"{what}: boxes must be floats (N, {self.most}, 5), got {str(y.dtype).removeprefix('torch.')} "
+                f"{tuple(y.shape)}. Each row contains (category, centre x, centre y, width, height). Empty rows have "
+                f"category {boxes.NONE}"
             )
         y = y.float()
         held = boxes.present(y)
         category, (low, high) = y[..., 0], boxes.corners(y[..., 1:])
         known = (category == category.round()) & (category < self.categories) & (category >= boxes.NONE)
         within = (low >= -ROUNDING).all(-1) & (high <= 1 + ROUNDING).all(-1) & (y[..., 3:] > 0).all(-1)
-        wrong = (~(known & (within | ~held))).any(1).nonzero().flatten()
+        wrong = (~(known & (within | ~held))).nonzero()
         if len(wrong):
-            image = int(wrong[0])
-            row = int((~(known & (within | ~held)))[image].nonzero()[0, 0])
+            image, row = wrong[0].tolist()
             raise DataError(
-                f"{what}: a box has a category in 0..{self.categories - 1} and lies in the image, its centre and size "
-                f"shares of it; image {image} has {[round(v, 4) for v in y[image, row].tolist()]} ({len(wrong)} such "
-                "images)"
+                f"{what}: a category must be from 0 to {self.categories - 1}, and a box's centre and size must be "
+                f"fractions of the image, got {[round(v, 4) for v in y[image, row].tolist()]} in image {image}"
             )
         if not bool(held.any()):
-            raise DataError(f"{what}: no image holds a box, so nothing can be learnt and mAP is undefined")
+            raise DataError(f"{what}: at least one image must have a box, because mAP is undefined without boxes")
         return boxes.without(y, ~held)
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
-        """Return the most frequent category of each image's boxes (ties: the lowest), or `categories` for an image
-        without boxes."""
+        """Return the most frequent category of each image, or `categories` for images without boxes. If several
+        categories are most frequent, return the lowest number."""
         counts = torch.stack([(y[..., 0] == category).sum(1) for category in range(self.categories)], dim=1)
         counts = torch.cat([counts, (counts == 0).all(1, keepdim=True)], dim=1)
-        # For ties, torch does not define which index argmax gives; NumPy gives the first.
+        # If counts are equal, NumPy's argmax returns the first index, while torch's argmax may return any index.
         found: NDArray[np.int64] = counts.numpy().argmax(1)
         return found
 
-    def present(self, y: Tensor) -> Tensor:
-        raise ModelError(
-            "detection has no classes whose outputs could be masked (outputs are boxes too, and an image has several "
-            "categories): set algorithm.mask_labels=false"
-        )
+    def present(self, y: Tensor) -> None:
+        """Return None, because an image has several categories."""
+        return
 
     def examples(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return random targets with `most` boxes per image, at most ten."""
-        held = min(self.most, 10)
-        size = 0.05 + 0.3 * torch.rand(count, held, 2, generator=generator)
-        centre = size / 2 + (1 - size) * torch.rand(count, held, 2, generator=generator)
-        category = torch.randint(0, self.categories, (count, held, 1), generator=generator)
-        empty = torch.tensor([float(boxes.NONE), 0, 0, 0, 0]).repeat(count, self.most - held, 1)
+        """Return random targets with min(`most`, 10) boxes per image."""
+        count_per_image = min(self.most, 10)
+        size = 0.05 + 0.3 * torch.rand(count, count_per_image, 2, generator=generator)
+        centre = size / 2 + (1 - size) * torch.rand(count, count_per_image, 2, generator=generator)
+        category = torch.randint(0, self.categories, (count, count_per_image, 1), generator=generator)
+        empty = torch.tensor([float(boxes.NONE), 0, 0, 0, 0]).repeat(count, self.most - count_per_image, 1)
         return torch.cat([torch.cat([category, centre, size], dim=2), empty], dim=1)
 
     def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
-        """Return for each image the focal loss, summed over all cells and categories and divided by the number of cells
-        with a box, plus `BOX_WEIGHT` times the mean of 1 - GIoU over these cells."""
-        place_b4p, logits_bcp = self._answers(outputs_bo)
+        """Return the loss of each image. The category loss is the focal loss: the sum over cells and categories,
+        divided by the number of cells with a target box. The box loss is `BOX_WEIGHT` times the mean of 1 - GIoU over
+        cells with a target box."""
+        box_b4p, logits_bcp = self._decoded(outputs_bo)
         owner_bp = self._owners(y, outputs_bo.shape[2], outputs_bo.shape[3])
         held_bp = owner_bp < self.most
         wanted_bp5 = y.gather(1, owner_bp.clamp(max=self.most - 1)[..., None].expand(-1, -1, 5))
         category_bp = torch.where(held_bp, wanted_bp5[..., 0], float(self.categories)).long()
-        # The last column, for cells that learn no box, is dropped.
+        # Drop the last column, which marks cells that are not trained on a box.
         target_bcp = F.one_hot(category_bp, self.categories + 1)[..., :-1].transpose(1, 2).to(logits_bcp)
         entropy = F.binary_cross_entropy_with_logits(logits_bcp, target_bcp, reduction="none")
         missed = (target_bcp - logits_bcp.sigmoid()).abs()
         balance = BALANCE * target_bcp + (1 - BALANCE) * (1 - target_bcp)
         learning_b = held_bp.sum(1).clamp(min=1)
-        of_categories = (balance * missed**FOCUS * entropy).sum((1, 2)) / learning_b
-        apart = 1 - boxes.generalised_overlap(place_b4p.transpose(1, 2), wanted_bp5[..., 1:])
-        of_boxes = torch.where(held_bp, apart, 0.0).sum(1) / learning_b
-        of_each = of_categories + BOX_WEIGHT * of_boxes
-        return of_each.sum() if reduction == "sum" else of_each
+        category_loss = (balance * missed**FOCUS * entropy).sum((1, 2)) / learning_b
+        apart = 1 - boxes.generalised_overlap(box_b4p.transpose(1, 2), wanted_bp5[..., 1:])
+        box_loss = torch.where(held_bp, apart, 0.0).sum(1) / learning_b
+        loss = category_loss + BOX_WEIGHT * box_loss
+        return loss.sum() if reduction == "sum" else loss
 
     def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
-        """The outputs divided by the temperature; `PRIOR` is subtracted from the logits first."""
+        """Subtract `PRIOR` from the logits, and return all outputs divided by the temperature."""
         return torch.cat([outputs_bo[:, :BOX], outputs_bo[:, BOX:] - PRIOR], dim=1) / temperature
 
     def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
-        """For each category KL(teacher || student), with each score as a separate probability (Yang et al., Bridging
-        Cross-task Protocol Inconsistency for Distillation in Dense Object Detection, ICCV 2023). For a box the squared
-        errors of its four numbers, times the teacher's highest score in the cell, since boxes of cells without an
-        object mean nothing."""
+        """Return KL(teacher || student) for each category. Each score is a separate probability (Yang et al., Bridging
+        Cross-task Protocol Inconsistency for Distillation in Dense Object Detection, ICCV 2023). For boxes, return the
+        squared errors of the four values, multiplied by the teacher's highest score in the cell. The boxes of cells
+        without an object are arbitrary."""
         teacher = self.softened(teacher_bo, temperature)
         score = (teacher[:, BOX:] * temperature).amax(1, keepdim=True).sigmoid()
         of_boxes = score * (softened_bo[:, :BOX] - teacher[:, :BOX]).square()
@@ -172,30 +169,30 @@ class Detection:
         return torch.cat([of_boxes, cross - own], dim=1)
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """Return float32 (batch, DETECTIONS + most, 6): the detections, the highest score first, then the targets. A
-        row is category, box, score; a target's score is 1."""
+        """Return float32 (batch, DETECTIONS + most, 6) with the detections, sorted by descending score, and the
+        targets. Each row contains category, box and score; targets have score 1."""
         found = self.found(outputs_bo)
         return torch.cat([found, torch.cat([y, torch.ones_like(y[..., :1])], dim=2)], dim=1)
 
     def found(self, outputs_bo: Tensor) -> Tensor:
-        """Return float32 (batch, DETECTIONS, 6): category, box and score of each object, the highest score first. Empty
-        rows are as in targets, with score 0. Of boxes of a category whose IoU exceeds `SAME`, only the one with the
-        highest score is kept."""
-        place_b4p, logits_bcp = self._answers(outputs_bo.float())
+        """Return float32 (batch, DETECTIONS, 6): category, box and score of each object, in descending order of scores.
+        Unused rows contain `NONE` and zeros. If boxes of one category have an IoU above `SAME`, only the box with the
+        highest score is returned."""
+        box_b4p, logits_bcp = self._decoded(outputs_bo.float())
         cells = logits_bcp.shape[2]
-        # A stable sort puts equal scores in the same order on every machine.
+        # A stable sort orders equal scores in the same way on every machine.
         score_bn, at_bn = logits_bcp.sigmoid().flatten(1).sort(dim=1, descending=True, stable=True)
         score_bk, at_bk = score_bn[:, :CANDIDATES], at_bn[:, :CANDIDATES]
         category_bk = at_bk // cells
-        box_bk4 = place_b4p.transpose(1, 2).gather(1, (at_bk % cells)[..., None].expand(-1, -1, BOX))
+        box_bk4 = box_b4p.transpose(1, 2).gather(1, (at_bk % cells)[..., None].expand(-1, -1, BOX))
         low, high = boxes.corners(box_bk4)
         low, high = low.clamp(0, 1), high.clamp(0, 1)
         box_bk4 = torch.cat([(low + high) / 2, high - low], dim=2)
-        left_bk = _left(box_bk4, category_bk) & (box_bk4[..., 2:] > 0).all(-1)
+        kept_bk = _suppress(box_bk4, category_bk) & (box_bk4[..., 2:] > 0).all(-1)
         rows = torch.cat([category_bk[..., None].to(box_bk4), box_bk4, score_bk[..., None]], dim=2)
         empty = torch.tensor([float(boxes.NONE), 0, 0, 0, 0, 0], device=rows.device)
-        rows = torch.where(left_bk[..., None], rows, empty)
-        first = (~left_bk).long().sort(dim=1, stable=True).indices[:, :DETECTIONS]
+        rows = torch.where(kept_bk[..., None], rows, empty)
+        first = (~kept_bk).long().sort(dim=1, stable=True).indices[:, :DETECTIONS]
         rows = rows.gather(1, first[..., None].expand(-1, -1, 6))
         missing = empty.expand(len(rows), DETECTIONS - rows.shape[1], -1)
         return torch.cat([rows, missing], dim=1)
@@ -204,18 +201,19 @@ class Detection:
         _scorer()
 
     def measure(self, observed: Sequence[Tensor]) -> Measured:
-        """Return mAP-50 as COCO defines it: for each category that occurs, the mean precision at 101 recalls (0, .01,
-        ..., 1), then the mean over these categories. A box is correct if its IoU with an unmatched target of its
-        category is at least one half. Raises EnvironmentFailure without faster-coco-eval."""
+        """Return mAP-50 as in COCO: the mean precision at 101 recalls (0, .01, ..., 1), averaged over the categories of
+        all targets. A detection is correct if the IoU with an unmatched target of the same category is at least 0.5.
+        Raises EnvironmentFailure if faster-coco-eval is not installed."""
         whole = torch.cat([part.cpu() for part in observed]).double().numpy()
         return Measured({self.metric.name: _map50(whole[:, :DETECTIONS], whole[:, DETECTIONS:], self.categories)})
 
-    def _answers(self, outputs_bo: Tensor) -> tuple[Tensor, Tensor]:
-        """Return boxes (batch, 4, cells), as shares of the image, and logits (batch, categories, cells), row by row."""
+    def _decoded(self, outputs_bo: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a tuple (boxes (batch, 4, cells) as fractions of the image, logits (batch, categories, cells))."""
         if outputs_bo.dim() != 4 or outputs_bo.shape[1] != self.outputs:
             raise ModelError(
-                f"detection takes networks that give (batch, {self.outputs}, H, W), for every cell of a grid a box and "
-                f"{self.categories} categories; this one gives {tuple(outputs_bo.shape)}: use model.name=point_detector"
+                f"a network for detection must return (batch, {self.outputs}, H, W) with a box and {self.categories} "
+                f"categories per cell, got {tuple(outputs_bo.shape)}. Set model.name=point_detector",
+                path="model.name",
             )
         rows, columns = outputs_bo.shape[2:]
         size = torch.tensor([columns, rows], device=outputs_bo.device, dtype=outputs_bo.dtype)[:, None]
@@ -225,7 +223,7 @@ class Detection:
         return torch.cat([centre, extent], dim=1), flat[:, BOX:] - PRIOR
 
     def _owners(self, y: Tensor, rows: int, columns: int) -> Tensor:
-        """Return the row of the target that each cell is trained on, int64 (batch, cells); `most`: none."""
+        """Return the index of each cell's target box, int64 (batch, cells), or `most` for cells without a target."""
         held_bm, box = boxes.present(y), y[..., 1:]
         grid = torch.tensor([columns, rows], device=y.device)
         home_bm2 = (box[..., :2] * grid).floor().long().clamp(min=0).minimum(grid - 1)
@@ -236,7 +234,7 @@ class Detection:
         off = ((cell_bms2 + 0.5) / grid - box[:, :, None, :2]).abs() * 2
         inside = (off < box[:, :, None, 2:]).all(-1) & ((cell_bms2 >= 0) & (cell_bms2 < grid)).all(-1)
         takes_bms = (inside | at_home_s) & held_bm[..., None]
-        # Sorted by area, the smallest first; equal ones keep their order.
+        # Sort boxes by area, smallest first; the order of boxes with equal areas does not change.
         area_bm = torch.where(held_bm, box[..., 2:].prod(-1), torch.inf)
         by_area_bm = area_bm.argsort(dim=1, stable=True)
         rank_bm = by_area_bm.argsort(dim=1)
@@ -249,34 +247,34 @@ class Detection:
 
 
 def _cells(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Return column and row of each cell, (cells, 2), row by row."""
+    """Return the pairs (column, row) of all cells, sorted by row, with shape (cells, 2)."""
     row, column = torch.meshgrid(torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij")
     return torch.stack([column, row], dim=-1).flatten(0, 1)
 
 
-def _left(box_bk4: Tensor, category_bk: Tensor) -> Tensor:
-    """Return which of these boxes, sorted by descending score, are kept, bool (B, K): each in turn removes the later
-    boxes of its category whose IoU with it exceeds SAME."""
-    # One image at a time, since 128 at once would take gigabytes.
+def _suppress(box_bk4: Tensor, category_bk: Tensor) -> Tensor:
+    """Return a mask, bool (B, K), of the boxes that remain after non-maximum suppression. The boxes must be sorted by
+    descending score. A box is removed if the IoU with an earlier remaining box of the same category exceeds SAME."""
+    # Process one image at a time, because 128 images at once would take gigabytes.
     pairs = ((box[:, None], box, category) for box, category in zip(box_bk4, category_bk, strict=True))
     same = torch.stack([(boxes.overlap(a, b) > SAME) & (c[:, None] == c) for a, b, c in pairs])
-    left = torch.ones(category_bk.shape, dtype=torch.bool, device=box_bk4.device)
-    for k in range(left.shape[1] - 1):
-        left[:, k + 1 :] &= ~(same[:, k, k + 1 :] & left[:, k : k + 1])
-    return left
+    kept = torch.ones(category_bk.shape, dtype=torch.bool, device=box_bk4.device)
+    for k in range(kept.shape[1] - 1):
+        kept[:, k + 1 :] &= ~(same[:, k, k + 1 :] & kept[:, k : k + 1])
+    return kept
 
 
 def _scorer() -> tuple[Any, Any]:
-    """Return the library's classes for a set of boxes and for the comparison of two sets."""
+    """Import faster-coco-eval and return a tuple (class for a set of boxes, class that compares two sets)."""
     try:
         from faster_coco_eval import COCO, COCOeval_faster
     except ImportError as error:
-        raise EnvironmentFailure("mAP needs faster-coco-eval: pip install 'flexfleet[detection]'") from error
+        raise EnvironmentFailure("mAP requires faster-coco-eval. Run pip install 'flexfleet[detection]'") from error
     return COCO, COCOeval_faster
 
 
 def _map50(found: NDArray[np.float64], wanted: NDArray[np.float64], categories: int) -> float:
-    """Return mAP-50 of detections and targets, each (images, boxes, 6)."""
+    """Return the mAP-50 of the detections `found` for the targets `wanted`, both with the shape (images, boxes, 6)."""
     catalogue_of, scorer_of = _scorer()
 
     def listed(rows: NDArray[np.float64]) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""Language modelling: the next token at every position of a sequence, with cross entropy and accuracy.
+"""Language modelling: predict the next token at every position of a sequence, with cross entropy and accuracy.
 
-`accuracy` excludes tokens that are not words: those out of the vocabulary (OOV), and the begin and the end of a
-sequence, as in Adaptive Federated Optimization (Reddi et al., ICLR 2021). `accuracy_all` includes them, as FedRolex
-(chapter 3.3). Padding counts in neither and is not trained.
+`accuracy` does not count out-of-vocabulary tokens (OOV) and tokens for the start and end of a sequence, as in Adaptive
+Federated Optimization (Reddi et al., ICLR 2021). `accuracy_all` also counts these tokens, as in FedRolex (section 3.3).
+The metrics and the loss exclude padding.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from torch import Tensor
 
 from fl_engine.core.errors import DataError, ModelError
 from fl_engine.core.task import Measured, Metric
+from fl_engine.tasks.classification import Distilled, numbers_below
 
 IGNORED = -100
-"""The index that torch's cross entropy ignores if there is no padding."""
+"""Value of `ignore_index` for torch's cross entropy if sequences do not have padding. No target has this value."""
 
 
 @dataclass(frozen=True)
-class NextToken:
-    """Targets are int64 (N, T): the next token at each position of a sample. The network returns (batch, tokens, T): a
-    logit for each token at each position."""
+class NextToken(Distilled):
+    """Language modelling. Targets are int64 (N, T), the next token at each position of a sample, and the network
+    returns logits (batch, tokens, T)."""
 
     tokens: int
-    """The number of tokens, including the special ones: 0 .. tokens - 1."""
+    """Number of tokens, including special tokens. Tokens are 0 to tokens - 1."""
     length: int
-    """T, the number of positions of a sample."""
+    """Number of positions in a sample (T)."""
     padding: int | None = 0
-    """The token after the end of a shorter sequence, neither trained nor counted; None: no padding."""
+    """Token at the end of shorter sequences, which loss and metrics ignore; None if sequences have no padding."""
     masked: tuple[int, ...] = ()
-    """Tokens that are trained but excluded from the accuracy: OOV, begin and end of a sequence."""
+    """Tokens that are trained but excluded from `accuracy`, such as OOV and the start and end of a sequence."""
 
     name: ClassVar[str] = "next_token"
     metric: ClassVar[Metric] = Metric("accuracy", low=0.0, high=1.0)
@@ -46,14 +47,14 @@ class NextToken:
     def __post_init__(self) -> None:
         for what, value, least in (("tokens", self.tokens, 2), ("length", self.length, 1)):
             if type(value) is not int or value < least:
-                raise DataError(f"next_token: {what} is an integer of at least {least}, got {value!r}")
+                raise DataError(f"next_token: {what} must be an integer of at least {least}, got {value!r}")
         object.__setattr__(self, "masked", tuple(self.masked))
         special = (*self.masked, *([] if self.padding is None else [self.padding]))
         wrong = [token for token in special if type(token) is not int or not 0 <= token < self.tokens]
         if wrong or len(set(special)) < len(special) or len(special) >= self.tokens:
             raise DataError(
-                f"next_token: padding and masked are different tokens of 0..{self.tokens - 1} that leave one to count, "
-                f"got padding={self.padding!r} and masked={self.masked!r}"
+                f"next_token: padding and masked must be different tokens from 0 to {self.tokens - 1}, and at least "
+                f"one token must be neither, got padding={self.padding!r} and masked={self.masked!r}"
             )
 
     @property
@@ -62,7 +63,7 @@ class NextToken:
 
     @property
     def label_count(self) -> int:
-        """0: a sequence has no label for partition rules."""
+        """Number of labels for partition rules; always 0, because sequences do not have labels."""
         return 0
 
     @property
@@ -70,26 +71,11 @@ class NextToken:
         return self.name, self.tokens, self.length, self.padding, self.masked
 
     def check(self, y: Tensor, what: str) -> Tensor:
-        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool or y.shape[1:] != (self.length,):
+        y = numbers_below(self.tokens, y, (len(y), self.length), f"{what}: the next tokens")
+        if bool((~self._learnt(y)).all(1).any()) or not bool(self._counted(y).any()):
             raise DataError(
-                f"{what}: the next tokens are integers (N, {self.length}), one at each position, got "
-                f"{str(y.dtype).removeprefix('torch.')} {tuple(y.shape)}"
+                f"{what}: every sample must have a token that is not padding, and some tokens must not be masked"
             )
-        y = y.long()
-        wrong = ((y < 0) | (y >= self.tokens)).any(1).nonzero().flatten()
-        if len(wrong):
-            row = y[wrong[0]]
-            raise DataError(
-                f"{what}: expected tokens 0..{self.tokens - 1}, found {int(row[(row < 0) | (row >= self.tokens)][0])} "
-                f"in sample {int(wrong[0])} ({len(wrong)} such samples)"
-            )
-        empty = (~self._learnt(y)).all(1).nonzero().flatten()
-        if len(empty):
-            raise DataError(
-                f"{what}: sample {int(empty[0])} holds padding alone ({len(empty)} such samples): leave them out"
-            )
-        if not bool(self._counted(y).any()):
-            raise DataError(f"{what}: all targets are padding or masked, so the accuracy is undefined")
         return y
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
@@ -99,53 +85,45 @@ class NextToken:
         return torch.bincount(y[self._learnt(y)], minlength=self.tokens) > 0
 
     def examples(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return any tokens except padding."""
+        """Return random targets without padding."""
         kinds, shape = self.tokens - (self.padding is not None), (count, self.length)
         drawn = torch.randint(0, kinds, shape, generator=generator)
         return drawn if self.padding is None else drawn + (drawn >= self.padding)
 
     def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
-        """Return for each sample the mean over its positions without padding."""
+        """Return the loss of each sample, which is the mean over all positions except padding."""
         self._check_outputs(outputs_bo)
         padding = IGNORED if self.padding is None else self.padding
         terms_bt = F.cross_entropy(outputs_bo, y, ignore_index=padding, reduction="none")
-        of_each = terms_bt.sum(1) / self._learnt(y).sum(1)
-        return of_each.sum() if reduction == "sum" else of_each
-
-    def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
-        """Return the logarithms of the softened probabilities at every position."""
-        return F.log_softmax(outputs_bo / temperature, dim=1)
-
-    def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
-        """Return the terms of KL(softmax(teacher / temperature) || student), one per token and position. Positions
-        after the end of a sequence count too, because only the targets tell padding."""
-        return F.kl_div(softened_bo, F.softmax(teacher_bo / temperature, dim=1), reduction="none")
+        loss = terms_bt.sum(1) / self._learnt(y).sum(1)
+        return loss.sum() if reduction == "sum" else loss
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """Return int64 (4,): correct and all positions that `accuracy` counts, then the same without padding only."""
+        """Return int64 (4,): the number of correct and of counted positions, first for `accuracy`, then for
+        `accuracy_all`."""
         self._check_outputs(outputs_bo)
         right = outputs_bo.argmax(1) == y
-        kept = (self._counted(y), self._learnt(y))
-        return torch.stack([part.sum() for each in kept for part in (right & each, each)])
+        masks = (self._counted(y), self._learnt(y))
+        return torch.stack([part.sum() for mask in masks for part in (right & mask, mask)])
 
     def measure(self, observed: Sequence[Tensor]) -> Measured:
-        """Return both accuracies; `accuracy` is NaN if all targets are masked."""
+        """Return `accuracy` and `accuracy_all`. `accuracy` is NaN if all targets are masked."""
         right, counted, right_of_all, all_ = torch.stack(list(observed)).sum(0).tolist()
         accuracy = right / counted if counted else float("nan")
         return Measured({self.metric.name: accuracy, self.of_all.name: right_of_all / all_})
 
     def _learnt(self, y: Tensor) -> Tensor:
-        """Return the positions without padding, bool (B, T)."""
+        """Return a mask, bool (B, T), of the positions that are not padding."""
         return torch.ones_like(y, dtype=torch.bool) if self.padding is None else y != self.padding
 
     def _counted(self, y: Tensor) -> Tensor:
-        """Return the positions that `accuracy` counts, bool (B, T)."""
+        """Return a mask, bool (B, T), of the positions that count for `accuracy`."""
         special = [] if self.padding is None else [self.padding]
         return ~torch.isin(y, torch.tensor([*special, *self.masked], dtype=y.dtype, device=y.device))
 
     def _check_outputs(self, outputs_bo: Tensor) -> None:
         if outputs_bo.dim() != 3 or outputs_bo.shape[1:] != (self.tokens, self.length):
             raise ModelError(
-                f"next_token needs networks that return (batch, {self.tokens}, {self.length}), this one returns "
+                f"a network for next_token must return (batch, {self.tokens}, {self.length}), got "
                 f"{tuple(outputs_bo.shape)}"
             )

@@ -1,6 +1,6 @@
-"""Central training: one client has all training samples and is evaluated after each epoch.
+"""Central training: a single client trains on all training samples, and its model is evaluated after each epoch.
 
-The weights equal, bit for bit, those of `local.train` with the same job and `single` numerics, also after a resume.
+With `single` numerics, central training returns the same weights as `local.train` bit for bit, even after a resume.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ log = logging.getLogger("flexfleet")
 
 @dataclass(frozen=True)
 class Epoch:
-    """The state after an epoch."""
+    """Results and training state after an epoch."""
 
     number: int
-    """From 1."""
+    """Number of the epoch, starting at 1."""
     loss: float
-    """The mean training loss over the epoch's steps."""
+    """Mean training loss over the epoch's steps."""
     score: Score
-    """On the test samples."""
+    """Score on the test samples."""
     params: Params
     snapshot: Params
-    """`train_centrally` can resume from it."""
+    """Training state from which `train_centrally` can resume."""
 
 
 def train_centrally(
@@ -46,10 +46,10 @@ def train_centrally(
     device: str = "cpu",
     since: Params | None = None,
 ) -> Iterator[Epoch]:
-    """Train the sub-model `task.spec` from the weights `start` on all training samples, or resume after the epoch whose
-    snapshot is `since`. Training stops when the caller takes no more epochs."""
-    job = local.Job(task, start, data.normalise(data.train_x.to(device)), data.train_y.to(device))
-    with local.opened(family, data.task, [job], replace(numerics, strategy="single")) as session:
+    """Train the sub-model `task.spec` on all training samples, starting from the weights `start` or from the snapshot
+    `since`. Yields an `Epoch` after each epoch. Training stops when the caller stops iterating."""
+    job = local.TrainingJob(task, start, data.normalise(data.train_x.to(device)), data.train_y.to(device))
+    with local.Session(family, data.task, [job], replace(numerics, strategy="single")) as session:
         if since is not None:
             session.restore(since)
         while session.done < task.epochs:
@@ -58,23 +58,17 @@ def train_centrally(
             loss = float((session.total - total) / (session.steps - steps))
             (found,) = session.trained()
             if not found.finite:
-                raise Diverged(
-                    f"central training diverged in epoch {session.done} (learning rate {task.optimizer.lr:g}): "
-                    "set a smaller rate (central.lr, or noise.lr if noise.labels is set)"
-                )
+                raise Diverged(f"central training diverged in epoch {session.done}. Lower central.lr or noise.lr")
             params = {name: tensor.cpu().clone() for name, tensor in found.params.items()}
             score = evaluate(family, params, task.spec, data, data.test_x, data.test_y, device)
             name, seconds = data.task.metric.name, time.monotonic() - began
             value = f"{100 * score.value:.2f} %" if name in PERCENT else f"{score.value:.4f}"
-            log.info(
-                "epoch %d of %d: loss %.4f, %s %s, %.1f s",
-                session.done, task.epochs, loss, name, value, seconds,
-            )  # fmt: skip
+            log.info("epoch %d/%d: loss %.4f, %s %s, %.1f s", session.done, task.epochs, loss, name, value, seconds)
             yield Epoch(session.done, loss, score, params, session.snapshot())
 
 
 def weights_in(snapshot: Params) -> Params:
-    """The weights in an `Epoch.snapshot`, float32: equal to the epoch's `params`."""
+    """Return the float32 weights that are stored in an epoch's snapshot. These weights equal the epoch's `params`."""
     prefix = "weights/"
     lanes = {name.removeprefix(prefix): t for name, t in snapshot.items() if name.startswith(prefix)}
     return {name: t[0].float().contiguous() for name, t in lanes.items()}

@@ -1,4 +1,4 @@
-"""The task's metrics and the loss of each pool model on held-out data."""
+"""Evaluates each model of the pool on held-out data: the loss and the task's metrics."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from fl_engine.core.task import Task, measured
 from fl_engine.core.types import FULL, ParamLayout, Params, Pool, PoolModel, SubmodelSpec
 
 BATCH = 128
-"""Samples in a batch. Where batch norm takes the statistics of the batch, scores depend on it."""
+"""Number of samples per batch. Scores depend on the batch size if batch norm uses the statistics of the batch."""
 
 
 @dataclass(frozen=True)
 class Score:
     value: float
-    """The task's deciding metric: accuracy in [0, 1], R2."""
+    """Value of the task's main metric, for example the accuracy in [0, 1] or R2."""
     loss: float
-    """The mean over the samples."""
+    """Mean loss over the samples."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """All metrics of the task by name."""
     confusion: Tensor = field(default_factory=lambda: torch.empty(0, 0), compare=False, repr=False)
-    """As in `Measured`."""
+    """Confusion matrix, in the format of `Measured.confusion`."""
 
 
 def evaluate(
@@ -46,7 +45,6 @@ def evaluate(
     x: Tensor,
     y: Tensor,
     device: str = "cpu",
-    batch_size: int = BATCH,
     *,
     ensemble: bool = False,
     static_bn: bool = False,
@@ -54,39 +52,27 @@ def evaluate(
 ) -> Score:
     """Score one sub-model on samples `x` with targets `y`.
 
-    Networks without running statistics normalise by the current batch in evaluation too, as in the authors' code. The
-    batches have a fixed size and a fixed permutation, so the score is reproducible. A last batch of one sample joins
-    the batch before it. A network with early exits is scored by its last output.
+    As in the authors' code, a network without running statistics normalises by the statistics of the current batch.
+    Batches have a fixed size and order, so the score is reproducible. A last batch of only one sample is merged with
+    the batch before it. By default, a network with early exits is scored by the outputs of its last exit.
 
     Args:
         params: The sub-model's weights.
-        ensemble: Score the mean of all exits instead of the last one.
-        static_bn: Take the statistics of batch norm from one pass over the training data (HeteroFL, ICLR 2021, Sec. 3).
-        statistics_x: The samples for `static_bn`, instead of the training data.
+        ensemble: Score the mean of all exits instead of the last exit.
+        static_bn: Compute the batch-norm statistics in one pass over the training data (HeteroFL, ICLR 2021, Sec. 3).
+        statistics_x: Samples for the statistics of `static_bn`; None: all training samples.
     """
-    network = _network(family, params, spec, data, device, batch_size, static_bn, statistics_x)
-    return _one_pass([(network, ensemble)], data, x, y, device, batch_size)[0]
-
-
-def _network(
-    family: ModelFamily,
-    params: Params,
-    spec: SubmodelSpec,
-    data: Data,
-    device: str,
-    batch_size: int,
-    static_bn: bool,
-    statistics_x: Tensor | None = None,
-) -> nn.Module:
-    module = runnable(family, spec, {k: _maps_last(v.to(device)) for k, v in params.items()}).eval()
+    network = _network(family, params, spec, device)
     if static_bn:
-        collect_statistics(module, data, data.train_x if statistics_x is None else statistics_x, device, batch_size)
-    return module
+        collect_statistics(network, data, data.train_x if statistics_x is None else statistics_x, device)
+    return _one_pass([(network, ensemble)], data, x, y, device)[0]
 
 
-def _maps_last(tensor: Tensor) -> Tensor:
-    """Weights of two-dimensional convolutions with the channels last in memory, like their inputs."""
-    return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+def _network(family: ModelFamily, params: Params, spec: SubmodelSpec, device: str) -> nn.Module:
+    """Return the network in evaluation mode. Weights of 2-D convolutions have the memory format channels_last."""
+    weights = {name: tensor.to(device) for name, tensor in params.items()}
+    maps = {name: t.to(memory_format=torch.channels_last) for name, t in weights.items() if t.dim() == 4}
+    return runnable(family, spec, weights | maps).eval()
 
 
 def _one_pass(
@@ -95,16 +81,16 @@ def _one_pass(
     x: Tensor,
     y: Tensor,
     device: str,
-    batch_size: int,
     watch: Callable[[int, Tensor, Tensor], None] | None = None,
 ) -> list[Score]:
-    """Score several networks, each with a flag whether its exits are averaged. Normalises the samples once.
-    `watch` gets a network's position, its outputs and the samples' positions."""
+    """Score each network in one pass over the samples. `networks` contains pairs (network, ensemble). With `ensemble`,
+    score the mean over all exits. `watch` is called with the network's index, the outputs and the indices of the
+    samples."""
     goal = data.task
     observed: list[list[Tensor]] = [[] for _ in networks]
     losses = [torch.zeros((), dtype=torch.float64, device=device) for _ in networks]
     with torch.no_grad():
-        for chunk in _batches(len(y), batch_size):
+        for chunk in _batches(len(y)):
             inputs, wanted = _inputs(data, x, chunk, device), y[chunk].to(device)
             for i, (network, ensemble) in enumerate(networks):
                 exits = outputs_of(network(inputs))
@@ -124,7 +110,7 @@ def _inputs(data: Data, x: Tensor, chunk: Tensor, device: str) -> Tensor:
     return batch_layout(data.normalise(x[chunk].to(device)))
 
 
-def _batches(count: int, batch_size: int) -> list[Tensor]:
+def _batches(count: int, batch_size: int = BATCH) -> list[Tensor]:
     order = torch.from_numpy(seeds.rng(0, "evaluate").permutation(count))
     chunks = list(torch.split(order, batch_size))
     if len(chunks) > 1 and len(chunks[-1]) == 1:
@@ -133,8 +119,8 @@ def _batches(count: int, batch_size: int) -> list[Tensor]:
 
 
 def score(network: nn.Module, data: Data, ensemble: bool) -> Score:
-    """Score a network on the CPU on the test samples."""
-    return _one_pass([(network, ensemble)], data, data.test_x, data.test_y, "cpu", BATCH)[0]
+    """Score a network on the test samples, using the CPU."""
+    return _one_pass([(network, ensemble)], data, data.test_x, data.test_y, "cpu")[0]
 
 
 def losses_of(
@@ -146,33 +132,33 @@ def losses_of(
     y: Tensor,
     static_bn: bool = False,
 ) -> Tensor:
-    """float32 (N,): the loss of each normalised sample at the network's last output, in the batches of `evaluate`.
-    With `static_bn`, batch norm uses the statistics of the batch, because evaluation does not use the stored ones."""
+    """Return the loss of each normalised sample, float32 (N,), at the network's last exit. The batches are the same as
+    in `evaluate`. With `static_bn`, batch norm uses the statistics of the batch instead of stored statistics."""
     module = runnable(family, spec, params).eval()
     for norm in [m for m in module.modules() if isinstance(m, _BatchNorm)] if static_bn else ():
         norm.running_mean = norm.running_var = None
         norm.forward = partial(_BatchNorm.forward, norm)  # type: ignore[method-assign]
     found = torch.empty(len(y), device=x.device)
     with torch.no_grad():
-        for chunk in _batches(len(y), BATCH):
+        for chunk in _batches(len(y)):
             last = outputs_of(module(batch_layout(x[chunk])))[-1]
             found[chunk] = goal.loss(last.float(), y[chunk]).float()
     return found
 
 
-def collect_statistics(module: nn.Module, data: Data, x: Tensor, device: str, batch_size: int) -> None:
-    """Set the statistics of every batch norm to the means over all batches of the batch's mean and variance.
+def collect_statistics(module: nn.Module, data: Data, x: Tensor, device: str, batch_size: int = BATCH) -> None:
+    """Set each batch norm's running mean and variance to the statistics of its inputs, averaged over all batches.
 
-    The scores of the rounds (HeteroFL, FedRolex) use all training data, the server's proxy included. Outside of a
-    simulation, clients would have to send sums of activations for every level, which show the server more than
-    federated averaging does. An exported model uses only the proxy.
+    Evaluation after a round (HeteroFL, FedRolex) uses all training data, including the server's proxy data. In a real
+    deployment, clients would have to send sums of activations, which reveal more than model updates. Therefore
+    statistics for an exported model are computed on the proxy data only.
     """
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
     for norm in norms:
         norm.running_mean = torch.zeros(norm.num_features, device=device)
         norm.running_var = torch.ones(norm.num_features, device=device)
         norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=device)
-        norm.track_running_stats, norm.momentum = True, None  # None: the plain mean over all batches
+        norm.track_running_stats, norm.momentum = True, None  # With momentum None, all batches have equal weight.
         norm.forward = partial(_BatchNorm.forward, norm)  # type: ignore[method-assign]
         norm.train()
     with torch.no_grad():
@@ -183,22 +169,18 @@ def collect_statistics(module: nn.Module, data: Data, x: Tensor, device: str, ba
 
 
 def recalibrated(
-    family: ModelFamily,
-    params: Params,
-    spec: SubmodelSpec,
-    data: Data,
-    x: Tensor,
-    device: str = "cpu",
+    family: ModelFamily, params: Params, spec: SubmodelSpec, data: Data, x: Tensor, device: str = "cpu"
 ) -> Params:
-    """The sub-model's weights with the running statistics of samples `x` (`collect_statistics`)."""
+    """Return a copy of the sub-model's weights, in which the running statistics are computed on the samples `x`."""
     module = runnable(family, spec, {k: v.to(device) for k, v in params.items()}).eval()
-    collect_statistics(module, data, x, device, BATCH)
+    collect_statistics(module, data, x, device)
     state = module.state_dict()
     return {name: state[name].detach().cpu() for name in params}
 
 
 def weights_of(published: Params, layout: ParamLayout, model: PoolModel) -> Params:
-    """Return a pool model's own weights, stored as `<level>/<name>` (Decoupled), or its slice of the global model."""
+    """Return the weights of a pool model. By default, the weights are a slice of the global model. If the pool model
+    does not share weights, `published` contains the weights with the names `<level>/<name>`."""
     prefix = f"{model.name}/"
     own = {name.removeprefix(prefix): t for name, t in published.items() if name.startswith(prefix)}
     if own:
@@ -207,7 +189,7 @@ def weights_of(published: Params, layout: ParamLayout, model: PoolModel) -> Para
 
 
 def published(state: Any) -> Params:
-    """The weights that a state publishes: the global model, and the levels that have weights of their own."""
+    """Return all weights for an evaluation: the global model, and the weights that belong to only one level."""
     params: Params = getattr(state, "published", state.params)
     return params
 
@@ -218,29 +200,27 @@ def evaluate_pool(
     pool: Pool,
     data: Data,
     devices: Sequence[str] = ("cpu",),
-    batch_size: int = BATCH,
     watch: Callable[[str, Tensor, Tensor], None] | None = None,
 ) -> dict[str, Score]:
-    """Score every reported pool model on the test samples, by name, smallest first.
+    """Score every reported pool model on the test samples. Returns the scores by name, smallest model first.
 
     Args:
-        params: The result of `published`.
-        devices: The models are spread over these torch devices.
-        watch: Called with a model's name, its outputs (B, ...) for a batch and the positions (B,) of the samples among
-            the test samples; with several devices from several threads.
+        params: The weights that `published` returns.
+        devices: Torch devices for the evaluation. Each device evaluates some of the models.
+        watch: Function that is called with a model's name, the outputs (B, ...) for a batch, and the indices (B,) of
+            the test samples. With several devices, several threads call the function.
     """
-    layout = family.layout()
     reported = [m for m in pool if m.reported]
 
     def score(place: int) -> list[Score]:
-        device = devices[place]
-        mine = reported[place :: len(devices)]
-        networks = [
-            (_network(family, weights_of(params, layout, m), m.spec, data, device, batch_size, m.static_bn), m.ensemble)
-            for m in mine
-        ]
-        told = None if watch is None else lambda i, outputs, places: watch(mine[i].name, outputs, places)
-        return _one_pass(networks, data, data.test_x, data.test_y, device, batch_size, told)
+        device, mine, networks = devices[place], reported[place :: len(devices)], []
+        for m in mine:
+            network = _network(family, weights_of(params, family.layout(), m), m.spec, device)
+            if m.static_bn:
+                collect_statistics(network, data, data.train_x, device)
+            networks.append((network, m.ensemble))
+        by_name = None if watch is None else lambda i, outputs, places: watch(mine[i].name, outputs, places)
+        return _one_pass(networks, data, data.test_x, data.test_y, device, by_name)
 
     with ThreadPoolExecutor(len(devices)) as threads:
         found = list(threads.map(score, range(min(len(devices), len(reported)))))
@@ -251,9 +231,9 @@ OWNERS = ("accuracy_device_classes", "accuracy_server_classes")
 
 
 def by_owner(score: Score, server_classes: Sequence[int]) -> Score:
-    """Return the score with the metrics OWNERS: the accuracy on test samples of the devices' classes and of the classes
-    that only the server owns. Predictions are among all classes in both. Unchanged if the server owns no classes, the
-    task has none, or all test samples have the same owner."""
+    """Add two accuracies to the score: the accuracy on test samples of the devices' classes, and the accuracy on test
+    samples of the server's classes. A prediction may be any class. If the devices' or the server's classes have no test
+    samples, or if the task has no classes, return the score unchanged."""
     if not server_classes or not score.confusion.numel():
         return score
     owned = torch.zeros(len(score.confusion), dtype=torch.bool)
@@ -262,25 +242,22 @@ def by_owner(score: Score, server_classes: Sequence[int]) -> Score:
     right = [int(score.confusion.diagonal()[rows].sum()) for rows in (~owned, owned)]
     if not all(int(part.sum()) for part in parts):
         return score
-    found = {name: r / int(part.sum()) for name, r, part in zip(OWNERS, right, parts, strict=True)}
-    return replace(score, metrics={**score.metrics, **found})
+    added = {name: r / int(part.sum()) for name, r, part in zip(OWNERS, right, parts, strict=True)}
+    return replace(score, metrics={**score.metrics, **added})
 
 
 def average(scores: Mapping[str, Score]) -> float:
-    """`avg` of the papers' tables: the mean of the deciding metric over the reported models."""
+    """Return the mean of the main metric over the reported models. The papers' tables call this mean `avg`."""
     return sum(s.value for s in scores.values()) / len(scores)
 
 
-LAST = (nn.Linear, nn.Conv2d)
-
-
-def last_layer_inputs(family: ModelFamily, params: Params, data: Data, batch_size: int = BATCH) -> NDArray[np.float32]:
-    """(N_train, F): the input of the network's last linear or convolution layer for each training sample, averaged over
-    pixels or time steps."""
+def last_layer_inputs(family: ModelFamily, params: Params, data: Data) -> NDArray[np.float32]:
+    """Return the inputs of the network's last linear or convolution layer for all training samples, (N_train, F). The
+    inputs are averaged over pixels or time steps."""
     module = runnable(family, FULL, {name: tensor.clone() for name, tensor in params.items()}).eval()
-    layers = [layer for layer in module.modules() if isinstance(layer, LAST)]
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
     if not layers:
-        raise ModelError(f"{type(family).__name__} has no linear layer and no convolution whose input could be read")
+        raise ModelError(f"{type(family).__name__} must have a linear or convolution layer to record its inputs")
     found: list[Tensor] = []
 
     def look(_: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -290,12 +267,12 @@ def last_layer_inputs(family: ModelFamily, params: Params, data: Data, batch_siz
         else:
             found.append(x.flatten(1, -2).mean(1) if x.dim() > 2 else x)
 
-    def answer(x: Tensor) -> None:
+    def run(x: Tensor) -> None:
         module(batch_layout(data.normalise(x)))
 
-    parts = split(data.train_x, batch_size, answer)
+    parts = split(data.train_x, BATCH, run)
     layers[-1].register_forward_pre_hook(look)
     with torch.no_grad():
         for x in parts:
-            answer(x)
+            run(x)
     return torch.cat(found).float().numpy()

@@ -1,4 +1,4 @@
-"""Isolates a run from the process that hosts it, such as a notebook: the run leaves the process as it was."""
+"""Isolates a run from its host process, such as a notebook, and restores the process's settings afterwards."""
 
 from __future__ import annotations
 
@@ -22,37 +22,38 @@ PRECISIONS = {
     **dict.fromkeys([("mkldnn", "conv"), ("mkldnn", "rnn"), ("mkldnn", "matmul"), ("cuda", "matmul")], "none"),
     **dict.fromkeys([("cuda", "conv"), ("cuda", "rnn")], "tf32"),
 }
-"""The precision of float32 in a new process, by backend and operation. "none" inherits: an operation from its backend,
-a backend from the generic one."""
+"""Float32 precision of each backend and operation in a new process. With "none", an operation inherits the precision of
+its backend, and a backend inherits the generic precision."""
 
 _isolated: ContextVar[bool] = ContextVar("isolated", default=False)
 
 
 def is_isolated() -> bool:
-    """Whether settings that cannot be restored, such as those of the C library's heap, must stay as they are."""
+    """Return True if the run must not change settings that cannot be restored, such as the settings of the C heap."""
     return _isolated.get()
 
 
 def set_repeatable(repeatable: bool, *, warn_only: bool = False, fill: bool = False) -> None:
-    """Set whether torch uses deterministic algorithms, whether it only warns if an operation has none, and whether it
-    fills new memory. torch.use_deterministic_algorithms would load torch's compiler and change that, too."""
+    """Enable or disable torch's deterministic algorithms. With `warn_only`, nondeterministic algorithms cause a warning
+    instead of an error. With `fill`, torch initialises new memory."""
     torch._C._set_deterministic_algorithms(repeatable, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 def _set_precisions(wanted: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], str]:
-    """Return what was set before. torch.backends.mkldnn.fp32_precision would set the generic precision."""
+    """Set the float32 precisions and return the previous precisions. Assigning to torch.backends.mkldnn.fp32_precision
+    would set the generic precision."""
     read, write, before = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter, {}
     for place, precision in wanted.items():
         before[place] = read(*place)
-        # An equal value is not written, because cuDNN's default tf32 follows the generic precision until it is set.
+        # Do not write an unchanged value: after a write, cuDNN's tf32 setting no longer follows the generic precision.
         if before[place] != precision:
             write(*place, precision)
     return before
 
 
 def _by_older_names() -> tuple[str, bool] | None:
-    """(matmul precision, whether cuDNN may use tf32); None if the host used torch's newer names for them."""
+    """Return the float32 precisions from torch's older options; None if the host has set torch's newer options."""
     with suppress(RuntimeError):
         return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     return None
@@ -78,8 +79,8 @@ def _as_in_a_new_process() -> Iterator[None]:
     enabled = mkldnn.enabled, cudnn.enabled
     repeatable = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    # Only if needed, because torch calls such a context at every operation.
-    here = torch.device("cpu") if torch.get_default_device().type != "cpu" else nullcontext()
+    # Enter this context only if needed, because it slows down every operation.
+    on_cpu = torch.device("cpu") if torch.get_default_device().type != "cpu" else nullcontext()
     try:
         torch.set_default_dtype(torch.float32)
         mkldnn.enabled = True  # type: ignore[assignment]
@@ -91,7 +92,7 @@ def _as_in_a_new_process() -> Iterator[None]:
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
             torch.autocast("cuda", enabled=False),
-            here,
+            on_cpu,
         ):
             yield
     finally:
@@ -102,9 +103,9 @@ def _as_in_a_new_process() -> Iterator[None]:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Inside, torch computes as in a new process, whatever the host has set: precision, default type and device,
-    gradients, denormal numbers, deterministic algorithms, cuDNN. Afterwards its settings, the random states of torch,
-    numpy and Python, signal handlers and `sys.path` are as before."""
+    """Within the context, set torch's settings to the defaults of a new process: precision, default type and device,
+    gradients, denormal numbers, deterministic algorithms and cuDNN. After the context, restore the host's settings, the
+    random states of torch, numpy and Python, the signal handlers and `sys.path`."""
     threads, cudnn, flushed = torch.get_num_threads(), torch.backends.cudnn, flushes_now()
     flags = cudnn.benchmark, cudnn.deterministic
     drawn = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -128,5 +129,5 @@ def isolated() -> Iterator[None]:
             torch.cuda.set_rng_state_all(on_devices)
         sys.path[:] = path
         for number, handler in handlers.items():
-            if handler is not None:  # None: not set by Python, so it cannot be restored
+            if handler is not None:  # Python cannot restore a handler that is None.
                 signal.signal(number, handler)

@@ -1,5 +1,4 @@
-"""Operations for `lanes` whose PyTorch version is slow on a CPU, or sums in an order that depends on the number of
-lanes."""
+"""Replaces PyTorch operations that are slow on a CPU, or whose results depend on the number of lanes."""
 
 from __future__ import annotations
 
@@ -10,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SMALL_MAP = 16
-"""Most pixels of an output map for which a convolution is faster as one matrix product."""
+"""Maximum number of pixels per output channel for which a convolution is computed as one matrix product."""
 WIDE = 2**14
-"""Least product of input and output channels for which it is faster."""
+"""Minimum product of input and output channels for which a convolution is computed as one matrix product."""
 
 
 def batched_linear(x_bf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The linear layers of n lanes: (B, n*F), (n, O, F), (n, O) -> (B, n*O). For n > 1, a lane's bits do not depend on
-    the other lanes."""
+    """Compute the linear layers of n lanes: (B, n*F), (n, O, F), (n, O) -> (B, n*O). For n > 1, the result of a lane
+    does not depend on the other lanes, bit for bit."""
     half = _half(x_bf)
     if half is None:
         return _apply(_BatchedLinear, x_bf, weight, bias)
@@ -26,8 +25,8 @@ def batched_linear(x_bf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def suits_unfolding(x_bchw: Tensor, weight: Tensor, stride: tuple[int, ...], padding: tuple[int, ...]) -> bool:
-    """Whether `unfolded_conv2d` is faster than torch's convolution. It would sum gradients in half precision, so torch
-    (oneDNN) computes these."""
+    """Return True if `unfolded_conv2d` is faster than torch's convolution. Returns False in half precision, because
+    `unfolded_conv2d` would add gradients in half precision."""
     o, c, *kernel = weight.shape
     if x_bchw.device.type != "cpu" or _half(x_bchw) is not None or c * o < WIDE or max(kernel) == 1:
         return False
@@ -38,13 +37,12 @@ def suits_unfolding(x_bchw: Tensor, weight: Tensor, stride: tuple[int, ...], pad
 def unfolded_conv2d(
     x_bchw: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, ...], padding: tuple[int, ...]
 ) -> Tensor:
-    """`torch.nn.functional.conv2d` as one product of all windows with the weights."""
+    """Compute the result of `torch.nn.functional.conv2d` as one matrix product of all input windows and the weights."""
     out = _apply(_UnfoldedConv2d, x_bchw, weight, stride, padding)
     return out if bias is None else out + bias.view(-1, 1, 1)
 
 
 def _half(x: Tensor) -> torch.dtype | None:
-    """The dtype of autocast; None if autocast is off."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -55,8 +53,8 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
 
 
 class _BatchedLinear(torch.autograd.Function):
-    """Batched matrix products on layouts that BLAS takes without a copy. The bias's gradient is a product with ones,
-    because a plain sum over the batch adds in an order that depends on n."""
+    """Linear layers of all lanes as a batched matrix product, in memory layouts that BLAS reads without copies. The
+    gradient of the bias is a product with ones, because the order of a plain sum over the batch depends on n."""
 
     @staticmethod
     def forward(ctx: Any, x_bf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -80,8 +78,8 @@ class _BatchedLinear(torch.autograd.Function):
 
 
 class _UnfoldedConv2d(torch.autograd.Function):
-    """Tensors are channels last throughout. The gradient of the input is summed over the kernel's positions, one by
-    one."""
+    """Convolution as one matrix product. All tensors have the memory format channels_last. The backward pass adds up
+    the input's gradient one kernel position at a time."""
 
     @staticmethod
     def forward(ctx: Any, x_bchw: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:

@@ -1,14 +1,15 @@
-"""Lanes: n copies of a network run as one, each with its own weights, so that n clients train side by side.
+"""Trains n clients in parallel: their networks run as one network with n lanes. Each lane has its own weights.
 
-A batch is (B, n*C, H, W): lane i has the channels i*C to (i+1)*C - 1; vectors are (B, n*F) likewise. So operations that
-treat each channel alone (ReLU, pooling, flattening, adding branches, the mean over pixels) need no change. Layers with
-weights are replaced by the ones here, whose weights have the lane as their first axis: a convolution becomes one with n
-times as many groups, a linear layer a batched matrix product.
+A batch of images has the shape (B, n*C, H, W). Lane i has the channels i*C to (i+1)*C - 1. A batch of vectors has the
+shape (B, n*F). Operations that process each channel separately, such as ReLU and pooling, need no change. This module
+replaces every layer that has weights. The first axis of the new weights is the lane. A convolution gets n times as many
+groups, and a linear layer becomes a batched matrix product.
 
-A lane's bits do not depend on how many other lanes there are, if there is at least one. (A single lane adds in another
-order.) Comments name the PyTorch operations that would break this. In half precision on a CPU, oneDNN now and then
-rounds differently with another number of groups or matrices (docs/performance.md). On CUDA the bits do depend on it, so
-clients train one at a time there (`local.train`).
+With two or more lanes, the result of a lane does not depend on the number of lanes, bit for bit. A single lane adds
+numbers in another order than several lanes, so its results are rounded differently. Comments mark the PyTorch
+operations whose results would depend on the number of lanes. In half precision on a CPU, oneDNN's rounding sometimes
+depends on the number of groups or matrices (docs/performance.md). On CUDA, results depend on the number of lanes, so
+clients train one at a time (`local.train`).
 """
 
 from __future__ import annotations
@@ -27,52 +28,52 @@ from fl_engine.core.types import Axis, ParamLayout, Params, Slot
 from fl_engine.training import kernels
 
 VECTOR = 16
-"""Floats in the largest register of a CPU (AVX-512)."""
+"""Number of floats in the largest CPU register (AVX-512)."""
 
 
 class Lane(nn.Module):
-    """A layer whose weights are (n, ...), for n lanes; `Network.bind` sets them as plain attributes."""
+    """A layer with weights (n, ...) for n lanes. `LaneNetwork.bind` assigns the weights to plain attributes."""
 
     weight: Tensor
     bias: Tensor | None = None
 
 
 class Conv2d(Lane):
-    def __init__(self, of: nn.Conv2d) -> None:
+    def __init__(self, conv: nn.Conv2d) -> None:
         super().__init__()
-        self.stride, self.padding, self.dilation, self.groups = of.stride, of.padding, of.dilation, of.groups
-        self._pixels = () if isinstance(of.padding, str) else of.padding
-        self._plain = bool(self._pixels) and set(of.dilation) == {1}
+        self.stride, self.padding, self.dilation, self.groups = conv.stride, conv.padding, conv.dilation, conv.groups
+        self._pixels = () if isinstance(conv.padding, str) else conv.padding
+        self._plain = bool(self._pixels) and set(conv.dilation) == {1}
         self._skips: tuple[int, ...] = (1, 1)
-        if set(of.kernel_size) == {1} and set(self._pixels) == {0}:
-            # Drop the skipped pixels first: with a stride, oneDNN writes beyond its memory for fewer than 8 channels on
-            # a CPU without AVX-512.
-            self._skips, self.stride = of.stride, (1, 1)
+        if set(conv.kernel_size) == {1} and set(self._pixels) == {0}:
+            # Drop the skipped pixels before the convolution. On a CPU without AVX-512, oneDNN's 1x1 convolution with a
+            # stride writes out of bounds for fewer than 8 channels.
+            self._skips, self.stride = conv.stride, (1, 1)
 
     def forward(self, x_bchw: Tensor) -> Tensor:
         if self._skips != (1, 1):
-            x_bchw = F.avg_pool2d(x_bchw, 1, self._skips)  # unlike a slice's, its gradient is channels last
+            x_bchw = F.avg_pool2d(x_bchw, 1, self._skips)  # A slice's gradient would not be channels last.
         weight, bias = self.weight.flatten(0, 1), None if self.bias is None else self.bias.flatten()
         if len(x_bchw) == len(weight) == 1:
-            weight = weight.contiguous()  # for one sample and one output, torch's gradient refuses channels last
+            weight = weight.contiguous()  # The backward pass fails for channels last.
         groups = self.groups * len(self.weight)
         if groups == 1 and self._plain and kernels.suits_unfolding(x_bchw, weight, self.stride, self._pixels):
             return kernels.unfolded_conv2d(x_bchw, weight, bias, self.stride, self._pixels)
         if groups != 3 or x_bchw.shape[1] != 3 or len(self.weight) == 1:
             return F.conv2d(x_bchw, weight, bias, self.stride, self.padding, self.dilation, groups)
-        # On a CPU without AVX-512, three channels in all get a kernel for images, which rounds differently. A fourth
-        # lane of zeros avoids it.
+        # On a CPU without AVX-512, torch selects a special kernel for inputs with exactly three channels. This kernel
+        # rounds differently. A fourth lane of zeros avoids this kernel.
         outputs = len(weight)
         x, weight = F.pad(x_bchw, (0, 0, 0, 0, 0, 1)), F.pad(weight, (0, 0, 0, 0, 0, 0, 0, outputs // 3))
         bias = None if bias is None else F.pad(bias, (0, outputs // 3))
         out = F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, 4)
-        return F.pad(out, (0, 0, 0, 0, 0, -(outputs // 3)))  # unlike a slice's, its gradient is channels last
+        return F.pad(out, (0, 0, 0, 0, 0, -(outputs // 3)))  # A slice's gradient would not be channels last.
 
 
 class Linear(Lane):
     def forward(self, x_bf: Tensor) -> Tensor:
         if len(self.weight) == 1:
-            # squeeze: the gradient of an index, self.weight[0], is copied into zeros
+            # Use `squeeze`, because autograd copies the gradient of an index like weight[0] into a tensor of zeros.
             return F.linear(x_bf, self.weight.squeeze(0), None if self.bias is None else self.bias.squeeze(0))
         return kernels.batched_linear(x_bf, self.weight, self.bias)
 
@@ -81,12 +82,12 @@ class BatchNorm2d(Lane):
     running_mean: Tensor | None = None
     running_var: Tensor | None = None
 
-    def __init__(self, of: nn.BatchNorm2d) -> None:
+    def __init__(self, norm: nn.BatchNorm2d) -> None:
         super().__init__()
-        self.momentum, self.eps = of.momentum or 0.0, of.eps
+        self.momentum, self.eps = norm.momentum or 0.0, norm.eps
 
     def forward(self, x_bchw: Tensor) -> Tensor:
-        # flatten() of a contiguous tensor is a view, so batch norm updates the running statistics in place.
+        # Flattening a contiguous tensor returns a view, so batch norm updates the running statistics in place.
         vectors = [self.running_mean, self.running_var, self.weight, self.bias]
         mean, var, weight, bias = (None if v is None else v.flatten() for v in vectors)
         by_batch = self.training or mean is None
@@ -94,14 +95,14 @@ class BatchNorm2d(Lane):
         more = 0 if len(self.weight) == 1 else -channels % VECTOR
         if not more:
             return F.batch_norm(x_bchw, mean, var, weight, bias, by_batch, self.momentum, self.eps)
-        # The kernel rounds channels that do not fill a register differently, so pad with zeros to full registers.
+        # The kernel rounds differently for channels that do not fill a register, so fill the last register with zeros.
         x = F.pad(x_bchw, (0, 0, 0, 0, 0, more))
         wide = [None if v is None else F.pad(v, (0, more)) for v in (mean, var, weight, bias)]
         out = F.batch_norm(x, wide[0], wide[1], wide[2], wide[3], by_batch, self.momentum, self.eps)
         for kept, updated in ((mean, wide[0]), (var, wide[1])):
             if kept is not None and updated is not None:
                 kept.copy_(updated[:channels])
-        return F.pad(out, (0, 0, 0, 0, 0, -more))  # unlike a slice's, its gradient is channels last
+        return F.pad(out, (0, 0, 0, 0, 0, -more))  # A slice's gradient would not be channels last.
 
 
 class MeanOfPixels(nn.Module):
@@ -110,13 +111,13 @@ class MeanOfPixels(nn.Module):
 
 
 def mean_of_pixels(x_bchw: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, C, 1, 1). Unlike a sum over two axes, average pooling adds the pixels of every channel in the
-    same order."""
+    """Return the mean over the pixels of each channel: (B, C, H, W) -> (B, C, 1, 1). Average pooling adds the pixels of
+    every channel in the same order. In a plain sum over two axes, the order differs between channels."""
     return F.avg_pool2d(x_bchw, (x_bchw.shape[2], x_bchw.shape[3]))
 
 
 class Dropout(nn.Module):
-    """Each lane draws its mask from its own generator, so the mask does not depend on the other lanes."""
+    """Dropout with one generator per lane, so the mask of a lane does not depend on the other lanes."""
 
     generators: Sequence[torch.Generator] = ()
 
@@ -134,13 +135,14 @@ class Dropout(nn.Module):
 
 @runtime_checkable
 class RunsInLanes(Protocol):
-    """A layer with weights that returns its own replacement for lanes."""
+    """Protocol of a layer with weights. The method `in_lanes` returns a layer that replaces it in lanes."""
 
     def in_lanes(self) -> nn.Module: ...
 
 
 def _replacement(layer: nn.Module) -> nn.Module | None:
-    """The layer that replaces this one in lanes. A layer without one can stay only if it has no weights."""
+    """Return the layer that replaces `layer` in lanes; None if no replacement exists. A layer without a replacement can
+    run in lanes only if it has no weights."""
     if isinstance(layer, RunsInLanes):
         return layer.in_lanes()
     if type(layer) is nn.Conv2d and layer.padding_mode == "zeros":
@@ -155,8 +157,8 @@ def _replacement(layer: nn.Module) -> nn.Module | None:
 
 
 def can_run(module: nn.Module) -> bool:
-    """Whether every layer with weights can run in lanes, and the network does not set `runs_alone`. `strategy.choose`
-    tries the layers without weights."""
+    """Return True if every layer with weights can run in lanes and the network does not set `runs_alone`. Layers
+    without weights are not checked here. `strategy.choose` compares a training step with and without lanes."""
     return not getattr(module, "runs_alone", False) and all(
         _replacement(layer) is not None for layer in module.modules() if _holds_weights(layer)
     )
@@ -167,39 +169,35 @@ def _holds_weights(layer: nn.Module) -> bool:
 
 
 Forward = Callable[[Tensor], "Tensor | tuple[Tensor, ...]"]
-Generators = Callable[[], list[torch.Generator]]
 
 
-class Network:
-    """A module (without storage) prepared for lanes. `bind` sets its weights, (n, ...) each. A module that cannot run
-    in lanes is unchanged and takes only n = 1."""
+class LaneNetwork:
+    """A network whose layers are replaced for lanes. The module has no weights until `bind` assigns weights (n, ...).
+    If a module cannot run in lanes, its layers are not replaced, and n must be 1."""
 
     def __init__(self, module: nn.Module) -> None:
         self._side_by_side = can_run(module)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-        """The shapes of a single lane's weights, by name."""
-        names = {type(m).__name__ for m in module.modules() if _holds_weights(m) and not _replacement(m)}
-        self._odd = ", ".join(sorted(names)) or type(module).__name__
+        """Shapes of the weights of one lane, by weight name."""
         self.module = _replace(module, self._side_by_side)
         layers = dict(self.module.named_modules())
         self._dropouts = [layer for layer in layers.values() if isinstance(layer, Dropout)]
         self._holders = {name: (layers[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in self.shapes}
         kinds = Conv2d | Linear | _ConvNd | nn.Linear
         self.weighted = {name: layer for name, layer in layers.items() if isinstance(layer, kinds)}
-        """The convolutions and linear layers, by name."""
+        """Convolutions and linear layers, by name."""
 
-    def bind(self, params: Params, generators: Generators) -> None:
-        """Let the network compute with these tensors, without copies. `generators` returns one generator per lane for
-        dropout; it is called only if the network has dropout."""
+    def bind(self, params: Params, generators: Callable[[], list[torch.Generator]]) -> None:
+        """Use the tensors `params` as the network's weights, without a copy. `generators` returns one dropout generator
+        per lane, and is called only for networks with dropout."""
         n = len(next(iter(params.values()), ()))
         if not self._side_by_side and n > 1:
-            raise ModelError(f"{self._odd} cannot train clients side by side: set run.strategy=single")
-        given = {name: tuple(tensor.shape[1:]) for name, tensor in params.items()}
-        if given != self.shapes:
-            names = given.keys() | self.shapes.keys()
-            odd = sorted(name for name in names if given.get(name) != self.shapes.get(name))[:4]
-            said = ", ".join(f"{n}: {given.get(n, 'missing')} for {self.shapes.get(n, 'nothing')}" for n in odd)
-            raise ModelError(f"these parameters do not fit the sub-model ({said})")
+            name = type(self.module).__name__
+            raise ModelError(f"run.strategy must be single, because {name} cannot run in lanes", path="run.strategy")
+        shapes = {name: tuple(tensor.shape[1:]) for name, tensor in params.items()}
+        if shapes != self.shapes:
+            wrong = ", ".join(dict.fromkeys(sorted(name for name, _ in shapes.items() ^ self.shapes.items())))
+            raise ModelError(f"the weights must have the names and shapes of the sub-model, but differ in {wrong}")
         for name, tensor in params.items():
             layer, leaf = self._holders[name]
             layer._parameters.pop(leaf, None)
@@ -210,7 +208,7 @@ class Network:
             dropout.generators = drawn
 
     def release(self) -> None:
-        """Drops the references to the bound tensors."""
+        """Drop the references to the bound tensors."""
         for layer, leaf in self._holders.values():
             setattr(layer, leaf, None)
 
@@ -219,8 +217,8 @@ class Network:
         return out
 
 
-def evaluates(network: Network) -> None:
-    """Put the network into evaluation mode, except batch norm, which keeps using the statistics of the batch."""
+def set_evaluation(network: LaneNetwork) -> None:
+    """Set the network to evaluation mode. Batch norm stays in training mode and uses the statistics of the batch."""
     for layer in network.module.eval().modules():
         if isinstance(layer, BatchNorm2d | _NormBase):
             layer.train()
@@ -242,14 +240,14 @@ def _replace(module: nn.Module, side_by_side: bool) -> nn.Module:
 
 
 def stacked_layout(layout: ParamLayout) -> ParamLayout:
-    """The layout of weights (n, ...): all lanes are sliced alike."""
+    """Return the layout of stacked weights (n, ...). A slice of this layout selects the same channels in all lanes."""
     lane = Axis(None)
     slots = {name: Slot(slot.block, (lane, *slot.axes)) for name, slot in layout.slots.items()}
     return ParamLayout(layout.groups, slots)
 
 
 def stack(lanes: Sequence[Params], device: torch.device | None = None) -> Params:
-    """Copy the lanes' weights into one tensor (n, ...) for each name. Convolution weights become channels last."""
+    """Copy the weights of all lanes into one tensor (n, ...) per name. Convolution weights are stored channels last."""
     out = {}
     for name, first in lanes[0].items():
         if all(params[name] is first for params in lanes):
@@ -261,16 +259,16 @@ def stack(lanes: Sequence[Params], device: torch.device | None = None) -> Params
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """The same tensor (..., C, H, W) with the channels innermost in memory."""
+    """Return a tensor with equal shape (..., C, H, W) and values. In memory, the channels are the innermost axis."""
     return tensor.movedim(-3, -1).contiguous().movedim(-1, -3)
 
 
 def unstack(params: Params) -> list[Params]:
-    """Split weights (n, ...) into contiguous tensors of each lane: the inverse of `stack`."""
+    """Split weights (n, ...) into a dict of contiguous tensors per lane. `unstack` is the inverse of `stack`."""
     rows = {name: tensor.detach().contiguous().unbind(0) for name, tensor in params.items()}
     return [{name: row[i] for name, row in rows.items()} for i in range(len(next(iter(rows.values()))))]
 
 
 def beside(value_n: Tensor, tensor: Tensor) -> Tensor:
-    """Reshape one value per lane to broadcast over a tensor (n, ...)."""
+    """Reshape `value_n`, one value per lane, so that it broadcasts over a tensor (n, ...)."""
     return value_n.view(-1, *[1] * (tensor.dim() - 1))

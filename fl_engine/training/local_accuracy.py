@@ -1,8 +1,8 @@
-"""Local accuracy: how well a model serves each client's own distribution (FedRolex, Tables 3.3 and 3.4).
+"""Local accuracy: the accuracy of a model on the class distribution of each client (FedRolex, Tables 3.3 and 3.4).
 
-The test samples of a class are dealt to the clients that hold training samples of it, in the same proportions, and a
-model chooses only among the client's classes. The authors' code sets the outputs of the other classes to 0, so one of
-them is chosen if the outputs of all of the client's classes are below 0. Here the other classes are left out.
+The test samples of a class are distributed over the clients in proportion to their training samples of this class. A
+prediction is always one of the client's classes. In the authors' code, the outputs of all other classes are 0, so
+another class is predicted if all outputs of the client's classes are negative.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ NOBODY = -1
 
 @dataclass(frozen=True)
 class Local:
-    """The clients' accuracies in [0, 1], each client counted once."""
+    """Unweighted statistics of the clients' accuracies in [0, 1]."""
 
     mean: float
     sd: float
-    """Their standard deviation (n - 1); 0 for one client."""
+    """Sample standard deviation (divided by n - 1); 0 for a single client."""
     clients: int
-    """The number of clients with test samples."""
+    """Number of clients with test samples."""
     histogram: dict[int, int]
-    """How many clients have an accuracy of so many whole % (0 to 100, rounded down)."""
+    """Map each accuracy in whole percent (0 to 100, rounded down) to the number of clients."""
 
 
 def deal(labels: Ints, held: Ints, seed: int) -> Ints:
-    """(N,): the client of each test sample; NOBODY if no client holds the class.
+    """Assign each test sample to a client. Returns the client of each sample, (N,). The value is NOBODY for samples of
+    a class that no client has.
 
-    A client gets the same share of a class's test samples as of its training samples, rounded up or down. Each class
-    has another order of the clients, so that rounding does not always favour the same clients.
+    For each class, the fraction of test samples assigned to a client equals the client's fraction of the training
+    samples, up to rounding. The order of the clients differs between classes, so that rounding does not favour certain
+    clients.
 
     Args:
-        labels: (N,): the classes of the test samples.
-        held: (classes, clients): how many training samples of each class each client holds.
+        labels: Classes of the test samples, (N,).
+        held: Number of training samples per class and client, (classes, clients).
     """
     rng, owner = seeds.rng(seed, "local accuracy"), np.full(len(labels), NOBODY, dtype=np.int64)
     for label, row in enumerate(held):
@@ -56,32 +58,32 @@ def deal(labels: Ints, held: Ints, seed: int) -> Ints:
 
 
 class LocalAccuracy:
-    """Collects which test samples each level gets right; `watch` is for `evaluate_pool`. The arguments are those of
-    `deal`."""
+    """Records the test samples that each level classifies correctly. Pass the method `watch` to `evaluate_pool`. `deal`
+    describes the arguments."""
 
     def __init__(self, labels: Ints, held: Ints, seed: int) -> None:
         self._owner = deal(labels, held, seed)
-        self._labels, self._of = torch.from_numpy(labels), torch.from_numpy(self._owner)
+        self._labels, self._owner_of = torch.from_numpy(labels), torch.from_numpy(self._owner)
         self._foreign = torch.from_numpy(held.T == 0)
-        self._right: dict[str, Tensor] = {}
+        self._correct: dict[str, Tensor] = {}
 
     def watch(self, level: str, outputs: Tensor, places: Tensor) -> None:
-        """`outputs` (B, classes) of a level for the test samples at `places` (B,)."""
-        right = self._right.setdefault(level, torch.zeros(len(self._labels), dtype=torch.bool))
-        chosen = outputs.cpu().masked_fill(self._foreign[self._of[places]], -math.inf).argmax(1)
-        right[places] = chosen == self._labels[places]
+        """Record a level's `outputs` (B, classes) for the test samples with the indices `places` (B,)."""
+        correct = self._correct.setdefault(level, torch.zeros(len(self._labels), dtype=torch.bool))
+        chosen = outputs.cpu().masked_fill(self._foreign[self._owner_of[places]], -math.inf).argmax(1)
+        correct[places] = chosen == self._labels[places]
 
     def of(self, level: str) -> Local | None:
-        """The local accuracy of a level whose outputs for all test samples were collected; None if no client has
-        any."""
+        """Return the local accuracy of a level; None if no client has test samples. Call `watch` for all samples
+        first."""
         dealt = self._owner != NOBODY
-        counts, watched = np.bincount(self._owner[dealt]), self._right[level].numpy()[dealt]
-        right = np.bincount(self._owner[dealt], weights=watched)[counts > 0].astype(np.int64)
+        counts, watched = np.bincount(self._owner[dealt]), self._correct[level].numpy()[dealt]
+        correct = np.bincount(self._owner[dealt], weights=watched)[counts > 0].astype(np.int64)
         counts = counts[counts > 0]
-        found = right / counts
+        found = correct / counts
         if not len(found):
             return None
-        # Computed in integers, because 100 * 0.29 is less than 29.
-        histogram = dict(sorted(Counter((100 * right // counts).tolist()).items()))
+        # Compute the percentage from integers, because the float 100 * 0.29 is less than 29.
+        histogram = dict(sorted(Counter((100 * correct // counts).tolist()).items()))
         sd = statistics.stdev(found) if len(found) > 1 else 0.0
         return Local(statistics.fmean(found), sd, len(found), histogram)

@@ -1,4 +1,4 @@
-"""Loss terms besides the task's own, each (batch,) from outputs (batch, outputs), or maps or sequences of outputs."""
+"""Loss terms that algorithms add to the task's loss. Functions return one value per sample, (batch,)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fl_engine.core.task import Task, has_sequences
 
 
 def self_distillation(goal: Task, student: Tensor, teachers: Sequence[Tensor], temperature: float) -> Tensor:
-    """The task's divergence, for classes KL(softmax(t/tau) || softmax(s/tau)), times tau^2, mean over outputs and
-    teachers (FlexFL Eq. 4 and the text above it).
+    """Return the task's divergence times tau^2, averaged over outputs and teachers. For classes, the divergence is
+    KL(softmax(t/tau) || softmax(s/tau)) (FlexFL Eq. 4 and the text above it).
 
-    Departs from the paper: it sums over classes and divides h(y) by tau. Here, as in the authors' code, the term is the
-    mean over classes, too, which the printed lambda = 10 assumes, and the temperature divides the logits.
+    Departs from the paper, which sums over classes and divides h(y) by tau. Here, as in the authors' code, the term is
+    averaged over classes, too, which the printed lambda = 10 assumes, and the temperature divides the logits.
     """
     softened = goal.softened(student, temperature)
     terms = [goal.divergence(softened, t.detach(), temperature).flatten(1).mean(1) for t in teachers]
@@ -26,7 +26,7 @@ def self_distillation(goal: Task, student: Tensor, teachers: Sequence[Tensor], t
 
 
 def of_exits(goal: Task, outputs: Sequence[Tensor], y: Tensor, weights: Sequence[float]) -> Tensor:
-    """The weighted sum of the task's loss at every exit."""
+    """Return the weighted sum of the task's losses at all exits."""
     total = weights[0] * goal.loss(outputs[0], y)
     for of_exit, weight in zip(outputs[1:], weights[1:], strict=True):
         total = total + weight * goal.loss(of_exit, y)
@@ -34,9 +34,9 @@ def of_exits(goal: Task, outputs: Sequence[Tensor], y: Tensor, weights: Sequence
 
 
 def distil_from_last(goal: Task, outputs: Sequence[Tensor], temperature: float) -> Tensor:
-    """ScaleFL (Ilhan et al., CVPR 2023): KL of each earlier exit j from the last, times tau^2, summed with weights
-    proportional to j + 1 that add up to 1 over all exits. As in the authors' code, the last exit is not detached, so it
-    learns from the others, and KL is the mean over the classes, too."""
+    """Return ScaleFL's distillation term (Ilhan et al., CVPR 2023): tau^2 times the sum of KL between the last exit and
+    each earlier exit j. The weight of exit j is proportional to j + 1; all weights add up to 1. As in the authors'
+    code, the last exit is not detached, and KL is averaged over the classes."""
     n = len(outputs)
     total = outputs[0].new_zeros(len(outputs[0]))
     for j, student in enumerate(outputs[:-1]):
@@ -46,9 +46,13 @@ def distil_from_last(goal: Task, outputs: Sequence[Tensor], temperature: float) 
 
 
 def of_sandwich(goal: Task, outputs: Sequence[Tensor], y: Tensor, weight: float, temperature: float) -> Tensor:
-    """Sandwich rule and in-place distillation (Yu and Huang, Universally Slimmable Networks, ICCV 2019): the mean over
-    the sub-models of the task's loss, plus for all but the last, the largest, `weight` times KL from the largest's
-    outputs, which are detached, times tau^2. As in OFA's code, the others learn from the targets too."""
+    """Return the loss for the sandwich rule with in-place distillation (Yu and Huang, Universally Slimmable Networks,
+    ICCV 2019).
+
+    The loss is the mean over the sub-models. For the last and largest sub-model, the loss is the task's loss. For every
+    other sub-model, the loss is the task's loss, as in OFA's code, plus `weight` * tau^2 * KL. KL uses the detached
+    outputs of the last sub-model as the teacher's outputs.
+    """
     total = goal.loss(outputs[-1], y)
     for student in outputs[:-1]:
         distilled = _divergence(goal, student, outputs[-1].detach(), temperature)
@@ -57,8 +61,8 @@ def of_sandwich(goal: Task, outputs: Sequence[Tensor], y: Tensor, weight: float,
 
 
 def distil_mutually(goal: Task, outputs: Sequence[Tensor], temperature: float) -> Tensor:
-    """DepthFL (Kim et al., ICLR 2023), Eq. 3: every exit learns from every other, which is detached; the sum of KL over
-    all pairs, divided by n - 1."""
+    """Return DepthFL's distillation term (Kim et al., ICLR 2023, Eq. 3): the sum of KL over all ordered pairs of the n
+    exits, divided by n - 1. In each pair, the outputs of the teacher are detached."""
     total = outputs[0].new_zeros(len(outputs[0]))
     for i, student in enumerate(outputs):
         for j, teacher in enumerate(outputs):
@@ -68,13 +72,13 @@ def distil_mutually(goal: Task, outputs: Sequence[Tensor], temperature: float) -
 
 
 def _divergence(goal: Task, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """For classes, KL(teacher || student) of softened distributions; of a sequence the mean over its positions, as its
-    loss is."""
+    """Return the divergence of each sample, for classes KL(teacher || student) of softened distributions. Divergences
+    of sequences and maps are averaged over the positions."""
     terms = goal.divergence(goal.softened(student, temperature), teacher, temperature)
-    return terms.flatten(1).sum(1) / (terms.shape[-1] if has_sequences(goal) else 1)
+    return terms.flatten(1).sum(1) / (terms[0, 0].numel() if has_sequences(goal) else 1)
 
 
 def mask_absent(logits: Tensor, present: Tensor) -> Tensor:
-    """Logits (batch, classes, ...) of classes outside `present` (bool, (classes,) or (batch, classes)) become 0, and
-    get no gradient (HeteroFL's code; a logit of 0, unlike one of -infinity, still takes part in the softmax)."""
+    """Set the logits (batch, classes, ...) of absent classes to 0 and their gradients to 0 (HeteroFL's code). `present`
+    is bool (classes,) or (batch, classes). Unlike -infinity, a logit of 0 still affects the softmax."""
     return torch.where(present.view(*present.shape, *[1] * (logits.dim() - 2)), logits, 0.0)

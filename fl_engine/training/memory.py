@@ -1,20 +1,17 @@
-"""How much memory training takes, level by level.
+"""Measures the memory and time that training takes on this machine, for each level of the pool.
 
-The memory of training is not proportional to the parameters: activations, the batch and the teachers of a distillation
-take memory, too. So the coordinator measures the peak of every level of the pool, as clients train it, and a client
-trains the levels whose peak fits. Algorithms and the server's checks compare what is free to a level's share of the
-parameters, so free memory is converted to that unit:
-
-    room = need of level i         ->  just above 100 * share of level i, so that level i fits (if no smaller level
-                                       needs more)
-    room between needs i and i+1   ->  in proportion between the two shares
+The memory for training is not proportional to the number of parameters, because activations, batches and distillation
+teachers also take memory. Therefore the coordinator trains each level once and measures the peak memory. A client
+trains only levels whose peak fits into the client's memory. Algorithms compare the free memory with the size of a
+level, in percent of the full model's parameters. Therefore `free` converts the free memory from bytes to percent.
 """
 
 from __future__ import annotations
 
 import math
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,122 +24,152 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fl_engine.core import allowed
+from fl_engine.core import allowed, costs
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.fields import STRICT
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import full_shapes, is_statistic, made_up, shapes, take
-from fl_engine.core.system import of_posix, told_exit, without_main
-from fl_engine.core.task import Task
+from fl_engine.core.system import exit_text, of_posix, without_main
 from fl_engine.core.types import LocalTask, Params, Pool, SubmodelSpec
-from fl_engine.training.local import Job, train
+from fl_engine.training.local import TrainingJob, train
 from fl_engine.training.numerics import Numerics
 
 BATCHES = 3
-"""Batches of a trial. After the second one the optimizer has its state, and the allocator what it caches."""
+"""Number of batches in a trial. The optimizer's state and the allocator's cache are complete after two batches."""
 Bytes = Annotated[int, Field(ge=0, lt=2**60)]
-HEADROOM = 1.25
-"""`needed` multiplies the measured peak by this: reading files takes memory, and the allocator caches some."""
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """Resident memory."""
+    """Resident memory in bytes."""
 
     __pydantic_config__ = STRICT
 
     base: Bytes
-    """Before a client trains, with the data set."""
+    """Bytes in use before training, including the data set."""
     levels: tuple[Bytes, ...]
-    """At the peak of training each member of the pool."""
+    """Peak memory in bytes during the training of each pool model."""
 
     @property
     def needs(self) -> tuple[int, ...]:
-        """Bytes that training each member takes in addition to `base`."""
+        """Memory in bytes that training each pool model requires in addition to `base`."""
         return tuple(max(1, peak - self.base) for peak in self.levels)
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A client of a level receives the weights of `sent` and trains `task`."""
+class LevelTrial:
+    """A trial of one level, in which a client receives the weights of the sub-model `sent` and trains `task`."""
 
     name: str
     sent: SubmodelSpec
     task: LocalTask
 
 
-def level_peaks(
-    family: ModelFamily,
-    data: Data,
-    trials: Sequence[Trial],
-    samples: int,
-    numerics: Numerics,
-    prepare: Callable[[], None],
-) -> Peaks:
-    """Measure each trial in a process of its own, which normalises `samples` made-up samples like those of `data` and
-    trains three batches of them. `prepare` runs there first and sets the process up like a client's."""
-    found = [measured(family, data, trial, samples, numerics, prepare) for trial in trials]
+@dataclass(frozen=True)
+class Pace:
+    """Cost of training on one sample."""
+
+    macs: float
+    """Number of multiply-adds, counted in the same way as for the simulated clock."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TrialSite:
+    """Settings of all trials. A trial trains on random samples in its own process."""
+
+    family: ModelFamily
+    data: Data
+    """The random samples have the shape and type of this data set."""
+    samples: int
+    numerics: Numerics
+    prepare: Callable[[], None]
+    """Function that the new process calls first, to apply the settings of a client's process."""
+    device: str = "cpu"
+
+    def run(self, what: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        nothing = torch.arange(0)  # The child process does not need the samples.
+        return in_child_process(what, work, replace(self, data=self.data.part(nothing, nothing)), *arguments)
+
+    def job(self, trial: LevelTrial, sent: Params, x: Tensor) -> TrainingJob:
+        """Return a training job with the received weights `sent`, the samples `x` and random targets."""
+        received = take(sent, self.family.layout(), trial.task.spec, have=trial.sent)
+        y = self.data.task.examples(len(x), torch.Generator().manual_seed(0))
+        return TrainingJob(trial.task, received, x.to(self.device), y.to(self.device))
+
+
+def level_peaks(site: TrialSite, trials: Sequence[LevelTrial]) -> Peaks:
+    """Measure the memory of each trial. A trial normalises the samples and trains three batches."""
+    found = [measured(site, trial) for trial in trials]
     base = max(before for before, _ in found)
     return Peaks(base, tuple(base + peak - before for before, peak in found))
 
 
-def measured(
-    family: ModelFamily,
-    data: Data,
-    trial: Trial,
-    samples: int,
-    numerics: Numerics,
-    prepare: Callable[[], None],
-    device: str = "cpu",
-) -> tuple[int, int]:
-    """One trial of `level_peaks`: (resident memory before, at the peak) in bytes; on a GPU, what torch's allocator
-    holds there."""
-    what = f"training {trial.name} once, to measure its memory,"
-    short = "give the coordinator as much memory as the largest level takes"
-    nothing = torch.arange(0)
-    kind = data.part(nothing, nothing)  # without samples, which would have to be sent to the process
-    before, peak = in_child_process(what, short, _measure, family, kind, trial, samples, numerics, prepare, device)
+def measured(site: TrialSite, trial: LevelTrial) -> tuple[int, int]:
+    """Measure one trial. Returns a tuple (memory before training, peak memory) in bytes. On a CPU, resident memory is
+    measured; on a GPU, the memory that torch's allocator has reserved."""
+    before, peak = site.run(f"training {trial.name} once, to measure its memory,", _peak, trial)
     return int(before), int(peak)
 
 
-def _measure(
-    family: ModelFamily,
-    kind: Data,
-    trial: Trial,
-    samples: int,
-    numerics: Numerics,
-    prepare: Callable[[], None],
-    device: str,
-) -> tuple[int, int]:
-    prepare()
-    peak = partial(torch.cuda.max_memory_reserved, device) if device.startswith("cuda") else resident_peak
+def _peak(site: TrialSite, trial: LevelTrial) -> tuple[int, int]:
+    site.prepare()
+    on_gpu = site.device.startswith("cuda")
+    peak = partial(torch.cuda.max_memory_reserved, site.device) if on_gpu else resident_peak
     before = peak()
-    sent = made_up_weights(family, trial.sent)  # referenced while it trains, as a client references what it received
-    job = made_up_job(family, kind.task, trial, sent, kind.normalise(_made_up_like(family, kind, samples)), device)
+    # Keep a reference, because a client also stores the received weights during training.
+    sent = made_up_weights(site.family, trial.sent)
+    generator = torch.Generator().manual_seed(0)
+    if site.data.has_images:
+        x = torch.randint(256, (site.samples, *site.family.input_shape), dtype=torch.uint8, generator=generator)
+    else:
+        x = made_up(site.family, site.samples, generator)
+    job = site.job(trial, sent, site.data.normalise(x))
     task = replace(job.task, epochs=1)
-    if task.widths and task.sandwich is None:  # so few steps may not draw the largest
+    if task.widths and task.sandwich is None:  # A short trial may never draw the largest width.
         task = replace(task, widths=(task.spec,))
-    train(family, kind.task, [replace(job, task=task)], numerics, most_steps=BATCHES)
+    train(site.family, site.data.task, [replace(job, task=task)], site.numerics, most_steps=BATCHES)
     return before, peak()
 
 
-def made_up_job(family: ModelFamily, goal: Task, trial: Trial, sent: Params, x: Tensor, device: str = "cpu") -> Job:
-    """The job of a client that received the weights `sent` and has the samples x, with made-up targets."""
-    received = take(sent, family.layout(), trial.task.spec, have=trial.sent)
-    y = goal.examples(len(x), torch.Generator().manual_seed(0))
-    return Job(trial.task, received, x.to(device), y.to(device))
+def level_paces(site: TrialSite, trials: Sequence[LevelTrial], seconds: float) -> list[Pace]:
+    """Measure the pace of each trial by repeating a client's training for `seconds`. If one repetition would take
+    longer than `seconds`, train on fewer samples or epochs."""
+    found: list[Pace] = site.run("measuring the pace of each level", _paces, trials, seconds)
+    return found
 
 
-def _made_up_like(family: ModelFamily, kind: Data, samples: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    if not kind.has_images:
-        return made_up(family, samples, generator)
-    return torch.randint(256, (samples, *family.input_shape), dtype=torch.uint8, generator=generator)
+def _paces(site: TrialSite, trials: Sequence[LevelTrial], seconds: float) -> list[Pace]:
+    site.prepare()
+    paces = []
+    for trial in trials:
+        x = made_up(site.family, site.samples, torch.Generator().manual_seed(0))
+        whole = site.job(trial, made_up_weights(site.family, trial.sent), x)
+        step = _part(whole, 1)
+        train(site.family, site.data.task, [step], site.numerics)  # Warm up caches.
+        started = time.perf_counter()
+        train(site.family, site.data.task, [step], site.numerics)
+        job = _part(whole, max(1, int(seconds / (time.perf_counter() - started))))
+        trained, began = 0, time.perf_counter()
+        while (took := time.perf_counter() - began) < seconds or not trained:
+            trained += train(site.family, site.data.task, [job], site.numerics)[0].samples
+        paces.append(Pace(costs.macs_per_sample(site.family, trial.task), took / trained))
+    return paces
+
+
+def _part(job: TrainingJob, steps: int) -> TrainingJob:
+    """Return a shorter job with about `steps` steps: some whole epochs, or the beginning of one epoch."""
+    task, samples = job.task, len(job.y)
+    an_epoch = len(costs.batches(task, samples))
+    if steps >= an_epoch:
+        return replace(job, task=replace(task, epochs=min(task.epochs, steps // an_epoch)))
+    count = min(samples, steps * task.batch_size)
+    return replace(job, task=replace(task, epochs=1), x=job.x[:count], y=job.y[:count])
 
 
 def made_up_weights(family: ModelFamily, spec: SubmodelSpec) -> Params:
-    """Small random weights in the shapes of the sub-model, variances of 1; without making the full network."""
+    """Return small random weights for the sub-model without creating the full network. All statistics are 1."""
     generator = torch.Generator().manual_seed(0)
     found = {}
     for name, shape in shapes(family.layout(), spec, full_shapes(family)).items():
@@ -152,8 +179,8 @@ def made_up_weights(family: ModelFamily, spec: SubmodelSpec) -> Params:
 
 
 def resident_peak() -> int:
-    """The largest resident memory of this process so far, or since `restart_peak`, in bytes."""
-    # `getrusage` starts from the parent's peak, so it is used only without /proc: on macOS, where it counts bytes, too.
+    """Return the peak of this process's resident memory in bytes, since the start or the last `restart_peak`."""
+    # `getrusage` includes the parent's peak, so prefer /proc. On macOS `getrusage` returns bytes.
     if not Path("/proc/self/status").exists():
         resource = of_posix("resource")
         return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
@@ -161,8 +188,8 @@ def resident_peak() -> int:
 
 
 def restart_peak() -> tuple[int, int]:
-    """Restart the count of `resident_peak`. Returns (resident memory now, largest so far) in bytes; if the system does
-    not restart the count (macOS, a read-only /proc), both are the largest so far."""
+    """Reset the peak that `resident_peak` returns. Returns a tuple (current memory, previous peak) in bytes. Without
+    /proc/self (macOS), the peak is not reset, and both values are the peak."""
     peak = resident_peak()
     try:
         with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
@@ -177,17 +204,19 @@ def _status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-def needed(peaks: Peaks, levels: Sequence[int]) -> int:
-    """Bytes of memory with which a pod can train these levels (indices of the pool): the needs of all of them added."""
-    return math.ceil(HEADROOM * (peaks.base + sum(peaks.needs[level] for level in levels)))
-
-
 def free(room: int, peaks: Peaks, pool: Pool, failures: int = 0) -> float:
-    """What a device has free, in % of the full model's parameters, if training may take `room` bytes: more than 100
-    times a level's share exactly if that level and all smaller ones fit. A level that takes less than a smaller one
-    counts as much as the smaller one. Each of `failures` (usually out of memory) removes the largest level that would
-    still fit."""
-    steps = list(_steps(peaks, pool))
+    """Convert free memory from bytes (`room`) to % of the full model's parameters.
+
+    The result is greater than a level's % of the parameters if and only if this level and all smaller levels fit.
+    Between two levels, the result grows linearly. Each of the `failures` excludes the largest remaining level, because
+    trainings usually fail from a lack of memory.
+    """
+    # Map the size of a level (in % of the parameters) to the bytes that suffice for the level and all smaller levels.
+    needs: dict[float, int] = {}
+    most = 0
+    for member, need in sorted(zip(pool, peaks.needs, strict=True), key=lambda pair: pair[0].share):
+        needs[100.0 * member.share] = most = max(most, need)
+    steps = list(needs.items())
     if failures:
         fitting = [size for size, need in steps if need <= room]
         return _above(fitting[-1 - failures]) if failures < len(fitting) else 0.0
@@ -201,50 +230,36 @@ def free(room: int, peaks: Peaks, pool: Pool, failures: int = 0) -> float:
     return max(largest * room / most, _above(largest))
 
 
-def _steps(peaks: Peaks, pool: Pool) -> Iterator[tuple[float, int]]:
-    """(100 * share, bytes to train it), both ascending, each share once."""
-    found: dict[float, int] = {}
-    most = 0
-    for member, need in sorted(zip(pool, peaks.needs, strict=True), key=lambda pair: pair[0].share):
-        most = max(most, need)
-        found[100.0 * member.share] = most
-    yield from found.items()
-
-
 def _above(size: float) -> float:
-    """Slightly more than a level's size, because a level fits only if more is free."""
+    """Return the next float above a level's size, because a level must be smaller than the free memory."""
     return math.nextafter(size, math.inf)
 
 
-def in_child_process(what: str, short_of_memory: str, work: Callable[..., Any], *given: Any) -> Any:
-    """Return `work(*given)`, computed in a new process. Raises EnvironmentFailure if the process dies.
-
-    Args:
-        what: What the process does, for the error.
-        short_of_memory: What to do if the process is killed, usually for lack of memory.
-    """
+def in_child_process(what: str, work: Callable[..., Any], *arguments: Any) -> Any:
+    """Return `work(*arguments)`, computed in a new process. If the process dies, raise EnvironmentFailure with a
+    message that starts with `what`."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, allowed.trusted, work, given))
+    process = context.Process(target=_serve, args=(there, allowed.trusted, work, arguments))
     with without_main():
         process.start()
     there.close()
     try:
-        answer = here.recv()
+        found = here.recv()
     except EOFError:
         process.join()
         killed = process.exitcode is not None and process.exitcode < 0
-        hint = short_of_memory if killed else "its error is above"
-        raise EnvironmentFailure(f"{what} ended with {told_exit(process.exitcode)}: {hint}") from None
-    except BaseException:  # without the kill, Ctrl-C would wait for the process
+        hint = "Free memory on this machine, or choose a smaller network" if killed else "Its error is printed above"
+        raise EnvironmentFailure(f"{what} ended with {exit_text(process.exitcode)}. {hint}") from None
+    except BaseException:  # Without kill(), Ctrl-C would wait for the process.
         process.kill()
         raise
     process.join()
-    return answer
+    return found
 
 
-def _serve(answer: Connection, trusted: set[str], work: Callable[..., Any], given: tuple[Any, ...]) -> None:
+def _serve(result: Connection, trusted: set[str], work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     allowed.trusted.update(trusted)
-    found = work(*given)
-    with suppress(BrokenPipeError):  # the parent was interrupted
-        answer.send(found)
+    found = work(*arguments)
+    with suppress(BrokenPipeError):  # The parent was interrupted.
+        result.send(found)

@@ -1,101 +1,143 @@
-"""The loss of a client's training: the loss of the data's task plus the terms of the algorithm."""
+"""Builds the loss that a client minimises: the task's loss plus the algorithm's terms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samples import outputs_of
-from fl_engine.core.slicing import is_statistic, take
+from fl_engine.core.slicing import blank, is_statistic, take
 from fl_engine.core.task import Task
-from fl_engine.core.types import LocalTask, ParamLayout, Params, SubmodelSpec
+from fl_engine.core.types import FULL, HEAD, Axis, LocalTask, ParamLayout, Params, SubmodelSpec
 from fl_engine.training import lanes, losses
-from fl_engine.training.lanes import Network, evaluates
-from fl_engine.training.networks import lent
+from fl_engine.training.lanes import LaneNetwork
 from fl_engine.training.numerics import Numerics
-from fl_engine.training.shared_layers import Seen, shared
 
 Objective = Callable[[Tensor, Tensor], Tensor]
-"""Computes the loss of each lane (n,) from a batch (B, n*C, ...) and its targets (B, n, ...)."""
-Streams = dict[str, torch.Generator]
-"""The generators that networks draw from, by purpose and lane."""
+"""Function that computes the loss of each lane (n,) from a batch (B, n*C, ...) and its targets (B, n, ...)."""
+
+MOST_NETWORKS = 64
+_free: dict[object, list[LaneNetwork]] = {}
+"""Cache of unused networks. Keys contain the sub-model and the scaler. Building a network takes as long as several
+small steps."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the loss of lanes in training depends on."""
+    """Input for the training loss of several lanes."""
 
     family: ModelFamily
     goal: Task
     tasks: Sequence[LocalTask]
-    """One for each lane."""
+    """One task per lane."""
     targets: Sequence[Tensor]
-    """The targets of each lane, on the device that trains."""
+    """Targets of each lane, on the device that trains."""
     state: Params
-    """The weights and statistics in training, (n, ...)."""
+    """Trained weights and running statistics, each (n, ...)."""
     numerics: Numerics
     borrowed: ExitStack
-    """The networks are borrowed until it is closed."""
-    streams: Streams = field(default_factory=dict)
-    """Receives the generators that the networks draw from."""
+    """Exit stack that returns the borrowed networks to the cache."""
+    streams: dict[str, torch.Generator] = field(default_factory=dict)
+    """Random generators of the networks. A key is `<purpose>/<lane>`."""
 
     @property
     def device(self) -> torch.device:
         return self.targets[0].device
 
-    def lent(self, task: LocalTask) -> Network:
-        return self.borrowed.enter_context(lent(self.family, task))
+    def borrow(self, task: LocalTask) -> LaneNetwork:
+        """Return a network in training mode for the sub-model `task.spec`. Build the network if the cache contains
+        none."""
+        what = (self.family, self.family.layout().form(task.spec), task.spec.kept.get(HEAD), task.scaler)
+        try:
+            network = _free.setdefault(what, []).pop()
+        except IndexError:
+            with torch.device("meta"):
+                network = LaneNetwork(blank(self.family, task.spec).train())
+            divide_outputs(self.family, task, network.weighted)
+        self.borrowed.callback(_give_back, what, network)
+        return network
 
-    def generators(self, purpose: str) -> lanes.Generators:
-        """A function that makes a generator for each lane and stores it in `streams`."""
+    def generators(self, purpose: str) -> list[torch.Generator]:
+        """Create a generator for each lane, and store it in `streams`."""
+        names = [f"{purpose}/{lane}" for lane in range(len(self.tasks))]
+        for name, task in zip(names, self.tasks, strict=True):
+            seed = seeds.derive(task.seed, purpose)
+            self.streams[name] = torch.Generator(device=self.device).manual_seed(seed)
+        return [self.streams[name] for name in names]
 
-        def made() -> list[torch.Generator]:
-            names = [f"{purpose}/{lane}" for lane in range(len(self.tasks))]
-            for name, task in zip(names, self.tasks, strict=True):
-                seed = seeds.derive(task.seed, purpose)
-                self.streams[name] = torch.Generator(device=self.device).manual_seed(seed)
-            return [self.streams[name] for name in names]
 
-        return made
+def _give_back(what: object, network: LaneNetwork) -> None:
+    network.release()
+    if not network.module.training:
+        network.module.train()
+    if len(_free) > MOST_NETWORKS:  # Rolling windows (FedRolex) rarely repeat a sub-model.
+        _free.clear()
+    _free.setdefault(what, []).append(network)
+
+
+def divide_outputs(family: ModelFamily, task: LocalTask, weighted: Mapping[str, nn.Module]) -> None:
+    """Apply HeteroFL's scaler: divide the outputs of every convolution and hidden linear layer by a divisor. With
+    `by_layer`, the divisor is the fraction of the layer's outputs in the sub-model. Otherwise, the divisor is
+    `task.scaler`. LSTMs, and outputs that are never sliced, are not scaled."""
+    if task.scaler == 1:
+        return
+    layout = family.layout()
+    for name, layer in weighted.items():
+        slot = layout.slots.get(f"{name}.weight")
+        if slot is None:  # The layer is frozen.
+            continue
+        outputs = slot.axes[1] if isinstance(layer, _ConvTransposeNd) else slot.axes[0]
+        if outputs.group == HEAD or all(part.group is None for part in outputs.parts):
+            continue
+        rate = _kept_share(layout, task.spec, outputs) if task.scaler == "by_layer" else task.scaler
+        if rate != 1:
+            layer.register_forward_hook(lambda _, __, out, rate=rate: out / rate)
+
+
+def _kept_share(layout: ParamLayout, spec: SubmodelSpec, axis: Axis) -> float:
+    full, kept = (
+        sum(part.each * (1 if part.group is None else layout.width(of, part.group)) for part in axis.parts)
+        for of in (FULL, spec)
+    )
+    return kept / full
 
 
 def objective_of(setting: Setting) -> Objective:
-    """The loss of the data's task plus the terms of the client's task.
+    """Return a function for the loss: the task's loss on the data plus the terms that the client's `LocalTask` sets.
 
-    Outputs are reshaped to rows, (B*n, outputs), (B*n, outputs, H, W) or (B*n, outputs, T); a lane's loss is the mean
-    over its rows.
+    Outputs are reshaped to rows: (B*n, outputs), (B*n, outputs, H, W) or (B*n, outputs, T). The loss of a lane is the
+    mean over the lane's rows.
     """
-    goal, task, n, device = setting.goal, setting.tasks[0], len(setting.tasks), setting.device
+    goal, task, n = setting.goal, setting.tasks[0], len(setting.tasks)
     layout = lanes.stacked_layout(setting.family.layout())
     forward: lanes.Forward
     if task.widths:
         forward = _one_of_widths(setting, layout)
     else:
-        forward = setting.lent(task)
-        forward.bind(setting.state, setting.generators("dropout"))
-    teachers, fetch = _teachers(setting, layout)
-    seen = Seen()
-    if isinstance(forward, Network) and teachers and task.scaler == 1:
-        seen = setting.borrowed.enter_context(shared(forward, teachers))
-    present = torch.stack([goal.present(y) for y in setting.targets]) if task.mask_labels else None
+        forward = setting.borrow(task)
+        forward.bind(setting.state, partial(setting.generators, "dropout"))
+    teachers, update_teachers = _teachers(setting, layout)
+    masks = [goal.present(y) for y in setting.targets] if task.mask_labels else []
+    present = torch.stack(found) if (found := [mask for mask in masks if mask is not None]) else None
 
     def rows(outputs: Tensor) -> Tensor:
         return outputs.float().reshape(len(outputs) * n, -1, *outputs.shape[2:])
 
     def objective(x: Tensor, y: Tensor) -> Tensor:
-        fetch()
-        with setting.numerics.autocast(device):
+        update_teachers()
+        with setting.numerics.autocast(setting.device):
             out = forward(x)
             with torch.no_grad():
                 soft = [rows(outputs_of(teacher(x))[-1]).detach() for teacher in teachers]
-        seen.clear()
         outputs = tuple(rows(each) for each in outputs_of(out))
         if present is not None:
             held = present.repeat(len(x), 1)
@@ -115,24 +157,28 @@ def objective_of(setting: Setting) -> Objective:
             if task.distillation is not None and soft:
                 d = task.distillation
                 loss = loss + d.weight * losses.self_distillation(goal, outputs[-1], soft, d.temperature)
-        return loss.view(len(x), n).T.contiguous().mean(1)  # one row per lane: its sum does not depend on n
+        return loss.view(len(x), n).T.contiguous().mean(1)  # Without contiguous(), sums would round differently.
 
     return objective
 
 
 def _one_of_widths(setting: Setting, layout: ParamLayout) -> lanes.Forward:
-    """Ordered dropout (FjORD): each call runs one of the sub-models, drawn uniformly, on slices of the weights. The
-    gradient is zero outside of the slices."""
+    """Return a forward function with ordered dropout (FjORD). Each call runs a uniformly drawn sub-model on slices of
+    the weights; the gradient outside the slices is zero. With `sandwich`, each call runs several sub-models."""
     task, state = setting.tasks[0], setting.state
     if task.sandwich is None and any(is_statistic(name) for name in state):
-        raise ModelError("ordered dropout needs model.norm=batch, because running statistics differ by width")
-    networks = [setting.lent(replace(task, spec=spec)) for spec in task.widths]
-    dropped = [setting.generators(f"width{i}")() for i in range(len(networks))]
+        raise ModelError(
+            "the network must not store running statistics, which differ by width. Set model.norm=batch, or in "
+            "your own network track_running_stats=False",
+            path="model.norm",
+        )
+    networks = [setting.borrow(replace(task, spec=spec)) for spec in task.widths]
+    dropped = [setting.generators(f"width{i}") for i in range(len(networks))]
     draw = setting.streams["widths/0"] = torch.Generator().manual_seed(seeds.derive(task.seed, "widths"))
 
     def run(i: int, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         weights = take(state, layout, task.widths[i], have=task.spec)
-        if i < len(networks) - 1:  # the running statistics are the largest sub-model's
+        if i < len(networks) - 1:  # Only the largest sub-model updates the running statistics.
             weights = {name: t.clone() if is_statistic(name) else t for name, t in weights.items()}
         networks[i].bind(weights, lambda: dropped[i])
         return networks[i](x)
@@ -140,49 +186,45 @@ def _one_of_widths(setting: Setting, layout: ParamLayout) -> lanes.Forward:
     def forward(x: Tensor) -> Tensor | tuple[Tensor, ...]:
         if task.sandwich is None:
             return run(int(torch.randint(len(networks), (1,), generator=draw)), x)
-        return tuple(outputs_of(run(i, x))[-1] for i in _in_sandwich(len(networks), task.sandwich.random, draw))
+        last = len(networks) - 1
+        between = torch.randperm(max(0, last - 1), generator=draw)[: task.sandwich.random] + 1
+        return tuple(outputs_of(run(i, x))[-1] for i in sorted({0, *between.tolist(), last}))
 
     return forward
 
 
-def _in_sandwich(count: int, random: int, draw: torch.Generator) -> list[int]:
-    """The sub-models that a step trains, ascending: the first, `random` ones between, and the last."""
-    between = torch.randperm(max(0, count - 2), generator=draw)[:random] + 1
-    return sorted({0, *between.tolist(), count - 1})
-
-
-def _teachers(setting: Setting, layout: ParamLayout) -> tuple[list[Network], Callable[[], None]]:
-    """The teachers, whose weights are views of the student's, and a function to call before each step, which updates
-    the weights that cannot be views: on an axis with copies or of several groups, leading channels are not
-    contiguous."""
+def _teachers(setting: Setting, layout: ParamLayout) -> tuple[list[LaneNetwork], Callable[[], None]]:
+    """Return a tuple (teachers, update). Most weights of a teacher are views of the student's weights. If an axis has
+    copies or several groups, its leading channels are not contiguous, so the teacher stores a copy of the weights. Call
+    `update` before each step to update these copies."""
     task, state = setting.tasks[0], setting.state
     if task.distillation is None or task.distillation.weight == 0:
         return [], lambda: None
     weights = {name: tensor.detach() for name, tensor in state.items()}
     out, copied = [], list[tuple[SubmodelSpec, Params]]()
     for i, spec in enumerate(task.distillation.teachers):
-        # A teacher's forward pass must not write the running statistics of the network in training.
+        # The forward pass of a teacher must not change the student's running statistics.
         own = {n: t.clone() if is_statistic(n) else t for n, t in take(weights, layout, spec, have=task.spec).items()}
-        apart = {n: t for n, t in own.items() if not is_statistic(n) and not _lies_in(t, state[n])}
+        apart = {n: t for n, t in own.items() if not is_statistic(n) and not _is_view(t, state[n])}
         for name in apart:
             if all(axis.copies == 1 and axis.then is None for axis in layout.slots[name].axes):
-                raise ModelError(f"a teacher must be made of leading channels of the student; in {name} it is not")
+                raise ModelError(f"a teacher must use its student's first channels, but {name} uses other channels")
         copied.append((spec, apart))
-        teacher = setting.lent(replace(task, spec=spec, scaler=1.0))
-        teacher.bind(own, setting.generators(f"teacher{i}"))
+        teacher = setting.borrow(replace(task, spec=spec, scaler=1.0))
+        teacher.bind(own, partial(setting.generators, f"teacher{i}"))
         if not task.distillation.training:
-            evaluates(teacher)
+            lanes.set_evaluation(teacher)
         out.append(teacher)
 
-    def fetch() -> None:
+    def update() -> None:
         for spec, apart in copied:
             if apart:
                 now = take({name: weights[name] for name in apart}, layout, spec, have=task.spec)
                 for name, tensor in apart.items():
                     tensor.copy_(now[name])
 
-    return out, fetch
+    return out, update
 
 
-def _lies_in(part: Tensor, whole: Tensor) -> bool:
+def _is_view(part: Tensor, whole: Tensor) -> bool:
     return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()

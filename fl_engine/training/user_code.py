@@ -1,11 +1,11 @@
-"""A loss or an optimizer of one's own: functions that `training.objective` and `training.optimizer` name.
+"""Runs a user's loss or optimizer: the functions that are set as `training.objective` and `training.optimizer`.
 
     objective(model, x, y, start) -> Tensor              # the loss of a batch, a scalar
-    optimizer(parameters, lr) -> torch.optim.Optimizer   # a new one for each client and round
+    optimizer(parameters, lr) -> torch.optim.Optimizer   # called for each client and round
 
-The objective gets the client's sub-model as an ordinary module: its parameters have the names and shapes of its
-`state_dict`, and hooks, gradients and `model.fc` work as usual. Its layers compute with the kernels of `lanes`, so the
-same loss gives the same bits as the built-in one.
+The objective receives the client's sub-model as an ordinary module. Parameters have the names and shapes of the
+module's `state_dict`. Hooks, gradients and `model.fc` work as usual. The module's layers use the kernels of `lanes`, so
+the user's implementation of a built-in loss returns the same result bit for bit.
 """
 
 from __future__ import annotations
@@ -26,72 +26,61 @@ from fl_engine.core.registry import resolve
 from fl_engine.core.seeds import drawing
 from fl_engine.core.slicing import blank, is_statistic
 from fl_engine.core.types import LocalTask, OwnOptimizer, Params
-from fl_engine.training.lanes import Network
+from fl_engine.training.lanes import LaneNetwork
 from fl_engine.training.losses import mask_absent
-from fl_engine.training.networks import divide_outputs
-from fl_engine.training.objective import Objective, Setting
+from fl_engine.training.objective import Objective, Setting, divide_outputs
 
 OBJECTIVE, OPTIMIZER = "training.objective", "training.optimizer"
 
 
 def function(name: str, what: str) -> Callable[..., Any]:
-    """Return the function that the parameter `what` names, or the class of an optimizer."""
+    """Return the function or optimizer class `name`, which is the value of the option `what`."""
     found: Any = resolve({}, name, what)
     wrong_class = isinstance(found, type) and (what != OPTIMIZER or not issubclass(found, torch.optim.Optimizer))
     if wrong_class or not callable(found):
-        raise ConfigError(f"{what} must name a function, got {name!r}, which is {found!r}")
+        raise ConfigError(f"{what} must be the name of a function, but {name!r} is {found!r}", path=what)
     return found  # type: ignore[no-any-return]
 
 
-def is_own(task: LocalTask) -> bool:
-    return task.objective is not None or isinstance(task.optimizer, OwnOptimizer)
-
-
-def replaced(task: LocalTask) -> list[str]:
-    """The parts of the algorithm's own loss that an objective would replace. Proximal and linear terms, clipping,
-    HeteroFL's scaler and masks act on gradients, samples or outputs, so they stay."""
-    found = []
-    if task.distillation is not None and task.distillation.weight > 0:
-        found.append("self-distillation (algorithm.kd_weight=0 leaves it out)")
-    if task.exits is not None:
-        found.append("a loss at every exit")
-    if task.widths:
-        found.append("a loss of sub-models that each step draws")
-    return found
-
-
 def check(task: LocalTask) -> None:
-    """Raise ModelError if an objective would replace parts of the algorithm's loss."""
-    if task.objective is not None and (parts := replaced(task)):
-        raise ModelError(
-            f"{OBJECTIVE} = {task.objective!r} is the whole loss, but the algorithm has {' and '.join(parts)}. Turn "
-            "that off, choose another algorithm, or leave the objective out"
-        )
+    """Raise ModelError if a custom objective would replace terms of the algorithm's loss. Methods that change gradients
+    or outputs, such as proximal terms, clipping, HeteroFL's scaler and masks, work with any objective."""
+    if task.objective is None:
+        return
+    parts = []
+    if task.distillation is not None and task.distillation.weight > 0:
+        parts.append("self-distillation (set algorithm.kd_weight=0 to disable it)")
+    if task.exits is not None:
+        parts.append("a loss at every exit")
+    if task.widths:
+        parts.append("a loss of randomly drawn sub-models")
+    if parts:
+        text = f"{OBJECTIVE} = {task.objective!r} would replace {' and '.join(parts)}"
+        raise ModelError(f"{text}. Set {OBJECTIVE}=null, or choose another algorithm", path=OBJECTIVE)
 
 
-# -------------------------------------------------------------------------------------------------- the weights
 def parameters_of(weights: Params) -> dict[str, nn.Parameter]:
-    """Leaves in the shapes of the network's own, in the memory of these weights (1, ...)."""
+    """Create a parameter for each of the `weights` (1, ...), without the first axis. Parameters and weights share
+    memory."""
     return {name: nn.Parameter(w.detach()[0]) for name, w in weights.items()}
 
 
-def hand_gradients(parameters: Mapping[str, nn.Parameter], weights: Params) -> None:
-    """Let the weights' gradients be the parameters' gradients, in the same memory."""
+def copy_gradients(parameters: Mapping[str, nn.Parameter], weights: Params) -> None:
+    """Set the gradients of the weights to views of the parameters' gradients."""
     for name, parameter in parameters.items():
         weights[name].grad = None if parameter.grad is None else parameter.grad.unsqueeze(0)
 
 
-# ----------------------------------------------------------------------------------------------- the optimizer
 def stepper(task: LocalTask, parameters: Mapping[str, nn.Parameter], weights: Params) -> Callable[[float], None]:
-    """A function of the learning rate that takes a step of the task's optimizer with the gradients of `weights`. A
-    group of parameters that has a learning rate of its own keeps its ratio to the task's rate."""
+    """Return a function that takes a learning rate and runs a step of the task's optimizer with the gradients of
+    `weights`. If a parameter group has its own learning rate, this rate stays proportional to the task's rate."""
     o = task.optimizer
     assert isinstance(o, OwnOptimizer)
     device, taken = next(iter(weights.values())).device, 0
     with _named(OPTIMIZER, o.name) as make, drawing(seeds.derive(task.seed, "optimiser"), device):
         optimizer = make(list(parameters.values()), o.lr)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ModelError(f"{OPTIMIZER} = {o.name!r} must return a torch.optim.Optimizer, got {optimizer!r}")
+        raise _error(OPTIMIZER, o.name, f"must return a torch.optim.Optimizer, got {optimizer!r}")
     rates = [group.get("lr") for group in optimizer.param_groups]
 
     def step(rate: float) -> None:
@@ -109,16 +98,15 @@ def stepper(task: LocalTask, parameters: Mapping[str, nn.Parameter], weights: Pa
     return step
 
 
-# ----------------------------------------------------------------------------------------------- the objective
 def objective(setting: Setting, start: Params, parameters: Mapping[str, nn.Parameter]) -> Objective:
-    """The user's loss, float32 (1,), of a batch (B, ...) and its targets (B, 1, ...). `start`: the weights that the
-    client received."""
+    """Return a function that computes the user's loss, float32 (1,), for a batch (B, ...) and its targets (B, 1, ...).
+    `start` contains the received weights."""
     task, device = setting.tasks[0], setting.device
     check(task)
     name = task.objective
     assert name is not None
-    network = setting.lent(task)
-    network.bind(setting.state, setting.generators("dropout"))
+    network = setting.borrow(task)
+    network.bind(setting.state, partial(setting.generators, "dropout"))
     setting.borrowed.callback(network.module.train)
     present = setting.goal.present(setting.targets[0]) if task.mask_labels else None
     model = _client_network(setting, network, parameters, present)
@@ -131,23 +119,22 @@ def objective(setting: Setting, start: Params, parameters: Mapping[str, nn.Param
             value = call(model, x, y.flatten(0, 1), began)
         taken += 1
         if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
-            said = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ModelError(f"{OBJECTIVE} = {name!r} must return a scalar, the mean loss of the batch, got {said}")
+            got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise _error(OBJECTIVE, name, f"must return a scalar, the mean loss of the batch, got {got}")
         if not value.requires_grad:
-            raise ModelError(f"{OBJECTIVE} = {name!r} returned a loss that does not depend on the model's weights")
+            raise _error(OBJECTIVE, name, "returned a loss that does not depend on the model's weights")
         if not math.isfinite(number := value.item()):
-            raise ModelError(f"{OBJECTIVE} = {name!r} must return a finite loss, got {number} in step {taken}")
+            raise _error(OBJECTIVE, name, f"must return a finite loss, got {number} in step {taken}")
         return value.float().reshape(1)
 
     return loss
 
 
 def _client_network(
-    setting: Setting, network: Network, parameters: Mapping[str, nn.Parameter], present: Tensor | None
+    setting: Setting, network: LaneNetwork, parameters: Mapping[str, nn.Parameter], present: Tensor | None
 ) -> nn.Module:
-    """The sub-model as its family builds it, in training mode, with these parameters. A layer that `network` replaces
-    computes by the replacement, with views of the parameters. Outputs are float32; classes that are not `present` are
-    masked."""
+    """Build the sub-model in training mode with the given parameters. If `network` replaces a layer, the layer calls
+    the replacement with views of the parameters. Outputs are float32, and outputs of absent classes are masked."""
     task, state = setting.tasks[0], setting.state
     model = blank(setting.family, task.spec).train()
     layers = dict(model.named_modules())
@@ -182,7 +169,7 @@ def _client_network(
 
 
 def _through(ours: nn.Module, layer: nn.Module, held: list[str], *inputs: Tensor) -> Any:
-    """The output of `ours`, a layer of `lanes`, with the weights of the layer that it replaces."""
+    """Run `ours`, a layer from `lanes` that replaces `layer`, with the weights of `layer`."""
     if ours.training != layer.training:
         ours.train(layer.training)
     for name in held:
@@ -194,15 +181,20 @@ def _through(ours: nn.Module, layer: nn.Module, held: list[str], *inputs: Tensor
 
 @contextmanager
 def _named(what: str, name: str) -> Iterator[Callable[..., Any]]:
-    """The function. An error of its code becomes a ModelError with the parameter and the line."""
+    """Yield the user's function. Convert errors in the user's code to a ModelError. The ModelError contains the option
+    and the line of the error."""
     try:
         call = function(name, what)
     except ConfigError as error:
-        raise ModelError(str(error)) from error
+        raise ModelError(str(error), path=what) from error
     try:
         yield call
     except (FlexfleetError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        told = f"{type(error).__name__}: {first_line(error)}{line_in(call, error)}"
-        raise ModelError(f"{what} = {name!r} failed: {told}") from error
+        reason = f"{type(error).__name__}: {first_line(error)}{line_in(call, error)}"
+        raise _error(what, name, f"failed: {reason}") from error
+
+
+def _error(what: str, name: str, problem: str) -> ModelError:
+    return ModelError(f"{what} = {name!r} {problem}", path=what)

@@ -1,1 +1,1 @@
-"""The Python API: what `import flexfleet` offers. A file for each of its subjects."""
+"""Define the Python API that `import flexfleet` provides. Each file covers one topic."""

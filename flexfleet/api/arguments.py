@@ -1,17 +1,18 @@
-"""From the arguments of `flexfleet.run`, `compare` and `tune` to overrides and a configuration.
+"""Convert the arguments of `flexfleet.run`, `compare` and `tune` to configurations.
 
-`config` is a file or a mapping of sections. On top of it are `options`, by dotted name, and the keywords, which are the
-short names of the run form. A parameter that is given by two of the last two is an error. Objects become names that a
-configuration can hold: own data are stored in the run store, an own class is named as `module:Name`.
+`options` (by dotted name) and keywords (short names, as in the run form) override values of `config`. A parameter must
+not be set by both. Objects are replaced by names, because configurations contain only JSON values. Data sets are stored
+in the run store, and their names contain their fingerprints. A class is replaced by `module:Name`.
 """
 
 from __future__ import annotations
 
-import copy
+import inspect
 import json
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,47 +24,52 @@ from fl_engine.core.samples import Data
 from fl_engine.core.text import path_of
 from fl_engine.datasets import stored_data
 from fl_engine.models.traced.family import ModuleFamily
-from fl_engine.tasks import TASKS
-from flexfleet.config import Config, Overrides, parse_with_algorithm
+from fl_engine.models.traced.user_module import options_of
+from flexfleet.config import Config, flatten, parse_with_algorithm
+from flexfleet.config.comparison_runs import PlannedRun, by_label, check_factors, check_label, entries_from
+from flexfleet.config.dotted import FIELDS, SHORT, Overrides, applied, check_once, leaves, merged, on_top, place
 from flexfleet.config.explain import quoted
-from flexfleet.config.form import whole
-from flexfleet.config.form_fields import SHORT, place
-from flexfleet.config.overrides import apply, check_once, leaves, merged
+from flexfleet.config.form import restore_integers
+from flexfleet.config.local_code import local_name, to_a_file
 from flexfleet.config.read import read_file
-from flexfleet.config.sources import MAIN, cells, to_a_file
+from flexfleet.config.sources import MAIN, cells
+from flexfleet.tracking.server import active_run
 
 OWN_DATA = ".data"
-"""Folder of the data that were given, in a store."""
+"""Name of the folder in a run store in which the user's own data sets are saved."""
 
 
 class Arguments:
-    """The configuration that a call starts from, and what its objects stand for."""
+    """Configuration, overrides and data sets that were passed in one call."""
 
-    def __init__(self, config: Any, options: Any, keywords: Mapping[str, Any]) -> None:
-        """Raises ConfigError. Keywords that are None are not given."""
-        check_kinds(config, options)
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """Read `config`, `options` and keywords. Arguments that are None are ignored. Raises ConfigError."""
+        keywords = {name: value for name, value in given.items() if value is not None}
+        config, options = keywords.pop("config", None), keywords.pop("options", {})
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"options must be a mapping of dotted names, got {quoted(options)}", path="options")
         self._given = _sections(config)
         self._values = merged(Config().model_dump(mode="json"), self._given)
         self._data: dict[str, Data] = {}
-        keywords = {name: value for name, value in keywords.items() if value is not None}
-        self._store = self._store_of(keywords, options or {})
-        self.overrides = self.overrides_of(keywords, options or {})
+        self._active_run = active_run()
+        self._store = self._store_of(keywords, options)
+        self.overrides = self.overrides_of(keywords, options)
 
     def _store_of(self, keywords: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-        """Return the folder of all runs on this machine."""
         uri = keywords.get("store_uri")
         if uri is None or "://" in str(uri):
             uri = leaves({str(path): value for path, value in options.items()}).get("run.store")
         return str(path_of(self._values["run"]["store"] if uri is None else uri))
 
     def overrides_of(self, keywords: Mapping[str, Any], options: Mapping[str, Any]) -> Overrides:
-        """Return keywords and options by dotted name, with names instead of objects. Raises ConfigError, also if a
-        parameter is given twice."""
-        if unknown := [name for name in keywords if name not in SHORT]:
-            raise ConfigError(f"unknown keyword {unknown[0]!r}{nearest(unknown[0], SHORT)}")
+        """Return the values of keywords and options by dotted name. Objects are replaced by their names. Raises
+        ConfigError if a keyword is unknown, or if a parameter is set twice."""
+        check_keywords(keywords, (*SHORT, "options", "config"))
         for path in options:
             if not isinstance(path, str) or not path:
-                raise ConfigError(f"options: dotted names are expected, e.g. {{'rounds.stop': 5}}, got {path!r}")
+                raise ConfigError(
+                    f"the keys of options must be dotted names, for example 'rounds.stop', got {path!r}", path="options"
+                )
         by_keyword = {name: self._of_keyword(name, value) for name, value in keywords.items()}
         plain_options = {path: plain(value, f"options[{path!r}]") for path, value in options.items()}
         check_once([*((f"{name}=", values) for name, values in by_keyword.items()), ("options", plain_options)])
@@ -72,75 +78,82 @@ class Arguments:
     def _of_keyword(self, name: str, value: Any) -> Overrides:
         if name == "dataset" and isinstance(value, Data):
             root = (Path(self._store) / OWN_DATA).resolve()
-            fingerprint = stored_data.store(value, root, TASKS)
+            fingerprint = stored_data.store(value, root)
             self._data[fingerprint] = value
             return {"dataset.name": fingerprint, "dataset.root": str(root)}
-        if name == "dataset":
-            return _dataset(value)
+        if name == "dataset" and not isinstance(value, str):
+            raise ConfigError(
+                f"dataset must be a name or data, got {type(value).__name__}. Make data with flexfleet.from_arrays(x, "
+                "y), from_torch(dataset) or from_huggingface(dataset)",
+                path="dataset.name",
+            )
         if name == "model":
             return _model(value)
         if name == "algorithm":
             return algorithm_options(value)
         value = plain(value, name)
-        return {place(name, value): whole(value) if name == "seed" else value}
+        return {place(name, value): restore_integers(value) if name == "seed" else value}
 
     def load(self, overrides: Mapping[str, Any]) -> tuple[Config, Algorithm]:
-        """Return the checked configuration with these overrides, and its algorithm. Raises ConfigError."""
-        values = copy.deepcopy(self._values)
-        apply(values, overrides)
+        """Return a tuple (checked configuration with these overrides, algorithm). Raises ConfigError."""
+        values = applied(self._values, overrides)
+        given = {*leaves(self._given), *leaves(overrides)}
+        if "tracking.mlflow" not in given and self._active_run is not None:
+            uri, experiment, _ = self._active_run
+            chosen = values["tracking"]["experiment"] or experiment
+            values = {**values, "tracking": {"mlflow": uri, "experiment": chosen}}
         data = self._data.get(values["dataset"]["name"])
         if data is not None and data.natural_client is not None:
-            set_partition(values, data, {*leaves(self._given), *leaves(overrides)})
+            if "partition.alpha" in given and "partition.rule" not in given:
+                raise ConfigError(
+                    "partition.alpha needs partition.rule=dirichlet. Data with owners use natural by default",
+                    code="config.conflict",
+                    path="partition.alpha",
+                )
+            owned = {"rule": "natural", "clients": len(set(data.natural_client.tolist())), "minimum": 1}
+            if "partition.rule" in given and values["partition"]["rule"] != "natural":
+                del owned["minimum"]
+            new = {key: value for key, value in owned.items() if f"partition.{key}" not in given}
+            values = {**values, "partition": {**values["partition"], **new}}
         return parse_with_algorithm(values)
 
 
-def set_partition(values: dict[str, Any], data: Data, given: Collection[str]) -> None:
-    """Set the partition of data whose samples have owners, unless the parameters are `given`: the rule `natural`, a
-    client for each owner, and no minimum. Raises ConfigError for an alpha, which `natural` does not use."""
-    assert data.natural_client is not None
-    section = values["partition"]
-    if "partition.rule" not in given:
-        if "partition.alpha" in given:
-            raise ConfigError(
-                "partition.alpha is given without partition.rule, but the data have owners, so their rule is natural, "
-                "which has no alpha. Set partition.rule to dirichlet, or leave alpha out"
-            )
-        section["rule"] = "natural"
-    if "partition.clients" not in given:
-        section["clients"] = len(set(data.natural_client.tolist()))
-    if "partition.minimum" not in given and section["rule"] == "natural":
-        section["minimum"] = 1
+def check_keywords(given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise ConfigError if a keyword is not in `known`. The error message names the correct keyword or option."""
+    for name, value in given.items():
+        if name in known:
+            continue
+        defaults = leaves(Config().model_dump(exclude={"tune"})) if "options" in known and name != "name" else {}
+        paths = [path for path in defaults if path.rpartition(".")[2] in (name, f"{name}s")]
+        path = min(paths, key=lambda path: (path not in FIELDS, not path.startswith("training.")), default="")
+        if path in FIELDS:
+            cure = f". Use {FIELDS[path]}="
+        elif path:
+            cure = f". Use options={{{path!r}: {quoted([value] if isinstance(defaults[path], tuple) else value)}}}"
+        else:
+            cure = nearest(name, known)
+        raise ConfigError(f"unknown keyword {name!r}{cure}", code="config.unknown", path=name)
 
 
-def check_kinds(config: Any, options: Any) -> None:
-    """Raise ConfigError if `config` or `options` have a wrong type."""
-    if config is not None and not isinstance(config, str | Path | Mapping | Config):
-        raise ConfigError(
-            f"config: a file, its sections as a mapping, or a Config is expected, got {type(config).__name__}; of a "
-            "result or a study take its config"
-        )
-    if options is not None and not isinstance(options, Mapping):
-        raise ConfigError(
-            f"options: a mapping by dotted names is expected, {{'rounds.stop': 5}}, got {quoted(options)}"
-        )
-
-
-def _sections(config: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:
-    """Return the sections of `config`, with only the parameters that it sets."""
+def _sections(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
     if isinstance(config, Config):
         return config.model_dump(mode="json", exclude_unset=True)
-    return dict(plain(config, "config")) if isinstance(config, Mapping) else read_file(config)
+    if isinstance(config, Mapping):
+        return dict(plain(config, "config"))
+    if isinstance(config, str | Path):
+        return read_file(config)
+    raise ConfigError(f"config must be a file, a mapping or a Config, got {type(config).__name__}", path="config")
 
 
 def plain(value: Any, what: str) -> Any:
-    """Return a value as JSON has it; numbers of NumPy, tuples, paths and importable objects are converted."""
+    """Convert a value to JSON types. Supports NumPy scalars, tuples, ranges, paths and importable objects."""
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         value = value.item()
     if isinstance(value, Mapping):
         return {str(key): plain(each, what) for key, each in value.items()}
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list | range):
         return [plain(each, what) for each in value]
     if isinstance(value, Path):
         return str(value)
@@ -149,35 +162,19 @@ def plain(value: Any, what: str) -> Any:
     try:
         json.dumps(value)
     except TypeError as error:
-        raise ConfigError(f"{what}: a number, a text, a list or a mapping is expected, got {quoted(value)}") from error
+        raise ConfigError(f"{what} must be a number, a string, a list or a mapping, got {quoted(value)}") from error
     return value
 
 
-# -------------------------------------------------------------------------------------------------- objects
-def _dataset(value: Any) -> Overrides:
-    if isinstance(value, str):
-        return {"dataset.name": value}
-    hint = ""
-    if isinstance(value, tuple) or hasattr(value, "shape"):
-        hint = ": flexfleet.from_arrays(x, y)"
-    elif hasattr(value, "column_names"):
-        hint = ": flexfleet.from_huggingface(train)"
-    elif hasattr(value, "__getitem__"):
-        hint = ": flexfleet.from_torch(train)"
-    raise ConfigError(f"dataset: a name or data are expected, got {type(value).__name__}{hint}")
-
-
 def with_own_data(config: Config, folder: Path) -> Config:
-    """Return the configuration of the run in `folder`. If its own data have moved with the store, the configuration
-    names their new place; their name is their fingerprint."""
+    """Return the configuration of a run. The path of the user's data is updated if the run store was moved."""
     name, root = config.dataset.name, config.dataset.root
     if not stored_data.is_stored(name) or (root is not None and stored_data.exists(Path(root), name)):
         return config
-    stores = folder.parents  # more than one: a run of a comparison or a study lies deeper in its store
-    found = next((store / OWN_DATA for store in stores if stored_data.exists(store / OWN_DATA, name)), None)
-    if found is None:
-        return config
-    return config.model_copy(update={"dataset": config.dataset.model_copy(update={"root": str(found)})})
+    # Runs of comparisons and studies are in subfolders of the store, so search all parents.
+    found = next((store / OWN_DATA for store in folder.parents if stored_data.exists(store / OWN_DATA, name)), None)
+    moved = config.dataset if found is None else config.dataset.model_copy(update={"root": str(found)})
+    return config.model_copy(update={"dataset": moved})
 
 
 def _model(value: Any) -> Overrides:
@@ -185,20 +182,26 @@ def _model(value: Any) -> Overrides:
         return {"model.name": value}
     if isinstance(value, Mapping):
         return {"model": plain(value, "model")}
-    if isinstance(value, type) and issubclass(value, ModuleFamily):  # of `from_module`
-        kind: Any = value
-        told = {"model.whole": kind.whole, "model.pin": list(kind.pin)}
-        return {"model.name": name_of(kind.build[0], "model"), **{path: each for path, each in told.items() if each}}
-    if is_dataclass(value) and not isinstance(value, type) and hasattr(value, "layout"):
-        raise ConfigError(
-            f"model: the network {type(value).__name__} is given with its input and outputs, which follow from the "
-            f"data: give the class, and its options as options={{'model.<option>': ...}}"
-        )
+    if isinstance(value, type) and issubclass(value, ModuleFamily):  # created by `from_module`
+        return _model(value.build[0]) | ({"model.whole": True} if value.whole else {})
+    if isinstance(value, partial) and (options := _plain_options(value)) is not None:
+        return {"model.name": name_of(value.func, "model"), **options}
     return {"model.name": name_of(value, "model")}
 
 
+def _plain_options(build: partial[Any]) -> Overrides | None:
+    """Return the arguments of a partial as options of the network. Return None if an argument cannot be an option."""
+    try:
+        arguments = inspect.signature(build.func).bind_partial(*build.args, **build.keywords).arguments
+        values = json.loads(json.dumps(arguments))
+    except (TypeError, ValueError):
+        return None
+    known = {name for name, each in options_of(build.func).items() if each.kind is not each.VAR_KEYWORD}
+    return {f"model.{name}": each for name, each in values.items()} if known >= arguments.keys() else None
+
+
 def algorithm_options(value: Any) -> Overrides:
-    """Return name and options of an algorithm that is a name, a mapping, a class or an object. Raises ConfigError."""
+    """Return the name and options of an algorithm (a name, mapping, class or object). Raises ConfigError."""
     if isinstance(value, str):
         return {"algorithm.name": value}
     if isinstance(value, Mapping):
@@ -206,53 +209,113 @@ def algorithm_options(value: Any) -> Overrides:
     if isinstance(value, type):
         names = (name for name, kind in ALGORITHMS.items() if kind is value)
         return {"algorithm.name": next(names, None) or name_of(value, "algorithm")}
-    if not is_dataclass(value):
-        raise ConfigError(f"algorithm: a name, a class or an object of one is expected, got {value!r}")
-    return {"algorithm": _section(value)}
-
-
-def _section(algorithm: Any) -> dict[str, Any]:
-    """Return the section `algorithm` for this object."""
-    kind = type(algorithm)
-    registered = next((name for name, each in ALGORITHMS.items() if each is kind), None)
-    name = registered or name_of(kind, "algorithm")
-    CONTRACT.kind(name)  # raises where it is no algorithm
-    written = adapter(kind).dump_python(algorithm, mode="json")
-    default = {field.name: field.default for field in fields(kind)}
-    if "training" in written and algorithm.training != default["training"]:
+    kind: Any = type(value)
+    if not is_dataclass(kind):
+        raise ConfigError(f"algorithm must be a name, a class or an object, got {value!r}", path="algorithm.name")
+    name = algorithm_options(kind)["algorithm.name"]
+    CONTRACT.kind(name)  # raises ConfigError if the class is not an algorithm
+    if value.training != next(field.default for field in fields(kind) if field.name == "training"):
         raise ConfigError(
-            "algorithm: its training is shared by all algorithms: give learning_rate, local_epochs and client_fraction "
-            "as keywords, the rest as options={'training.<option>': ...}"
+            "The object must have the default `training`, which all algorithms share. Set learning_rate= or options=",
+            path="training",
         )
-    return {"name": name, **{key: value for key, value in written.items() if key != "training"}}
+    written = adapter(kind).dump_python(value, mode="json")
+    return {"algorithm": {"name": name, **{key: each for key, each in written.items() if key != "training"}}}
 
 
 def name_of(value: Any, what: str) -> str:
-    """Return `module:Name`, by which the object can be imported; for an object in a variable of its module, a notebook
-    or a script, that variable's name. Raises ConfigError."""
+    """Return `module:Name`, by which the object can be imported. `Name` is the name of the object itself, or of a
+    variable in its module. For classes and functions, the variable can also be in the notebook or script. Other objects
+    get a name that only this process can use. Raises ConfigError if the value is not a class, function or module."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if module in sys.modules and name and getattr(sys.modules[module], name, None) is value:
         return f"{module}:{name}"
     for home in dict.fromkeys((MAIN, str(module))):
-        for held, each in vars(sys.modules.get(home, sys.modules[MAIN])).items():
-            if each is value and not held.startswith("_"):
-                return f"{home}:{held}"
-    raise ConfigError(
-        f"{what}: {name or f'this {type(value).__name__}'} has no name by which it is found again: define it at the "
-        "top of a module or a cell, or assign it to a variable there"
-    )
+        for variable, each in vars(sys.modules.get(home, sys.modules[MAIN])).items():
+            if each is value and not variable.startswith("_") and (name or home != MAIN):
+                return f"{home}:{variable}"
+    if not callable(value):
+        raise ConfigError(f"{what} must be a name, a class, a function or a module, got {quoted(value)}", path=what)
+    return local_name(value)
 
 
 def check_reach(config: Config, jobs: int = 1) -> None:
-    """Raise ConfigError if other processes would have to import what only this one has, or to read data that they
-    cannot reach."""
+    """Raise ConfigError if other processes are used but cannot import the user's classes or read the user's data."""
     where = {"processes": "worker processes", "kubernetes": "pods", "agents": "other devices"}.get(config.run.backend)
     if where is None and jobs > 1:
-        where = f"{jobs} processes side by side"
-    if where and (own := cells(config.model_dump(mode="json"))):
-        raise ConfigError(to_a_file(own[0], where))
+        where = f"{jobs} parallel processes"
+    if where and (own := cells(config)):
+        path = next(path for path, value in flatten(config).items() if value == own[0])
+        raise ConfigError(to_a_file(own[0], where), code="config.own_code", path=path)
     if config.run.apart and stored_data.is_stored(config.dataset.name):
         raise ConfigError(
-            f"the data lie in {config.dataset.root} on this machine, which {where} cannot reach: put that folder "
-            "where they find it (a volume, a copy), and run with dataset.root"
+            f"{where} cannot read the data in {config.dataset.root} on this machine. Copy the folder to a volume that "
+            "they can read, and set dataset.root to its path there",
+            path="dataset.root",
         )
+
+
+def entries_of(
+    algorithms: Any, seeds: Sequence[int], over: Any, id: str, common: Mapping[str, Any]
+) -> list[PlannedRun]:
+    """Plan all runs of a comparison. Raises ConfigError."""
+    arguments = Arguments(common)
+    given, labels = dict(arguments.overrides), _labels(algorithms)
+    objects = {SHORT[name]: name for name in ("dataset", "model")}  # these parameters can be objects
+    for label, (_, settings) in labels.items():
+        settings = {objects.get(name, name): value for name, value in settings.items()}
+        own = arguments.overrides_of(
+            {name: value for name, value in settings.items() if name in SHORT},
+            {path: value for path, value in settings.items() if path not in SHORT},
+        )
+        given |= {f"{label}:{path}": value for path, value in own.items()}
+    factors = {path: plain(values, f"over[{path!r}]") for path, values in by_dotted_name(over, "over").items()}
+    own_of = by_label(given, labels)
+    check_factors(factors, given)
+    overrides = {
+        label: on_top(own_of[None], on_top(algorithm_options(algorithm), own_of[label]))
+        for label, (algorithm, _) in labels.items()
+    }
+    return entries_from(overrides, seeds, lambda each: arguments.load(each)[0], id, factors)
+
+
+def _labels(algorithms: Any) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Map each label to a pair (algorithm, other settings). Raises ConfigError."""
+    if isinstance(algorithms, str | type) or not hasattr(algorithms, "__iter__"):
+        raise ConfigError(
+            f"algorithms must be a list, or a mapping of labels, got {quoted(algorithms)}", path="algorithms"
+        )
+    labels: dict[str, tuple[Any, dict[str, Any]]] = {}
+    for item in algorithms.items() if isinstance(algorithms, Mapping) else algorithms:
+        label, value = item if isinstance(algorithms, Mapping) else (None, item)
+        settings: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {}
+        if settings:
+            value = settings.pop("algorithm", settings.pop("algorithm.name", None))
+        if value is None or (settings and label is None):
+            raise ConfigError(
+                "an entry of algorithms with settings must have a label: {'mine': {'algorithm': 'flexfl', ...}}, got "
+                f"{quoted(item)}",
+                path="algorithms",
+            )
+        if label is None:
+            options = algorithm_options(value)
+            label = (options.get("algorithm.name") or options["algorithm"]["name"]).rpartition(":")[2]
+        check_label(label)
+        if label in labels:
+            raise ConfigError(
+                f"algorithms: {label!r} is given twice. Use labels: {{'a': ..., 'b': ...}}", path="algorithms"
+            )
+        labels[label] = value, settings
+    if not labels:
+        raise ConfigError("algorithms must contain at least one algorithm", path="algorithms")
+    return labels
+
+
+def by_dotted_name(values: Any, what: str) -> dict[str, Any]:
+    """Return a copy of `values` in which dotted names replace short names. Raises ConfigError if `values` is not a
+    mapping, or if it contains a parameter twice."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{what} must be a mapping, {{'training.lr': ...}}, got {quoted(values)}", path=what)
+    paths = {path: SHORT.get(str(path), str(path)) for path in values}
+    check_once((f"{what}[{path!r}]", {name: None}) for path, name in paths.items())
+    return {name: values[path] for path, name in paths.items()}

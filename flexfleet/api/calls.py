@@ -1,102 +1,86 @@
-"""How a call from Python ends and what it shows: expected errors in one line, and progress as lines or a bar."""
+"""Define functions that several modules of the Python API use, for errors, log lines, callbacks and tables."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from fl_engine.core.errors import EnvironmentFailure, FlexfleetError
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, Stopped
+from fl_engine.core.text import path_of
 from fl_engine.storage import code
+from fl_engine.training.isolation import isolated
+from flexfleet.api.arguments import check_keywords, check_reach
+from flexfleet.api.callbacks import Callback, Watching
+from flexfleet.config.run_names import check_name, new_name
 from flexfleet.files.doctor import EXTRAS
 from flexfleet.files.progress import hidden
-from flexfleet.files.terminal import missing, told_of
-from flexfleet.tracking.console import brief
+from flexfleet.files.terminal import expected, missing
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.resume import Attempt
+from flexfleet.pipeline.run import run as run_steps
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 log = logging.getLogger("flexfleet")
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
-ARGUMENTS = {"--set ": "", "--resume": "resume=True", "--run-id": "run_id", "--id": "id", "--over": "over"}
-"""Options of the command line in messages, and what Python has instead."""
+DEFAULT_STORE = Path("runs")
+IN_PYTHON = {"--set ": "", "--resume": "resume=True", "--run-id": "run_id", "--id": "id", "--jobs": "jobs"}
+"""Map command-line options to Python arguments, which replace the options in error messages."""
 
 
-def told(call: Callable[[], T]) -> T:
-    """Return what `call` returns. An expected error comes as one line, without the frames below this one. What
-    `run.code` names can be imported only inside."""
-    __tracebackhide__ = True  # IPython and pytest leave out this frame too
-    try:
-        with code.enabled_within():
-            return call()
-    except FlexfleetError as error:
-        if error.args and isinstance(error.args[0], str):
-            message = error.args[0]
-            for option, argument in ARGUMENTS.items():
+def api_call(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator for functions of the Python API. Expected errors are raised without internal frames. In their messages,
+    Python arguments replace command-line options. Raises ConfigError for an unknown keyword. Modules in `run.code` can
+    be imported only during the call."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True  # IPython and pytest then hide this frame.
+        try:
+            if not takes_all:
+                check_keywords(kwargs, [name for name in parameters if name != "self"])
+            with code.enabled_within():
+                return function(*args, **kwargs)
+        except FlexfleetError as error:
+            message = str(error)
+            for option, argument in IN_PYTHON.items():
                 message = message.replace(option, argument)
-            error.args = (message, *error.args[1:])
-        raise error.with_traceback(None) from None
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in {module for modules, _ in EXTRAS.values() for module in modules}:
-            raise  # of somebody else's code
-        raise EnvironmentFailure(missing(str(error.name))) from None
-    except OSError as error:
-        said = told_of(error)
-        raise EnvironmentFailure(said[0] if said else str(error)) from error
+            error.args = (message,)
+            raise error.with_traceback(None) from None
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in {name for names, _ in EXTRAS.values() for name in names}:
+                raise  # An import in the user's code raised the error.
+            raise EnvironmentFailure(missing(str(error.name))) from None
+        except OSError as error:
+            raise (expected(error) or error) from error
 
-
-# ------------------------------------------------------------------------------------------------- progress
-def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return shell is not None and "IPKernelApp" in shell.config
-
-
-class Bar:
-    """A tracker: how many rounds are committed, the last one's figures, and the time that is left."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-
-    def params(self, values: Mapping[str, Any]) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=int(values["rounds.stop"]), unit="round", file=sys.stderr)
-
-    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        if rows:
-            number, values = rows[-1]
-            self._bar.set_postfix_str(brief(values), refresh=False)
-            self._bar.update(number - self._bar.n)
-
-    def finish(self, status: str) -> None:
-        if self._bar is not None:
-            if status == "FINISHED":
-                self._bar.total = self._bar.n  # fewer than rounds.stop where the simulated clock ended the run
-            self._bar.close()
-
-
-def barred(progress: bool | None) -> bool:
-    """Whether to show a bar instead of lines."""
-    return progress is None and in_notebook()
+    return call
 
 
 @contextmanager
-def shown(progress: bool | None) -> Iterator[None]:
-    """Show the package's log on stderr, or by the process's own handlers; with a bar only warnings. The log's own level
-    is respected, except with a bar. If `progress` is False, the log is unchanged and no line of the terminal is
-    rewritten."""
-    level, propagate, handler = log.level, log.propagate, None
-    token = hidden.set(progress is False)
-    if barred(progress):
-        log.setLevel(logging.WARNING)
-    elif progress is not False:
+def shown(progress: bool) -> Iterator[None]:
+    """If `progress` is True, log to stderr inside the context unless the process has its own handlers. If `progress` is
+    False, logging does not change, and the terminal does not show a progress line."""
+    level, handler = log.level, None
+    token = hidden.set(not progress)
+    if progress:
         log.setLevel(level or logging.INFO)
         if not (log.handlers or logging.getLogger().handlers):
             handler = logging.StreamHandler(sys.stderr)
             handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-            log.propagate = False
             log.addHandler(handler)
     try:
         yield
@@ -105,4 +89,59 @@ def shown(progress: bool | None) -> Iterator[None]:
         if handler is not None:
             log.removeHandler(handler)
         log.setLevel(level)
-        log.propagate = propagate
+
+
+def run_watched(
+    resolved: Resolved,
+    run_id: str | None,
+    resume: bool,
+    callbacks: Sequence[Callback],
+    progress: bool,
+    result: Callable[[Path], T],
+) -> T:
+    """Run all steps of a run with callbacks, and return `result(folder)`, where `folder` is the run's folder."""
+    if resume and run_id is None:
+        raise ConfigError("run_id must be the name of the run to resume, because resume=True", path="run_id")
+    config = resolved.config
+    check_reach(config)
+    name = new_name(config) if run_id is None else check_name(run_id, "run_id")
+    folder = Path(config.run.store) / name
+    watching = Watching(callbacks, lambda: result(folder))
+    with isolated(), shown(progress):
+        status = "failed"
+        try:
+            attempt = Attempt(resume, observer=watching, watcher=watching if callbacks else None)
+            status = run_steps(resolved, name, attempt).status
+        except Stopped:
+            status = "stopped"
+            if not watching.stopped:
+                raise
+        except KeyboardInterrupt:
+            status = "stopped"
+            raise
+        finally:
+            watching.end(status)
+    return result(folder)
+
+
+def find_folder(name: str | Path, file: str) -> Path:
+    """Return the path of the folder `name`, which is in the working directory or in `runs`. If both folders exist,
+    return the folder that contains `file`. Raises ConfigError if the folder does not exist."""
+    if not isinstance(name, str | Path):
+        raise ConfigError(f"a run, comparison or study must be a folder or a name, got {name!r}")
+    places = [path_of(name), DEFAULT_STORE / name]
+    existing = [each for each in places if os.path.lexists(each)]
+    if not existing:
+        raise ConfigError(f"the folder does not exist: {' or '.join(dict.fromkeys(map(str, places)))}")
+    return next((each for each in existing if (each / file).is_file()), existing[0])
+
+
+def table(rows: Sequence[Mapping[str, Any]], index: Sequence[str] = ()) -> DataFrame:
+    """Return rows as a pandas DataFrame whose row names are `index`. Return a list if pandas is not installed. The
+    annotated type is DataFrame, because editors do not complete methods of a union type."""
+    found: Any = [dict(row) for row in rows]
+    try:
+        import pandas
+    except ImportError:
+        return found
+    return pandas.DataFrame(found, index=index or None)

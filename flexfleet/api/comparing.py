@@ -1,36 +1,41 @@
-"""`flexfleet.compare`: several algorithms and seeds from Python, and what a comparison's folder gives."""
+"""Define `flexfleet.compare`, which runs several algorithms with several seeds, and the result of a comparison."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
-from fl_engine.core.errors import ConfigError, did_you_mean
+from fl_engine.core.errors import ConfigError, did_you_mean, nearest
 from fl_engine.core.text import path_of
 from fl_engine.training.isolation import isolated
-from flexfleet.api.arguments import check_reach, plain
-from flexfleet.api.calls import shown, told
-from flexfleet.api.comparison_arguments import entries_of
-from flexfleet.api.paired import Paired, paired
-from flexfleet.api.results import Result, in_store
-from flexfleet.api.tables import table, to_html
-from flexfleet.config.comparison_runs import checked_accuracies, checked_seeds, run_name
+from flexfleet.api.arguments import check_reach, entries_of, plain
+from flexfleet.api.calls import api_call, find_folder, shown, table
+from flexfleet.api.results import Result
+from flexfleet.api.running import Common
+from flexfleet.config.comparison_runs import accuracies_of, run_name, seeds_of
 from flexfleet.config.run_names import dated
-from flexfleet.experiments import comparison_report, comparison_tables
-from flexfleet.experiments.compare import run_comparison as compare_all
+from flexfleet.experiments import comparison_report
+from flexfleet.experiments.compare import run_comparison
 from flexfleet.experiments.comparison_file import ComparisonFile as ComparisonFile
 from flexfleet.experiments.comparison_file import OneRun, figure_of
 from flexfleet.experiments.executor import one_by_one
-from flexfleet.experiments.ranking import TITLES
+from flexfleet.experiments.ranking import TITLES, holm, tested
 
-FIGURES = tuple(name for name, field in OneRun.model_fields.items() if field.annotation in (float, float | None))
-FIGURES += tuple(name for name in TITLES if name not in FIGURES)
-"""The figures that a comparison has of each run: one number each."""
+if TYPE_CHECKING:
+    from pandas import DataFrame
+    from typing_extensions import Unpack
+
+NUMBERS = tuple(name for name, field in OneRun.model_fields.items() if field.annotation in (float, float | None))
+FIGURES = tuple(dict.fromkeys((*TITLES, *NUMBERS)))
+"""Names of the metrics that `paired` can compare."""
 
 
+@api_call
 def compare(
     algorithms: Any,
     *,
@@ -40,145 +45,221 @@ def compare(
     jobs: int = 1,
     id: str | None = None,
     resume: bool = False,
-    progress: bool | None = None,
-    **common: Any,
+    progress: bool = True,
+    **common: Unpack[Common],
 ) -> Comparison:
-    """Run several algorithms on the same data and network with several seeds, as `flexfleet compare` does, with the
-    same folders and the same bits.
+    """Run several algorithms with several seeds on the same data and network. `flexfleet compare` writes bit-identical
+    models and the same files.
 
     Args:
-        algorithms: A list of names, classes or objects with their options; or, by label, one of these or a mapping:
-            {"flexfl": "flexfl", "skewed": {"algorithm": "flexfl", "partition.alpha": 0.1}}.
-        over: Factors of the table: {"training.lr": [0.01, 0.1]} makes every label with each of these values.
-        to: Accuracies to reach, as shares.
-        jobs: Runs side by side. With 1 they run in this process, so that they may use what a notebook defines.
-        id: Name of the comparison's folder in the store (default: the time).
-        resume: Resume the comparison of this id.
-        common: The keywords of `flexfleet.run` (dataset, model, rounds, options, config, store_uri, ...), the same for
-            all runs unless a label sets them itself.
+        algorithms: A list of names, classes or objects. Or a mapping from labels to names, classes, objects or
+            settings: {"flexfl": "flexfl", "skewed": {"algorithm": "flexfl", "partition.alpha": 0.1}}.
+        seeds: Seeds for the runs of each label.
+        over: Factors. For example, {"training.lr": [0.01, 0.1]} runs each label with both learning rates.
+        to: Target accuracies between 0 and 1. The comparison reports the cost to reach each accuracy.
+        jobs: Number of parallel runs. With 1, runs use this process and can use classes from a notebook.
+        id: Name of the comparison's folder in the store; None for a name with the current time.
+        resume: Resume the comparison with this `id`.
+        progress: As in `flexfleet.run`.
+        common: Arguments of `flexfleet.run` for all runs (dataset, model, rounds, options, config, store_uri, ...).
+
+    Returns:
+        The comparison.
 
     Raises:
-        ConfigError: Something is wrong, before anything trains.
-        RunsFailed: Runs failed with an expected error, after all others ended. With one job an error of your own code
-            ends the comparison at once, with a note that names label and seed.
+        ConfigError: An argument is wrong. Nothing was trained.
+        RunsFailed: Some runs failed. The error is raised after all other runs have ended. With jobs=1, an error in your
+            own code ends the comparison at once.
 
     Example:
         >>> flexfleet.compare(["flexfl", "heterofl"], seeds=(0, 1, 2), rounds=20).table
     """
-    __tracebackhide__ = True
-
-    def go() -> Comparison:
-        if resume and id is None:
-            raise ConfigError("resume=True needs id, the name of the comparison to resume")
-        if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
-            raise ConfigError(f"jobs is the number of runs side by side, at least 1, got {jobs!r}")
-        if isinstance(to, str) or not hasattr(to, "__iter__"):
-            raise ConfigError(f"to: a list of accuracies is expected, e.g. (0.8, 0.9), got {to!r}")
-        reach = checked_accuracies(to)
-        name = dated("compare") if id is None else id
-        runs = entries_of(algorithms, _listed(seeds), over or {}, name, common)
-        for entry in runs:
-            check_reach(entry.config, jobs)
-        folder = Path(runs[0].config.run.store)
-        with isolated(), shown(progress):
-            compare_all(runs, name, to=reach, at_once=jobs, resume=resume, carry_out=one_by_one if jobs == 1 else None)
-        return Comparison(folder)
-
-    return told(go)
+    if resume and id is None:
+        raise ConfigError("id must be the name of the comparison to resume, because resume=True", path="id")
+    for name, values in (("seeds", seeds), ("to", to)):
+        if isinstance(values, str) or not hasattr(values, "__iter__"):
+            raise ConfigError(f"{name} must be a list of numbers, got {values!r}", path=name)
+    reach = accuracies_of(to)
+    name = dated("compare") if id is None else id
+    runs = entries_of(algorithms, seeds_of(plain(each, "seeds") for each in seeds), over or {}, name, common)
+    for entry in runs:
+        check_reach(entry.config, jobs)
+    with isolated(), shown(progress):
+        run_comparison(runs, name, to=reach, at_once=jobs, resume=resume, execute=one_by_one if jobs == 1 else None)
+    return Comparison(Path(runs[0].config.run.store))
 
 
-def _listed(seeds: Any) -> tuple[int, ...]:
-    """The seeds as plain whole numbers."""
-    if isinstance(seeds, str) or not hasattr(seeds, "__iter__"):
-        raise ConfigError(f"seeds: a list of whole numbers is expected, e.g. (0, 1, 2), got {seeds!r}")
-    return checked_seeds(plain(seed, "seeds") for seed in seeds)
-
-
-# ------------------------------------------------------------------------------------------------- what it gives
 class Comparison:
     """A finished comparison.
 
-    id, folder        its name and folder
-    labels, seeds     what was compared
-    table             a line for each label: means over the seeds and their sample standard deviations
-    runs              the `Result` of each run, by (label, seed)
-    report            the page with tables and curves
+    Attributes:
+        id: Name of the comparison.
+        folder: Folder of the comparison.
+        labels: The labels.
+        seeds: The seeds.
+        table: Table with the mean and the sample standard deviation over the seeds for each label.
+        runs: Map (label, seed) to the `Result` of the run.
+        report: Path of the HTML page with tables and curves.
+
+    Example:
+        >>> comparison = flexfleet.compare(["flexfl", "heterofl"], rounds=20)
+        >>> comparison.paired("flexfl", "heterofl")
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises ConfigError where there is no finished comparison."""
-        self.folder = path_of(folder).absolute()  # a notebook may change its folder
+        """Open a comparison. Raises ConfigError if the folder does not contain a finished comparison."""
+        self.folder = path_of(folder).absolute()  # a notebook may change its working directory
         if not (self.folder / "comparison.json").is_file():
             raise ConfigError(
-                f"{self.folder} holds no finished comparison: it has no comparison.json. One that was stopped goes on "
-                "with compare(..., id=..., resume=True)"
+                f"{self.folder} has no comparison.json, so it is not a finished comparison. Continue a "
+                "stopped comparison with compare(..., id=..., resume=True)"
             )
+        self._file = ComparisonFile.read(self.folder / "comparison.json")
+        self.id, self.labels, self.seeds = self._file.id, self._file.labels, self._file.seeds
+        self.report = self.folder / "comparison.html"
 
     def __repr__(self) -> str:
         labels, seeds = ", ".join(self.labels), ", ".join(map(str, self.seeds))
         return f"<flexfleet.Comparison {self.id}: {labels}; seeds {seeds}>"
 
     def __str__(self) -> str:
-        """The tables of the terminal."""
         return comparison_report.text(self._file)
 
-    def _repr_html_(self) -> str:
-        first = comparison_tables.tables(self._file)[0]
-        page = f'<p><a href="{html.escape(str(self.report))}">report</a></p>'
-        return f"<p>{html.escape(comparison_report.title(self._file))}</p>{to_html(first.head, first.rows)}{page}"
-
-    @cached_property
-    def _file(self) -> ComparisonFile:
-        return ComparisonFile.read(self.folder / "comparison.json")
-
     @property
-    def id(self) -> str:
-        return self._file.id
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return self._file.labels
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        return self._file.seeds
-
-    @property
-    def report(self) -> Path:
-        return self.folder / "comparison.html"
-
-    @property
-    def table(self) -> Any:
-        """`label`, `algorithm`, the parameters that differ, and the figures by their names in MLflow (`avg`,
-        `best_avg`, `mb_down`, ...; `_std` is the standard deviation)."""
+    def table(self) -> DataFrame:
         figures = comparison_report.metrics(self._file)
         rows = []
         for label, found in self._file.results.items():
             own = {name.removesuffix(f"/{label}"): v for name, v in figures.items() if name.endswith(f"/{label}")}
-            told = {"label": label, "algorithm": found.algorithm, **found.varied, **found.at}
-            rows.append({**told, "seeds": len(self.seeds), **own})
+            about = {"label": label, "algorithm": found.algorithm, **found.varied, **found.at}
+            rows.append({**about, "seeds": len(self.seeds), **own})
         return table(rows)
 
     @cached_property
     def runs(self) -> dict[tuple[str, int], Result]:
-        """Raises ConfigError where the runs' folders are not there, as with the figures that a pipeline kept."""
         pairs = [(label, seed) for label in self.labels for seed in self.seeds]
         return {(label, seed): Result(self.folder / run_name(label, seed)) for label, seed in pairs}
 
     def paired(self, a: str, b: str, metric: str = "avg") -> Paired:
-        """Return the differences a - b by seed, their mean and its 95 % interval, and p of the paired t test, adjusted
-        by Holm's method for all pairs of labels. `metric`: avg, full, best_avg, devices, mb_up, seconds, ... Raises
-        ConfigError for an unknown metric or label."""
+        """Compare two labels with a paired t test, in which each pair of runs has the same seed.
+
+        Args:
+            a: The first label.
+            b: The second label.
+            metric: Name of the metric: avg, full, best_avg, mb_up, seconds, ...
+
+        Raises:
+            ConfigError: The metric or one of the labels does not exist.
+
+        Example:
+            >>> comparison.paired("flexfl", "heterofl", "full").p
+        """
         if metric not in FIGURES:
             raise ConfigError(
-                f"there is no metric {metric!r}{did_you_mean(metric, FIGURES)}; there are {', '.join(FIGURES)}"
+                f"there is no metric {metric!r}{did_you_mean(metric, FIGURES)}. Choose one of {', '.join(FIGURES)}",
+                path="metric",
             )
         values = {label: [figure_of(run, metric) for run in found.runs] for label, found in self._file.results.items()}
         return paired(values, self.seeds, a, b, metric)
 
 
 def load_comparison(comparison: str | Path | Comparison) -> Comparison:
-    """The comparison in a folder, or of this id in the folder `runs`. Raises ConfigError where there is none."""
+    """Open a finished comparison.
+
+    Args:
+        comparison: Folder of the comparison, or the name of this folder in `runs`.
+
+    Returns:
+        The comparison.
+
+    Raises:
+        ConfigError: The folder does not contain a finished comparison.
+
+    Example:
+        >>> flexfleet.load_comparison("runs/compare-a").table
+    """
     if isinstance(comparison, Comparison):
         return Comparison(comparison.folder)
-    return Comparison(in_store(comparison, "comparison.json"))
+    return Comparison(find_folder(comparison, "comparison.json"))
+
+
+SMALLEST = 1e-12
+"""Smallest p-value that is printed as a number. Smaller p-values are printed as `< 1e-12`."""
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Differences between two labels of a comparison in one metric. There is one difference a - b for each seed. Both
+    runs with a seed use the same data and partition, unless the labels have different settings for them.
+
+    Example:
+        >>> print(comparison.paired("flexfl", "heterofl"))
+    """
+
+    a: str
+    b: str
+    metric: str
+    seeds: tuple[int, ...]
+    differences: tuple[float, ...]
+    """Differences in the unit of the metric. Accuracies are between 0 and 1, so 0.01 is one percentage point."""
+    mean: float
+    interval: tuple[float, float] | None
+    """95 % confidence interval of the mean (Student's t). None if there is one seed or all differences are equal."""
+    p: float | None
+    """Two-sided p-value of the paired t test, which assumes normally distributed differences. None if `interval` is
+    None."""
+    p_holm: float | None
+    """Value of `p`, adjusted by Holm's method for all pairs of labels. None if `interval` is None."""
+    pairs: int
+    """Number of pairs of labels that have this metric."""
+
+    def __str__(self) -> str:
+        each = ", ".join(f"{value:+.4f}" for value in self.differences)
+        text = f"{self.metric} of {self.a} - {self.b}: mean {self.mean:+.4f}"
+        if self.interval is not None:
+            text += f", 95 % interval [{self.interval[0]:+.4f}, {self.interval[1]:+.4f}]"
+        if self.p is not None and self.p_holm is not None:
+            text += f", p {_brief(self.p)} (paired t)"
+            text += f", {_brief(self.p_holm)} after Holm over {self.pairs} pairs" if self.pairs > 1 else ""
+        text += f"; seeds {', '.join(map(str, self.seeds))}: {each}"
+        return text if self.p is not None else f"{text}\nNo test: it needs two seeds with different differences."
+
+    __repr__ = __str__
+
+
+def _brief(p: float) -> str:
+    return f"{p:.3g}" if p >= SMALLEST else f"< {SMALLEST:g}"
+
+
+def paired(
+    values: Mapping[str, Sequence[float | None]], seeds: Sequence[int], a: str, b: str, metric: str = "avg"
+) -> Paired:
+    """Compare two labels. `values` maps each label to a list with one value for each seed. A value is None if the run
+    does not have the metric. Raises ConfigError if a label is unknown or lacks the metric."""
+    for label in (a, b):
+        if label not in values:
+            raise ConfigError(f"there is no label {label!r} in this comparison{nearest(label, list(values))}")
+        if None in values[label]:
+            raise ConfigError(f"{label} has no {metric}. Choose another metric, e.g. metric='full'")
+    if a == b:
+        raise ConfigError(f"{a!r} cannot be compared with itself. Choose two labels")
+    known = {label: [v for v in found if v is not None] for label, found in values.items() if None not in found}
+    tests = {pair: tested(known[pair[0]], known[pair[1]]) for pair in combinations(known, 2)}
+    # A pair without a test is treated as p = 1.
+    adjusted = dict(zip(tests, holm([1.0 if found is None else found.p for found in tests.values()]), strict=True))
+    differences = tuple(x - y for x, y in zip(known[a], known[b], strict=True))
+    mean, pair = fmean(differences), (a, b) if (a, b) in tests else (b, a)
+    found = tests[pair]
+    half, p = (None, None) if found is None else (found.half, found.p)
+    return Paired(
+        a=a,
+        b=b,
+        metric=metric,
+        seeds=tuple(seeds),
+        differences=differences,
+        mean=mean,
+        interval=None if half is None else (mean - half, mean + half),
+        p=p,
+        p_holm=None if p is None else adjusted[pair],
+        pairs=len(tests),
+    )

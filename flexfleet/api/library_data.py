@@ -1,10 +1,8 @@
-"""Data of one's own from folders of images, and from the data sets of other libraries."""
+"""Create data sets from folders of images, and from data sets of other libraries."""
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,11 @@ import numpy as np
 from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data
 from fl_engine.core.seeds import drawn
+from fl_engine.core.task import Task
 from fl_engine.core.text import path_of
-from fl_engine.data.files import MOST_NAMED
 from fl_engine.tasks import Classification
 from fl_engine.training.isolation import isolated
-from flexfleet.api.array_data import from_arrays
-from flexfleet.api.to_numpy import Array, array_of, pixels, targets_of
+from flexfleet.api.array_data import Array, array_of, from_arrays, pixels, targets_of
 
 log = logging.getLogger("flexfleet")
 
@@ -27,78 +24,86 @@ log = logging.getLogger("flexfleet")
 def from_folder(
     path: str | Path, *, test: float = 0.2, size: int | tuple[int, int] | None = None, name: str | None = None
 ) -> Data:
-    """Read images from a folder for each class, path/<class>/**/*, in every format that Pillow opens.
+    """Read images from one folder per class, path/<class>/**/*, in any format that Pillow supports.
 
-    The classes are the folders' names in alphabetical order; `data.task.names` keeps them. Of an image with several
-    frames the first is read. Files that are no images, or not in a class folder, or hidden, are skipped with a warning.
+    The classes are the folder names in alphabetical order, as listed in `data.task.names`. Files with other suffixes
+    are skipped with a warning.
 
     Args:
         path: The folder.
-        test: Share of the images to test on.
-        size: Height and width in pixels that all images are scaled to; None: all have the same size already.
-        name: Name of the data set; None: that of the folder.
+        test: Fraction of the images to use as the test set.
+        size: Height and width in pixels to which all images are resized. None if all images already have the same size.
+        name: Name of the data set; None: the folder's name.
+
+    Returns:
+        The data set, for `flexfleet.run(dataset=...)`.
 
     Raises:
-        DataError: A class folder has no image, an image cannot be read, or sizes differ.
+        DataError: A class folder does not contain images, an image cannot be read, or the image sizes differ.
         EnvironmentFailure: Pillow is not installed.
 
     Example:
         >>> data = flexfleet.from_folder("photos", size=32)
     """
-    if not isinstance(path, str | Path):
-        raise DataError(f"a folder is expected, got {path!r}")
-    root, wanted = path_of(path), None if size is None else _size(size)
-    folders = (each.name for each in root.iterdir() if each.is_dir()) if root.is_dir() else ()
-    classes = sorted(name for name in folders if not name.startswith("."))
-    if not classes:
-        raise DataError(f"{root}: a folder for each class is expected, {root}/<class>/*.png; there is none")
-    image = _pillow()
-    found: list[Array] = []
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise EnvironmentFailure("Pillow is not installed: pip install pillow") from error
+    root = path_of(path)
+    folders = sorted(each for each in root.iterdir() if each.is_dir()) if root.is_dir() else []
+    folders = [each for each in folders if not each.name.startswith(".")]
+    if not folders:
+        raise DataError(f"{root} must have one folder for each class, such as {root}/<class>/*.png")
+    suffixes = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    images: list[Array] = []
     labels: list[int] = []
-    skipped: list[str] = []
-    for file in _files(root):
-        at = file.relative_to(root)
-        read = None
-        if len(at.parts) > 1 and not any(part.startswith(".") for part in at.parts):
-            read = _picture(image, file, wanted)
-        if read is None:
-            skipped.append(str(at))
-            continue
-        found.append(read)
-        labels.append(classes.index(at.parts[0]))
-    if empty := sorted({*range(len(classes))} - {*labels}):
-        raise DataError(
-            f"{root / classes[empty[0]]}: no image that Pillow opens is there; remove the folder or fill it"
-        )
+    skipped: list[Path] = []
+    for label, folder in enumerate(folders):
+        for file in sorted(each for each in folder.rglob("*") if each.is_file()):
+            hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
+            if hidden or file.suffix.lower() not in suffixes:
+                skipped.append(file)
+                continue
+            try:
+                with Image.open(file) as opened:
+                    images.append(pixels(opened, str(file), None if size is None else _pair(size)))
+            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+                raise DataError(f"{file} cannot be read as an image: {error}") from error
+            labels.append(label)
+        if label not in labels:
+            raise DataError(f"{folder} has no image. Remove the folder, or add images")
     if skipped:
-        log.warning("%s: files skipped, not images of a class (%d): %s", root, len(skipped), _named(skipped))
-    grey = all(each.ndim == 2 for each in found)
-    found = [each if grey or each.ndim == 3 else np.repeat(each[None], 3, axis=0) for each in found]
-    first = found[0].shape[-2:]
-    if apart := next((each.shape[-2:] for each in found if each.shape[-2:] != first), None):
-        raise DataError(f"{root}: images of {first[0]}x{first[1]} and {apart[0]}x{apart[1]}: give size=(height, width)")
-    called = root.resolve().name if name is None else name
-    data = from_arrays(np.stack(found), np.array(labels), test=test, name=called)
-    return replace(data, task=Classification(len(classes), names=tuple(classes)))
+        log.warning("%s: %d files are not images and were skipped, such as %s", root, len(skipped), skipped[0])
+    if any(each.ndim == 3 for each in images):  # if some images have colors, grayscale images get three equal channels
+        images = [each if each.ndim == 3 else np.repeat(each[None], 3, axis=0) for each in images]
+    if len(shapes := {each.shape[-2:] for each in images}) > 1:
+        raise DataError(f"{root}: all images must have one size, got {sorted(shapes)[:3]}. Set size=(height, width)")
+    data = from_arrays(np.stack(images), np.array(labels), test=test, name=name or root.resolve().name)
+    return replace(data, task=Classification(len(folders), names=tuple(each.name for each in folders)))
 
 
-def from_torch(train: Any, test: Any = 0.2, *, name: str | None = None) -> Data:
-    """Read a torch `Dataset` of (sample, target) once.
+def from_torch(train: Any, test: Any = 0.2, *, task: str | Task | None = None, name: str | None = None) -> Data:
+    """Create a data set from a torch `Dataset` of pairs (sample, target). Each pair is read once.
 
     Args:
-        test: Another data set, or a share.
-        name: Name of the data set; None: that of its class.
+        train: The data set.
+        test: The test data set, or the fraction of `train` to use as the test set.
+        task: As in `from_arrays`, for example `segmentation` for targets (H, W).
+        name: Name of the data set; None: the name of its class.
+
+    Returns:
+        The data set, for `flexfleet.run(dataset=...)`.
 
     Raises:
-        DataError: Items are no samples and targets, or the data set's transform draws random numbers. Augment on the
-            clients instead (`training.augment`).
+        DataError: An item is not a pair (sample, target), or the transform of the data set is random. For random
+            augmentation, use `training.augment`.
 
     Example:
         >>> data = flexfleet.from_torch(torchvision.datasets.MNIST(root, transform=ToTensor()))
     """
     x, y = _read_items(train, "train")
     part = test if isinstance(test, float | int) else _read_items(test, "test")
-    return from_arrays(x, y, test=part, name=type(train).__name__ if name is None else name)
+    return from_arrays(x, y, test=part, task=task, name=name or type(train).__name__)
 
 
 def from_huggingface(
@@ -108,127 +113,69 @@ def from_huggingface(
     image: str = "image",
     label: str = "label",
     client: str | None = None,
+    task: str | Task | None = None,
     name: str | None = None,
 ) -> Data:
-    """Read a `datasets.Dataset` of Hugging Face.
+    """Create a data set from a Hugging Face `datasets.Dataset`.
 
     Args:
-        test: Another data set, or a share.
-        image: Column of images, or of lists of numbers.
-        label: Column of labels.
-        client: Column with the owner of each sample. A run then has these clients, unless it sets another
-            `partition_rule`.
-        name: Name of the data set; None: its own.
+        train: The data set.
+        test: The test data set, or the fraction of `train` to use as the test set.
+        image: Name of the column with images or lists of numbers.
+        label: Column with labels.
+        client: Column with the client that owns each sample. A run has these clients unless it sets `partition_rule`.
+        task: As in `from_arrays`.
+        name: Name of the data set; None: its Hugging Face name.
+
+    Returns:
+        The data set, for `flexfleet.run(dataset=...)`.
 
     Raises:
-        DataError: A column does not exist, or samples have different shapes.
+        DataError: A column does not exist, or the samples differ in shape.
 
     Example:
         >>> data = flexfleet.from_huggingface(datasets.load_dataset("mnist")["train"])
     """
-    x, y = _columns(train, image, label)
-    owner = None if client is None else _column(train, client)
-    known = str(getattr(getattr(train, "info", None), "dataset_name", None) or "huggingface")
-    part = test if isinstance(test, float | int) else _columns(test, image, label)
-    return from_arrays(x, y, test=part, clients=owner, name=known if name is None else name)
+    x, y = _column(train, image), _column(train, label)
+    owners = None if client is None else _column(train, client)
+    part = test if isinstance(test, float | int) else (_column(test, image), _column(test, label))
+    known = getattr(getattr(train, "info", None), "dataset_name", None) or "huggingface"
+    return from_arrays(x, y, test=part, clients=owners, task=task, name=name or str(known))
 
 
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise EnvironmentFailure("reading images needs Pillow: pip install pillow") from error
-    return Image
-
-
-def _size(given: Any) -> tuple[int, int]:
-    pair = (given, given) if isinstance(given, int) else given
+def _pair(size: Any) -> tuple[int, int]:
+    pair = (size, size) if isinstance(size, int) else size
     if not isinstance(pair, tuple | list) or [type(side) for side in pair] != [int, int] or min(pair) < 1:
-        raise DataError(f"size: a side, or (height, width), in pixels is expected, at least 1, got {given!r}")
-    high, wide = pair
-    return high, wide
+        raise DataError(f"size must be at least 1 pixel, either an integer or (height, width), got {size!r}")
+    return pair[0], pair[1]
 
 
-def _files(root: Path) -> list[Path]:
-    """Return all files below the folder, sorted; links to folders are followed. Raises DataError for an unreadable
-    folder."""
-
-    def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename}: cannot be read ({error.strerror}); check who may read it") from error
-
-    walked = os.walk(root, onerror=refuse, followlinks=True)
-    return sorted(Path(folder, name) for folder, _, names in walked for name in names)
-
-
-def _picture(image: Any, file: Path, size: tuple[int, int] | None) -> Array | None:
-    """Return the pixels of an image's first frame; None if neither its content nor its suffix is one that Pillow
-    opens."""
-    try:
-        with image.open(file) as opened:
-            return pixels(opened, str(file), size)
-    except image.UnidentifiedImageError as error:
-        if image.registered_extensions().get(file.suffix.lower()) not in image.OPEN:
-            return None
-        raise DataError(f"{file}: Pillow cannot read this image: {error}") from error
-    except (OSError, ValueError, SyntaxError, image.DecompressionBombError) as error:
-        raise DataError(f"{file}: Pillow cannot read this image: {error}") from error
-
-
-def _named(files: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = [f"{len(files) - MOST_NAMED} more"] if len(files) > MOST_NAMED else []
-    return ", ".join([*files[:MOST_NAMED], *more])
-
-
-def _read_items(given: Any, what: str) -> tuple[Array, Array]:
-    try:
-        count = len(given)
-    except TypeError as error:
-        raise DataError(
-            f"{what}: a Dataset with a length is expected, got {type(given).__name__}; of an iterable one collect the "
-            "samples and give them to from_arrays"
-        ) from error
-    if not hasattr(given, "__getitem__"):
-        of = ": give its data set, loader.dataset" if hasattr(given, "dataset") else ""
-        raise DataError(f"{what}: a Dataset that is read by position is expected, got {type(given).__name__}{of}")
-    xs: list[Array] = []
-    ys: list[Array] = []
+def _read_items(items: Any, what: str) -> tuple[Array, Array]:
     with isolated():
         before = drawn()
-        for i in range(count):
-            try:
-                x, y = given[i]
-            except (TypeError, ValueError) as error:
-                raise DataError(f"{what}: item {i} is no (sample, target): {error}") from error
-            xs.append(array_of(x, f"{what}: item {i}"))
-            ys.append(targets_of(y, f"{what}: target {i}"))
-        after = drawn()
-    if after != before:
-        raise DataError(
-            f"{what}: reading it draws random numbers, so its transform augments: leave that out, and augment on the "
-            "clients (options={'training.augment': [...]})"
-        )
-    if not xs:
-        raise DataError(f"{what}: the data set is empty")
-    shapes = {x.shape for x in xs}
-    if len(shapes) > 1:
-        raise DataError(f"{what}: samples have the shapes {sorted(shapes)[:3]}; make them alike: resize or pad them")
-    targets = {y.shape for y in ys}
-    if len(targets) > 1:
-        raise DataError(f"{what}: targets have the shapes {sorted(targets)[:3]}; each needs as many numbers")
-    return np.stack(xs), np.stack(ys)
+        try:
+            pairs = [(x, y) for x, y in (items[i] for i in range(len(items)))]
+        except (TypeError, ValueError, LookupError) as error:
+            raise DataError(
+                f"{what} must be a Dataset of pairs (x, y) that has a length, got {type(items).__name__} ({error})"
+            ) from error
+        if drawn() != before:
+            raise DataError(
+                f"{what} draws random numbers in its transform. Remove the augmentation, and augment on "
+                "the clients: options={'training.augment': [...]}"
+            )
+    if not pairs:
+        raise DataError(f"{what} must have at least one sample")
+    xs = [array_of(x, f"{what}: sample {i}") for i, (x, _) in enumerate(pairs)]
+    ys = [targets_of(y, f"{what}: target {i}") for i, (_, y) in enumerate(pairs)]
+    try:
+        return np.stack(xs), np.stack(ys)
+    except ValueError as error:
+        raise DataError(f"{what}: samples must have one shape, and targets must have one shape: {error}") from error
 
 
-def _columns(given: Any, image: str, label: str) -> tuple[Array, Array]:
-    rows, labels = _column(given, image), _column(given, label)
-    samples = [array_of(each, f"{image}: row {i}") for i, each in enumerate(rows)]
-    if len({each.shape for each in samples}) > 1:
-        raise DataError(f"{image}: samples of different shapes; resize them first (given.map)")
-    return np.stack(samples), targets_of(labels, label)
-
-
-def _column(given: Any, wanted: str) -> list[Any]:
-    names = list(getattr(given, "column_names", []))
+def _column(table: Any, wanted: str) -> list[Any]:
+    names = list(getattr(table, "column_names", []))
     if wanted not in names:
-        raise DataError(f"no column {wanted!r}; there are {', '.join(map(str, names)) or 'none'}: say which it is")
-    return list(given[wanted])
+        raise DataError(f"there is no column {wanted!r}. The columns are: {', '.join(map(str, names)) or 'none'}")
+    return list(table[wanted])

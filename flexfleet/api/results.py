@@ -1,103 +1,109 @@
-"""What a run gives, read from its folder."""
+"""Read the result of a run from the run's folder."""
 
 from __future__ import annotations
 
 import copy
-import html
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
-from fl_engine.backends.in_process import InProcess, prepare_process
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, nearest
+from fl_engine.backends.in_process import prepare_process
+from fl_engine.core.clients import kept_parameters, personal_weights
+from fl_engine.core.contracts import HasPersonalModels
+from fl_engine.core.errors import ConfigError, nearest
 from fl_engine.core.slicing import runnable
 from fl_engine.core.text import path_of
-from fl_engine.core.types import Params
-from fl_engine.data import partition_files
-from fl_engine.models.export import RawNetwork, type_of, with_statistics
-from fl_engine.rounds.ledger import Ledger, ledger_in
-from fl_engine.rounds.replay import ClientRound, replay
-from fl_engine.rounds.run import Run
+from fl_engine.core.types import Params, PoolModel
+from fl_engine.data.local_data import LOCAL
+from fl_engine.data.partition import Partition
+from fl_engine.models import export as exports
+from fl_engine.rounds.ledger import Ledger
+from fl_engine.rounds.replay import ClientRound
+from fl_engine.selection.capacity import level_of
 from fl_engine.storage import code
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import decode
+from fl_engine.storage.tensor_files import named
 from fl_engine.training.evaluation import weights_of
 from fl_engine.training.isolation import isolated
-from fl_engine.training.numerics import describe, differing
 from flexfleet.api.arguments import plain, with_own_data
-from flexfleet.api.callbacks import Callback, run_watched
-from flexfleet.api.calls import told
-from flexfleet.api.tables import table, to_html
-from flexfleet.config import Config, codecs, parse_schema, parse_with_algorithm
+from flexfleet.api.callbacks import Callback
+from flexfleet.api.calls import api_call, find_folder, run_watched, table
+from flexfleet.config import Config, parse_schema, parse_with_algorithm
+from flexfleet.config.dotted import applied
 from flexfleet.config.sources import sources
-from flexfleet.files import manifest
-from flexfleet.files.artifacts import ConfusionFile, PoolFile, RunFile
-from flexfleet.files.artifacts import Result as ResultFile
-from flexfleet.files.measure import measure_in
-from flexfleet.files.run_folder import check_is_folder
-from flexfleet.files.run_status import Tally, tally_of
+from flexfleet.files.artifacts import ConfusionFile, PoolFile, RunFile, RunResult
+from flexfleet.files.measure import levels_in, measure_in
+from flexfleet.files.run_folder import check_is_folder, check_manifest
+from flexfleet.files.run_status import tally_of
 from flexfleet.pipeline import own_code
-from flexfleet.pipeline.partition import folders_sum, simulated
+from flexfleet.pipeline.federate import replay_client
+from flexfleet.pipeline.partition import fleet_of
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.resume import devices_decide, store_of
-from flexfleet.pipeline.site import given_weights, initial_state, site_of, trace_of
+from flexfleet.pipeline.resume import store_of
 from flexfleet.pipeline.status import OF_STUDY, status_of
 
-DEFAULT_STORE = Path("runs")
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 class Result:
-    """A run: its figures, its model, its rounds. A finished one, or one that was stopped and can be resumed.
+    """Result of a finished run, or of a stopped run that can be resumed. Tables are DataFrames if pandas is installed,
+    otherwise lists of mappings.
 
-    run_id, folder    the run's name and folder
-    config            its configuration, as nested mappings
-    status            `finished`; `stopped`: it can be resumed; `diverged` or `nothing_merged`: its model is of no use
-    metrics           avg, full, levels{name: value}, ... of the last evaluation (see `files.artifacts.Result`)
-    report            the page of a finished run; None for one that is stopped
-    history           a line for each round
-    clients           a line for each client and round
-    levels            a line for each sub-model: size, multiply-adds, and its score
-    params            the global model's weights by name: a copy
+    Attributes:
+        run_id: Name of the run.
+        folder: Folder of the run.
+        config: Configuration of the run, as nested mappings.
+        status: `finished`; `stopped`: can be resumed; `diverged` or `nothing_merged`: the model is not usable.
+        metrics: avg, full, levels{name: value}, ... from the last evaluation (see `files.artifacts.RunResult`).
+        report: Path of the HTML report; None for a stopped run.
+        model_sha256: The sha256 of the final weights; None for a stopped run.
+        history: Table with one row for each round.
+        clients: Table with one row for each round and each client that trained, failed or evaluated its model in this
+            round. If `evaluate.on=clients`, a column contains the metric that the client measured.
+        partition: Map each client to an int64 array (n,) with the indices of its training samples in the data set.
+        levels: Table with size, multiply-adds, bytes and score of each sub-model.
+        params: A copy of the global model's state_dict.
+
+    Example:
+        >>> result = flexfleet.run(rounds=5)
+        >>> result.metrics["avg"], result.history
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises ConfigError if there is no run, EnvironmentFailure if its folder cannot be read, IntegrityError if a
-        file has changed since the run finished."""
-        self.folder = path_of(folder).absolute()  # a notebook may change its folder
+        """Open the run in a folder.
+
+        Raises:
+            ConfigError: The folder does not contain a run.
+            IntegrityError: A file has changed since the run finished.
+        """
+        self.folder = path_of(folder).absolute()  # a notebook may change its working directory
         self._made: Resolved | None = None
         check_is_folder(self.folder)
         if not (self.folder / "run.json").is_file():
-            if (self.folder / "central.json").is_file():
-                raise ConfigError(f"{self.folder} holds a central training, not a federated run")
-            raise ConfigError(f"{self.folder} is no folder of a run: it has no run.json")
-        manifest.check(self.folder)
+            raise ConfigError(f"{self.folder} is not the folder of a run, because it has no run.json")
+        check_manifest(self.folder)
 
     def __repr__(self) -> str:
-        return f"<flexfleet.Result {self.run_id}: {self.status}, round {len(self._rows)}{self._told()}, {self._tally}>"
-
-    def _repr_html_(self) -> str:
-        names = ["run", "status", "rounds", "failures"]
-        said = [self.run_id, self.status, len(self._rows), str(self._tally)]
+        scores = ""
         if "avg" in self.metrics:
             measure = measure_in(self._scored)
-            names += [f"avg {measure.unit}", f"full {measure.unit}"]
-            said += [measure.said(self.metrics[of]) for of in ("avg", "full")]
-        page = f'<p><a href="{html.escape(str(self.report))}">report</a></p>' if self.report else ""
-        return to_html([name.strip() for name in names], [said]) + page
-
-    def _told(self) -> str:
-        if "avg" not in self.metrics:
-            return ""
-        measure = measure_in(self._scored)
-        avg, full = (measure.with_unit(self.metrics[of]) for of in ("avg", "full"))
-        return f", avg {avg}, full {full}"
+            scores = f", avg {measure.with_unit(self.metrics['avg'])}, full {measure.with_unit(self.metrics['full'])}"
+        tally, rounds = tally_of(row.metrics for row in self._rows), len(self._rows)
+        more = ""
+        if self.status == "stopped":
+            more = f"; finish all {self._config.rounds.stop} rounds with .resume()"
+            if 0 < rounds < self._config.rounds.stop:
+                more += f", or finish after round {rounds} with .resume(rounds={rounds})"
+        return f"<flexfleet.Result {self.run_id}: {self.status}, round {rounds}{scores}, {tally}{more}>"
 
     # ------------------------------------------------------------------------------------------------ figures
     @cached_property
@@ -110,8 +116,8 @@ class Result:
 
     @contextmanager
     def _resolved(self, used: Collection[str] | None = None) -> Iterator[Resolved]:
-        """Yield what the configuration names, with the run's own code from its folder. Raises ConfigError if the source
-        of what the sections `used` (None: all) name has changed since the run started."""
+        """Yield the configuration with its algorithm, data and network. User code is imported from the run's folder.
+        Raises ConfigError if user code has changed. Checks only the sections `used` (None: all)."""
         with code.enabled_within(), isolated():
             own_code.enable(self._run, self.folder)
             if self._made is None:
@@ -122,19 +128,15 @@ class Result:
 
     @cached_property
     def _ledger(self) -> Ledger:
-        return ledger_in(store_of(self._config, self.run_id, self.folder))
+        return Ledger(store_of(self._config, self.run_id, self.folder))
 
     @cached_property
     def _rows(self) -> Sequence[Row]:
         return self._ledger.checkpoints.rows()
 
     @property
-    def _tally(self) -> Tally:
-        return tally_of(row.metrics for row in self._rows)
-
-    @property
     def _scored(self) -> Mapping[str, float]:
-        """The measurements of the last round that was evaluated."""
+        """Metrics of the last evaluated round."""
         return next((row.metrics for row in reversed(self._rows) if "avg" in row.metrics), {})
 
     @cached_property
@@ -142,15 +144,9 @@ class Result:
         return PoolFile.read(self.folder / "pool" / "pool.json")
 
     @cached_property
-    def _ended(self) -> str:
-        return status_of(self._config, self.folder, self._rows)
-
-    @cached_property
-    def _result(self) -> ResultFile | None:
+    def _result(self) -> RunResult | None:
         path = self.folder / "result.json"
-        if not path.is_file() or self._ended == "unfinished":
-            return None
-        return ResultFile.read(path)
+        return RunResult.read(path) if path.is_file() and self.status != "stopped" else None
 
     @property
     def run_id(self) -> str:
@@ -158,11 +154,11 @@ class Result:
 
     @property
     def config(self) -> dict[str, Any]:
-        return copy.deepcopy(self._run.config)  # the user may change what is handed out
+        return copy.deepcopy(self._run.config)  # the user may change the copy
 
-    @property
+    @cached_property
     def status(self) -> str:
-        return "stopped" if self._ended == "unfinished" else self._ended
+        return status_of(self._config, self.folder, self._rows).replace("unfinished", "stopped")
 
     @property
     def report(self) -> Path | None:
@@ -170,7 +166,6 @@ class Result:
 
     @property
     def model_sha256(self) -> str | None:
-        """The sha256 of the final weights; None for a run that is stopped."""
         return None if self._result is None else self._result.model_sha256
 
     @property
@@ -178,26 +173,61 @@ class Result:
         if self._result is not None:
             return copy.deepcopy(self._result.metrics)
         scored = self._scored
-        if not scored:
-            return {}
-        largest = [level.name for level in self._pool.levels if level.reported][-1]
-        of_largest = (key.removesuffix(f"/{largest}") for key in scored if key.endswith(f"/{largest}"))
-        name = next(key for key in of_largest if key != "loss" and scored[f"{key}/{largest}"] == scored["full"])
-        levels = {key.removeprefix(f"{name}/"): value for key, value in scored.items() if key.startswith(f"{name}/")}
-        return {"avg": scored["avg"], "full": scored["full"], "levels": levels}
+        return {"avg": scored["avg"], "full": scored["full"], "levels": levels_in(scored)} if scored else {}
 
     @property
-    def history(self) -> Any:
-        return table([{"round": row.round + 1, **row.metrics} for row in self._rows])
+    def history(self) -> DataFrame:
+        return table(self._history)
 
     @property
-    def clients(self) -> Any:
-        return table([{"round": row.round + 1, **line} for row in self._rows for line in row.clients])
+    def _history(self) -> list[dict[str, Any]]:
+        return [{"round": row.round + 1, **row.metrics} for row in self._rows]
 
     @property
-    def levels(self) -> Any:
+    def clients(self) -> DataFrame:
+        rows: list[dict[str, Any]] = []
+        for row in self._rows:
+            lines = {line["client"]: {"round": row.round + 1, **line} for line in row.clients}
+            for line in row.evaluations:
+                given = lines.get(line["client"], {"round": row.round + 1, "sent": line["level"]})
+                scores = {key: value for key, value in line.items() if key not in ("level", "tier", "loss")}
+                lines[line["client"]] = {**given, **scores}
+            rows += [lines[client] for client in sorted(lines)]
+        return table(rows)
+
+    @cached_property
+    def partition(self) -> dict[int, NDArray[np.int64]]:
+        parts = Partition.load(self.folder / "partition").clients
+        return {client: np.array(indices) for client, indices in enumerate(parts)}
+
+    def client_data(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a copy of a client's samples and targets. The samples are not normalised. Samples that the client
+        holds out for evaluation are included.
+
+        Args:
+            client: Number of the client.
+
+        Raises:
+            ConfigError: The client does not exist, or the clients have their own data (`partition.rule=local`).
+
+        Example:
+            >>> x, y = result.client_data(3)
+        """
+        if self._config.partition.rule == LOCAL:
+            raise ConfigError("partition.rule=local: only the clients can read samples", path="partition.rule")
+        chosen = torch.from_numpy(self.partition[self._client(client)])
+        with self._resolved(("dataset",)) as resolved:
+            return resolved.data.train_x[chosen], resolved.data.train_y[chosen]
+
+    def _client(self, client: int) -> int:
+        if isinstance(client, bool) or not hasattr(client, "__index__") or client not in self.partition:
+            raise ConfigError(f"client must be from 0 to {len(self.partition) - 1}, got {client!r}", path="client")
+        return int(client)
+
+    @property
+    def levels(self) -> DataFrame:
         scores, local = self.metrics.get("levels", {}), self.metrics.get("local", {})
-        sizes = ("name", "params", "share", "flops", "bytes", "dispatched", "reported")
+        sizes = ("name", "params", "share", "macs", "bytes", "dispatched", "reported")
         lines = [{key: getattr(level, key) for key in sizes} for level in self._pool.levels]
         for line in lines:
             found = local.get(line["name"], {})
@@ -207,7 +237,7 @@ class Result:
     # -------------------------------------------------------------------------------------------------- model
     @property
     def params(self) -> Params:
-        return {name: tensor.clone() for name, tensor in self._params.items()}  # the user may change what is handed out
+        return {name: tensor.clone() for name, tensor in self._params.items()}  # the user may change the copy
 
     @cached_property
     def _params(self) -> Params:
@@ -215,160 +245,222 @@ class Result:
             return decode((self.folder / "model.safetensors").read_bytes(), str(self.folder / "model.safetensors"))
         last = max(self._ledger.checkpoints.commits(), default=None)
         if last is None:
-            raise ConfigError(f"{self.run_id}: no round is committed yet: resume it")
+            raise ConfigError(f"{self.run_id} has no committed round yet. Resume it")
         tensors, _ = self._ledger.checkpoints.read(last)
         prefix = "params/"
         return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
     def model(self, level: str | None = None) -> nn.Module:
-        """Return a copy of the network of a level (None: the largest), in evaluation mode. It takes raw samples, as the
-        data set has them. Batch norm without statistics, or with statistics for each level (`static_bn`), gets those of
-        the server's proxy data, as in `publish`. Raises ConfigError if the level does not exist, a needed proxy is
-        missing, or the source of the network or the data set has changed."""
-        with self._resolved(("model", "dataset")) as resolved:
-            pool = self._pool.pool()
-            names = [member.name for member in pool]
-            wanted = names[-1] if level is None else level
-            if wanted not in names:
-                raise ConfigError(f"there is no level {wanted!r}{nearest(str(wanted), names)}")
-            data, family, member = resolved.data, resolved.family, pool[names.index(wanted)]
-            prepare_process(("cpu",))
-            parts = partition_files.load(self.folder / "partition", data)
-            proxy = torch.from_numpy(np.sort(np.concatenate([parts.proxy_train, parts.proxy_test])))
-            views = weights_of(self._params, family.layout(), member)
-            weights = {name: tensor.clone() for name, tensor in views.items()}
-            family, weights = with_statistics(family, weights, member, data, proxy)
-            network = runnable(family, member.spec, weights).eval()
-        axes = len(data.input_shape)
-        return RawNetwork(network, type_of(data), axes, data.mean, data.std, member.ensemble).eval()
+        """Return a copy of a level's network in evaluation mode. The input of the network is raw samples of the data
+        set. If the batch-norm layers do not have statistics, the statistics are computed from the server's proxy data.
 
-    def confusion(self, level: str | None = None) -> Any:
-        """Return the confusion matrix of a level (None: the largest): counts of test samples by class (row) and
-        predicted class (column). Raises ConfigError if the run is not finished, or the level was not evaluated."""
+        Args:
+            level: Name of the level; None: the largest.
+
+        Raises:
+            ConfigError: The level does not exist, proxy data are required but missing, or the code of the network or
+                data set has changed.
+
+        Example:
+            >>> result.model("M1")(data.test_x).argmax(1)
+        """
+        with self._resolved(("model", "dataset")) as resolved:
+            member = self._member(level)
+            return self._network(resolved, member, weights_of(self._params, resolved.family.layout(), member))
+
+    def _member(self, level: str | None) -> PoolModel:
+        pool = self._pool.pool()
+        names = [member.name for member in pool]
+        wanted = names[-1] if level is None else level
+        if wanted not in names:
+            raise ConfigError(f"there is no level {wanted!r}{nearest(str(wanted), names)}", path="level")
+        return pool[names.index(wanted)]
+
+    @api_call
+    def export(self, level: str | None, path: str | Path, *, onnx: bool = True) -> Path:
+        """Write the files of a level into a folder, for inference on a device: `model.onnx` (for raw samples, without
+        flexfleet), `model.safetensors` (the weights) and `submodel.json` (a description of the network).
+        `fl_engine.models.export.load` loads the level in Python.
+
+        Args:
+            level: Name of the level; None: the largest.
+            path: The folder. A missing folder is created.
+            onnx: True to write `model.onnx`, which requires flexfleet[export].
+
+        Returns:
+            The folder.
+
+        Raises:
+            ConfigError: The level does not exist or was not evaluated, or the network cannot be exported.
+            EnvironmentFailure: The packages for ONNX are not installed.
+
+        Example:
+            >>> result.export("M1", "device/M1")
+        """
+        folder = path_of(path)
+        if folder.suffix == ".onnx":
+            raise ConfigError(f"path must be the folder for model.onnx, got {str(path)!r}", path="path")
+        with self._resolved(("model", "dataset")) as resolved:
+            member, data = self._member(level), resolved.data
+            score = self.metrics.get("levels", {}).get(member.name)
+            if score is None:
+                known = ", ".join(self.metrics.get("levels", {})) or "none"
+                raise ConfigError(f"level {member.name} has no test score. Levels with a score: {known}", path="level")
+            prepare_process(("cpu",))
+            name, proxy = resolved.config.model["name"], self._proxy(resolved)
+            _, network = exports.export(name, resolved.family, self._params, member, data, proxy, score, folder)
+            if onnx:
+                exports.to_onnx(network, data, folder / exports.ONNX)
+        return folder
+
+    def _proxy(self, resolved: Resolved) -> torch.Tensor:
+        """Return the indices of the server's proxy samples."""
+        parts = Partition.load(self.folder / "partition", resolved.data)
+        return torch.from_numpy(np.sort(np.concatenate([parts.proxy_train, parts.proxy_test])))
+
+    def personal(self, client: int) -> nn.Module:
+        """Return the personal model of a client in evaluation mode. The model has the level of the client's device. In
+        FedPer and FedBN, the model consists of global parameters and the parameters that the client keeps. In Ditto,
+        each client has a separate model. If the client has never been selected, the result is the global model.
+
+        Args:
+            client: Number of the client.
+
+        Raises:
+            ConfigError: The client does not exist, or the algorithm does not have personal models.
+
+        Example:
+            >>> x, y = result.client_data(3)
+            >>> (result.personal(3)(x).argmax(1) == y).float().mean()
+        """
+        client = self._client(client)
+        with self._resolved() as resolved:
+            algorithm, family, pool = resolved.algorithm, resolved.family, self._pool.pool()
+            if not kept_parameters(algorithm, family, pool) and not isinstance(algorithm, HasPersonalModels):
+                raise ConfigError(f"{type(algorithm).__name__} has one model for all clients. Use result.model()")
+            member = pool[level_of(fleet_of(resolved, pool)[client], pool)]
+            weights = weights_of(self._params, family.layout(), member)  # ConfigError without a committed round
+            files = named(self._ledger.checkpoints.rest(max(self._ledger.checkpoints.commits())))
+            state = self._ledger.states.get(files[client]) if client in files else {}
+            return self._network(resolved, member, personal_weights(algorithm, state, weights))
+
+    def _network(self, resolved: Resolved, member: PoolModel, views: Params) -> nn.Module:
+        """Return the level's network in evaluation mode, with a copy of these weights."""
+        data, family = resolved.data, resolved.family
+        prepare_process(("cpu",))
+        weights = {name: tensor.clone() for name, tensor in views.items()}
+        family, weights = exports.with_statistics(family, weights, member, data, self._proxy(resolved))
+        return exports.raw_network(runnable(family, member.spec, weights).eval(), data, member.ensemble)
+
+    def confusion(self, level: str | None = None) -> DataFrame:
+        """Return the confusion matrix of a reported level. Each cell is the number of test samples (for segmentation,
+        pixels) with a true class (row) and a predicted class (column). Rows and columns have class names, if known.
+
+        Args:
+            level: Name of the level; None: the largest.
+
+        Raises:
+            ConfigError: The run is not finished, the task does not have classes, or the level is not reported.
+
+        Example:
+            >>> result.confusion("M1")
+        """
         if self._result is None:
-            raise ConfigError(f"{self.run_id} is stopped: its confusion is counted when it has finished; resume it")
-        found = ConfusionFile.read(self.folder / "confusion.json").levels
+            raise ConfigError(f"{self.run_id} has not finished, so its confusion matrix does not exist. Resume it")
+        file = ConfusionFile.read(self.folder / "confusion.json")
+        found = file.levels
         if not found:
-            raise ConfigError(f"{self.run_id}: its task has no classes")
+            raise ConfigError(f"{self.run_id} has no confusion matrix, because its task has no classes")
         wanted = list(found)[-1] if level is None else level
         if wanted not in found:
-            if wanted in [level.name for level in self._pool.levels]:
-                raise ConfigError(
-                    f"level {wanted!r} is not reported, so its answers are not counted: {', '.join(found)} are"
-                )
-            raise ConfigError(f"there is no level {wanted!r}{nearest(str(wanted), found)}")
-        return table([{str(j): count for j, count in enumerate(row)} for row in found[wanted]])
+            raise ConfigError(f"there is no reported level {wanted!r}{nearest(str(wanted), found)}")
+        names = file.names or tuple(map(str, range(len(found[wanted]))))
+        return table([dict(zip(names, row, strict=True)) for row in found[wanted]], file.names)
 
     # ------------------------------------------------------------------------------------------------- rounds
+    @api_call
     def resume(
         self,
         rounds: int | None = None,
         *,
         mlflow_uri: str | None = None,
         callbacks: Sequence[Callback] = (),
-        progress: bool | None = None,
+        progress: bool = True,
     ) -> Result:
-        """Continue a stopped run, or a finished one with more rounds.
+        """Continue a stopped run, or extend a finished run with more rounds.
 
         Args:
-            rounds: Number of rounds in all; None: as configured.
-            mlflow_uri: Address of its MLflow, if it has moved or has a password, which run.json does not hold.
-        """
-        __tracebackhide__ = True
+            rounds: Total number of rounds, including finished rounds; None for the configured number.
+            mlflow_uri: Address of MLflow, if it has changed or has a password. run.json does not contain passwords.
+            callbacks: As in `flexfleet.run`.
+            progress: As in `flexfleet.run`.
 
-        def go() -> Result:
-            folder = self.folder if self.folder.name != ".." else self.folder.resolve()
-            resolved = _to_go_on_with(folder, rounds, mlflow_uri)
-            return run_watched(resolved, folder.name, True, callbacks, progress, Result)
-
-        try:
-            return told(go)
-        finally:  # what was read before is not so any more
-            for name in ("_run", "_config", "_ledger", "_rows", "_pool", "_ended", "_result", "_params"):
-                self.__dict__.pop(name, None)
-            self._made = None
-
-    def replay(self, round: int, client: int) -> ClientRound:
-        """Compute once more what `client` did in `round`, counted from 1: order, task, start, update, change.
-
-        The rounds since the last stored state are computed again; with options={'rounds.keep_every': 1} there are none.
+        Returns:
+            The new result.
 
         Raises:
-            ConfigError: The client was not asked, or failed; or what it trained on, or its memory, is not known here.
+            FlexfleetError: The run cannot be resumed. The errors of `flexfleet.run` are also raised.
+
+        Example:
+            >>> result.resume(rounds=20)
+        """
+        folder = self.folder if self.folder.name != ".." else self.folder.resolve()
+        run = RunFile.read(folder / "run.json")  # the folder may be a renamed copy
+        given = {"run.store": folder.parent, "rounds.stop": rounds, "tracking.mlflow": mlflow_uri}
+        values = applied(run.config, {path: plain(value, path) for path, value in given.items() if value is not None})
+        config, algorithm = parse_with_algorithm(values, stored=True)
+        config = with_own_data(config, folder)
+        if config.run.remote is not None and run.run_id != folder.name and folder.parent.name in OF_STUDY:
+            study = folder.resolve().parent.parent.name
+            raise ConfigError(f"{folder} belongs to the study {study} and cannot be resumed alone. Resume the study")
+        try:
+            return run_watched(Resolved(config, algorithm), folder.name, True, callbacks, progress, Result)
+        finally:  # the files have changed
+            vars(self).clear()
+            self.folder, self._made = folder, None
+
+    def replay(self, round: int, client: int) -> ClientRound:
+        """Repeat the training of one client in one round.
+
+        Rounds since the last stored state are repeated too. options={'rounds.keep_every': 1} stores every state.
+
+        Args:
+            round: Number of the round, counted from 1.
+            client: Number of the client.
+
+        Returns:
+            The assignment, the weights before training, the update, and the difference between update and weights.
+
+        Raises:
+            ConfigError: The client was not selected or failed, or this machine does not have the client's data or
+                memory.
             IntegrityError: The run's files or data have changed.
-            EnvironmentFailure: This machine would compute other bits.
+            EnvironmentFailure: This machine cannot produce bit-identical results.
+
+        Example:
+            >>> result.replay(round=2, client=7).change
         """
         for name, value in (("round", round), ("client", client)):
             if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise ConfigError(f"{name} is a whole number, got {value!r}")
+                raise ConfigError(f"{name} must be a whole number, got {value!r}", path=name)
         with self._resolved() as resolved:
-            config = resolved.config
-            if devices_decide(config):
-                raise ConfigError(
-                    f"what clients trained follows from the memory that they had free ({config.run.backend}.observe="
-                    "cgroup), so a round cannot be computed again"
-                )
-            before = self._run.numerics
-            site = site_of(resolved, self.folder / "partition", self.folder / "pool", before)
-            if site.most is not None:
-                if config.run.apart:
-                    raise ConfigError(
-                        "what clients have trained on lies on their devices (partition.rule=local), so no client's "
-                        "work can be replayed here"
-                    )
-                site = simulated(resolved, site)
-                if self._run.folders_sha256 not in (None, folders_sum(site)):
-                    raise IntegrityError("the run had other data in partition.folders than there are now")
-            if others := differing(before, describe(site.numerics, config.run.devices)):
-                raise EnvironmentFailure(
-                    f"this machine would not compute the same bits as the one where the run was made: {others}"
-                )
-            initial = initial_state(resolved, site, given_weights(self.folder / "pool", site.family))
-            trace, wait = trace_of(config, site)[0], config.fleet.wait_s
-            run = Run(resolved.algorithm, site, config.rounds, config.run.devices, None, codecs(config), trace, wait)
-            backend = InProcess(site, config.run.devices)
-            return replay(run, initial, backend, self._ledger, round - 1, client)
-
-
-def _to_go_on_with(folder: Path, rounds: int | None, mlflow_uri: str | None) -> Resolved:
-    """Return the configuration of the run in the folder, which may be a copy or have another name."""
-    run = RunFile.read(folder / "run.json")
-    values = dict(run.config)
-    values["run"] = {**values["run"], "store": str(folder.parent)}
-    if rounds is not None:
-        values["rounds"] = {**values["rounds"], "stop": plain(rounds, "rounds")}
-    if mlflow_uri is not None:
-        values["tracking"] = {**values["tracking"], "mlflow": plain(mlflow_uri, "mlflow_uri")}
-    config, algorithm = parse_with_algorithm(values, stored=True)
-    config = with_own_data(config, folder)
-    if config.run.remote is not None and run.run_id != folder.name and folder.parent.name in OF_STUDY:
-        study = folder.resolve().parent.parent.name
-        raise ConfigError(f"{folder} is a run of the study {study}, and goes on with it alone: resume the study")
-    return Resolved(config, algorithm)
+            return replay_client(resolved, self.folder, self._run, self._ledger, round - 1, client)
 
 
 def load(run: str | Path | Result) -> Result:
-    """Open the run in a folder, or of this name in the folder `runs`.
+    """Open a run. Code is not imported, so first import the module of your own network, algorithm or data set.
 
-    Import the module of your own network, algorithm or data set first, because a run's files cannot import it. Raises
-    ConfigError if there is no run, IntegrityError if a file has changed since the run finished.
+    Args:
+        run: Folder of the run, or its name in the folder `runs`.
+
+    Returns:
+        The run.
+
+    Raises:
+        ConfigError: The run does not exist.
+        IntegrityError: A file has changed since the run finished.
 
     Example:
         >>> flexfleet.load("runs/a").history
     """
-    if isinstance(run, Result):
-        return Result(run.folder)
-    return Result(in_store(run, "run.json"))
-
-
-def in_store(name: str | Path, file: str) -> Path:
-    """The folder that holds this file, here or in the folder `runs`. Raises ConfigError where there is no such
-    folder."""
-    if not isinstance(name, str | Path):
-        raise ConfigError(f"a folder or a name is expected, got {name!r}")
-    path, inside = path_of(name), DEFAULT_STORE / name
-    found = next((each for each in (path, inside) if (each / file).is_file()), None)
-    if found is None and not any(map(os.path.lexists, (path, inside))):
-        places = dict.fromkeys((str(path), str(inside)))  # one, where the path is absolute
-        raise ConfigError(f"there is no folder {', nor '.join(places)}")
-    return found or (path if os.path.lexists(path) else inside)
+    return Result(run.folder if isinstance(run, Result) else find_folder(run, "run.json"))

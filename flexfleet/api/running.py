@@ -1,20 +1,22 @@
-"""`flexfleet.run`: a run from Python."""
+"""`flexfleet.run` trains from Python."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from fl_engine.core.samples import Data
 from flexfleet.api.arguments import Arguments
-from flexfleet.api.callbacks import Callback, run_watched
-from flexfleet.api.calls import told
+from flexfleet.api.callbacks import Callback
+from flexfleet.api.calls import api_call, run_watched
 from flexfleet.api.results import Result
 from flexfleet.config import Config
+from flexfleet.config.dotted import SHORT
 from flexfleet.pipeline.prepare import Resolved
 
 
+@api_call
 def run(
     dataset: str | Data | None = None,
     model: Any = None,
@@ -35,54 +37,66 @@ def run(
     run_id: str | None = None,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
-    progress: bool | None = None,
+    progress: bool = True,
 ) -> Result:
-    """Partition the data, train, evaluate and report, as `flexfleet run` does, with the same bits.
-
-    Only files that are named here are read. The keywords are the fields of the run form.
+    """Partition the data, train, evaluate and write a report. The command `flexfleet run` trains a bit-identical model.
 
     Args:
-        dataset: A name (default: digits), or data (`from_arrays`, `from_folder`, ...).
-        model: A name (default: small_cnn), a torch module's class, or a function that builds one.
+        dataset: A name (default: digits), or a data set from `from_arrays`, `from_folder` and so on.
+        model: A name (default: small_cnn), a torch module class, or a function that returns a torch module.
         algorithm: A name (default: flexfl), a class, or an object with its options.
+        rounds: Number of rounds.
+        clients: Number of clients.
+        partition_rule: Rule that divides the data among the clients: iid, dirichlet, natural, ...
+        dirichlet_alpha: Concentration of the Dirichlet distribution. With smaller values, clients are less similar.
+        client_fraction: Fraction of the clients that train in each round.
+        local_epochs: Number of local epochs of each client in a round.
+        learning_rate: Learning rate of the clients.
+        seed: Seed for all random decisions.
+        mlflow_uri: MLflow's address (default: sqlite:///mlflow.db). options={"tracking.mlflow": None} disables it.
+        store_uri: Folder that contains all runs (default: `runs`), or s3://bucket/prefix for the ledgers of the runs.
         options: All other parameters by dotted name, e.g. {"training.momentum": 0.9}.
-        config: A params.yaml, or its sections, below the keywords and options.
-        store_uri: The folder of all runs (default: `runs`), or s3://bucket/prefix for their ledgers.
-        mlflow_uri: Default: sqlite:///mlflow.db. Give options={"tracking.mlflow": None} for none.
+        config: Path of a params.yaml, or a mapping with its sections. Keywords and options override `config`.
+        run_id: Name of the run's folder; None: a name with algorithm, seed and time.
         resume: Resume the run with this `run_id`.
-        progress: None logs a line for each round, in a notebook shows a bar; True logs lines in a notebook too; False
-            shows neither. The logger `flexfleet` logs warnings in each case.
+        callbacks: `Callback` objects.
+        progress: Log a line for each round. Warnings are always logged.
 
     Returns:
-        The result. A run that a callback stops has the status `stopped`. A run that merged no update has the status
-        `diverged` or `nothing_merged` and logs a warning; its model is of no use.
+        The result. If the status is `diverged` or `nothing_merged`, the model is not usable.
 
     Raises:
-        FlexfleetError: Something is wrong (ConfigError, DataError, ...), if possible before anything trains.
+        FlexfleetError: An argument, the data or the environment is wrong (ConfigError, DataError, ...). Most errors
+            are raised before training starts.
 
     Example:
         >>> result = flexfleet.run("digits", algorithm="heterofl", rounds=5)
     """
-    keywords = {
-        "dataset": dataset,
-        "model": model,
-        "algorithm": algorithm,
-        "rounds": rounds,
-        "clients": clients,
-        "partition_rule": partition_rule,
-        "dirichlet_alpha": dirichlet_alpha,
-        "client_fraction": client_fraction,
-        "local_epochs": local_epochs,
-        "learning_rate": learning_rate,
-        "seed": seed,
-        "mlflow_uri": mlflow_uri,
-        "store_uri": store_uri,
-    }
-    __tracebackhide__ = True
+    given = locals()
+    arguments = Arguments({name: given[name] for name in (*SHORT, "config", "options")})
+    resolved = Resolved(*arguments.load(arguments.overrides))
+    return run_watched(resolved, run_id, resume, callbacks, progress, Result)
 
-    def go() -> Result:
-        arguments = Arguments(config, options, keywords)
-        resolved = Resolved(*arguments.load(arguments.overrides))
-        return run_watched(resolved, run_id, resume, callbacks, progress, Result)
 
-    return told(go)
+class Common(TypedDict, total=False):
+    """Arguments of `run` that `compare` and `tune` also accept."""
+
+    dataset: str | Data | None
+    model: Any
+    rounds: int | None
+    clients: int | None
+    partition_rule: str | None
+    dirichlet_alpha: float | None
+    client_fraction: float | None
+    local_epochs: int | None
+    learning_rate: float | None
+    mlflow_uri: str | None
+    store_uri: str | None
+    options: Mapping[str, Any] | None
+    config: str | Path | Mapping[str, Any] | Config | None
+
+
+class CommonAndSeed(Common, total=False):
+    """Arguments of `run` that `tune` also accepts."""
+
+    seed: int | None

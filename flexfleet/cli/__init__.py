@@ -1,1 +1,1 @@
-"""What each command of the console does: it reads its arguments, calls the package, and prints a table or JSON."""
+"""Console commands. Each command parses its arguments, calls the package, and prints a table or JSON."""

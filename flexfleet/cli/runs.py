@@ -1,164 +1,248 @@
-"""The commands of one run: run, central, check, report, status."""
+"""Commands for one configuration or for finished runs: run, central, pool, check, report, status."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import logging
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from fl_engine.core.errors import ConfigError, Diverged, FlexfleetError, masked
-from fl_engine.core.system import seldom_collected
+from fl_engine.core.errors import ConfigError, Diverged, FlexfleetError, IntegrityError, masked
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import show
 
 if TYPE_CHECKING:
+    from fl_engine.core.contracts import ModelFamily
     from flexfleet.config import Config
+    from flexfleet.files.artifacts import PoolFile
+    from flexfleet.pipeline.resume import Attempt
 
 log = logging.getLogger("flexfleet")
 
 
 def run(args: argparse.Namespace) -> int:
     from flexfleet.config.run_names import new_name
+    from flexfleet.files.measure import Measure
+    from flexfleet.files.run_status import tally_in
     from flexfleet.pipeline.prepare import resolved_of
     from flexfleet.pipeline.run import run as run_all
 
-    resumes_by_name(args)
+    check_resume(args, "--run-id")
     resolved = resolved_of(args)
     config = resolved.config
     run_id = new_name(config) if args.run_id is None else args.run_id
-    tell_if_new(config, Path(config.run.store) / run_id, args.resume)
-    result = run_all(
-        resolved,
-        run_id,
-        resume=args.resume,
-        discard_damaged=args.discard_damaged,
-        accept_numerics=args.accept_numerics,
-        shared=args.shared,
-        tags=tags_of(args.tag),
-    )
-    from flexfleet.files.run_status import tally_in
-
-    tally = tally_in(out := Path(config.run.store) / run_id)
+    out = Path(config.run.store) / run_id
+    result = run_all(resolved, run_id, _attempt(args), args.shared)
     if args.json:
         show(result.model_dump_json())
     else:
-        from flexfleet.files.measure import Measure
         from flexfleet.reports import precisions
+        from flexfleet.reports.finished_run import load
         from flexfleet.reports.report import table
 
-        show(table([out]))
+        show(table([load(out)]))
         if found := precisions.of_run(out, list(result.metrics["levels"]), result.model_sha256):
             show(precisions.table(found))
         show(f"report: {result.report}")
-        if config.tracking.mlflow:
-            show(where_tracked(config.tracking.mlflow))
+        show_tracked(config)
         avg = Measure(resolved.data.task.metric.name).with_unit(result.metrics["avg"])
-        show(f"{run_id} {result.status}: avg {avg}, {tally}")
+        show(f"{run_id} {result.status}: avg {avg}, {tally_in(out)}")
     return 0 if result.status == "finished" else Diverged.exit_code
 
 
-def central(args: argparse.Namespace) -> int:
+def _attempt(args: argparse.Namespace) -> Attempt:
+    from flexfleet.pipeline.resume import Attempt
+
+    return Attempt(args.resume, args.discard_damaged, args.accept_numerics, tags_of(args.tag))
+
+
+def central(args: argparse.Namespace) -> None:
     from flexfleet.config.run_names import dated
+    from flexfleet.files.measure import Measure
     from flexfleet.pipeline.central import central as train
     from flexfleet.pipeline.prepare import resolved_of
 
-    resumes_by_name(args)
+    check_resume(args, "--run-id")
     resolved = resolved_of(args)
     config = resolved.config
     run_id = dated(f"central-s{config.seed}") if args.run_id is None else args.run_id
-    tell_if_new(config, Path(config.run.store) / run_id, args.resume)
-    result = train(
-        resolved,
-        run_id,
-        resume=args.resume,
-        discard_damaged=args.discard_damaged,
-        accept_numerics=args.accept_numerics,
-        tags=tags_of(args.tag),
-    )
+    result = train(resolved, run_id, _attempt(args))
     if args.json:
         show(result.model_dump_json())
-        return 0
-    from flexfleet.files.measure import Measure
-
+        return
     m, measure = result.metrics, Measure(resolved.data.task.metric.name)
     best = f"best {measure.with_unit(m['best']['full'])} after epoch {m['best']['round']}"
     show(f"{result.run_id}: {measure.name} {measure.with_unit(m['full'])} after {config.central.epochs} epochs, {best}")
     show(f"curve: {result.report}")
-    if config.tracking.mlflow:
-        show(where_tracked(config.tracking.mlflow))
-    return 0
+    show_tracked(config)
 
 
-def check(args: argparse.Namespace) -> int:
-    from flexfleet.files.progress import kept_warnings
+def pool(args: argparse.Namespace) -> None:
+    from fl_engine.preparation.weights import given as weights_of
+    from fl_engine.rounds.server import ServerSite
+    from flexfleet.files import prepared
+    from flexfleet.files.artifacts import Apoz
+    from flexfleet.pipeline import model_pool, partition, pretrain
+    from flexfleet.pipeline.prepare import resolved_of
+
+    resolved = resolved_of(args)
+    config, algorithm = resolved.config, resolved.algorithm
+    results: dict[str, Any] = {"apoz": Apoz.read(args.apoz)} if args.apoz else {}
+    missing = [name for name in algorithm.preparations if name not in results]
+    shape = _sample(args, config, needs_data=bool(missing))
+
+    def no_server() -> NoReturn:
+        raise ConfigError(f"the pool of {config.algorithm['name']} needs the server's data. Leave out --input")
+
+    server = partition.server_of(resolved) if shape is None else ServerSite(no_server)
+    if shape is not None:
+        family, weights = resolved.network(*shape), {}
+    else:
+        family = resolved.family
+        if missing:
+            with stopping_at_once(), tempfile.TemporaryDirectory() as scratch:
+                partition.partition(resolved, Path(scratch))
+                pretrain.pretrain(resolved, Path(scratch), Path(scratch))
+                results = {**prepared.read(Path(scratch), algorithm.preparations), **results}
+        weights = resolved.start or weights_of(results)
+    try:
+        built = model_pool.build(config, algorithm, family, results, server, weights)
+    except KeyError as error:
+        if error.args[0] not in missing:
+            raise
+        raise ConfigError(
+            f"the pool needs {error}, which is measured on data. Leave out --input and --classes. For apoz, you can "
+            "also use --apoz FILE (the apoz.json of a pretrain step) or --set algorithm.use_apoz=false"
+        ) from error
+    mean: dict[str, float] = {}
+    if args.flops_as == "thop":
+        built, mean = _as_in_table_3_6(built, family)
+    if args.json:
+        document = built.model_dump(mode="json")
+        for level in document["levels"]:
+            level["flops"] = level["macs"]  # The JSON output contains the value under two names.
+        show(json.dumps({**document, "mean": mean} if mean else document))
+        return
+    outputs = f"{built.classes} output{'s' if built.classes > 1 else ''}"
+    show(f"{built.algorithm} on {built.model}, {outputs}, input {'x'.join(map(str, built.input_chw))}")
+    show(f"{'model':8}{'share %':>9}{'parameters':>13}{'MB':>9}{'M MACs':>12}  widths")
+    for m in built.levels:
+        widths = " ".join(str(w) for w in m.widths.values())
+        sizes = f"{100 * m.share:9.2f}{m.params:13,}{m.bytes / 1e6:9.2f}{m.macs / 1e6:12.3f}"
+        show(f"{m.name:8}{sizes}  {widths}")
+    if mean:
+        show(
+            f"mean of the models sent: {mean['params'] / 1e6:.3f} M parameters, {mean['macs'] / 1e6:.3f} M MACs, "
+            f"{mean['mib']:.2f} MB (of 2^20 bytes)"
+        )
+
+
+def _as_in_table_3_6(built: PoolFile, family: ModelFamily) -> tuple[PoolFile, dict[str, float]]:
+    """Return a tuple (pool, means). The pool's multiply-adds are counted as in FedRolex's Table 3.6. The means of
+    parameters, multiply-adds and MB of 2^20 bytes (`mib`) are over the models that are sent to clients."""
+    from fl_engine.core.costs import count_macs
+    from fl_engine.core.types import SubmodelSpec
+
+    levels = tuple(
+        m.model_copy(update={"macs": count_macs(family, SubmodelSpec.from_json(m.spec), linear=2)})
+        for m in built.levels
+    )
+    sent = [m for m in levels if m.dispatched]
+    params, macs = fmean(m.params for m in sent), fmean(m.macs for m in sent)
+    means = {"params": params, "macs": macs, "flops": macs, "mib": 4 * params / 2**20}
+    return built.model_copy(update={"levels": levels}), means
+
+
+def _sample(args: argparse.Namespace, config: Config, needs_data: bool) -> tuple[tuple[int, ...], int] | None:
+    """Return a tuple (sample shape, number of outputs) from --input and --classes, or from the network's publication.
+    Return None if the data set is required to determine the values."""
+    from fl_engine.core.contracts import PublishedFor
+    from fl_engine.models.build import model_kind
+    from flexfleet.config.schema import DatasetConfig
+
+    if args.input is None and args.classes is None:
+        kind = model_kind(config.model)
+        is_named = "dataset.name" in args.set or config.dataset.name != DatasetConfig().name
+        if isinstance(kind, PublishedFor) and not is_named and not needs_data:
+            return kind.published_input, kind.published_outputs
+        return None
+    if args.input is None or args.classes is None:
+        raise ConfigError("--input and --classes must be given together, because they replace a data set")
+    if args.classes < 1:
+        raise ConfigError(f"--classes must be at least 1, got {args.classes}", code="config.out_of_range")
+    sides = args.input.split("x")
+    if not all(side.isdecimal() and int(side) > 0 for side in sides):
+        raise ConfigError(f"--input must be a shape such as 3x32x32 or 18, got {args.input!r}")
+    return tuple(map(int, sides)), args.classes
+
+
+def check(args: argparse.Namespace) -> None:
+    from flexfleet.files.progress import recorded_warnings
     from flexfleet.pipeline.check import check as examine
     from flexfleet.pipeline.prepare import resolved_of
 
-    with kept_warnings() as warnings:
-        answer = examine(resolved_of(args))
+    with recorded_warnings() as warnings:
+        facts = examine(resolved_of(args))
     if warnings and args.json:
-        answer["warnings"] = warnings
-    show(json.dumps(answer) if args.json else "ok: " + ", ".join(f"{k} {v}" for k, v in answer.items() if k != "ok"))
-    return 0
+        facts["warnings"] = [each.getMessage() for each in warnings]
+    show(json.dumps(facts) if args.json else "ok: " + ", ".join(f"{k} {v}" for k, v in facts.items() if k != "ok"))
 
 
-def report(args: argparse.Namespace) -> int:
-    with stopping_at_once(), seldom_collected():
-        from flexfleet.reports.report import load_all, report_of, table_of
+def report(args: argparse.Namespace) -> None:
+    with stopping_at_once():
+        from flexfleet.reports.finished_run import load_all
+        from flexfleet.reports.report import report as write_report
+        from flexfleet.reports.report import table
 
         loaded = load_all(args.runs)
-        page = report_of(loaded, args.out)
+        for run in args.runs:
+            if not (run / "result.json").is_file():
+                raise IntegrityError(f"{run} has no result.json. Finish the run with `flexfleet run --resume`")
+        page = write_report(loaded, args.out)
     if args.json:
         show(json.dumps({"report": str(page), "runs": [str(r) for r in args.runs]}))
     else:
-        show(table_of(loaded))
+        show(table(loaded))
         show(f"report: {page}")
-    return 0
 
 
-def status(args: argparse.Namespace) -> int:
+def status(args: argparse.Namespace) -> None:
     from flexfleet.files.measure import Measure
     from flexfleet.pipeline.prepare import config_of
     from flexfleet.pipeline.status import describe, list_runs, runs_in
 
-    config, one = None, False
-    if args.run is not None:
-        rows = runs_in(args.run)
-        if one := not rows:
-            rows = [describe(args.run)]
-    else:
-        config = config_of(args)
-        rows = list_runs(Path(config.run.store))
-        if not rows and not args.json:
-            show(f"{config.run.store} holds no run yet")
-    if not args.json:
-        longest = max([40, *(len(row["run_id"]) for row in rows)])
-        for row in rows:
-            if "why" in row:
-                show(f"{row['run_id']:{longest}} {row['status']:14} {row['why']}")
-                continue
-            measure, last = Measure(row["metric"] or ""), ""
-            if row["avg"] is not None:
-                last = f"  avg {measure.with_unit(row['avg'])}  full {measure.with_unit(row['full'])}"
-            show(f"{row['run_id']:{longest}} {row['status']:14} round {row['round']}/{row['stop']}{last}")
+    config = config_of(args) if args.run is None else None
+    rows = runs_in(args.run) if config is None else list_runs(Path(config.run.store))
+    is_one_run = config is None and not rows
+    if is_one_run:
+        rows = [describe(args.run)]
     devices = [] if config is None else _invited(config)
     if args.json:
         about = {"runs": rows, "agents": devices} if devices else {"runs": rows}
-        show(json.dumps(rows[0] if one else about))
-        return 0
+        show(json.dumps(rows[0] if is_one_run else about))
+        return
+    if config is not None and not rows:
+        show(f"{config.run.store} does not contain a run yet")
+    longest = max([40, *(len(row["run_id"]) for row in rows)])
+    for row in rows:
+        measure, last = Measure(row["metric"] or ""), ""
+        if row["avg"] is not None:
+            last = f"  avg {measure.with_unit(row['avg'])}  full {measure.with_unit(row['full'])}"
+        text = row["why"] if "why" in row else f"round {row['round']}/{row['stop']}{last}"
+        show(f"{row['run_id']:{longest}} {row['status']:14} {text}")
     for each in devices:
-        did = f"{each['answers']} answered, {each['lost']} lost{', last ' + each['last'] if each['last'] else ''}"
+        last = f", last {each['last']}" if each["last"] else ""
         seen = f" seen {each['seen']}" if each["seen"] else ""
-        why = f": {each['said']}" if each["said"] else ""
-        show(f"{each['name']:20} {each['state']:10}{seen}  {did}{why}")
-    return 0
+        error = f": {each['said']}" if each["said"] else ""
+        show(f"{each['name']:20} {each['state']:10}{seen}  {each['answers']} results, {each['lost']} lost{last}{error}")
 
 
 def _invited(config: Config) -> list[dict[str, Any]]:
-    """Return the invited devices, or none if they cannot be listed: the list of runs is shown all the same."""
+    """Return the invited devices. If an error occurs, log it and return an empty list, so that runs are still shown."""
     from flexfleet.pipeline import enrollment
 
     try:
@@ -168,30 +252,25 @@ def _invited(config: Config) -> list[dict[str, Any]]:
         return []
 
 
-# ------------------------------------------------------------------------------------------------- shared
-def resumes_by_name(args: argparse.Namespace) -> None:
-    """Raise ConfigError if `--resume` is given without the name of a run."""
-    if args.resume and args.run_id is None:
-        raise ConfigError("--resume needs --run-id: the name of the run to resume, a folder of the run store")
-
-
-def tell_if_new(config: Config, folder: Path, resume: bool) -> None:
-    """Log that `--resume` finds no run and a new one begins. A repeated task may not know whether it has begun."""
-    if resume and config.run.remote is None and not folder.exists():
-        log.info("--resume: %s does not exist, so a new run begins", folder)
+def check_resume(args: argparse.Namespace, option: str) -> None:
+    """Raise ConfigError if `--resume` is set without `option`, the name of the folder to resume."""
+    if args.resume and getattr(args, option[2:].replace("-", "_")) is None:
+        raise ConfigError(f"--resume needs {option}, the name of the folder to resume", code="config.missing")
 
 
 def tags_of(texts: Sequence[str], option: str = "--tag") -> dict[str, str]:
-    """Return the values of a repeatable `key=value` option, by key. Raises ConfigError."""
+    """Map the keys of a repeatable `key=value` option to the values. Raises ConfigError for bad or repeated keys."""
     pairs = [text.partition("=") for text in texts]
     wrong = [text for text, (key, sign, _) in zip(texts, pairs, strict=True) if not key or not sign]
     if wrong:
-        raise ConfigError(f"{option} takes key=value, got {wrong[0]!r}")
-    return {key: value for key, _, value in pairs}
+        raise ConfigError(f"{option} must be key=value, got {wrong[0]!r}")
+    tags = {key: value for key, _, value in pairs}
+    if len(tags) < len(pairs):
+        raise ConfigError(f"{option} must not repeat a key, got {', '.join(texts)}", code="config.given_twice")
+    return tags
 
 
-def where_tracked(uri: str) -> str:
-    """Return where to see the run in MLflow: the server's address, or the command that starts one for a database."""
-    if uri.startswith(("http://", "https://")):
-        return f"MLflow: {masked(uri)}"
-    return f"MLflow: mlflow ui --backend-store-uri {masked(uri)}"
+def show_tracked(config: Config) -> None:
+    """Print the address of the MLflow server with the run, or the command that starts this server."""
+    if uri := config.tracking.mlflow:
+        show(f"MLflow: {'' if uri.startswith('http') else 'mlflow ui --backend-store-uri '}{masked(uri)}")

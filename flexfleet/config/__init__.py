@@ -1,6 +1,6 @@
-"""params.yaml: `schema` has its parameters, `read` reads it, `resolve` builds what it names.
+"""Define the parameters of params.yaml (`schema`), and read configurations (`read`).
 
-Names are imported when they are used, so that the command line reads `form_fields` without torch.
+Submodules are imported on first use, so that the command line can import `dotted` without torch.
 """
 
 from __future__ import annotations
@@ -9,26 +9,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flexfleet.config.overrides import Overrides, set_path
-    from flexfleet.config.read import load_config, parse, parse_schema, parse_with_algorithm
-    from flexfleet.config.resolve import algorithm, codecs, cut_seed, min_side
-    from flexfleet.config.schema import PRIVATE, Config, Range, flatten, moves, public, shown
-
-_FILES = {
-    "overrides": ("Overrides", "set_path"),
-    "read": ("load_config", "parse", "parse_schema", "parse_with_algorithm"),
-    "resolve": ("algorithm", "codecs", "cut_seed", "min_side"),
-    "schema": ("PRIVATE", "Config", "Range", "flatten", "moves", "public", "shown"),
-}
-_HOME = {name: file for file, names in _FILES.items() for name in names}
+    from flexfleet.config.read import (
+        algorithm,
+        codecs,
+        cut_seed,
+        flatten,
+        load_config,
+        parse,
+        parse_schema,
+        parse_with_algorithm,
+        public,
+        shown,
+    )  # fmt: skip
+    from flexfleet.config.schema import PRIVATE, Config, Range, moves
 
 __all__ = [
-    "PRIVATE", "Config", "Overrides", "Range", "algorithm", "codecs", "cut_seed", "flatten", "load_config", "min_side",
-    "moves", "parse", "parse_schema", "parse_with_algorithm", "public", "set_path", "shown",
+    "PRIVATE", "Config", "Range", "algorithm", "codecs", "cut_seed", "flatten", "load_config", "moves", "parse",
+    "parse_schema", "parse_with_algorithm", "public", "shown",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    files = (import_module(f"{__name__}.{file}") for file in ("schema", "read"))
+    return next(getattr(file, name) for file in files if hasattr(file, name))

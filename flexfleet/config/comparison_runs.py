@@ -1,15 +1,14 @@
-"""Makes one configuration for each run of a comparison, from its algorithms, seeds and settings.
+"""Create the configurations of all runs of a comparison.
 
-A setting for one label may be any parameter, with two exceptions: the number of rounds, and where runs are stored and
-tracked, are the same for all runs, since a comparison puts figures of the same rounds into one folder.
+All runs of a comparison are stored in one folder and have the same number of rounds. A label can override any other
+setting, except the locations of runs and tracking data.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -19,186 +18,125 @@ import yaml
 
 from fl_engine.core.errors import ConfigError, masked, nearest
 from fl_engine.core.fields import Moves
-from fl_engine.core.text import need_plain, read_yaml
+from fl_engine.core.text import read_yaml
 from flexfleet.config import Config, flatten, moves
+from flexfleet.config.dotted import Overrides, check_once, leaves, on_top
 from flexfleet.config.explain import quoted
-from flexfleet.config.overrides import Overrides, leaves, meet, on_top
-from flexfleet.config.run_names import plain
+from flexfleet.config.run_names import check_name
 
 LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-RESERVED = ("shared",)
-"""`<id>/shared-s0` is the folder of what the runs of seed 0 share."""
+SHARED = "shared"
+"""Label that users cannot choose, because the runs of seed 0 share the folder `<id>/shared-s0`."""
 FIXED = {
-    "algorithm.name": "the algorithms are given as a list of their own (--algorithms), a variant as label=name there",
-    "seed": "the seeds are given as a list of their own (--seeds)",
+    "algorithm.name": "Pass the algorithms as a list, with a label for each variant",
+    "seed": "Pass the seeds as a list",
 }
 SAME = (Moves.LENGTH, Moves.PLACE)
-"""What all runs of a comparison have in common, whatever parameters its labels vary."""
+"""Kinds of parameters that must be equal in all runs of a comparison."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlannedRun:
     """One run of a comparison."""
 
     label: str
     seed: int
     config: Config
     at: Mapping[str, Any] = field(default_factory=dict)
-    """The label's values of the factors, by dotted name."""
+    """Values of the factors for this label, by dotted name."""
 
     @property
     def name(self) -> str:
-        """Its run id, which is also its folder's name in the comparison's folder."""
+        """ID of the run and name of the run's folder."""
         return run_name(self.label, self.seed)
+
+    @property
+    def folder(self) -> Path:
+        """Path of the run's folder, which is in the folder of the comparison."""
+        return Path(self.config.run.store) / self.name
 
 
 def run_name(label: str, seed: int) -> str:
     return f"{label}-s{seed}"
 
 
+def folder_of(runs: Sequence[PlannedRun]) -> Path:
+    """Return the folder that contains the runs of a comparison."""
+    return Path(runs[0].config.run.store)
+
+
 def labels_of(text: str) -> dict[str, str]:
-    """Return the algorithm of each label in `flexfl,no_kd=flexfl`. Raises ConfigError."""
+    """Parse a string such as `flexfl,no_kd=flexfl` into {label: algorithm}. Raises ConfigError."""
     out: dict[str, str] = {}
-    for part in _listed(text, "algorithms", "flexfl,all_large"):
+    for part in text.split(","):
         label, sign, name = (word.strip() for word in part.partition("="))
-        name = name if sign else label
-        if not name:
-            raise ConfigError(f"algorithms: {part!r} names no algorithm; a variant is label=name")
-        if not LABEL.fullmatch(label) or label in RESERVED:
-            raise ConfigError(
-                f"algorithms: {label!r} cannot be a label, which becomes part of a folder's name (letters, digits, "
-                f"'_', '-', '.'; not {', '.join(RESERVED)}): give one, label={name}"
-            )
+        check_label(label)
         if label in out:
-            raise ConfigError(f"algorithms: the label {label!r} is there twice; a variant is label=name")
-        out[label] = name
+            raise ConfigError(f"algorithms: the label {label!r} occurs twice. Write a variant as label=name")
+        out[label] = name if sign else label
     return out
 
 
-def seeds_of(text: str) -> tuple[int, ...]:
-    """Return the seeds in `0,1,2`. Raises ConfigError."""
-    parts = _listed(text, "seeds", "0,1,2")
+def check_label(label: object) -> None:
+    """Raise ConfigError if the label cannot be part of a folder name."""
+    if not isinstance(label, str) or not LABEL.fullmatch(label) or label == SHARED:
+        raise ConfigError(
+            f"algorithms: a label must consist of letters, digits, '_', '-' and '.', and {SHARED!r} is reserved, got "
+            f"{label!r}. Write a variant as label=name",
+            path="algorithms",
+        )
+
+
+def seeds_of(given: str | Iterable[Any]) -> tuple[int, ...]:
+    """Parse seeds from a string such as `0,1,2`, or check a list of seeds. Raises ConfigError if a seed is not a whole
+    number or occurs twice."""
     try:
-        need_plain(parts)
-        return checked_seeds([int(part) for part in parts])
+        found = tuple(map(int, given.split(",")) if isinstance(given, str) else given)
     except ValueError:
-        raise ConfigError(f"seeds: expected whole numbers, e.g. 0,1,2, got {text!r}") from None
-
-
-def checked_seeds(seeds: Iterable[Any]) -> tuple[int, ...]:
-    """Return the seeds. Raises ConfigError for what is not a whole number, and for a seed that is given twice."""
-    found = tuple(seeds)
-    if not found or not all(type(seed) is int for seed in found):
-        raise ConfigError(f"seeds: expected whole numbers, e.g. 0,1,2, got {found!r}")
-    if twice := [str(seed) for seed, n in Counter(found).items() if n > 1]:
-        raise ConfigError(f"seeds: given more than once: {', '.join(twice)}")
+        found = (given,)
+    if not found or not all(type(seed) is int for seed in found) or len(set(found)) < len(found):
+        raise ConfigError(f"seeds must be different whole numbers, such as 0,1,2, got {found!r}", path="seeds")
     return found
 
 
-def accuracies_of(text: str) -> tuple[float, ...]:
-    """Return the accuracies in `0.4,0.45`, ascending. Raises ConfigError."""
-    parts = _listed(text, "accuracies to reach", "0.4,0.45")
+def accuracies_of(given: str | Iterable[Any]) -> tuple[float, ...]:
+    """Parse accuracies from a string such as `0.4,0.45`, or check a list. Return the accuracies in ascending order.
+    Raises ConfigError if an accuracy is not a number above 0 and at most 1."""
     try:
-        need_plain(parts)
-        return checked_accuracies([float(part) for part in parts])
+        found = set(map(float, given.split(",")) if isinstance(given, str) else given)
     except ValueError:
-        raise ConfigError(f"accuracies to reach: expected numbers, e.g. 0.4,0.45, got {text!r}") from None
-
-
-def checked_accuracies(values: Iterable[Any]) -> tuple[float, ...]:
-    """Return the accuracies, ascending. Raises ConfigError for what is not a share."""
-    found = set(values)
+        found = {given}
     if not all(isinstance(value, int | float) and 0 < value <= 1 for value in found):
-        raise ConfigError(
-            f"accuracies to reach: expected shares above 0 and at most 1, got {', '.join(map(str, found))}"
-        )
+        text = ", ".join(map(str, found))
+        raise ConfigError(f"`to` must contain accuracies above 0 and at most 1, such as 0.4, got {text}", path="to")
     return tuple(sorted(found))
 
 
-def _listed(text: str, what: str, example: str) -> list[str]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise ConfigError(f"{what}: expected a list without gaps, e.g. {example}, got {text!r}")
-    return parts
-
-
 def by_label(overrides: Mapping[str, Any], labels: Iterable[str]) -> dict[str | None, Overrides]:
-    """Return the overrides of all runs (None), and those of each label: `label:a.b` is `a.b` of that label.
+    """Group overrides by label. The group None is for all runs. The key `label:a.b` sets `a.b` for one label.
 
-    Raises ConfigError for an unknown label, and for a parameter that is not given as an override.
+    Raises ConfigError if a label is unknown, or if a parameter cannot be overridden.
     """
     out: dict[str | None, Overrides] = {None: {}, **{label: {} for label in labels}}
     for key, value in overrides.items():
         label, sign, path = (word.strip() for word in key.partition(":"))
         owner, path = (label, path) if sign else (None, label)
         if owner not in out:
-            known = nearest(label, [one for one in out if one is not None])
-            raise ConfigError(f"{key}: no algorithm of this comparison is labelled {label!r}{known}")
-        for each in _inside(path, value):
+            known = nearest(label, [each for each in out if each is not None])
+            raise ConfigError(f"{key}: the label {label!r} does not exist{known}", code="config.unknown")
+        for each in leaves({path: value}):
             if each in FIXED:
-                raise ConfigError(f"{key}: {FIXED[each]}")
+                raise ConfigError(f"{key} cannot be set. {FIXED[each]}", path=each)
         out[owner][path] = value
     return out
 
 
-def _inside(path: str, value: object) -> Iterator[str]:
-    """Yield the dotted name, and those inside a mapping."""
-    yield path
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _inside(f"{path}.{key}", inner)
-
-
-def entries(
-    labels: Iterable[str],
-    seeds: Sequence[int],
-    configure: Callable[[str, int], Config],
-    id: str,
-    at: Mapping[str, Mapping[str, Any]] | None = None,
-) -> list[Entry]:
-    """Return all runs, seed by seed, in the folder `<run.store>/<id>`, with ledgers under `<run.remote>/<id>` if that
-    is set. `configure` returns the configuration of a label and a seed. Raises ConfigError, which names the labels."""
-    plain(id, "a comparison's id")
-    out: list[Entry] = []
-    wrong: dict[str, dict[str, None]] = {}
-    for seed in seeds:
-        for label in labels:
-            try:
-                config = configure(label, seed)
-            except ConfigError as error:
-                wrong.setdefault(str(error), {})[label] = None
-                continue
-            where = {"store": str(Path(config.run.store) / id)}
-            if config.run.remote is not None:
-                where["remote"] = f"{config.run.remote.rstrip('/')}/{id}"
-            config = config.model_copy(update={"run": config.run.model_copy(update=where)})
-            out.append(Entry(label, seed, config, dict((at or {}).get(label, {}))))
-    if wrong:
-        raise ConfigError("; ".join(f"{', '.join(told)}: {what}" for what, told in wrong.items()))
-    if apart := [key for key in varied(out) if moves(key) in SAME]:
-        raise ConfigError(
-            f"{', '.join(apart)}: all labels of a comparison have the same, as it says how far the runs go or where "
-            "they are kept. Leave out the label, so that the setting is for all of them"
-        )
-    return out
-
-
-def varied(runs: Sequence[Entry]) -> tuple[str, ...]:
-    """Return the dotted names of the parameters in which runs of the same seed differ."""
-    keys_apart: dict[str, None] = {}
-    for seed in dict.fromkeys(entry.seed for entry in runs):
-        flat = [flatten(entry.config) for entry in runs if entry.seed == seed]
-        keys = dict.fromkeys(key for each in flat for key in each)
-        keys_apart |= dict.fromkeys(k for k in keys if any(k not in each or each[k] != flat[0].get(k) for each in flat))
-    return tuple(keys_apart)
-
-
 def label_overrides(labels: Mapping[str, str], overrides: Mapping[str, Any]) -> dict[str, Overrides]:
-    """Return all overrides of each label: those of all runs, its own (`label:a.b`) on top, and its algorithm's name.
+    """Map each label to its overrides. The overrides include the algorithm's name and the overrides for all runs.
 
     Args:
-        labels: Algorithm names by label.
-        overrides: Values by dotted name, or by `label:a.b` for one label.
+        labels: Map each label to the name of its algorithm.
+        overrides: Values by dotted name. A name `label:a.b` applies to one label.
     """
     given = by_label(overrides, labels)
     return {label: {**on_top(given[None], given[label]), "algorithm.name": name} for label, name in labels.items()}
@@ -210,101 +148,104 @@ def entries_from(
     load: Callable[[Overrides], Config],
     id: str,
     factors: Mapping[str, Sequence[Any]] | None = None,
-) -> list[Entry]:
-    """Return all runs of a comparison, seed by seed.
+) -> list[PlannedRun]:
+    """Return all runs of a comparison, seed by seed, in the folder `<run.store>/<id>`. If `run.remote` is set, the
+    ledgers are stored in `<run.remote>/<id>`.
 
     Args:
-        labels: All overrides of each label.
-        seeds: None for one seed, the configuration's.
-        load: Builds the configuration of some overrides.
+        labels: Map each label to its overrides.
+        seeds: Seeds for the runs of each label; None for the seed in the configuration.
+        load: Function that builds a configuration from overrides.
         id: The comparison's name.
-        factors: Values by dotted name. Each label is run with each combination of them.
+        factors: Map the dotted name of each factor to its values. Each label is run with each combination of values.
 
     Raises:
-        ConfigError: A configuration is wrong, or labels differ in what all runs must share.
+        ConfigError: A configuration is invalid, or a parameter differs between labels but must be equal in all runs.
     """
-    made = crossed(labels, factors or {})
-
-    def configure(label: str, seed: int | None) -> Config:
-        of, at = made[label]
-        return load(on_top(labels[of], at if seed is None else {**at, "seed": seed}))
-
-    chosen = (configure(next(iter(made)), None).seed,) if seeds is None else tuple(seeds)
-    return entries(made, chosen, configure, id, {label: at for label, (_, at) in made.items()})
-
-
-def check_factors(factors: Iterable[str], given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a factor that has a place of its own, or whose parameter is also `given` as an override
-    (`a.b`, or `label:a.b`)."""
-    for path in factors:
-        if path in FIXED:
-            raise ConfigError(f"over: {path}: {FIXED[path]}")
-        for key, value in given.items():
-            if any(meet(path, leaf) for leaf in leaves({key.rpartition(":")[2]: value})):
-                raise ConfigError(f"over: {path} is also given as a setting: leave one of them out")
-
-
-def folder_of(runs: Sequence[Entry]) -> Path:
-    """Return the folder of a comparison's runs."""
-    return Path(runs[0].config.run.store)
-
-
-# ------------------------------------------------------------------------------------------------- factors
-def factors_of(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the values in `training.lr=0.01,0.1` texts by dotted name. Each value is YAML. Raises ConfigError."""
-    out: dict[str, list[Any]] = {}
-    for text in texts:
-        path, sign, listed = (word.strip() for word in text.partition("="))
-        if not sign or not path or not listed:
-            raise ConfigError(f"--over takes a.b=value,value, e.g. training.lr=0.01,0.1, got {quoted(text)}")
-        if path in out:
-            raise ConfigError(f"--over {path}: given twice, give all of its values at once")
+    check_name(id, "a comparison's id")
+    combined = crossed(labels, factors or {})
+    if seeds is None:
+        base, at = next(iter(combined.values()))
+        seeds = (load(on_top(labels[base], at)).seed,)
+    out: list[PlannedRun] = []
+    wrong: dict[str, dict[str, None]] = {}
+    for seed, (label, (base, at)) in product(seeds, combined.items()):
         try:
-            out[path] = read_yaml(f"[{listed}]")
-        except yaml.YAMLError as error:
-            said = masked(f"--over {text[:200]}: the values are not valid YAML: {error}")
-            raise ConfigError(said) from error
+            config = load(on_top(labels[base], {**at, "seed": seed}))
+        except ConfigError as error:
+            wrong.setdefault(str(error), {})[label] = None
+            continue
+        where = {"store": str(Path(config.run.store) / id)}
+        if config.run.remote is not None:
+            where["remote"] = f"{config.run.remote.rstrip('/')}/{id}"
+        config = config.model_copy(update={"run": config.run.model_copy(update=where)})
+        out.append(PlannedRun(label, seed, config, at))
+    if wrong:
+        raise ConfigError("; ".join(f"{', '.join(names)}: {what}" for what, names in wrong.items()))
+    if apart := [key for key in varied(out) if moves(key) in SAME]:
+        raise ConfigError(
+            f"{', '.join(apart)} must be equal in all runs of a comparison. Set it without a label", path=apart[0]
+        )
     return out
 
 
+def varied(runs: Sequence[PlannedRun]) -> tuple[str, ...]:
+    """Return the dotted names of the parameters that differ between runs with the same seed."""
+    found: dict[str, None] = {}
+    for seed in dict.fromkeys(entry.seed for entry in runs):
+        flat = [flatten(entry.config) for entry in runs if entry.seed == seed]
+        keys = dict.fromkeys(key for each in flat for key in each)
+        found |= dict.fromkeys(k for k in keys if any(k not in each or each[k] != flat[0].get(k) for each in flat))
+    return tuple(found)
+
+
+def factors_of(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Parse the values of factors from strings such as `training.lr=0.01,0.1`. Return {dotted name: list of YAML
+    values}. Raises ConfigError."""
+    out: dict[str, list[Any]] = {}
+    for text in texts:
+        path, sign, listed = (word.strip() for word in text.partition("="))
+        if not sign or not path or not listed or path in out:
+            raise ConfigError(f"--over must be a.b=value,value with a new parameter, got {quoted(text)}", path="over")
+        try:
+            out[path] = read_yaml(f"[{listed}]")
+        except yaml.YAMLError as error:
+            message = masked(f"--over {text[:200]}: the values are not valid YAML: {error}")
+            raise ConfigError(message, code="config.yaml", path="over") from error
+    return out
+
+
+def check_factors(factors: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a parameter cannot be a factor, or if it is also overridden in `given`."""
+    for path in factors:
+        if path in FIXED:
+            raise ConfigError(f"over: {path} cannot be a factor. {FIXED[path]}", path=path)
+    for key, value in given.items():
+        check_once([("over", dict.fromkeys(factors)), (key, {key.rpartition(":")[2]: value})])
+
+
 def crossed(labels: Iterable[str], factors: Mapping[str, Sequence[Any]]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Combine each label with each combination of the factors' values. Returns, by new label, the old label and the
-    values by dotted name. Raises ConfigError."""
+    """Create a new label for each combination of a label and factor values. Return {new label: (old label, factor
+    values by dotted name)}. Raises ConfigError."""
     for path, values in factors.items():
-        if ":" in path:
-            raise ConfigError(f"over: a factor is one of all labels, expected a dotted name, got {path!r}")
-        if isinstance(values, str | Mapping) or not isinstance(values, Sequence) or not values:
-            raise ConfigError(f"over: a list of values is expected for {path}, got {quoted(values)}")
-        if any(isinstance(value, Mapping) for value in values):
-            raise ConfigError(f"over: {path} is a section: vary its parameters, {path}.<name>")
-    names = _short(factors)
+        is_list = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
+        if ":" in path or not is_list or any(isinstance(value, Mapping) for value in values):
+            raise ConfigError(
+                f"over: a factor must map a parameter's dotted name to a list of values, got {path}={quoted(values)}",
+                path=path,
+            )
     out: dict[str, tuple[str, dict[str, Any]]] = {}
     for label in labels:
         for values in product(*factors.values()):
             at = dict(zip(factors, values, strict=True))
-            name = "-".join([label, *(f"{names[path]}{_word(value)}" for path, value in at.items())])
+            name = "-".join([label, *(f"{path.rpartition('.')[2]}{_word(value)}" for path, value in at.items())])
             if name in out:
-                raise ConfigError(
-                    f"over: two combinations of values would both be called {name}: leave one out, or give them as "
-                    "labels of their own"
-                )
+                raise ConfigError(f"over: two combinations of values have the name {name}. Remove one", path="over")
             out[name] = (label, at)
     return out
 
 
-def _short(paths: Iterable[str]) -> dict[str, str]:
-    """Return the last part of each dotted name, or as many of its last parts as distinguish it from the others."""
-    out: dict[str, str] = {}
-    all_parts = {path: path.split(".") for path in paths}
-    for path, parts in all_parts.items():
-        others = [other for name, other in all_parts.items() if name != path]
-        n = next((n for n in range(1, len(parts)) if all(parts[-n:] != each[-n:] for each in others)), len(parts))
-        out[path] = ".".join(parts[-n:])
-    return out
-
-
 def _word(value: Any) -> str:
-    """Return a value as a part of a label, which becomes a folder's name."""
     if isinstance(value, str):
         value = value.rpartition(":")[2]
     elif isinstance(value, int | float) and not isinstance(value, bool):

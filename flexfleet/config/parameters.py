@@ -1,8 +1,7 @@
-"""Every parameter as a row: for `flexfleet params`, params.yaml, the forms of the pipelines and the documentation.
+"""Describe all parameters for `flexfleet params`, params.yaml, the forms of the pipelines and the documentation.
 
-The meaning of a parameter is the text below its field; its possible values come from its type or from a registry. The
-options of what is chosen by name - a network, an algorithm, its selection, a codec, a schedule - are rows too: `of`
-says whose options they are.
+The description of a parameter is the docstring of its field. The options of registered components (networks,
+algorithms, codecs, schedules) are also parameters.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
-from itertools import chain, pairwise
+from itertools import pairwise
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -34,15 +33,12 @@ from flexfleet.config.schema import Config
 SECTIONS: dict[str, Mapping[str, Any]] = {
     "model": MODELS, "algorithm": ALGORITHMS, "codec.down": CODECS, "codec.up": CODECS,
 }  # fmt: skip
-"""Sections with a `name`, and what it may name. All also take package.module:NAME."""
-NAMES: dict[str, Mapping[str, Any]] = {
-    "dataset.name": DATASETS, "model.name": MODELS, "algorithm.name": ALGORITHM.registry, "codec.down.name": CODECS,
-    "codec.up.name": CODECS,
-}  # fmt: skip
-"""Parameters with registered names, and the names."""
-OWN = "or package.module:NAME"
+"""Map each section with a `name` to its registered components. All sections also accept package.module:NAME."""
+NAMES = {f"{path}.name": known for path, known in SECTIONS.items()}
+NAMES |= {"dataset.name": DATASETS, "algorithm.name": ALGORITHM.registry}
+"""Map each parameter that selects a registered component to all components that it can select."""
 OWN_MODULE = "package.module:NAME"
-"""Whose options those of any `nn.Module` are, for which no name is registered."""
+"""Value of `Parameter.of` for the options of every user-defined `nn.Module`."""
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
@@ -52,12 +48,12 @@ class Parameter:
     name: str
     """Dotted name."""
     of: str
-    """Whose option it is (`heterofl`); empty: it is not an option of a named thing."""
+    """Name of the component that has this option, such as `heterofl`. Empty for all other parameters."""
     type: str
     default: str
-    """As YAML."""
+    """The default as YAML."""
     choices: tuple[str, ...]
-    """Names or values that it can have; empty: too many to list, or none."""
+    """All possible names or values. Empty if the possible values cannot be listed."""
     meaning: str
 
     @property
@@ -66,59 +62,49 @@ class Parameter:
 
 
 def everything(config: Config | None = None) -> list[Parameter]:
-    """Return all parameters, section by section, and all options of everything registered; also those of a user's own
-    algorithm or network that the configuration names."""
+    """Return all parameters, section by section. Options of all registered components, and of the configured algorithm
+    and network, are included."""
     config = config or Config()
     algorithm, model = config.algorithm, config.model
-    named = {} if algorithm["name"] in PRESETS else {algorithm["name"]: ALGORITHM.of_section(algorithm)}
-    own = chain(
-        _options("algorithm", named),
-        _options("model", {model["name"]: model_kind(model)}),
-    )
-    return list(dict.fromkeys([*_section(Config(), ""), *own]))
+    rows = [*_section(Config(), ""), *_options("model", {model["name"]: model_kind(model)})]
+    if algorithm["name"] not in PRESETS:
+        rows += _options("algorithm", {algorithm["name"]: ALGORITHM.of_section(algorithm)})
+    return list(dict.fromkeys(rows))
 
 
 def found(word: str, among: Iterable[Parameter]) -> list[Parameter]:
-    """Return the parameters that contain a word, in upper or lower case: first those with it as a name (`mu`,
-    `heterofl`, `rounds.stop`), then those with it inside a name, a choice or the meaning."""
-    asked = word.casefold()
-    named, others = [], []
-    for each in among:
-        if asked in (each.name, *each.name.split("."), each.of):
-            named.append(each)
-        elif any(asked in text.casefold() for text in (each.name, each.of, each.meaning, *each.choices)):
-            others.append(each)
-    return [*named, *others]
+    """Return the parameters whose name or description contains a word, ignoring case. Parameters are first if their
+    name or component is this word (`mu`, `heterofl`, `rounds.stop`)."""
+    word = word.casefold()
+    rows = [
+        row for row in among if any(word in text.casefold() for text in (row.name, row.of, row.meaning, *row.choices))
+    ]
+    return sorted(rows, key=lambda row: word not in (row.name, *row.name.split("."), row.of))
 
 
 def in_use(config: Config, among: Iterable[Parameter]) -> list[Parameter]:
-    """Return the parameters that this configuration has, without the options of what it does not name."""
-    named: dict[str, str] = {}
-
-    def walk(value: Any, path: str) -> None:
-        if isinstance(value, Mapping):
-            if isinstance(value.get("name"), str):
-                named[path] = value["name"]
-            for key, inner in value.items():
-                walk(inner, f"{path}.{key}" if path else str(key))
-
-    walk(config.model_dump(mode="json"), "")
+    """Return the parameters without options of components that the configuration does not use."""
+    names = {"", *_names(config.model_dump(mode="json"))}
     preset = PRESETS.get(config.algorithm["name"])
-    set_by_preset = {f"algorithm.{key}" for key in preset.options} if preset else set()
+    if preset:
+        names.add(preset.algorithm)
+        fixed = {(f"algorithm.{key}", preset.algorithm) for key in preset.options}
+        among = [row for row in among if (row.name, row.of) not in fixed]
+    return [row for row in among if row.of in names]
 
-    def used(each: Parameter) -> bool:
-        parent = each.name.rpartition(".")[0]
-        if preset and parent == "algorithm" and each.of == preset.algorithm:
-            return each.name not in set_by_preset
-        return each.of in ("", named.get(parent))
 
-    return [each for each in among if used(each)]
+def _names(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        if isinstance(value.get("name"), str):
+            yield value["name"]
+        for inner in value.values():
+            yield from _names(inner)
 
 
 # ------------------------------------------------------------------------------------------------- rows
 def _section(value: Any, prefix: str) -> Iterator[Parameter]:
     kind: Any = type(value)
-    for name, hint in hints(kind).items():
+    for name in hints(kind):
         path, default = f"{prefix}{name}", getattr(value, name)
         if path == "schema_version":
             continue
@@ -134,49 +120,41 @@ def _section(value: Any, prefix: str) -> Iterator[Parameter]:
         elif isinstance(default, BaseModel) or path == "training":
             yield from _section(default, f"{path}.")
         else:
-            registry = registered(hint)
-            listed = tuple(sorted(NAMES[path])) if path in NAMES else choices(hint) or tuple(registry)
-            yield Parameter(path, "", _type(hint), in_yaml(_plain(default)), listed, described(kind, name, path))
-            yield from _options(path, registry)
+            yield from _row(path, "", kind, name, in_yaml(default))
+
+
+def _row(path: str, of: str, kind: Any, name: str, default: str) -> Iterator[Parameter]:
+    """Yield a parameter, and then the options of all components that the parameter can select."""
+    hint = hints(kind)[name]
+    registry = registered(hint)
+    listed = tuple(sorted(NAMES[path])) if path in NAMES else choices(hint) or tuple(registry)
+    yield Parameter(path, of, _type(hint), default, listed, described(kind, name, path))
+    yield from _options(path, registry)
 
 
 def _preset_options() -> Iterator[Parameter]:
-    """The options that presets set, with their values there."""
+    """Yield the options of all presets. The defaults are the values that a preset sets."""
     for name, preset in sorted(PRESETS.items()):
         for row in _options("algorithm", {name: ALGORITHMS[preset.algorithm]}):
             key = row.name.removeprefix("algorithm.")
             if key in preset.options:
-                yield replace(row, default=in_yaml(_plain(preset.options[key])))
+                yield replace(row, default=in_yaml(preset.options[key]))
 
 
 def _options(path: str, registry: Mapping[str, Any]) -> Iterator[Parameter]:
-    """The fields of everything that may be named at `path`."""
     for own, kind in sorted(registry.items()):
         for field in fields(kind):
             if field.name in ("name", "training", *FROM_DATA):
                 continue
-            hint = hints(kind)[field.name]
-            inner, option = registered(hint), f"{path}.{field.name}"
-            listed = tuple(inner) or choices(hint)
-            yield Parameter(option, own, _type(hint), _default(field), listed, described(kind, field.name))
-            yield from _options(option, inner)
-
-
-def _default(field: Field[Any]) -> str:
-    if field.default is not MISSING:
-        return in_yaml(_plain(field.default))
-    return in_yaml(_plain(field.default_factory())) if field.default_factory is not MISSING else "required"
+            default = field.default_factory() if callable(field.default_factory) else field.default
+            shown = "required" if default is MISSING else in_yaml(default)
+            yield from _row(f"{path}.{field.name}", own, kind, field.name, shown)
 
 
 def in_yaml(value: Any) -> str:
-    """Return a value as YAML in one line."""
-    if is_dataclass(value):
-        value = {"name": getattr(value, "name", "")}
-    if isinstance(value, tuple):
-        value = list(value)
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {in_yaml(inner)}' for key, inner in value.items())}}}"
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+    """Format a value as YAML in one line."""
+    text = yaml.safe_dump(_plain(value), default_flow_style=True, sort_keys=False, width=10**6)
+    return text.removesuffix("...\n").strip()
 
 
 def _plain(value: Any) -> Any:
@@ -191,28 +169,28 @@ def _plain(value: Any) -> Any:
 # ------------------------------------------------------------------------------------------------- types
 @cache
 def hints(kind: Any) -> dict[str, Any]:
-    """Return the types of the fields, in their order."""
+    """Return {field: type}, in the order of the fields."""
     found = get_type_hints(kind, include_extras=True)
     known = kind.model_fields if issubclass(kind, BaseModel) else [field.name for field in fields(kind)]
     return {name: found[name] for name in known}
 
 
 def registered(hint: Any) -> Mapping[str, type]:
-    """Return what a field may name, if its annotation (or one beside None, or of a list's elements) has a contract."""
+    """Return the components that a field can select, as registered in the contract of the field's type."""
     members = get_args(hint) if get_origin(hint) in (Union, UnionType, tuple) else (hint,)
     noted = (note for member in members if get_origin(member) is Annotated for note in get_args(member)[1:])
     return next((note.registry for note in noted if isinstance(note, Contract)), {})
 
 
 def choices(hint: Any) -> tuple[str, ...]:
-    """Return the choices of Literal["a", "b"], also inside a union with other Literals or None."""
+    """Return the values of a Literal type, or of all Literal types in a union. None is ignored."""
     bare = _bare(hint)
-    if get_origin(bare) is Literal:
-        return tuple(get_args(bare)) if len(get_args(bare)) > 1 and isinstance(get_args(bare)[0], str) else ()
-    members = [m for m in get_args(bare) if m is not type(None)] if get_origin(bare) in (Union, UnionType) else []
-    if not members or any(get_origin(_bare(member)) is not Literal for member in members):
+    union = get_args(bare) if get_origin(bare) in (Union, UnionType) else (bare,)
+    members = [_bare(member) for member in union if member is not type(None)]
+    if any(get_origin(member) is not Literal for member in members):
         return ()
-    return tuple(word for member in members for word in get_args(_bare(member)))
+    words = tuple(word for member in members for word in get_args(member))
+    return words if len(words) > 1 and isinstance(words[0], str) else ()
 
 
 def _bare(hint: Any) -> Any:
@@ -220,7 +198,7 @@ def _bare(hint: Any) -> Any:
 
 
 def _type(hint: Any) -> str:
-    """Return a type in words: `whole number >= 1`, `list of text, or null`."""
+    """Describe a type in words, such as `whole number >= 1` or `list of text, or null`."""
     if get_origin(hint) is Annotated:
         inner, *notes = get_args(hint)
         if any(hasattr(note, "registry") for note in notes):
@@ -240,57 +218,91 @@ def _type(hint: Any) -> str:
 
 def _bounds(notes: Iterable[Any]) -> list[str]:
     limits = [limit for note in notes for limit in getattr(note, "metadata", ())]
-    said = [
-        f"{sign} {getattr(limit, key):g}" for limit in limits for key, sign in BOUNDS.items() if hasattr(limit, key)
-    ]
-    return [" and ".join(said)] if said else []
+    bounds = [f"{sign} {getattr(each, key):g}" for each in limits for key, sign in BOUNDS.items() if hasattr(each, key)]
+    return [" and ".join(bounds)] if bounds else []
 
 
 # ------------------------------------------------------------------------------------------------- texts
-def described(kind: type, name: str, path: str = "") -> str:
-    """Return the text below a field, after the values that it can have unless the text names them."""
+def described(kind: type, name: str, path: str) -> str:
+    """Return the docstring of a field. If the docstring omits a possible value, all values are prepended."""
     hint, text = hints(kind)[name], text_of(kind, name)
     section = path.removesuffix(".name")
     if section in ("dataset", "model", "algorithm"):
-        return f"A name (`flexfleet list {section}s`), {OWN}."
+        return f"A name (`flexfleet list {section}s`), or {OWN_MODULE}."
     if get_origin(_bare(hint)) is dict and is_model(each := get_args(_bare(hint))[1]):
         return f"{text} Each: {{{', '.join(each.model_fields)}}}."
     if registry := registered(hint) or SECTIONS.get(path, {}):
-        return f"{', '.join(registry)}, {OWN}. {text}".strip()
+        return f"{', '.join(registry)}, or {OWN_MODULE}. {text}".strip()
     listed = choices(hint)
     if all(word in text for word in listed):
         return text
     return f"{', '.join(listed[:-1])} or {listed[-1]}. {text}".strip()
 
 
-def class_text(kind: type) -> str:
-    return " ".join((ast.get_docstring(_tree(kind)) or "").split())
-
-
 def text_of(kind: type, name: str) -> str:
-    """Return the text below a field, or the one of the base class that has the field."""
-    told = (_texts(each).get(name) for each in kind.__mro__ if each is kind or is_dataclass(each))
-    return next((text for text in told if text), "")
+    """Return the docstring of a field in a class or in its base classes."""
+    texts = (_texts(each).get(name) for each in kind.__mro__ if each is kind or is_dataclass(each))
+    return next((text for text in texts if text), "")
 
 
 @cache
 def _texts(kind: type) -> dict[str, str]:
-    """The text below each field of a class. Python does not store it, so it is read from the source; pydantic does so
-    for its own models only, and algorithms and networks are dataclasses."""
-    texts = {}
+    """Return the docstring of each field of a class, as written in the source code. The library pydantic reads
+    docstrings of fields only for its own models, not for dataclasses."""
     try:
-        lines = _tree(kind).body
-    except OSError:  # a class without a source file
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    except OSError:  # the class has no source file
         return {}
-    for pair in pairwise(lines):
+    assert isinstance(tree, ast.ClassDef)
+    texts = {}
+    for pair in pairwise(tree.body):
         match pair:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 texts[name] = " ".join(text.split())
     return texts
 
 
-@cache
-def _tree(kind: type) -> ast.ClassDef:
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(tree, ast.ClassDef)
-    return tree
+# ------------------------------------------------------------------------------------------------- params.yaml
+WIDTH = 120
+HEAD = """\
+All parameters with their defaults: FlexFL on scikit-learn's handwritten digits. `flexfleet run`, `dvc repro` and
+`python -m flexfleet.pipeline STEP` read this file, and `--set a.b=value` overrides a value.
+`flexfleet params WORD` explains options, e.g. `flexfleet params augment`. `make generated` writes this file."""
+
+
+def params_yaml() -> str:
+    """Return the contents of params.yaml. Options of the default network and algorithm are comments."""
+    config, section = Config(), ""
+    lines = [*(f"# {line}" for line in HEAD.splitlines()), f"schema_version: {config.schema_version}"]
+    for row in _section(config, ""):
+        if row.of not in ("", config.model["name"], config.algorithm["name"]):
+            continue
+        if row.section != section:
+            section = row.section
+            about = type(getattr(config, section)).__doc__ if section not in ("model", "algorithm") else ""
+            lines += ["", *_line(f"{section}:", " ".join((about or "").split()), "")]
+        key, dot, _ = row.name.removeprefix(f"{section}.").partition(".")  # such as codec.up.name
+        # The key `on` needs quotes, because YAML 1.1 parsers read an unquoted `on` as true.
+        text = f"{key}: {{name: {row.default}}}" if dot else f"{in_yaml(key)}: {row.default}"
+        if row.name == "fleet.tiers":
+            lines += _line("tiers:", row.meaning, "  ")
+            for tier in map(_plain, config.fleet.tiers):
+                lines.append(f"    - {in_yaml({name: each for name, each in tier.items() if each is not None})}")
+        elif row.of or row.name == f"model.{INIT}":
+            lines += _line(text, row.meaning, "  # ")
+        else:
+            lines += _line(text, row.meaning, "  " if section else "")
+        if row.name in (f"model.{INIT}", "algorithm.name"):
+            chosen = getattr(config, section)["name"]
+            lines.append(f"  # The options of {chosen}; `flexfleet params NAME` shows those of another.")
+    return "\n".join(lines) + "\n"
+
+
+def _line(text: str, meaning: str, indent: str) -> list[str]:
+    """Return the lines for `key: value # meaning`. A long meaning is written above the key."""
+    short = f"{indent}{text} # {meaning}" if meaning else f"{indent}{text}"
+    if len(short) <= WIDTH:
+        return [short]
+    # The description of a commented option is indented by two more spaces, so that the option stands out.
+    lead = f"{indent}  " if indent.endswith("# ") else f"{indent}# "
+    return [*textwrap.wrap(meaning, WIDTH, initial_indent=lead, subsequent_indent=lead), f"{indent}{text}"]

@@ -1,13 +1,11 @@
-"""Reads a configuration from files and overrides, and checks it.
-
-Every unknown key is an error that names the nearest one; nothing is converted silently.
-"""
+"""Read a configuration from files and overrides, check the configuration, and build its algorithm and codecs."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,141 +15,122 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from fl_engine.algorithms import CONTRACT as ALGORITHM
+from fl_engine.aggregation import privacy
+from fl_engine.algorithms import ALGORITHMS, CONTRACT, options_of
+from fl_engine.algorithms.training import Training
+from fl_engine.codecs import codec_of
 from fl_engine.core.allowed import check_wheel, trust, trusted
+from fl_engine.core.clients import client_metrics
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.errors import ConfigError, holds_password, masked
+from fl_engine.core.errors import ConfigError, holds_password, masked, together
 from fl_engine.core.fields import adapter
-from fl_engine.core.registry import resolve
+from fl_engine.core.registry import check_names, resolve
 from fl_engine.core.text import check_plain, path_of, read_yaml
+from fl_engine.core.types import Codec, Codecs
 from fl_engine.datasets import DATASETS
 from fl_engine.fleet.devices import Tier, named
 from fl_engine.models import MODELS
 from fl_engine.models.build import check_options
+from fl_engine.rounds import buffer
 from fl_engine.storage import code
-from flexfleet.config.explain import explain
-from flexfleet.config.form_fields import INSTEAD
-from flexfleet.config.overrides import apply, merged, parse_sets
-from flexfleet.config.resolve import algorithm, codecs
-from flexfleet.config.schema import Config, TrackingConfig
+from fl_engine.storage.store import sha256
+from fl_engine.training import user_code
+from flexfleet.config.dotted import INSTEAD, applied, leaves, mapped, merged, parse_sets
+from flexfleet.config.explain import config_error
+from flexfleet.config.schema import PRIVATE, Config, TrackingConfig
 
 log = logging.getLogger("flexfleet")
 
 Files = str | Path | Sequence[str | Path] | None
-"""The files of a configuration, each on top of those before it; None: no file."""
+"""Configuration files, or None. Later files override values from earlier files."""
 Given = Mapping[str, Any] | Sequence[str]
-"""Overrides, or the `a.b=value` texts of a command line."""
-MOST_CHARS = 2**22
-"""The most characters of a configuration's file; it may be a pipe, whose size nobody knows."""
+"""Overrides as a mapping by dotted name, or as strings `a.b=value` from the command line."""
 
 
 def load_config(files: Files = None, overrides: Given = (), stored: bool = False) -> Config:
-    """Return the checked configuration: the defaults, the files on top, `overrides` on top of those.
+    """Return the checked configuration. Values in the files override the defaults, and `overrides` override the files.
 
-    The order of overrides does not matter: a model's or an algorithm's name counts before its options. `stored`: see
-    `parse`. Raises ConfigError.
+    The order of overrides does not matter, because the name of a model or algorithm is set before its options.
+    `stored`: see `parse`. Raises ConfigError.
     """
     return parse(values_of(files, overrides), stored)
 
 
 def values_of(files: Files, overrides: Given) -> dict[str, Any]:
-    """Return the unchecked values of `load_config`."""
+    """Return the values of defaults, files and overrides before they are checked."""
     values = Config().model_dump(mode="json")
-    for path in _listed(files):
+    for path in [files] if isinstance(files, str | Path) else files or ():
         values = merged(values, read_file(path))
-    apply(values, overrides if isinstance(overrides, Mapping) else parse_sets(overrides))
-    return values
-
-
-def trust_given(files: Files, overrides: Mapping[str, Any]) -> None:
-    """Let this process import what the user's own files and overrides name (`core.allowed`)."""
-    trust([*map(read_file, _listed(files)), overrides])
-
-
-def _listed(files: Files) -> Sequence[str | Path]:
-    return [files] if isinstance(files, str | Path) else files or ()
+    return applied(values, overrides if isinstance(overrides, Mapping) else parse_sets(overrides))
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """Return the values in a configuration's file, unchecked. Raises ConfigError if it holds no mapping."""
+    """Return the unchecked values of a configuration file. Raises ConfigError if the file is not valid YAML."""
     try:
-        with open(path_of(path), encoding="utf-8") as file:
-            text = file.read(MOST_CHARS + 1)
-        if len(text) > MOST_CHARS:
-            raise ConfigError(f"{path} has more than {MOST_CHARS:,} characters: is it a configuration?")
-        values = read_yaml(text) or {}
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the configuration {path} is no text: {error}") from error
+        values = read_yaml(path_of(path).read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(masked(f"{path} is not valid YAML: {error}")) from error
+        raise ConfigError(masked(f"{path} is not valid YAML: {error}"), code="config.yaml") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a mapping of sections is expected, got {type(values).__name__}")
+        raise ConfigError(f"{path} must map sections to options, got {type(values).__name__}", code="config.wrong_type")
     return values
 
 
 def parse(values: Mapping[str, Any], stored: bool = False) -> Config:
-    """Return the checked configuration of the defaults with `values` on top. `stored`: the values come from a file that
-    the user did not give as the configuration, such as a run.json, so names in it are imported only if `core.allowed`
-    permits it. Raises ConfigError."""
+    """Return the checked configuration, in which `values` override the defaults. Raises ConfigError.
+
+    `stored`: True if the values come from a file such as run.json, not from the user's configuration. Code from such a
+    file is only imported if `core.allowed` permits the import.
+    """
     return parse_with_algorithm(values, stored)[0]
 
 
 def parse_schema(values: Mapping[str, Any]) -> Config:
-    """Like `parse`, but import and build nothing that the configuration names, so that looking at somebody's run
-    executes none of its code. Raises ConfigError."""
+    """Return the checked configuration like `parse`, but do not import the user's own code. Reading a run must not
+    execute this code. Raises ConfigError."""
+    defaults = Config().model_dump(mode="json")
     try:
         check_plain(values)
-        values = merged(Config().model_dump(mode="json"), values)
-        return Config.model_validate_json(json.dumps(_as_here(_with_named_fleet(values))))
+        values = _filled_in(merged(defaults, values))
+        return Config.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        raise ConfigError("; ".join([explain(error, Config), *_unknown_names(values)])) from error
+        raise together([config_error(error, values, defaults), *_unknown_names(values)]) from error
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"the configuration holds a value that is not plain data: {error}") from error
+        raise ConfigError(f"the configuration must contain only plain data: {error}") from error
 
 
 def parse_with_algorithm(values: Mapping[str, Any], stored: bool = False) -> tuple[Config, Algorithm]:
-    """Like `parse`; also return the algorithm."""
+    """Return a tuple (checked configuration as returned by `parse`, algorithm)."""
     config = parse_schema(values)
     if not stored:
         trust(config.model_dump(mode="json"))
     if config.run.code is not None:
         wheel = code.pack(Path(config.run.code))
+        digest = sha256(wheel)
         if stored:
-            check_wheel(wheel.sha256, stored=True)
+            check_wheel(digest)
         else:
-            trusted.add(wheel.sha256)
-        code.enable(wheel.value, wheel.sha256, config.run.code)
+            trusted.add(digest)
+        code.enable(wheel, digest, config.run.code)
     wrong = _unknown_names(values)
     if holds_password(config.dataset.root or ""):
-        wrong.append(
-            f"dataset.root holds a user or a password, and a run's files show parameters: {INSTEAD['dataset.root']}"
-        )
-    built: Algorithm | None = None
-    try:
-        built = algorithm(config)
-    except ConfigError as error:
-        wrong.append(str(error))
-    try:
-        codecs(config)
-    except ConfigError as error:
-        wrong.append(str(error))
-    try:
-        check_options(config.model)
-    except ConfigError as error:
-        wrong.append(str(error))
-    if not config.run.devices:
-        wrong.append("run.devices is empty: name at least one torch device, e.g. [cpu]")
-    if wrong or built is None:
-        raise ConfigError("; ".join(dict.fromkeys(wrong)))
-    return config, built
+        message = f"dataset.root must not contain a password, which a run's files show; {INSTEAD['dataset.root']}"
+        wrong.append(ConfigError(message, path="dataset.root"))
+    built = list[Any]()
+    for build in (lambda: algorithm(config), lambda: codecs(config), lambda: check_options(config.model)):
+        try:
+            built.append(build())
+        except ConfigError as error:
+            wrong.append(error)
+    if wrong:
+        raise together(wrong)
+    return config, built[0]
 
 
-def _unknown_names(values: Mapping[str, Any]) -> list[str]:
-    """Return errors for unknown data sets, networks and algorithms, to be reported beside all other errors."""
+def _unknown_names(values: Mapping[str, Any]) -> list[ConfigError]:
     known: dict[str, tuple[Mapping[str, Any], str]] = {
-        "dataset": (DATASETS, "data set"), "model": (MODELS, "model"), "algorithm": (ALGORITHM.registry, "algorithm")
+        "dataset": (DATASETS, "data set"), "model": (MODELS, "model"), "algorithm": (CONTRACT.registry, "algorithm")
     }  # fmt: skip
     wrong = []
     for section, (registry, what) in known.items():
@@ -160,34 +139,118 @@ def _unknown_names(values: Mapping[str, Any]) -> list[str]:
             try:
                 resolve(registry, name, what)
             except ConfigError as error:
-                wrong.append(str(error))
+                wrong.append(error)
     return wrong
 
 
-def _with_named_fleet(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replace the name of a fleet by its tiers, so that a run's record says what its fleet was."""
-    section = values.get("fleet")
-    if not isinstance(section, Mapping) or not isinstance(section.get("tiers"), str):
-        return values
-    tiers = adapter(tuple[Tier, ...]).dump_python(named(section["tiers"]), mode="json")
-    return {**values, "fleet": {**section, "tiers": tiers}}
-
-
-def _as_here(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replace what depends on this machine, so that a run's record says what was used: `run.devices: auto`, and the
-    default of tracking.mlflow if MLflow is not installed."""
-    run, tracking = values.get("run"), values.get("tracking")
-    if isinstance(run, Mapping) and run.get("devices") in ("auto", ["auto"]):
-        values = {**values, "run": {**run, "devices": ["cuda" if torch.cuda.is_available() else "cpu"]}}
-    by_default = isinstance(tracking, Mapping) and tracking.get("mlflow") == TrackingConfig().mlflow
-    if by_default and find_spec("mlflow") is None:
-        _tell_untracked()
-        values = {**values, "tracking": {**tracking, "mlflow": None}}  # type: ignore[dict-item]
-    return values
+def _filled_in(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values with the tiers of a fleet instead of its name, so that run.json contains the tiers. Values that
+    depend on this machine are replaced too: `run.devices=auto`, and tracking.mlflow if MLflow is not installed."""
+    sections = {
+        name: dict(values[name]) for name in ("fleet", "run", "tracking") if isinstance(values.get(name), Mapping)
+    }
+    fleet, run, tracking = (sections.get(name, {}) for name in ("fleet", "run", "tracking"))
+    if isinstance(fleet.get("tiers"), str):
+        fleet["tiers"] = adapter(tuple[Tier, ...]).dump_python(named(fleet["tiers"]), mode="json")
+    if run.get("devices") in ("auto", ["auto"]):
+        run["devices"] = ["cuda" if torch.cuda.is_available() else "cpu"]
+    if tracking.get("mlflow") == TrackingConfig().mlflow and find_spec("mlflow") is None:
+        _log_untracked()
+        tracking["mlflow"] = None
+    return {**values, **sections}
 
 
 @cache
-def _tell_untracked() -> None:
-    log.info(
-        "MLflow is not installed, so runs are in their folders alone; to track them: pip install 'flexfleet[tracking]'"
-    )
+def _log_untracked() -> None:
+    log.info("MLflow is not installed, so runs are not tracked. To track runs: pip install 'flexfleet[tracking]'")
+
+
+def algorithm(config: Config) -> Algorithm:
+    """Check the hyper-parameters of the configured algorithm, and build the algorithm. Raises ConfigError."""
+    kind = CONTRACT.of_section(config.algorithm)
+    options = options_of(config.algorithm)
+    known = [f.name for f in fields(kind) if f.name != "training"]  # type: ignore[arg-type]
+    check_names("algorithm", options, known)
+    training = adapter(Training).dump_python(config.training, mode="json")
+    if training["fraction"] * config.rounds.over_provision > 1:
+        raise ConfigError(
+            f"training.fraction times rounds.over_provision must be at most 1, got {config.training.fraction} * "
+            f"{config.rounds.over_provision}",
+            code="config.conflict",
+            path="training.fraction",
+        )
+    _check_own_functions(config)
+    try:
+        built: Algorithm = adapter(kind).validate_json(json.dumps({**options, "training": training}))
+    except ValidationError as error:
+        raise config_error(error, options, dict.fromkeys(known), "algorithm.") from error
+    if "preparations" not in known:  # the user has already trusted the code of the algorithm
+        trust(built.preparations)
+    client_metrics(built)  # raises ConfigError for invalid metrics
+    buffer.check(built, config.rounds)
+    rounds, run = config.settled().rounds, config.run
+    exposed = {
+        "rounds.norm_bound=null": rounds.bound is not None,
+        "rounds.over_provision=1": rounds.over_provision != 1,
+        "rounds.quorum=0": rounds.quorum != 0,
+        "rounds.stop_simulated_s=null": rounds.stop_simulated_s is not None,
+        "fleet.trace=null": config.fleet.trace is not None,
+        "evaluate.on=server": config.evaluate.on == "clients",
+        "pretrain.reference=false": config.pretrain.reference,
+        "partition.proxy_shared=false": config.partition.proxy_shared,
+        "noise.labels=0": config.noise.labels > 0,
+        "run.secrets to a folder that outlives this machine, or to s3://another-bucket/prefix": (
+            run.remote is not None and run.backend != "kubernetes" and run.secrets is None
+        ),
+    }
+    privacy.check_settings(built, kind in ALGORITHMS.values(), exposed)
+    return built
+
+
+def _check_own_functions(config: Config) -> None:
+    own = {user_code.OBJECTIVE: config.training.objective, user_code.OPTIMIZER: config.training.optimizer}
+    for path, name in own.items():
+        if name is not None:
+            user_code.function(name, path)
+            if config.run.strategy == "batched":
+                message = f"run.strategy must be single or auto, because {path} processes one client at a time"
+                raise ConfigError(message, code="config.conflict", path="run.strategy")
+    if config.training.optimizer is not None and config.run.precision == "fp16":
+        message = f"run.precision must not be fp16, which supports only SGD, with {user_code.OPTIMIZER}. Set amp"
+        raise ConfigError(message, code="config.conflict", path="run.precision")
+
+
+def codecs(config: Config) -> Codecs:
+    """Check the options of the codecs for both directions, and build the codecs. Raises ConfigError."""
+    found: dict[str, Codec | None] = {}
+    for way, section in (("down", config.codec.down), ("up", config.codec.up)):
+        try:
+            found[way] = codec_of(section)
+        except ValidationError as error:
+            raise config_error(error, section, {}, f"codec.{way}.") from error
+    return Codecs(**found)
+
+
+def cut_seed(config: Config) -> int:
+    """Return the seed with which samples are selected and divided among the clients."""
+    return config.seed if config.partition.seed is None else config.partition.seed
+
+
+def public(config: Config) -> Config:
+    """Return a copy of the configuration that other users can read, with masked passwords in PRIVATE sections."""
+    values = config.model_dump(mode="json")
+    return Config.model_validate_json(json.dumps(values | {name: mapped(values[name], _hidden) for name in PRIVATE}))
+
+
+def shown(config: Config) -> dict[str, Any]:
+    """Return the values of all parameters by dotted name, with masked passwords in addresses."""
+    return {key: _hidden(value) for key, value in flatten(config).items()}
+
+
+def _hidden(value: Any) -> Any:
+    return masked(value) if isinstance(value, str) else value
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Return the values of all parameters by dotted name."""
+    return leaves(config.model_dump(mode="json"))

@@ -1,5 +1,4 @@
-"""Which names runs, comparisons, studies and nights may have: a name becomes a folder, the prefix of a bucket's keys,
-and a line of a log."""
+"""Check the names of runs, comparisons, studies and nightly runs, which are used as folder names and S3 keys."""
 
 from __future__ import annotations
 
@@ -13,29 +12,26 @@ if TYPE_CHECKING:
     from flexfleet.config.schema import Config
 
 LONGEST = 150
-"""Bytes in UTF-8: file systems take 255, and files beside a folder have longer names than the folder."""
+"""Maximum length of a name in UTF-8 bytes. File systems allow 255 bytes, but a suffix is added to some names."""
 
 
-def plain(name: str, what: str) -> str:
-    """Return the name if it is plain. `what`: the option or parameter that gives it. Raises ConfigError for an empty
-    name, a slash, a control character, a dot or dash in front, a blank at an end, or more than LONGEST bytes."""
-    if not isinstance(name, str):
-        raise ConfigError(f"{what} is a name, a text, got {name!r}")
-    wrong = not name or not name.isprintable() or "/" in name or "\\" in name or name[0] in ".-" or name != name.strip()
-    if wrong or len(name.encode()) > LONGEST:
-        shown = repr(name) if len(name) <= 80 else f"{name[:80]!r}... ({len(name.encode(errors='replace'))} bytes)"
+def check_name(name: str, what: str) -> str:
+    """Return `name`. Raise ConfigError if `name` cannot be the name of a folder, or is longer than LONGEST bytes.
+    `what` is the option or parameter that sets the name."""
+    wrong = not isinstance(name, str) or not name or not name.isprintable() or name != name.strip()
+    if wrong or "/" in name or "\\" in name or name[0] in ".-" or len(name.encode()) > LONGEST:
         raise ConfigError(
-            f"{what} is a plain name of at most {LONGEST} bytes, it becomes a folder of the run store (no slash, no "
-            f"control character, no '.' or '-' in front, no blank at an end); got {shown}"
+            f"{what} must be a plain name of at most {LONGEST} bytes, got {str(name)[:80]!r}. A name must not contain "
+            "slashes or control characters, and must not begin with '.' or '-'"
         )
     return name
 
 
 def new_name(config: Config) -> str:
-    """Return a new name for a run: its algorithm and seed, and what `dated` adds."""
+    """Generate a name for a run, which consists of the algorithm, the seed, the time, and six random digits."""
     return dated(f"{config.algorithm['name']}-s{config.seed}".replace(":", "."))
 
 
 def dated(kind: str) -> str:
-    """Return a new name that begins with `kind`, with the time and six random digits."""
+    """Generate a name that consists of `kind`, the time, and six random digits."""
     return f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"

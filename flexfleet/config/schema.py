@@ -1,12 +1,12 @@
-"""params.yaml as typed, frozen, self-checking configuration.
+"""Define and check the parameters in params.yaml, as a typed and immutable configuration.
 
-The defaults are a complete run: FlexFL on scikit-learn's handwritten digits, with the paper's fleet. The text below a
-field explains it; an unknown key is an error that names the nearest one; nothing is converted silently.
+The defaults configure a complete run of FlexFL on scikit-learn's handwritten digits, with the paper's fleet. The
+docstring of a field describes its parameter. An unknown key is an error that suggests the nearest key. Values are
+never converted silently.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Annotated, Any, Literal
 
@@ -14,11 +14,9 @@ from pydantic import Field, field_validator, model_validator
 
 from fl_engine.algorithms.training import Training
 from fl_engine.core.augmentation import Augmenting
-from fl_engine.core.errors import masked
 from fl_engine.core.fields import (
     Count,
     Fraction,
-    Index,
     Moves,
     NotNegative,
     Positive,
@@ -28,15 +26,15 @@ from fl_engine.core.fields import (
     is_model,
     user_path,
 )
-from fl_engine.core.schedules import Constant, Scheduling
-from fl_engine.core.text import folder_hint, is_meant
-from fl_engine.data.partitioning import Rule
+from fl_engine.core.steps import Constant, Scheduling
+from fl_engine.core.text import is_address
+from fl_engine.data.partitioning import PartitionConfig
 from fl_engine.fleet.devices import DEFAULT, Tier
-from fl_engine.fleet.trace_sources import Tracing
+from fl_engine.fleet.trace_files import Tracing
 from fl_engine.models.build import INIT
-from fl_engine.models.onnx_quantization import OnnxPrecision
+from fl_engine.models.onnx_precisions import OnnxPrecision
 from fl_engine.remote.settings import AgentsConfig, KubernetesConfig
-from fl_engine.rounds.terms import NORM_BOUND, EvaluateConfig, RoundsConfig
+from fl_engine.rounds.options import NORM_BOUND, EvaluateConfig, RoundsConfig
 from fl_engine.training.numerics import Precision, Strategy
 
 
@@ -44,59 +42,24 @@ class DatasetConfig(Section):
     name: str = "digits"
     """A data set of `fl_engine.datasets`, or package.module:NAME."""
     root: Annotated[UserPath | None, Moves.PLACE] = None
-    """Folder of the data files, or a DVC repository (`repo@rev:path` or a .dvc file; git's credential helper supplies
-    passwords); null: FLEXFLEET_DATA, else ~/.cache/flexfleet/data."""
+    """Folder of the data files, or `repo@rev:path` in a DVC repository (git's credential helper supplies passwords).
+    With null, the folder is FLEXFLEET_DATA, or ~/.cache/flexfleet/data if this variable is not set."""
     train_samples: Count | None = None
-    """Number of training samples to use; null: all."""
+    """Number of training samples to use; null for all samples."""
     test_samples: Count | None = None
-    """Number of test samples to use; null: all."""
+    """Number of test samples to use; null for all samples."""
     pad: Literal["auto", "none"] | Count = "auto"
-    """Zero-pad images to this side in pixels; auto: to the smallest side that the network takes; none: do not pad."""
-
-
-class PartitionConfig(Section):
-    rule: Rule = "dirichlet"
-    clients: Count = 20
-    """Number of clients."""
-    alpha: float = 0.6
-    """Concentration of dirichlet, dirichlet_per_client and quantity; smaller is more heterogeneous."""
-    cap: bool = False
-    """With dirichlet, give a class only to clients that hold less than an equal share of all samples."""
-    labels_per_client: Count = 2
-    """With disjoint_labels, the number of labels that each client holds."""
-    minimum: Count = 20
-    """Least number of samples of a client. The dirichlet rules and quantity ensure it; other rules fail if a client has
-    fewer."""
-    map: UserPath | None = None
-    """With manual, a JSON file with each client's training samples: {"clients": [[0, 3, ...], ...]}."""
-    folders: Annotated[UserPath | None, Moves.PLACE] = None
-    """With local, the folder with one folder of data for each simulated client; null: enrolled devices have their own
-    data."""
-    most: Count = 100_000
-    """With local, the largest number of training samples that a client may report."""
-    features: UserPath | None = None
-    """Deal by clusters of features instead of by labels: an .npy file with one row per training sample, or a network
-    whose last hidden features count; null: deal by labels."""
-    clusters: Annotated[int, Field(ge=2)] = 10
-    """Number of k-means clusters of `features`."""
-    proxy: float = 0.05
-    """Share of the training data that the server keeps: 80 % to pre-train, 20 % to measure APoZ."""
-    proxy_shared: bool = False
-    """Clients get the proxy's samples too (FlexFL's Table III). For studies only, because such a server sees its
-    clients' data."""
-    server_classes: tuple[Index, ...] = ()
-    """Classes that only the server holds, as in FedX, e.g. [8, 9]; they replace `proxy`."""
-    seed: int | None = None
-    """Seed of the partition; null: the run's seed."""
+    """Image size after zero-padding; auto for the smallest size that the network accepts; none for no padding."""
 
 
 class NoiseConfig(Section):
-    """Wrong labels at the clients, drawn from the mistakes of a centrally trained model (FedAIoT)."""
+    """Wrong training labels of clients, drawn from the errors of a centrally trained model (FedAIoT)."""
 
     labels: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of each client's training labels to make wrong; 0: none."""
+    """Fraction of each client's training labels that are replaced by wrong labels."""
     sure: Fraction = 0.95
-    """Labels of a class stay right if the model assigns at least this share of the class to one class."""
+    """Labels of a class stay correct if the model predicts one class for at least this fraction of the class's
+    samples."""
     epochs: Count = 20
     """Epochs of the central training."""
     lr: Positive = 1e-3
@@ -105,224 +68,212 @@ class NoiseConfig(Section):
 
 class FleetConfig(Section):
     tiers: tuple[Tier, ...] = DEFAULT
-    """Tiers of devices, or the name of a fleet (`flexfleet list fleets`). share: part of the fleet. memory: capacity in
-    % of the full model's parameters. sigma: standard deviations, of which a device draws one; it has memory - |N(0,
-    sigma)| free, or with limits [low, high] N(memory, sigma) clipped to them. width: the width ratio of a sub-model
-    that fits in any case. speed (10^9 multiply-adds per second) and bandwidth (10^6 bits per second) drive the
-    simulated clock."""
+    """Tiers of devices, or the name of a fleet (`flexfleet list fleets`). `share` is the tier's fraction of all
+    devices. `memory` is a percentage of the full model's parameters. Each device draws its standard deviation from
+    `sigma`. The free memory is memory - |N(0, sigma)|, or with `limits` [low, high] N(memory, sigma), clipped to these
+    limits. `width` is the width ratio of a sub-model that always fits. `speed` (10^9 multiply-adds per second) and
+    `bandwidth` (10^6 bits per second) determine the time on the simulated clock."""
     trace: Tracing | None = None
-    """When each device is online, how fast it is then, and its bandwidth (docs/guides/traces.md); null: all are online,
-    with their tier's speed and bandwidth."""
+    """Trace with online times, speed and bandwidth of each device (docs/guides/traces.md). With null, all devices are
+    always online, with the speed and bandwidth of their tier."""
     wait_s: Annotated[Positive, Moves.LENGTH] = 86_400.0
-    """Simulated seconds that a round waits for a client to come online before the run fails."""
+    """Maximum simulated seconds that a round waits for a client to come online. After this time the run fails."""
 
 
 class CodecConfig(Section):
-    """Compression of the weights; a level of an algorithm may have its own."""
+    """Compression of the transferred weights. A level of an algorithm may have its own codecs."""
 
     down: dict[str, Any] = Field(default={"name": "identity"})
-    """To the clients, which train from the decoded weights."""
+    """Codec for the weights sent to clients, which start training from the decoded weights."""
     up: dict[str, Any] = Field(default={"name": "identity"})
-    """To the server, which adds the decoded change to the weights that it sent."""
+    """Codec for updates sent to the server, which adds a decoded update to the weights that the client received."""
 
 
 class PretrainConfig(Section):
     epochs: Count = 100
-    """Epochs on the proxy."""
+    """Epochs of pre-training on the server's proxy data."""
     lr: Positive = 1e-3
     """Learning rate of Adam."""
-    reset_adam: bool = False
-    """Begin each epoch with a new Adam, as FlexFL's code does."""
     batch_size: Count = 50
     """Samples per step."""
     reference: bool = False
-    """Also pre-train on all training data, to report how similar that pool is (FlexFL Sec. IV-C1). For studies only."""
+    """Also pre-train on all training data, to report the similarity of the two pools (FlexFL, Section IV-C1)."""
 
 
 class CentralConfig(Section):
-    """For `flexfleet central`, which trains the full network on all training samples."""
+    """Options of `flexfleet central`, which trains the full network on all training samples."""
 
     epochs: Count = 100
-    """Passes over all training samples."""
+    """Number of passes over all training samples."""
     batch_size: Count = 32
     """Samples per step."""
     optimizer: Literal["sgd", "adam"] = "sgd"
-    """Adam is torch's, with its defaults."""
+    """Optimizer, either sgd or adam with PyTorch's default options."""
     lr: Positive = 0.01
-    """Learning rate at the beginning."""
+    """Initial learning rate."""
     momentum: NotNegative = 0.0
     """Momentum of SGD."""
     weight_decay: NotNegative = 0.0
     """Weight decay of SGD."""
     augment: tuple[Augmenting, ...] = ()
-    """As in `training`."""
+    """Augmentations, as in `training.augment`."""
     schedule: Scheduling = Constant()
-    """Learning rate over all epochs."""
+    """Schedule of the learning rate over all epochs."""
 
     @model_validator(mode="after")
     def _of_the_optimizer(self) -> CentralConfig:
         if self.optimizer == "adam" and (self.momentum or self.weight_decay):
-            raise ValueError("central.momentum and central.weight_decay are of SGD: set them to 0 for Adam")
+            raise ValueError("central.momentum and central.weight_decay must be 0 with Adam. They are options of SGD")
         return self
 
 
 class RunConfig(Section):
     store: Annotated[UserPath, Moves.PLACE] = "runs"
-    """Folder of all runs."""
+    """Folder that contains all runs."""
 
     @field_validator("store")
     @classmethod
     def _a_folder(cls, value: str) -> str:
-        if is_meant(value):
-            raise ValueError(
-                f"a folder of this machine is expected{folder_hint(value)}; for ledgers in S3 set "
-                "run.remote=s3://bucket/prefix"
-            )
+        if is_address(value):
+            raise ValueError("must be a folder. For ledgers in S3, set run.remote=s3://bucket/prefix")
         return value
 
     remote: Annotated[UserPath | None, Moves.PLACE] = None
-    """s3://bucket/prefix for the ledgers of all runs, where another coordinator finds them; null: in `store`."""
+    """s3://bucket/prefix for the ledgers of all runs, which other coordinators can read; null for `store`."""
     secrets: Annotated[UserPath | None, Moves.PLACE] = None
-    """Where the run's key and the devices' keys are stored: a folder, or s3://bucket/prefix in another bucket than
-    `remote`, with its own credentials (FLEXFLEET_SECRETS_AWS_*); null: a Secret of the cluster with kubernetes, else
-    the run's folder."""
+    """Folder or s3://bucket/prefix for the keys of the run and its devices. The bucket must differ from the bucket of
+    `remote`, and has its own credentials (FLEXFLEET_SECRETS_AWS_*). With null, the keys are stored in the run's folder,
+    or in a Secret in the cluster if `backend` is kubernetes."""
     backend: Literal["in_process", "processes", "kubernetes", "agents"] = "in_process"
-    """What trains the clients: threads, worker processes, pods (`kubernetes`) or enrolled devices (`agents`)."""
+    """Clients train in threads (`in_process`), worker processes (`processes`), pods (`kubernetes`) or enrolled devices
+    (`agents`)."""
     patience_s: Annotated[Positive, Moves.EXECUTION] = 600.0
-    """Seconds to wait for a server that does not answer (S3, Kubernetes, MLflow) and for pods to start, before the run
-    stops; it can be resumed."""
+    """Seconds to wait for an unreachable server (S3, Kubernetes, MLflow) or for pods. Then the run stops and can be
+    resumed."""
     code: Annotated[UserPath | None, Moves.PLACE] = None
-    """Your own package (a folder with __init__.py, or a .py file); null: none. Worker processes and pods get it as a
-    wheel and import package.module:NAME from it."""
+    """Your own package (a folder with __init__.py, or a .py file). Worker processes and pods receive the package as a
+    wheel, from which they import package.module:NAME."""
     devices: Annotated[tuple[str, ...], Moves.NUMERICS] = ("cpu",)
-    """Torch devices that train clients at the same time, all of one kind, e.g. [cuda:0, cuda:1]; auto: [cuda] if
-    available, else [cpu]."""
+    """PyTorch devices of one kind that train clients in parallel, e.g. [cuda:0, cuda:1]; auto for [cuda] if available,
+    otherwise [cpu]."""
     strategy: Annotated[Literal["auto"] | Strategy, Moves.NUMERICS] = "auto"
-    """single: a device trains one client at a time; batched: several together (small networks on CPUs); auto: what
-    suits the network's size and the devices."""
+    """With `single`, a device trains one client at a time. With `batched`, a CPU trains several clients together.
+    With `auto`, the strategy depends on the network's size and the devices."""
     precision: Annotated[Literal["auto"] | Precision, Moves.NUMERICS] = "fp32"
-    """bf16: forward and backward pass in bfloat16. amp: mixed precision (float16 on CUDA, bfloat16 on CPUs). fp16:
-    everything in float16, without weight decay (FedAIoT). auto: the fastest that the machine supports natively. With
-    bf16 and amp on CPUs, only strategy=single gives equal bits."""
+    """Number format of the training, by default fp32. With bf16, the forward and backward pass use bfloat16. With amp,
+    the precision is mixed (float16 on CUDA, bfloat16 on CPUs). With fp16, all numbers are float16, without weight
+    decay, as in FedAIoT. With auto, the machine's fastest format is used. On CPUs, results with bf16 and amp are
+    bit-identical only with strategy=single."""
 
     @property
     def apart(self) -> bool:
-        """Whether clients are on other machines and sign their results."""
+        """True if clients are on other machines and sign their results."""
         return self.backend in ("kubernetes", "agents")
-
-    @model_validator(mode="after")
-    def _one_at_a_time(self) -> RunConfig:
-        if self.precision == "fp16" and self.strategy == "batched":
-            raise ValueError("run.precision=fp16 trains one client at a time: set run.strategy to single or auto")
-        return self
 
     @model_validator(mode="after")
     def _same_bits_on_every_device(self) -> RunConfig:
         kinds = sorted({name.partition(":")[0] for name in self.devices})
-        if len(kinds) > 1:
-            raise ValueError(
-                f"run.devices are of different kinds ({', '.join(kinds)}): a client's bits would depend on which of "
-                "them trains it. Name devices of one kind"
-            )
-        if kinds != ["cpu"] and self.strategy == "batched":
-            raise ValueError(
-                f"run.strategy=batched is for CPUs, and run.devices is {list(self.devices)}, where a client's bits "
-                "would depend on how many train beside it. Set run.strategy to single or auto"
-            )
+        if len(kinds) != 1:
+            got = ", ".join(kinds) or "none"
+            raise ValueError(f"run.devices must be of one kind, such as [cpu], because rounding differs, got {got}")
+        if self.strategy == "batched" and (self.precision == "fp16" or kinds != ["cpu"]):
+            raise ValueError("run.strategy=batched requires CPUs and a precision other than fp16. Set it to auto")
         return self
 
 
 class TrackingConfig(Section):
     mlflow: UserPath | None = "sqlite:///mlflow.db"
-    """MLflow tracking URI; null: off."""
+    """MLflow tracking URI; null for no tracking."""
     experiment: str | None = None
-    """Name of the experiment; null: <dataset>-<model>-<partition>, or Kubeflow's if its tasks have an MLflow."""
+    """Name of the experiment. With null, Kubeflow sets the name, or the name is <dataset>-<model>-<partition>."""
 
 
 class Range(Section):
-    """What a parameter may be in a search: from `low` to `high`, or one of `choices`."""
+    """Range of a parameter in a search, from `low` to `high` or with the values `choices`."""
 
     low: float | None = None
     high: float | None = None
     log: bool = False
-    """As likely between 1 and 10 as between 10 and 100."""
+    """Draw values from a log-uniform distribution."""
     whole: bool = False
-    """Whole numbers only, low and high too."""
+    """Draw only whole numbers. The bounds `low` and `high` must also be whole numbers."""
     choices: tuple[Any, ...] = ()
 
     @model_validator(mode="after")
     def _one_or_the_other(self) -> Range:
         if self.choices:
             if self.low is not None or self.high is not None or self.log or self.whole:
-                raise ValueError("choices stand alone: without low, high, log and whole")
-        elif self.low is None or self.high is None or not self.low < self.high or (self.log and self.low <= 0):
-            raise ValueError("low and high are expected, low below high, and above 0 for log; or choices")
-        elif not (math.isfinite(self.low) and math.isfinite(self.high)):
-            raise ValueError("finite numbers are expected for low and high")
+                raise ValueError("choices cannot be combined with low, high, log or whole")
+        elif self.low is None or self.high is None or not -math.inf < self.low < self.high < math.inf:
+            raise ValueError("low and high must be finite, and low must be less than high. Alternatively, set choices")
+        elif self.log and self.low <= 0:
+            raise ValueError("low must be greater than 0 if `log` is true")
+        elif self.whole and not (self.low.is_integer() and self.high.is_integer()):
+            raise ValueError("low and high must be whole numbers if `whole` is true")
         return self
 
 
 class TuneConfig(Section):
-    """For `flexfleet tune`."""
+    """Options of `flexfleet tune`."""
 
     trials: Count = 30
-    """Number of complete and pruned trials of all workers."""
+    """Number of complete and pruned trials, counted over all workers."""
     metric: Literal["avg", "full"] = "avg"
-    """The metric of the last round, as a mean over `seeds`."""
+    """Metric to optimize, as the mean over `seeds` of its values in the last round."""
     seeds: tuple[int, ...] = (0,)
-    """Seeds of each trial's runs."""
+    """Seeds for the runs of each trial."""
     held_out: tuple[int, ...] = (100, 101, 102)
-    """Seeds of the final comparison of the best setting and the default."""
+    """Seeds for the final comparison between the best setting and the default."""
     space: dict[str, Range] = Field(default={})
-    """Ranges by dotted name (`algorithm.gammas.0`: the first of a list); empty: what the algorithm declares."""
+    """Ranges by dotted name (`algorithm.gammas.0` for the first element of a list). If empty, the space that the
+    algorithm declares is used."""
     workers: Count = 1
-    """Number of parallel workers: processes, or pods in the pipeline, which need `storage`."""
+    """Number of parallel worker processes, or of pods in the pipeline, which need `storage`."""
     storage: UserPath | None = None
-    """URL of a database, for workers on several machines; null: FLEXFLEET_TUNE_STORAGE, else a journal in the study's
-    folder."""
+    """URL of a database, for workers on several machines. With null, FLEXFLEET_TUNE_STORAGE is used, or a journal
+    in the study's folder if this variable is not set."""
 
 
 class PublishConfig(Section):
-    """What happens to a finished run."""
+    """Export and publication of a finished run."""
 
     models: bool = False
     """Export each reported level (safetensors, ONNX) and register it in MLflow."""
     name: str | None = None
-    """Name of the registered models; null: <experiment>-<algorithm>."""
+    """Name of the registered models; null for <experiment>-<algorithm>."""
     onnx: bool = True
-    """Export the levels as ONNX too."""
+    """Also export the levels as ONNX."""
     precision: Literal["auto"] | Annotated[tuple[OnnxPrecision, ...], Field(min_length=1)] = ("fp32",)
-    """Further precisions of the ONNX files: fp16, int8 (dynamic), int8_static; auto: the smallest one that has as many
-    bits as the level's codec."""
+    """Additional precisions for the ONNX files, such as [fp16, int8]. With auto, the precision is the smallest that has
+    at least the bits of the level's codec."""
     dvc: UserPath | None = None
-    """Remote (s3://bucket/prefix or a folder) to which DVC pushes partition, pool, model and report; null: none."""
+    """Remote (s3://bucket/prefix or a folder) to which DVC pushes partition, pool, model and report; null for none."""
 
     @property
     def measured(self) -> bool:
-        """Whether other precisions than fp32 are exported."""
+        """True if precisions other than fp32 are exported."""
         return self.precision == "auto" or set(self.precision) != {"fp32"}
 
     @model_validator(mode="after")
     def _of_a_file(self) -> PublishConfig:
         if self.measured and not self.onnx:
-            raise ValueError("publish.precision converts the ONNX files: set publish.onnx=true, or leave precision out")
+            raise ValueError("publish.precision requires publish.onnx=true, because precisions apply to ONNX files")
         return self
 
 
 class Config(Section):
     schema_version: Literal[1] = 1
     seed: int = 0
-    """Seed of everything random, except the noise and client choice of private runs, which follow from the run's
-    key."""
+    """Seed for all random decisions. Private runs derive noise and client selection from the run's key instead."""
     dataset: DatasetConfig = DatasetConfig()
     partition: PartitionConfig = PartitionConfig()
     noise: NoiseConfig = NoiseConfig()
     model: dict[str, Any] = Field(default={"name": "small_cnn"})
-    """name (registered, or package.module:NAME) and the network's own options."""
+    """Registered name or package.module:NAME of the network, and its options."""
     fleet: FleetConfig = FleetConfig()
     pretrain: PretrainConfig = PretrainConfig()
     algorithm: dict[str, Any] = Field(default={"name": "flexfl"})
-    """name (registered, or package.module:NAME) and the algorithm's own hyper-parameters."""
+    """Registered name or package.module:NAME of the algorithm, and its hyper-parameters."""
     training: Training = Training(fraction=0.3, epochs=5, batch_size=10, lr=0.05)
     central: Annotated[CentralConfig, Moves.PLACE] = CentralConfig()
     codec: CodecConfig = CodecConfig()
@@ -342,10 +293,10 @@ class Config(Section):
         return {**value, INIT: user_path(init)} if isinstance(init, str) else value
 
     def settled(self, began: Config | None = None) -> Config:
-        """Return this configuration with a value instead of `rounds.norm_bound=auto`.
+        """Return this configuration with `rounds.norm_bound=auto` replaced by a value.
 
         Args:
-            began: The recorded configuration of the run that is resumed, which has a value; None for a new run.
+            began: Recorded configuration of a resumed run, which contains the value; None for a new run.
         """
         if self.rounds.norm_bound != "auto":
             return self
@@ -355,23 +306,20 @@ class Config(Section):
         return self.model_copy(update={"rounds": self.rounds.model_copy(update=rounds)})
 
     @model_validator(mode="after")
-    def _data_of_devices(self) -> Config:
+    def _local_data(self) -> Config:
         p = self.partition
         if p.rule != "local":
             if p.folders is not None:
-                raise ValueError("partition.folders is for partition.rule=local: leave it out, or set the rule")
+                raise ValueError("partition.folders requires partition.rule=local. Remove the folders, or set the rule")
             return self
         if self.run.backend == "kubernetes":
-            raise ValueError(
-                "partition.rule=local needs devices with their own data, which pods are not: set run.backend=agents or "
-                "in_process with partition.folders"
-            )
+            raise ValueError("partition.rule=local requires run.backend=agents, because pods have no data of their own")
         if self.run.backend != "agents" and p.folders is None:
             raise ValueError(
-                f"partition.rule=local with run.backend={self.run.backend} needs partition.folders, the data of the "
-                "simulated clients; or set run.backend=agents"
+                "partition.folders must be the folder that contains the clients' data folders, because "
+                f"partition.rule=local and run.backend={self.run.backend}"
             )
-        knows = {
+        needs = {
             "noise.labels=0": self.noise.labels == 0,
             "partition.server_classes=[]": not p.server_classes,
             "partition.proxy_shared=false": not p.proxy_shared,
@@ -379,78 +327,37 @@ class Config(Section):
             "pretrain.reference=false": not self.pretrain.reference,
             "dataset.train_samples=null": self.dataset.train_samples is None,
         }
-        if wrong := [setting for setting, kept_to in knows.items() if not kept_to]:
-            raise ValueError(
-                "partition.rule=local: the server knows neither samples nor labels of its clients, so set "
-                + ", ".join(wrong)
-            )
+        if wrong := [setting for setting, is_set in needs.items() if not is_set]:
+            raise ValueError(f"partition.rule=local requires {', '.join(wrong)}, because only the clients have samples")
         return self
 
     @model_validator(mode="after")
-    def _held_out_from_the_server_too(self) -> Config:
+    def _together(self) -> Config:
         if self.evaluate.on == "clients" and self.partition.proxy_shared:
             raise ValueError(
-                "evaluate.on=clients needs samples that nobody trains on, but partition.proxy_shared=true gives them "
-                "to the server: set partition.proxy_shared=false, or evaluate.on=server"
+                "partition.proxy_shared must be false with evaluate.on=clients, because no client may train on the "
+                "server's samples"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _agents_on_their_own_devices(self) -> Config:
         if self.run.backend == "agents" and set(self.run.devices) != {"cpu"}:
             raise ValueError(
-                f"run.devices = {list(self.run.devices)} cannot be with run.backend=agents: leave it at [cpu]. "
-                "Where an invited device trains, its owner says (flexfleet agent --device)"
+                "run.devices must be [cpu] with run.backend=agents. The owner of a device chooses its torch device "
+                "(flexfleet agent --device)"
             )
         return self
 
 
 PRIVATE = tuple(name for name, field in Config.model_fields.items() if Unseen in field.metadata)
-"""Sections whose addresses only the person who starts a run may see, not the readers of its files."""
+"""Sections with addresses that must be hidden in a run's files."""
 
 
 def moves(path: str) -> Moves:
-    """Return what another value of this parameter changes. An unknown name counts like its section."""
+    """Return what a change of this parameter affects. An unknown name is treated like its section."""
     here: Any = Config
-    moved = Moves.RESULT
+    found = Moves.RESULT
     for part in path.split("."):
         field = here.model_fields.get(part) if is_model(here) else None
         if field is None:
             break
-        moved = next((each for each in field.metadata if isinstance(each, Moves)), moved)
+        found = next((each for each in field.metadata if isinstance(each, Moves)), found)
         here = field.annotation
-    return moved
-
-
-def public(config: Config) -> Config:
-    """Return the configuration for files that others read: addresses in PRIVATE sections lose user and password."""
-
-    def hidden(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: hidden(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [hidden(inner) for inner in value]
-        return masked(value) if isinstance(value, str) else value
-
-    values = config.model_dump(mode="json")
-    return Config.model_validate_json(json.dumps(values | {name: hidden(values[name]) for name in PRIVATE}))
-
-
-def shown(config: Config) -> dict[str, Any]:
-    """Return `flatten` for others to read: every address loses user and password."""
-    return {key: masked(value) if isinstance(value, str) else value for key, value in flatten(config).items()}
-
-
-def flatten(config: Config) -> dict[str, Any]:
-    """Return the values by dotted name, for MLflow's parameters and for the differences between two runs."""
-    out: dict[str, Any] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict) and value:
-            for key, inner in value.items():
-                walk(f"{prefix}.{key}" if prefix else key, inner)
-        elif not isinstance(value, dict):
-            out[prefix] = value
-
-    walk("", config.model_dump(mode="json"))
-    return out
+    return found

@@ -1,4 +1,4 @@
-"""The code of one's own that a configuration names: digests of its source, so that a run resumes with the same code."""
+"""Compute digests of the user's code that a configuration uses, so that a run is only resumed with unchanged code."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fl_engine.core.allowed import LOCAL, NAME
 from fl_engine.core.registry import resolve
-from fl_engine.core.text import check_plain
 from fl_engine.datasets import stored_data
 from fl_engine.storage import code
 from fl_engine.storage.store import sha256
+from flexfleet.config.local_code import names_in
 from flexfleet.config.schema import Config
 
 MAIN = "__main__"
+KEYS = ("name", "objective", "optimizer")
+"""Names of parameters whose value can be the name of the user's own code."""
 
 
 def named(config: Config, sections: Collection[str] | None = None) -> tuple[str, ...]:
-    """Return the values `package.module:Name` of a configuration, or of some of its sections."""
+    """Return all values of the form `package.module:Name` in these sections of a configuration (None: all)."""
     values = config.model_dump(mode="json")
     chosen = values if sections is None else {section: values[section] for section in sections}
     return tuple(dict.fromkeys(_names(chosen)))
@@ -33,36 +36,21 @@ def _names(value: Any, key: str = "") -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _names(each, key)
-    elif isinstance(value, str) and key in ("name", "objective", "optimizer") and not stored_data.is_stored(value):
-        module, sign, attribute = value.partition(":")
-        if sign and attribute.isidentifier() and all(part.isidentifier() for part in module.split(".")):
-            yield value
+    elif key in KEYS and isinstance(value, str) and NAME.fullmatch(value) and not stored_data.is_stored(value):
+        yield value
 
 
-def cells(value: Any) -> list[str]:
-    """Return the names in a configuration that only this process can resolve, because a cell or a script defines
-    them."""
-    if isinstance(value, Mapping):
-        return [name for each in value.values() for name in cells(each)]
-    if isinstance(value, list | tuple):
-        return [name for each in value for name in cells(each)]
-    return [value] if isinstance(value, str) and value.startswith(f"{MAIN}:") else []
-
-
-def to_a_file(name: str, who: str) -> str:
-    """Return what to do about such a name if others (`who`) have to import it."""
-    own = name.removeprefix(f"{MAIN}:")
-    file = f"{own.lower()}.py"
-    return (
-        f"{own} is defined in this notebook or script, which {who} cannot import: write it to a file, {file} "
-        f"(%%writefile {file} in a cell), import it from there, and give that"
-    )
+def cells(config: Config) -> list[str]:
+    """Return the names of code that other processes cannot import (from a notebook, script or function)."""
+    return [name for name in named(config) if name.startswith((f"{MAIN}:", f"{LOCAL}:"))]
 
 
 def sources(config: Config, sections: Collection[str] | None = None) -> dict[str, str]:
-    """Return the sha256 of the module's file by name. For a name of a cell or script it covers the source of the object
-    and of the functions and classes that it uses there. Names in the package of `run.code` are left out, because the
-    package has its own sha256. Raises ConfigError if a name cannot be imported."""
+    """Map each name of the user's code to the sha256 of its source. Raises ConfigError if an import fails.
+
+    The source is the file of the module. In a notebook or script, the source consists of the object, and the functions
+    and classes that the object uses. The package in `run.code` is left out, because it has its own sha256.
+    """
     package = None if config.run.code is None else code.name_of(Path(config.run.code))
     return {name: _digest(name) for name in named(config, sections) if name.partition(":")[0].split(".")[0] != package}
 
@@ -70,15 +58,16 @@ def sources(config: Config, sections: Collection[str] | None = None) -> dict[str
 def _digest(name: str) -> str:
     module_name = name.partition(":")[0]
     value: Any = resolve({}, name, "code of one's own")
-    module = sys.modules[module_name]
-    file = getattr(module, "__file__", None)
+    if module_name == LOCAL:  # The name contains a digest.
+        return sha256(name.encode())
+    file = getattr(sys.modules[module_name], "__file__", None)
     if module_name != MAIN and file is not None and Path(file).is_file():
         return sha256(Path(file).read_bytes())
     return sha256("\n".join(map(_source, _used_by(value))).encode())
 
 
 def _used_by(value: Any) -> list[Any]:
-    """Return the class or function, and everything of the same notebook or script that it inherits from or names."""
+    """Return the class or function, its base classes, and all classes and functions that it uses from its module."""
     found, left = dict[str, Any](), [value]
     while left:
         each = left.pop()
@@ -87,59 +76,33 @@ def _used_by(value: Any) -> list[Any]:
         if each.__module__ != value.__module__ or each.__qualname__ in found:
             continue
         found[each.__qualname__] = each
-        members = [each] if isinstance(each, types.FunctionType) else map(_function, vars(each).values())
-        space = vars(sys.modules[each.__module__])
-        for member in members:
-            names = _names_in(member.__code__) if isinstance(member, types.FunctionType) else []
-            names.append(getattr(member, "__qualname__", ""))  # an attribute that is a function or a class from outside
-            left.extend(space[name] for name in names if isinstance(space.get(name), type | types.FunctionType))
-        left.extend(each.__mro__[1:] if isinstance(each, type) else ())
+        known = vars(sys.modules[each.__module__])
+        names = [name for function in _functions(each) for name in names_in(function.__code__)]
+        if isinstance(each, type):
+            names += [getattr(member, "__qualname__", "") for member in vars(each).values()]
+            left.extend(each.__mro__[1:])
+        left.extend(known[name] for name in names if isinstance(known.get(name), type | types.FunctionType))
     return [found[name] for name in sorted(found)]
 
 
-def _names_in(code: types.CodeType) -> list[str]:
-    inner = [name for each in code.co_consts if isinstance(each, types.CodeType) for name in _names_in(each)]
-    return [*code.co_names, *inner]
-
-
-def _function(member: Any) -> Any:
-    """Return the function behind a static method, class method or property; else the member itself."""
-    return getattr(member, "__func__", getattr(member, "fget", member))
+def _functions(value: Any) -> list[types.FunctionType]:
+    """Return the functions in `value`: the function itself, or all methods and property functions of a class."""
+    members = [vars(value)[name] for name in sorted(vars(value))] if isinstance(value, type) else [value]
+    inner = [getattr(each, "__func__", getattr(each, "fget", each)) for each in members]
+    return [each for each in inner if isinstance(each, types.FunctionType)]
 
 
 def _source(value: type | types.FunctionType) -> str:
-    """Return the text of a class or function. Python cannot find the text of a class in a notebook's cell, so its
-    methods and plain data stand for it."""
-    try:
-        return inspect.getsource(value)
-    except (OSError, TypeError):
-        pass
-    if isinstance(value, types.FunctionType):
-        return repr(_compiled(value.__code__))
-    parts = []
-    for name, member in sorted(vars(value).items()):
-        inner = _function(member)
-        if isinstance(inner, types.FunctionType):
-            parts.append(f"{name}: {_source(inner)}")
-        elif not name.startswith("_"):
-            parts.append(f"{name} = {member!r}" if _is_plain(member) else f"{name}: {type(member).__qualname__}")
-    return "\n".join([repr(value.__bases__), *parts])
-
-
-def _compiled(code: types.CodeType) -> tuple[Any, ...]:
-    """Return what a function does, without its place in the file and in memory."""
-    return code.co_code, code.co_names, tuple(map(_constant, code.co_consts))
-
-
-def _constant(value: Any) -> Any:
-    if isinstance(value, types.CodeType):
-        return _compiled(value)
-    return sorted(map(repr, value)) if isinstance(value, frozenset) else value  # a set has another order each time
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        check_plain(value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
+    """Return the source code of a function. For a class, return its bases, functions and plain attributes. Python
+    cannot find the source code of a whole class in a notebook."""
+    texts = []
+    for function in _functions(value):
+        try:
+            texts.append(inspect.getsource(function))
+        except (OSError, TypeError):  # a decorator such as dataclass generated the function
+            texts.append(function.__qualname__)
+    if isinstance(value, type):
+        values = {name: each for name, each in vars(value).items() if not name.startswith("_")}
+        plain = {name: each for name, each in values.items() if isinstance(each, int | float | str | tuple | list)}
+        texts += [repr(value.__bases__), repr(sorted(plain.items()))]
+    return "\n".join(texts)

@@ -1,319 +1,345 @@
-"""Compare several algorithms on the same data and network with several seeds: all runs, then tables and a page.
+"""Run several algorithms with several seeds on the same data and network, and compare them in tables and a page.
 
-A comparison is a folder `<run.store>/<id>/`. For each label and seed it has a run folder, and beside it the run's
-configuration and log. The runs of a seed start from the partition and pre-training in `shared-s<seed>/`; labels with
-other settings of these have a folder `shared-s<seed>-<digest>/`. The results are comparison.json, .md, .svg and .html.
+A comparison is stored in the folder `<run.store>/<id>/`. For each label and seed, this folder contains a run folder, a
+configuration and a log. Runs with the same seed share one partition and one pre-training, which are stored in
+`shared-s<seed>/`. Labels with other settings for partition or pre-training use `shared-s<seed>-<digest>/`. The results
+are comparison.json, .md, .svg and .html.
+
+In a pipeline graph, the first task prepares all runs, each run is a task, and the last task collects the results.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError, Stopped
-from fl_engine.data.transforms import fingerprint
+from fl_engine.core.errors import ConfigError, FlexfleetError, SeveralErrors
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.s3 import open_store
-from fl_engine.storage.store import FolderStore, Store, sha256
-from flexfleet.config import Config, algorithm, flatten
-from flexfleet.config.comparison_runs import Entry, folder_of, varied
+from fl_engine.storage.store import FolderStore, sha256
+from flexfleet.config import Config, algorithm, flatten, parse
+from flexfleet.config.comparison_runs import PlannedRun, folder_of, varied
 from flexfleet.config.form import hand_over
 from flexfleet.config.sources import sources
-from flexfleet.experiments import central_reference
 from flexfleet.experiments.comparison_file import ComparisonFile
-from flexfleet.experiments.comparison_report import FILES, tabulate
-from flexfleet.experiments.executor import Command, side_by_side, told_failures
-from flexfleet.files import manifest
-from flexfleet.files.artifacts import BareHistory, Result, row_of
-from flexfleet.files.run_folder import check_free, failures_tell, folder_lock, go_on
+from flexfleet.experiments.comparison_report import CLIENTS_FILE, FILES, tabulate
+from flexfleet.experiments.executor import Command, Execute, RunsFailed, report_failures, resumable, side_by_side
+from flexfleet.experiments.summarise import read_central
+from flexfleet.files.artifacts import Artifact, History, RunFile, RunResult, Strict
+from flexfleet.files.run_folder import check_free, check_manifest, how_to_resume
 from flexfleet.files.run_status import tally_in
-from flexfleet.files.signals import stopping_at_once
+from flexfleet.pipeline import keys
 from flexfleet.pipeline.check import check
 from flexfleet.pipeline.own_code import check_sources
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.resume import known_run, store_of
+from flexfleet.pipeline.pretrain import can_adopt, share, shared_settings
+from flexfleet.pipeline.resume import Attempt, known_run, store_of
 from flexfleet.pipeline.run import need_packages, run
-from flexfleet.pipeline.share import fits, settings, share
 from flexfleet.tracking import record as track
-from flexfleet.tracking.server import PARENT, platform_of
-from flexfleet.tracking.trackers import TOKEN, MLflow, ending
+from flexfleet.tracking.server import PARENT
+from flexfleet.tracking.trackers import MLflow, ending
 
 log = logging.getLogger("flexfleet")
 
 
-CarryOut = Callable[[Sequence[Command], int], dict[str, int]]
-"""Executes commands, at most so many at a time, and maps their names to exit codes."""
-
-
-class RunsFailed(FlexfleetError):
-    """Some runs of a comparison did not finish; the exit code is the first one's."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
 def run_comparison(
-    runs: Sequence[Entry],
+    runs: Sequence[PlannedRun],
     id: str,
     *,
     to: Sequence[float] = (),
     at_once: int = 1,
     resume: bool = False,
     options: Sequence[str] = (),
-    night: str | None = None,
-    goes_on_as: str | None = None,
+    parent: str | None = None,
+    resume_id: str | None = None,
     central: Sequence[Path] = (),
-    references: Sequence[Entry] = (),
-    carry_out: CarryOut | None = None,
+    references: Sequence[PlannedRun] = (),
+    execute: Execute | None = None,
 ) -> ComparisonFile:
-    """Makes the runs that are not finished, `at_once` at a time, and writes the comparison. `options` are passed to
-    each run (`--discard-damaged`). `night`: the id of the MLflow run of the nightly job that the comparison belongs to.
-    `goes_on_as`: the id by which the user's command goes on, default `id`: a night's comparisons have ids of their own.
-    `central`: folders of finished central trainings, the reference in its tables; `references`: central trainings that
-    are made together with the runs. `carry_out`: what makes the runs, default `side_by_side`.
+    """Execute the unfinished runs, at most `at_once` in parallel, and write the comparison.
 
-    Raises ConfigError before anything trains; RunsFailed if runs failed, after all others ended; Stopped and
-    KeyboardInterrupt when all processes have stopped.
+    Args:
+        options: Command-line flags for each run, such as `--discard-damaged`.
+        parent: ID of the nightly regression run's MLflow run; None if the comparison is not part of one.
+        resume_id: Value of --id in the command that resumes the comparison; None if the value is `id`.
+        central: Folders of finished central trainings. The tables show the results of these trainings as the reference.
+        references: Central trainings to execute together with the runs.
+        execute: Function that executes commands; if None, `side_by_side` is used.
+
+    Raises:
+        ConfigError: The configuration is invalid. Raised before any training starts.
+        RunsFailed: At least one run failed. Raised after all other runs have ended.
+        Stopped, KeyboardInterrupt: The user requested a stop, and all processes have stopped.
     """
     folder = folder_of(runs)
-    goes_on = go_on(goes_on_as or id)
     check_jobs(at_once)
-    if (folder / "run.json").exists():
-        raise ConfigError(f"{folder} is the folder of a run, not of a comparison: choose another --id")
     check_free(folder, resume, "--id")
     if central:
-        done = all(finished(entry.config, folder / entry.name) for entry in runs)
-        central_reference.read(central, flatten(runs[0].config), varied(runs), None if done else partial(_data, runs))
+        read_central(central, runs)
     check_all(runs)
     runs = in_one_experiment(runs)
     track.prepare(runs[0].config)
-    try:
-        with failures_tell(goes_on_as or id), folder_lock(folder), stopping_at_once(goes_on):
-            mlflow = begin(runs, id, {PARENT: night} if night else {})
-            with ending(mlflow):
-                parent = mlflow.root if mlflow else None
-                _run(runs, id, folder, at_once, options, parent, references, carry_out or side_by_side, goes_on)
-                central = [*central, *(folder / entry.name for entry in references)]
-                trained = central_reference.read(central, flatten(runs[0].config), varied(runs)) if central else None
-                made = {entry.name: folder / entry.name for entry in runs}
-                return tabulate(id, runs, made, folder, to, mlflow, trained)
-    except Stopped:
-        raise Stopped(f"stopped on request: {goes_on}") from None
-
-
-def _data(runs: Sequence[Entry]) -> dict[int, set[str]]:
-    """Map seeds to the fingerprints of the runs' data."""
-    found: dict[int, set[str]] = {}
-    for (seed, _), entry in {(entry.seed, entry.config.partition.seed): entry for entry in runs}.items():
-        found.setdefault(seed, set()).add(fingerprint(Resolved.of(entry.config).data))
-    return found
+    with resumable(folder, resume_id or id):
+        mlflow = begin(runs, id, {PARENT: parent} if parent else {})
+        with ending(mlflow):
+            tags = {"flexfleet.comparison": id, **({PARENT: mlflow.root} if mlflow else {})}
+            _execute(runs, references, tags, at_once, options, execute or side_by_side, how_to_resume(resume_id or id))
+            central = [*central, *(entry.folder for entry in references)]
+            trained = read_central(central, runs) if central else None
+            return tabulate(id, runs, {entry.name: entry.folder for entry in runs}, folder, to, mlflow, trained)
 
 
 def check_jobs(at_once: int) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError if the number of processes is less than 1."""
     if at_once < 1:
-        raise ConfigError(f"--jobs is the number of runs side by side, at least 1, got {at_once}")
+        raise ConfigError(f"--jobs must be at least 1, got {at_once}", code="config.out_of_range")
 
 
-def in_one_experiment(runs: Sequence[Entry]) -> list[Entry]:
-    """Return the runs, all tracked in the MLflow experiment of the first run. Data set, network and partition name the
-    experiments, but MLflow shows no run below a run of another experiment."""
-    first = runs[0].config.tracking
-    if first.mlflow is None:
+def in_one_experiment(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """Return all runs, assigned to the MLflow experiment of the first run. MLflow requires that a child run is in the
+    same experiment as its parent run."""
+    first = runs[0].config
+    if first.tracking.mlflow is None:
         return list(runs)
-    at = platform_of(first.mlflow)
-    names = [track.experiment(entry.config, at) for entry in runs]
-    tracking = first.model_copy(update={"experiment": names[0]})
-    return [
-        entry if name == names[0] else replace(entry, config=entry.config.model_copy(update={"tracking": tracking}))
-        for entry, name in zip(runs, names, strict=True)
-    ]
+    tracking = first.tracking.model_copy(update={"experiment": track.experiment(first)})
+    return [replace(entry, config=entry.config.model_copy(update={"tracking": tracking})) for entry in runs]
 
 
-def begin(runs: Sequence[Entry], id: str, given: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
-    """Begin or continue the comparison's own MLflow run; None without tracking. `given`: more tags; `run_id`: an MLflow
-    run that was begun for the comparison."""
+def begin(runs: Sequence[PlannedRun], id: str, tags: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
+    """Start or continue the MLflow run of the comparison, with additional `tags`. Returns None if tracking is off.
+    `run_id` is the ID of an MLflow run that another task has started."""
     config = runs[0].config
-    if config.tracking.mlflow is None:
-        return None
     store = FolderStore(folder_of(runs).resolve()) if config.run.remote is None else open_store(config.run.remote)
-    kind = "comparison"
-    about = {"flexfleet.kind": kind, "flexfleet.comparison": id, "flexfleet.store": store.uri(), **given}
-    if run_id is None:
-        about[TOKEN] = track.lasting_token(kind, store, track.new_token(kind, id, given))
-    return track.tracker(config, id, about, run_id)
+    about = {"flexfleet.comparison": id, "flexfleet.store": store.uri(), **tags}
+    return track.begin_parent(config, "comparison", id, store, about, run_id)
 
 
-def stores_of(runs: Sequence[Entry]) -> list[Store]:
-    """Return the stores of the runs' ledgers."""
-    return [store_of(entry.config, entry.name, folder_of(runs) / entry.name) for entry in runs]
-
-
-def check_all(runs: Sequence[Entry]) -> None:
-    """Check all runs, and raise as `check` for the first invalid run. A run that has begun must have the same settings,
-    the same own code, and at most `rounds.stop` rounds; all runs must have the same metric."""
-    _check_metric(runs)
+# ------------------------------------------------------------------------------------------------ checks
+def check_all(runs: Sequence[PlannedRun]) -> None:
+    """Check all runs, and raise the error of the first invalid run. If a run has already started, its user code must
+    not have changed, and it must have at most `rounds.stop` rounds. All runs must have the same main metric."""
+    if "dataset.name" in varied(runs):
+        metrics = {e.label: Resolved.of(e.config).data.task.metric.name for e in runs if e.seed == runs[0].seed}
+        if len(set(metrics.values())) > 1:
+            found = ", ".join(f"{label}: {metric}" for label, metric in metrics.items())
+            raise ConfigError(f"all labels must have the same metric, got {found}", code="config.not_comparable")
     for entry in runs:
-        out = folder_of(runs) / entry.name
+        out = entry.folder
         try:
             resolved = Resolved.of(entry.config)
             known = known_run(entry.config, out, resume=True)
             if known is None:
                 check(resolved)
-            else:  # `federate` checks this too, but late, and not for a finished run
+            else:  # find errors before any run starts
                 check_sources(known.sources, sources(entry.config), out)
                 _check_length(entry, out)
             need_packages(resolved)
         except FlexfleetError as error:
-            raise type(error)(f"{entry.label}, seed {entry.seed}: {error}".replace("--run-id", "--id")) from error
+            message = f"{entry.label}, seed {entry.seed}: {error}".replace("--run-id", "--id")
+            kind = ConfigError if isinstance(error, SeveralErrors) else type(error)
+            raise kind(message, code=error.code, path=error.path) from error
 
 
-def _check_length(entry: Entry, out: Path) -> None:
-    """Raise ConfigError if more rounds are committed than `rounds.stop`."""
+def _check_length(entry: PlannedRun, out: Path) -> None:
+    """Raise ConfigError if the run has more than `rounds.stop` committed rounds."""
     stop = entry.config.rounds.stop
     done = max((round + 1 for round in Checkpoints(store_of(entry.config, entry.name, out)).commits()), default=0)
     if done > stop:
         raise ConfigError(
-            f"rounds.stop must be at least {done}, the committed rounds of {out}, got {stop}. Or choose another id"
+            f"`rounds.stop` must be at least {done}, the rounds in {out}, got {stop}. Or choose another --id",
+            path="rounds.stop",
         )
 
 
-def _check_metric(runs: Sequence[Entry]) -> None:
-    """Raise ConfigError if labels have data sets with different metrics."""
-    if "dataset.name" not in varied(runs):
-        return
-    seen = {e.label: Resolved.of(e.config).data.task.metric.name for e in runs if e.seed == runs[0].seed}
-    if len(set(seen.values())) > 1:
-        said = ", ".join(f"{label}: {metric}" for label, metric in seen.items())
-        raise ConfigError(f"all labels must have the same metric, got {said}")
+def finished(config: Config, out: Path) -> bool:
+    """Return whether the run has completed its last round with a usable model. Raises IntegrityError if a file of a
+    finished run has changed."""
+    if not check_manifest(out):
+        return False
+    rounds = History.read(out / "history.json").rounds
+    is_complete = len(rounds) == config.rounds.end(row.metrics for row in rounds)
+    return is_complete and RunResult.read(out / "result.json").status == "finished"
 
 
-def _run(
-    runs: Sequence[Entry],
-    id: str,
-    folder: Path,
+# ------------------------------------------------------------------------------------------------ commands
+def _execute(
+    runs: Sequence[PlannedRun],
+    references: Sequence[PlannedRun],
+    tags: Mapping[str, str],
     at_once: int,
     options: Sequence[str],
-    parent: str | None,
-    references: Sequence[Entry],
-    carry_out: CarryOut,
-    goes_on: str,
+    execute: Execute,
+    how: str,
 ) -> None:
-    left = [entry for entry in runs if not finished(entry.config, folder / entry.name)]
-    if len(left) < len(runs):
-        log.info("%d of %d runs are finished", len(runs) - len(left), len(runs))
-    about = {"flexfleet.comparison": id, **({PARENT: parent} if parent else {})}
-    central = central_reference.commands(references, folder, options, about)
-    if not left and not central:
+    """Execute all unfinished runs and the central trainings. Raises RunsFailed."""
+    folder = folder_of(runs)
+    missing = [entry for entry in runs if not finished(entry.config, entry.folder)]
+    if len(missing) < len(runs):
+        log.info("%d of %d runs are already finished", len(runs) - len(missing), len(runs))
+    if not missing and not references:
         return
-    given = {entry.name: hand_over(entry.config, folder / f"{entry.name}.yaml") for entry in left}
-    groups = sharing(runs)
-    shared = {entry.name: name for name, group in groups.items() for entry in group}
-    shares = _shares({name: [e for e in group if e in left] for name, group in groups.items()}, folder, given)
-    codes = carry_out(shares, at_once)
-    ready = [entry for entry in left if codes.get(shared[entry.name], 0) == 0]
-    commands = [
-        _command(entry, folder / shared[entry.name], tags(entry, id, parent), folder, options, *given[entry.name])
-        for entry in ready
-    ] + central
-    for name in FILES if ready else ():  # results of earlier runs, which a kill would leave
-        (folder / name).unlink(missing_ok=True)
-    codes |= carry_out(commands, at_once)
-    failed = [code for code in codes.values() if code]
-    if failed:
-        names = told_failures(codes, {each.name: each.log for each in (*shares, *commands)})
-        done = sum(finished(entry.config, folder / entry.name) for entry in runs)
+    shares: list[Command] = []
+    shared: dict[str, Path] = {}
+    for name, group in sharing(runs).items():
+        shared |= {entry.name: folder / name for entry in group}
+        fresh = [e for e in group if e in missing and not (e.folder / "run.json").exists()]
+        if fresh:
+            shares += _share(to_share(fresh), folder / name)
+    codes = execute(shares, at_once)
+    flags = [*options, *(word for key, value in tags.items() for word in ("--tag", f"{key}={value}"))]
+    ready = [entry for entry in missing if codes.get(shared[entry.name].name, 0) == 0]
+    if ready:  # delete the outdated results of an earlier comparison
+        for name in (*FILES, CLIENTS_FILE):
+            (folder / name).unlink(missing_ok=True)
+    commands = [_run(entry, shared[entry.name], flags, tags) for entry in ready]
+    commands += [_command("central", entry, folder, flags) for entry in references]
+    codes |= execute(commands, at_once)
+    if failed := [code for code in codes.values() if code]:
+        names = report_failures(codes, [*shares, *commands])
+        done = sum(finished(entry.config, entry.folder) for entry in runs)
         raise RunsFailed(
-            f"{done} of {len(runs)} runs are finished, failed: {names}. Fix the cause, and {goes_on}; or leave out the "
-            "algorithm or the seed",
+            f"{done} of {len(runs)} runs are finished, but these failed: {names}. Fix the cause, and {how}, "
+            "or omit the algorithm or the seed",
             failed[0],
         )
 
 
-def sharing(runs: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """Map the names of shared folders to their runs: those of one seed with the same settings of partition and
-    pre-training. The folder of a seed's first setting is `shared-s<seed>`."""
-    out: dict[str, list[Entry]] = {}
+def sharing(runs: Sequence[PlannedRun]) -> dict[str, list[PlannedRun]]:
+    """Map the name of each shared folder to the runs that use the folder. Runs share a folder if their seeds and their
+    settings for partition and pre-training are equal. The first folder of a seed is `shared-s<seed>`."""
+    out: dict[str, list[PlannedRun]] = {}
     for seed in dict.fromkeys(entry.seed for entry in runs):
-        groups: dict[str, list[Entry]] = {}
+        groups: dict[str, list[PlannedRun]] = {}
         for entry in (e for e in runs if e.seed == seed):
-            groups.setdefault(json.dumps(settings(flatten(entry.config)), sort_keys=True), []).append(entry)
+            groups.setdefault(json.dumps(shared_settings(flatten(entry.config)), sort_keys=True), []).append(entry)
         for i, (text, group) in enumerate(groups.items()):
             digest = f"-{sha256(text.encode())[:8]}" if i else ""
             out[f"shared-s{seed}{digest}"] = group
     return out
 
 
-def _shares(groups: Mapping[str, Sequence[Entry]], folder: Path, given: Mapping[str, tuple[str, str]]) -> list[Command]:
-    """Return the commands that compute partition and pre-training for runs that have not begun."""
-    commands = []
-    for name, group in groups.items():
-        fresh = [e for e in group if not (folder / e.name / "run.json").exists()]
-        out = folder / name
-        if not fresh:
-            continue
-        first = to_share(fresh)
-        resolved = Resolved.of(first.config)
-        if fits(resolved, out):
-            continue
-        config, stdin = given[first.name]
-        argv = ("--config", config, "--out", str(out))
-        call = partial(share, resolved, out)
-        commands.append(Command(out.name, "flexfleet.pipeline.share", argv, folder / f"{out.name}.log", stdin, call))
-    return commands
-
-
-def to_share(runs: Sequence[Entry]) -> Entry:
-    """Return the run for which the shared folder is computed: the first that needs preparations."""
+def to_share(runs: Sequence[PlannedRun]) -> PlannedRun:
+    """Return the first run that needs preparations. The shared folder is computed with the settings of this run."""
     return next((e for e in runs if algorithm(e.config).preparations), runs[0])
 
 
-def _command(
-    entry: Entry,
-    shared: Path,
-    given: Mapping[str, str],
-    folder: Path,
-    options: Sequence[str],
-    config: str,
-    stdin: str,
-) -> Command:
-    argv = ["run", "--config", config, "--run-id", entry.name, "--resume", *options, "--shared", str(shared)]
-    argv += [word for key, value in given.items() for word in ("--tag", f"{key}={value}")]
-
-    def call() -> None:
-        run(
-            Resolved.of(entry.config),
-            entry.name,
-            resume=True,
-            discard_damaged="--discard-damaged" in options,
-            accept_numerics="--accept-numerics" in options,
-            shared=shared,
-            tags=dict(given),
-        )
-        tally_in(folder / entry.name).check()
-
-    return Command(entry.name, "flexfleet.cli.main", tuple(argv), folder / f"{entry.name}.log", stdin, call)
+def _share(entry: PlannedRun, out: Path) -> list[Command]:
+    """Return the command that computes partition and pre-training. Empty if `out` contains both."""
+    resolved = Resolved.of(entry.config)
+    if can_adopt(resolved, out):
+        return []
+    config, stdin = hand_over(entry.config, out.with_name(f"{entry.name}.yaml"))
+    argv = ("share", "--config", config, "--out", str(out))
+    call = partial(share, resolved, out)
+    return [Command(out.name, "flexfleet.pipeline", argv, out.with_name(f"{out.name}.log"), stdin, call)]
 
 
-def tags(entry: Entry, id: str, parent: str | None) -> dict[str, str]:
-    """Return the tags of a run's MLflow run, by which MLflow's UI groups the runs. `parent`: the parent's id."""
-    return {"flexfleet.comparison": id, "algorithm": entry.label, **({PARENT: parent} if parent else {})}
+def _run(entry: PlannedRun, shared: Path, flags: Sequence[str], tags: Mapping[str, str]) -> Command:
+    own = ["--tag", f"algorithm={entry.label}", "--shared", str(shared)]
+    command = _command("run", entry, shared.parent, [*flags, *own])
+    return replace(command, call=partial(run_one, entry, shared, tags))
 
 
-def finished(config: Config, out: Path) -> bool:
-    """Return whether the run has a usable model and all its rounds. Raises IntegrityError if a file of a finished run
-    has changed."""
-    if not manifest.check(out):
-        return False
-    try:
-        result, history = Result.read(out / "result.json"), BareHistory.read(out / "history.json")
-        end = config.rounds.end(row_of(each).metrics for each in history.rounds)
-    except IntegrityError:
-        return False
-    complete = len(history.rounds) == end and result.model_sha256 == history.model_sha256
-    return complete and result.status == "finished"
+def _command(step: str, entry: PlannedRun, folder: Path, flags: Sequence[str]) -> Command:
+    """Return the command `flexfleet <step>` for one run. If the run is finished, the command does nothing."""
+    config, stdin = hand_over(entry.config, folder / f"{entry.name}.yaml")
+    argv = (step, "--config", config, "--run-id", entry.name, "--resume", *flags)
+    return Command(entry.name, "flexfleet.cli.main", argv, folder / f"{entry.name}.log", stdin)
+
+
+def run_one(entry: PlannedRun, shared: Path, tags: Mapping[str, str]) -> RunResult:
+    """Execute or resume one run in this process, with the partition and pre-training in `shared`. Raises Diverged or
+    NothingMerged if the run does not have a usable model."""
+    about = {**tags, "algorithm": entry.label}
+    result = run(Resolved.of(entry.config), entry.name, Attempt(resume=True, tags=about), shared)
+    tally_in(entry.folder).check()
+    return result
+
+
+# ------------------------------------------------------------------------------------------- pipeline tasks
+class Pair(Strict):
+    """Parameters of the pipeline task that executes one run (one algorithm with one seed)."""
+
+    comparison: str
+    """ID of the comparison. A nightly regression run has one comparison for each case."""
+    label: str
+    shared: str
+    """Name of the folder that contains the run's partition and pre-training."""
+    config: dict[str, Any]
+
+    @property
+    def entry(self) -> PlannedRun:
+        config = parse(self.config)
+        return PlannedRun(self.label, config.seed, config)
+
+
+class PairsFile(Artifact):
+    """Parameters of all run tasks in a pipeline graph. A task receives only the index of its run in this file, because
+    Kubeflow passes all parameters in one command-line argument, which Linux limits to 128 KiB."""
+
+    pairs: tuple[Pair, ...]
+    mlflow: str | None
+    """ID of the MLflow run of the comparison or nightly regression run; null if tracking is off."""
+    parent: str | None
+    """ID of the MLflow run that is the parent of all runs."""
+    commit: str | None = None
+    """Git commit with which a nightly regression run was started; null for a comparison."""
+
+
+def prepare(runs: Sequence[PlannedRun], id: str, shared: Path, out: Path, job_id: str) -> list[str]:
+    """Check, prepare and write all runs, and start the MLflow run. Returns the index of each run in `out`."""
+    runs = in_one_experiment(runs)
+    pairs = pairs_of(runs, id, shared)
+    return write_pairs(pairs, begin(runs, id, track.of_job(runs[0].config, job_id)), out)
+
+
+def pairs_of(runs: Sequence[PlannedRun], id: str, shared: Path) -> list[Pair]:
+    """Check all runs, and write their partitions and pre-training results into the folder `shared`/<id>."""
+    check_all(runs)
+    track.prepare(runs[0].config)
+    folder: dict[str, str] = {}
+    for name, group in sharing(runs).items():
+        share(Resolved.of(to_share(group).config), shared / id / name)
+        folder |= {entry.name: name for entry in group}
+    return [
+        Pair(comparison=id, label=e.label, shared=folder[e.name], config=e.config.model_dump(mode="json")) for e in runs
+    ]
+
+
+def write_pairs(pairs: Sequence[Pair], mlflow: MLflow | None, out: Path, commit: str | None = None) -> list[str]:
+    """Write the runs into the file `out`, and return the index of each run in the file. Indices are strings, because
+    Kubeflow can convert integers to floats."""
+    ids = {"mlflow": mlflow.run_id, "parent": mlflow.root} if mlflow else {"mlflow": None, "parent": None}
+    PairsFile(pairs=tuple(pairs), commit=commit, **ids).write(out)
+    return [str(number) for number in range(len(pairs))]
+
+
+def run_pair(file: PairsFile, number: str, shared: Path, out: Path, job_id: str) -> RunResult:
+    """Execute or resume one run in the store, and copy the run without its ledger and key to `out`.
+
+    Raises:
+        ConfigError: The code has changed since the nightly regression run was started, for example in another image.
+        Diverged, NothingMerged: The run does not have a usable model.
+    """
+    pair = file.pairs[int(number)]
+    entry, id = pair.entry, pair.comparison
+    if file.commit is not None:
+        track.check_code(file.commit, id)
+    tags = {"flexfleet.comparison": id, **({PARENT: file.parent} if file.parent else {})}
+    result = run_one(entry, shared / id / pair.shared, {**tags, **track.of_job(entry.config, job_id)})
+    ignore = shutil.ignore_patterns("rounds", "states", ".lock", str(Path(keys.IN_RUN).parent))
+    shutil.copytree(entry.folder, out, ignore=ignore, dirs_exist_ok=True)
+    return result
+
+
+def collect(file: PairsFile, folders: Sequence[Path], out: Path) -> ComparisonFile:
+    """Compare the finished runs in `folders`, and write the comparison into `out`. The folders can be in any order."""
+    by_name = {RunFile.read(folder / "run.json").run_id: folder for folder in folders}
+    id, runs = file.pairs[0].comparison, [pair.entry for pair in file.pairs]
+    return tabulate(id, runs, by_name, out, mlflow=begin(runs, id, {}, file.mlflow))

@@ -1,7 +1,7 @@
-"""comparison.json, the file with all figures of a comparison.
+"""Define the format of comparison.json, which contains all results of a comparison.
 
-avg is the mean of the deciding metric (accuracy, R2) over the reported levels, and full its value for the largest
-model. An algorithm of one level has no avg.
+avg is the mean of the main metric (such as accuracy or R2) over the reported levels. full is the metric of the
+largest model.
 """
 
 from __future__ import annotations
@@ -9,58 +9,50 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fl_engine.core.fields import LeavesOut
 from fl_engine.training.evaluation import OWNERS
 from flexfleet.experiments.ranking import TITLES, First, RankedCase, firsts
-from flexfleet.files.artifacts import Artifact, LocalScore
-from flexfleet.reports.report import plain
+from flexfleet.files.artifacts import Artifact, LocalScore, Strict
+from flexfleet.reports.finished_run import plain
 
 MB = 1e6
-BY_OWNER = ("avg_device_classes", "full_device_classes", "avg_server_classes", "full_server_classes")
-"""Figures of a run and of a label if the server owns classes (`partition.server_classes`)."""
-LOCAL = ("local_avg", "local_full")
-"""Figures of a run and of a label if the task has classes."""
 CASE = ("dataset.", "partition.", "noise.", "model.name")
-"""Runs that differ in one of these parameters belong to different cases, which are ranked separately."""
+"""Prefixes of parameters whose values define the cases. The labels of each case are ranked separately."""
 FACTORS = (*CASE, "model.", "fleet.")
-"""Parameters that make different cases if they are a factor. A single row may have its own width or fleet, as papers'
-baselines have."""
+"""Prefixes of factors (`flexfleet compare --over`) whose values define the cases. Width and fleet define cases only if
+they are factors, because papers use another width or fleet for some baselines."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Spread(_Part):
-    """The mean over the seeds, and the sample standard deviation if there are two or more seeds."""
+class Spread(Strict):
+    """Mean and sample standard deviation over the seeds. The standard deviation is null if there is only one seed."""
 
     mean: float
     std: float | None
 
 
-class LabelScore(_Part):
-    """The metric after one round of each run; avg is null for an algorithm that reports one level."""
+class LabelScore(Strict):
+    """Mean scores of a label after one round, such as the last round."""
 
     round: Spread
-    """Counted from 1."""
-    avg: Spread | None
+    """Number of the round, counted from 1."""
+    avg: Spread
     full: Spread
 
 
-class Reached(_Part):
-    """The first evaluated round in which full, or avg, has that accuracy, and the cost up to the end of that round.
+class Reached(Strict):
+    """Cost of all rounds up to the first evaluated round in which full (or avg) is at least `accuracy`.
 
-    All figures are means over the seeds that reach the accuracy, and null if no seed does. MB were sent to the clients
-    (down) and came back (up).
+    Each value is a mean over the seeds that reach the accuracy; null if no seed reaches the accuracy. `mb_down` counts
+    data sent to the clients, and `mb_up` counts data received from the clients.
     """
 
     accuracy: float
     seeds: tuple[int, ...]
-    """The seeds that reach it."""
+    """Seeds of the runs that reach the accuracy."""
     rounds: Spread | None
     mb: Spread | None
     mb_down: Spread | None = None
@@ -69,171 +61,168 @@ class Reached(_Part):
     seconds_simulated: Spread | None
 
 
-class Highest(_Part):
-    """The highest values within the first `share` % of the rounds (`measure.highest`); null if no run has one."""
+class Highest(Strict):
+    """Highest avg and full in the first `share` percent of the rounds. Null if a value is missing."""
 
     share: int
     avg: Spread | None
     full: Spread | None
 
 
-class OneRun(_Part):
-    """The figures of one run: after the last round, unless their name says otherwise."""
+T = TypeVar("T")
+
+
+class Figures(Strict, Generic[T]):
+    """Metrics of one run, or the mean and standard deviation of each metric over the seeds.
+
+    Accuracies are measured after the last round. A metric is null if it was not measured in every run. 1 MB is 1e6
+    bytes. `waste` is the fraction of the sent weights that clients did not return. `seconds` is wall-clock time and
+    therefore depends on the load of the machine. `seconds_simulated` is the time on the simulated clock.
+    """
+
+    avg_device_classes: T | None = None
+    """Accuracy on the devices' classes (two fields) and on the server's classes (two fields). Null if no class belongs
+    to the server."""
+    full_device_classes: T | None = None
+    avg_server_classes: T | None = None
+    full_server_classes: T | None = None
+    devices: T | None = None
+    """Mean over the devices of the scores of their sub-models. Null if the pool has only one level."""
+    local_avg: T | None = None
+    """Mean local accuracy of the levels; null if the task has no classes."""
+    local_full: T | None = None
+    clients_mean: T | None = None
+    """Main metric that clients measured on their held-out samples (`ClientFigures`): mean, 10th percentile, worst
+    client and standard deviation. Null unless `evaluate.on` is `clients`."""
+    clients_p10: T | None = None
+    clients_worst: T | None = None
+    clients_spread: T | None = None
+    mb_down: T
+    mb_up: T
+    waste: T
+    seconds: T
+    seconds_simulated: T | None
+    uniformity: T | None = None
+    """Six timing metrics (`fl_engine.rounds.timing`), averaged over the rounds. Null if not measured."""
+    uniformity_answered: T | None = None
+    uniformity_compute: T | None = None
+    uniformity_communication: T | None = None
+    uniformity_real: T | None = None
+    time_variance: T | None = None
+
+
+class OneRun(Figures[float]):
+    """Results of one run."""
 
     seed: int
     run_id: str
-    avg: float | None
+    avg: float
     full: float
     rounds: int = 0
-    levels: dict[str, dict[str, float]] = {}
-    """Each level's metrics, by their names."""
-    avg_device_classes: float | None = None
-    """This and the next three: the accuracy on the classes of the devices, and on the classes that the server alone
-    owns; null if the server owns none."""
-    full_device_classes: float | None = None
-    avg_server_classes: float | None = None
-    full_server_classes: float | None = None
-    devices: float | None = None
-    """The mean over the devices of the score of each device's own sub-model; null with one level."""
-    local: dict[str, LocalScore] = {}
-    """Each level's local accuracy: mean and standard deviation over the clients; empty if the task has no classes."""
-    local_avg: float | None = None
-    """The mean of the levels' local accuracies; null with one level."""
-    local_full: float | None = None
-    best: dict[str, float | None]
-    """The evaluated round with the best avg: its number from 1 as `round`, and `avg` and `full` of this round."""
-    mb_down: float
-    mb_up: float
-    waste: float
-    seconds: float
-    seconds_simulated: float | None
-    uniformity: float | None = None
-    """This and the next five: means over the rounds (`fl_engine.fleet.uniformity`); null if they were not measured."""
-    uniformity_answered: float | None = None
-    uniformity_compute: float | None = None
-    uniformity_communication: float | None = None
-    uniformity_real: float | None = None
-    time_variance: float | None = None
-    phases: dict[str, float] = {}
-    """Means over the rounds (`fl_engine.rounds.phases`)."""
+    levels: dict[str, dict[str, float]] = Field(default={})
+    """Map each level to a mapping from metric names to values."""
+    local: dict[str, LocalScore] = Field(default={})
+    """Map each level to its local accuracy. Empty if the task does not have classes."""
+    best: dict[str, float]
+    """Values of `round`, `avg` and `full` in the evaluated round with the highest avg. Rounds are counted from 1."""
+    phases: dict[str, float] = Field(default={})
+    """Further timing metrics (`timing.NAMES`), averaged over the rounds."""
     model_sha256: str
     mlflow_run_id: str | None
 
 
-class LocalSpread(_Part):
-    """A level's local accuracy over the seeds: mean and standard deviation `sd` over the clients, and their number."""
+class LocalSpread(Strict):
+    """Local accuracy of a level. Statistics over the clients of each seed are averaged over the seeds."""
 
     mean: Spread
     sd: Spread
     clients: Spread
 
 
-class Summary(_Part):
-    """All runs of one label. 1 MB is 1e6 bytes; waste is the share of the weights sent to clients that did not come
-    back. A figure is null if a run does not have it; figures without a description are those of OneRun."""
+class Summary(Figures[Spread]):
+    """Results of all runs of one label."""
 
     algorithm: str
     settings: dict[str, Any]
-    """The algorithm's hyper-parameters that were set."""
-    varied: dict[str, Any] = {}
-    """The label's values of the parameters in the comparison's `varied`."""
-    at: dict[str, Any] = {}
-    """The label's values of the factors (`flexfleet compare --over`), by dotted name."""
+    """Values of the algorithm's hyper-parameters that the user has set."""
+    varied: dict[str, Any] = Field(default={})
+    """Map the parameters in `ComparisonFile.varied` to the values of this label."""
+    at: dict[str, Any] = Field(default={})
+    """Map factors (`flexfleet compare --over`) to the values of this label."""
     levels: tuple[float, ...]
-    """Sizes of the reported models in % of the full model, mean over the seeds."""
+    """Sizes of the reported models in percent of the full model, as means over the seeds."""
     last: LabelScore
     best: LabelScore
-    """The scores of the round with the best avg, as FlexFL prints them. Each run chooses its round on test data."""
-    avg_device_classes: Spread | None = None
-    full_device_classes: Spread | None = None
-    avg_server_classes: Spread | None = None
-    full_server_classes: Spread | None = None
-    devices: Spread | None = None
-    local: dict[str, LocalSpread] = {}
-    """Each level's local accuracy (FedRolex, Tables 3.3 and 3.4)."""
-    local_avg: Spread | None = None
-    local_full: Spread | None = None
-    mb_down: Spread
-    mb_up: Spread
-    waste: Spread
-    seconds: Spread
-    """Measured seconds, also if other work ran on the machine."""
-    seconds_simulated: Spread | None
-    """Seconds on the fleet's devices; null if the simulated clock was not used."""
-    uniformity: Spread | None = None
-    uniformity_answered: Spread | None = None
-    uniformity_compute: Spread | None = None
-    uniformity_communication: Spread | None = None
-    uniformity_real: Spread | None = None
-    time_variance: Spread | None = None
-    phases: dict[str, Spread] = {}
-    """The phases that every run measured."""
+    """Scores in the round with the highest avg on the test data, as reported in the FlexFL paper."""
+    local: dict[str, LocalSpread] = Field(default={})
+    """Map each level to its local accuracy (FedRolex, Tables 3.3 and 3.4)."""
+    phases: dict[str, Spread] = Field(default={})
+    """Timing metrics that were measured in all runs, averaged over the seeds."""
     reached: tuple[Reached, ...]
-    reached_avg: tuple[Reached, ...] = ()
-    """As `reached`, with avg in place of full; empty for an algorithm that reports one level."""
+    reached_avg: tuple[Reached, ...]
+    """Cost until avg reaches each target accuracy. `reached` contains the cost until full reaches the accuracy."""
     highest: tuple[Highest, ...] = ()
     runs: tuple[OneRun, ...]
 
 
-class Central(_Part, LeavesOut):
-    """The reference: the same network, trained on all samples (`flexfleet central`), over its own seeds."""
+class Central(Strict, LeavesOut):
+    """Results of the reference, which is the same network trained on all samples (`flexfleet central`)."""
 
     left_out = ("further",)
     seeds: tuple[int, ...]
     settings: dict[str, Any]
-    """The parameters of `central`, by dotted names."""
+    """Map dotted names of the parameters in the section `central` to values."""
     full: Spread
-    """The metric after the last epoch."""
+    """Main metric after the last epoch."""
     best: Spread
     best_epoch: Spread
     highest: tuple[Highest, ...]
-    """The highest values within given shares of the epochs."""
+    """Highest metric values in the first 50, 80 and 100 percent of the epochs."""
     seconds: Spread
-    further: dict[str, Spread] = {}
-    """The task's other metrics after the last epoch, by name."""
+    further: dict[str, Spread] = Field(default={})
+    """Map each further metric of the task to its value after the last epoch."""
 
 
 class ComparisonFile(Artifact, LeavesOut):
-    """comparison.json, and what `flexfleet compare --json` prints."""
+    """Contents of comparison.json, which `flexfleet compare --json` also prints."""
 
     left_out = ("cases", "called")
     id: str
     labels: tuple[str, ...]
     seeds: tuple[int, ...]
     rounds: int
-    """The longest run's number of rounds. The simulated clock may end other runs earlier."""
+    """Number of rounds of the longest run. The simulated clock can end other runs earlier."""
     metric: str = "accuracy"
-    """The deciding metric; avg and full are its values."""
+    """Main metric of the task, from which avg and full are computed."""
     settings: dict[str, Any]
-    """What all runs have in common, by dotted names."""
+    """Map dotted names to values for the settings that are equal in all runs."""
     called: dict[str, str] = Field(default={})
-    """Map `dataset.name` to the name for people of data that were given in Python."""
+    """Map internal names of data sets to display names, for data sets that were passed as Python objects."""
     varied: tuple[str, ...] = ()
-    """Parameters in which labels differ, without the algorithm's own, by dotted names."""
+    """Dotted names of the parameters that differ between labels. Parameters of the algorithm are excluded."""
     differences: dict[str, dict[str, Any]] = Field(default={})
-    """Options in which the rows differ, besides the algorithm (`row_differences`): by dotted name, the value of each
-    label that has the option."""
+    """Options with different values for the labels, as {dotted name: {label: value}}. The algorithm is excluded."""
     results: dict[str, Summary]
-    """The summary of each label."""
+    """Map labels to summaries."""
     first: dict[str, First] | None = None
-    """Which label is first, by the figures of `ranking.TITLES` that two labels have. Null with fewer than three seeds,
-    and with `cases`."""
+    """Map each metric in `ranking.TITLES` to the ranking of the labels by this metric. Null if there are fewer than
+    three seeds, or if there are several cases."""
     cases: tuple[RankedCase, ...] = ()
-    """`first` among the labels with the same data, partition, noise and network, if labels differ in these."""
+    """Cases, each with the ranking of its labels. Empty if all labels belong to one case."""
     central: Central | None = None
     notes: tuple[str, ...] = ()
     mlflow_run_id: str | None = None
 
 
 def cases_of(results: Mapping[str, Summary]) -> tuple[RankedCase, ...]:
-    """Return the label that is first in each case (`by_case`); empty with too few seeds."""
+    """Return the cases from `by_case` with a ranking of the labels in each case. Empty if there are too few seeds."""
     found = [(case, firsts(by_seed({label: results[label] for label in case.labels}))) for case in by_case(results)]
     return tuple(case.model_copy(update={"first": first}) for case, first in found if first is not None)
 
 
 def by_case(results: Mapping[str, Summary]) -> list[RankedCase]:
-    """Group the labels into cases, without `first`. Empty if all labels belong to one case, or each to its own: then
-    the cases themselves are compared."""
+    """Group the labels into cases, and do not rank them. The list is empty if all labels belong to one case. The list
+    is also empty if each case has only one label, because the labels then compare the cases."""
     groups: dict[str, list[str]] = {}
     settings = {
         label: {key: value for key, value in r.varied.items() if key.startswith(CASE)}
@@ -248,20 +237,19 @@ def by_case(results: Mapping[str, Summary]) -> list[RankedCase]:
 
 
 def by_seed(results: Mapping[str, Summary]) -> dict[str, dict[str, list[float | None]]]:
-    """Return the argument of `ranking.firsts`: for each figure and label, a value for each seed."""
+    """Return {metric: {label: list of one value for each seed}}, as `ranking.firsts` expects."""
     return {
         figure: {label: [figure_of(run, figure) for run in r.runs] for label, r in results.items()} for figure in TITLES
     }
 
 
 def figure_of(run: OneRun, figure: str) -> float | None:
-    """Return a run's figure by its name in MLflow; None if the run does not have it, or if it is not finite."""
-    found = run.best[figure.removeprefix("best_")] if figure.startswith("best_") else getattr(run, figure)
-    return None if found is None or not math.isfinite(found) else float(found)
+    """Return the value of the metric with this MLflow name. None if the run does not have the metric."""
+    return run.best[figure.removeprefix("best_")] if figure.startswith("best_") else getattr(run, figure)
 
 
 def further(c: ComparisonFile) -> dict[str, dict[str, Spread]]:
-    """Map each of the task's other metrics to the labels that have it: the full model's value after the last round."""
+    """Return {metric: {label: value of the full model after the last round}} for all metrics except the main metric."""
     levels = [level for r in c.results.values() for one in r.runs for level in one.levels.values()]
     names = dict.fromkeys(name for level in levels for name in level if name not in (c.metric, *OWNERS))
     found = {name: {label: further_of(r, name) for label, r in c.results.items()} for name in names}
@@ -270,13 +258,20 @@ def further(c: ComparisonFile) -> dict[str, dict[str, Spread]]:
 
 
 def further_of(r: Summary, metric: str) -> Spread | None:
-    """Return one of the task's other metrics: the full model's value after the last round."""
+    """Return the value of `metric` for the full model after the last round."""
     return spread([list(one.levels.values())[-1].get(metric) for one in r.runs])
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
-    """Return mean and sample standard deviation; None if a value is missing or not finite."""
+    """Return the mean and the sample standard deviation. None if a value is missing or not finite."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known or len(known) < len(values):
         return None
     return Spread(mean=statistics.fmean(known), std=statistics.stdev(known) if len(known) > 1 else None)
+
+
+def known_spread(values: Sequence[float | None]) -> Spread:
+    """Return the mean and the sample standard deviation of a metric that was measured in every run."""
+    found = spread(values)
+    assert found is not None, "every run has this metric"
+    return found

@@ -1,250 +1,229 @@
-"""Write a comparison's files, and log them to its MLflow run.
+"""Write the files of a comparison, and log the files to MLflow.
 
-comparison.json has every figure, comparison.md and the terminal have the tables, comparison.svg has the curves, and
-comparison.html has all of these and the settings of the runs.
+comparison.json contains all results. The tables are written to comparison.md and to the terminal, and the curves to
+comparison.svg. comparison.html contains tables, curves and the settings of the runs.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fl_engine.datasets import stored_data
 from fl_engine.storage.store import FolderStore
-from flexfleet.config import Config
-from flexfleet.config.comparison_runs import Entry, varied
-from flexfleet.experiments import comparison_curves, ranking
-from flexfleet.experiments.comparison_curves import Runs, clock, curve
-from flexfleet.experiments.comparison_file import Central, ComparisonFile, by_case, further
-from flexfleet.experiments.comparison_tables import REFERENCE, differing, factors, tables
-from flexfleet.experiments.row_differences import differences
-from flexfleet.experiments.summarise import SPREADS, read, summarise
+from flexfleet.config.comparison_runs import PlannedRun
+from flexfleet.experiments import ranking
+from flexfleet.experiments.comparison_file import Central, ComparisonFile, Figures, further
+from flexfleet.experiments.comparison_tables import REFERENCE, differences, factors, tables
+from flexfleet.experiments.summarise import Runs, clock, read, summarise
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
-from flexfleet.reports.page import Drawing, render
-from flexfleet.reports.report import NONE, plain
-from flexfleet.tracking.record import link_to_curves
+from flexfleet.reports.finished_run import NONE, plain
+from flexfleet.reports.page import PageSection, Table, escaped
+from flexfleet.reports.page import page as html_page
 from flexfleet.tracking.trackers import MLflow, log_outcome
 
 FILES = ("comparison.json", "comparison.md", "comparison.svg", "comparison.html")
+CLIENTS_FILE = "clients.svg"
+"""File with curves of the metrics that clients measured. Written only if all runs have such metrics."""
 LEVELS = (
-    "levels: sizes of the models of which avg is the mean; full: the largest of them. last: after the last round. "
-    "best: avg and full of the round with the highest avg, as FlexFL prints them; each run chooses its round on test "
-    "data. The highest values until 50, 80 and 100 % of the rounds, which FedAIoT reports, are chosen on test data "
-    "too."
+    "avg is the mean over the models whose sizes are in `levels %`, and full is the value of the largest model. last: "
+    "after the last round. best: in the round with the highest avg, as in FlexFL's paper. Highest: the best value in "
+    "the first 50, 80 and 100 % of the rounds, as in FedAIoT's paper. best and Highest are selected on test data."
 )
 LOCAL_NOTE = (
-    "local: after the last round, the mean over the clients of the accuracy on each client's share of the test "
-    "samples, among the classes that it holds (FedRolex); of all levels, and of the largest."
+    "local: accuracy after the last round on each client's test samples, as in FedRolex's paper. The model chooses "
+    "only among the client's classes. Values are means over clients, over all levels (avg) or for the largest (full)."
 )
 OWNERS_NOTE = (
-    "devices': on test samples of the devices' classes; server's: of partition.server_classes, which no device has; "
-    "own: the mean over the devices of the score of their own sub-model. After the last round, among all classes."
-)
-PHASES_NOTE = (
-    "Phases: means over the rounds. The server's real seconds of plan, encode, train (until all results have arrived "
-    "and are decoded; clients encode in it, by their own clocks), merge and evaluate add up to a round. simulated: of"
-    " the client that finishes last. 1 Mbit is 1e6 bits."
+    "Accuracies after the last round. devices': test samples of the devices' classes. server's: test samples of "
+    "partition.server_classes, which no device has. own: mean accuracy of the devices' sub-models on all test samples."
 )
 UNIFORMITY_NOTE = (
-    "Uniformity of a round: sqrt(mean (t - min t)²) of its clients' times, here its mean over the rounds. all asked: "
-    "by the simulated clock, with late clients and without those that sent no update; answered: those whose update "
-    f"was merged. compute and communication are the two parts of all asked. real clock: as clients measured; {NONE} if"
-    " they train together."
+    "Uniformity of a round is sqrt(mean (t - min t)²) over the clients' times t. Values are means over the rounds. all "
+    "sampled: simulated times of all clients that sent an update, even a late update. compute, communication: parts of "
+    f"these times. merged: only merged updates. real clock: measured times; {NONE} if clients train together."
 )
 BRIEF = ("dataset.name", "model.name", "partition.rule", "partition.clients")
 
 
 def tabulate(
     id: str,
-    entries: Sequence[Entry],
+    entries: Sequence[PlannedRun],
     folders: Mapping[str, Path],
     out: Path,
     to: Sequence[float] = (),
     mlflow: MLflow | None = None,
     central: Central | None = None,
 ) -> ComparisonFile:
-    """Write FILES into `out`, and log them to the comparison's MLflow run, if there is one.
+    """Write FILES into `out`, and log the files to the MLflow run `mlflow`. Nothing is logged if `mlflow` is None.
 
     Args:
-        folders: The finished run folders by run id.
-        to: Accuracies to reach; empty: `default_targets`.
-        central: The reference.
+        folders: Map run IDs to folders of finished runs.
+        to: Target accuracies; if empty, `default_targets` are used.
+        central: Results of centralised training, which are shown as the reference.
 
-    Raises: as `summarise.read`.
+    Raises the errors of `summarise.read`.
     """
-    labels, seeds = list(dict.fromkeys(e.label for e in entries)), list(dict.fromkeys(e.seed for e in entries))
-    differ = varied(entries)
-    runs = read(labels, seeds, folders, differ)
-    comparison = summarise(id, seeds, runs, to, differ, {e.label: e.at for e in entries})
+    runs = read(entries, folders)
+    comparison = summarise(id, entries, runs, to)
     configs = {entry.label: entry.config.settled() for entry in reversed(entries)}
-    apart = differences(
-        {label: configs[label] for label in labels}, {n: each[0].pool.pool() for n, each in runs.items()}
-    )
-    comparison = comparison.model_copy(update={"central": central, "differences": apart, "called": called(entries)})
-    store, drawing = FolderStore(out), draw(runs, central)
-    at = "" if mlflow is None else curves_in_mlflow(comparison, entries[0].config, mlflow.experiment_id)
-    local = comparison_curves.draw_histograms(runs, by_case(comparison.results), colours(comparison))
-    store.put("comparison.md", markdown(comparison, at).encode())
-    store.put("comparison.svg", (drawing + "\n").encode())
-    store.put("comparison.html", page(comparison, drawing, local, at).encode())
-    comparison.write(out / "comparison.json")
-    return comparison if mlflow is None else track(comparison, mlflow, out)
-
-
-def called(entries: Sequence[Entry]) -> dict[str, str]:
+    pools = {label: each[0].pool.pool() for label, each in runs.items()}
     names = {(e.config.dataset.name, e.config.dataset.root) for e in entries}
-    return {name: said for name, root in names if (said := stored_data.display_name(name, root)) != name}
-
-
-def title(c: ComparisonFile) -> str:
-    def of(settings: Mapping[str, object], key: str) -> str:
-        said = plain(settings.get(key, NONE))
-        return c.called.get(said, said)
-
-    dataset, model, rule, clients = (
-        " or ".join(dict.fromkeys(of(r.varied, key) for r in c.results.values()))
-        if key in c.varied
-        else of(c.settings, key)
-        for key in BRIEF
+    shown_names = {name: stored_data.display_name(name, root) for name, root in names}
+    comparison = comparison.model_copy(
+        update={
+            "central": central,
+            "differences": differences({label: configs[label] for label in runs}, pools),
+            "called": {name: shown for name, shown in shown_names.items() if shown != name},
+        }
     )
+    store, drawings = FolderStore(out), draw(runs, central)
+    store.put("comparison.md", markdown(comparison).encode())
+    for name, drawing in drawings.items():
+        store.put(name, (drawing + "\n").encode())
+    store.put("comparison.html", page(comparison, drawings).encode())
+    comparison.write(out / "comparison.json")
+    return comparison if mlflow is None else log(comparison, mlflow, out)
+
+
+# ------------------------------------------------------------------------------------------------ sentences
+def title(c: ComparisonFile) -> str:
+    def values(key: str) -> str:
+        found = [r.varied[key] for r in c.results.values()] if key in c.varied else [c.settings.get(key, NONE)]
+        return " or ".join(dict.fromkeys(c.called.get(plain(value), plain(value)) for value in found))
+
+    dataset, model, rule, clients = map(values, BRIEF)
     seconds = c.settings.get("rounds.stop_simulated_s")
     length = f"{c.rounds} rounds" if seconds is None else f"{seconds:g} simulated s, up to {c.rounds} rounds"
     return f"{c.id}: {model} on {dataset}, {clients} clients ({rule}), {length}"
 
 
 def common(c: ComparisonFile) -> str:
-    """Return a sentence on what the runs of a seed have in common."""
+    """Return a sentence that names the settings shared by all runs with the same seed."""
     if not c.varied:
-        return "All runs of a seed have the same data, partition, fleet and training."
+        return "Runs with the same seed have the same data, partition, fleet and training settings."
     return (
-        f"The labels differ in {', '.join(c.varied)}; all other settings of a seed are the same. Runs with the same "
-        "data, partition, network and pre-training settings start from one partition and one pre-training."
+        f"The labels differ in {', '.join(c.varied)}. All other settings are equal for the same seed. Runs with the "
+        "same data, partition, network and pre-training settings use the same partition and pre-trained weights."
     )
 
 
 def notes(c: ComparisonFile) -> list[str]:
-    """Return lines that explain the figures of the tables."""
+    """Return lines that explain the columns of the tables."""
     results, seeds = c.results.values(), ", ".join(map(str, c.seeds))
     many, beside, over = len(c.seeds) > 1, [Measure(name) for name in further(c)], factors(c)
     full = ", ".join(f"full {each.name}{each.direction}" for each in beside)
-    reached = [one for r in results for one in (*r.reached, *r.reached_avg)]
     combined = "; ".join(f"{path}: {', '.join(map(plain, values))}" for path, values in over.items())
     lines = [
-        f"Mean ± sample standard deviation over the seeds {seeds}." if many else f"One seed, {seeds}: no deviation.",
+        f"Mean ± sample standard deviation over the seeds {seeds}." if many else f"Values of the single seed {seeds}.",
         LEVELS,
         LOCAL_NOTE if any(r.local for r in results) else "",
-        f"{full}: of the largest model, after the last round." if beside else "",
+        f"{full}: metric of the largest model after the last round." if beside else "",
         *(ranking.notes(c.first, len(c.seeds), c.cases) if len(c.labels) > 1 else ()),
         f"Each algorithm was run with every combination of {combined}." if over else "",
         common(c) if c.varied else "",
-        f"avg {NONE}: the algorithm reports one level." if any(r.last.avg is None for r in results) else "",
         OWNERS_NOTE if any(r.full_server_classes is not None for r in results) else "",
     ]
     if c.central is not None:
         epochs, of_seeds = c.central.settings["central.epochs"], ", ".join(map(str, c.central.seeds))
-        lines.append(f"{REFERENCE}: the full network, {epochs} epochs on all training samples, seeds {of_seeds}. Its "
-                     "rounds are epochs.")  # fmt: skip
-    if reached:
-        lines.append(f"To reach: up to the first evaluated round in which full, or avg, has the value; {NONE}: never.")
-    if any(len(one.seeds) not in (0, len(c.seeds)) for one in reached):
-        lines.append("(2/3): the mean over the 2 of 3 seeds that reach the value.")
+        lines.append(f"{REFERENCE}: the full network, {epochs} epochs on all training samples, seeds {of_seeds}. "
+                     "Rounds of this row are epochs.")  # fmt: skip
+    if any(r.reached for r in results):
+        lines.append("Cost to reach a value: until the first evaluated round with this value, averaged over the seeds.")
     if any(r.seconds_simulated is not None for r in results):
-        lines.append("simulated s: on the fleet's devices, by their speed and bandwidth.")
-    lines += ["MB up: of the updates that were merged.", "real s: as measured on this machine."]
-    lines.append(PHASES_NOTE if any(r.phases for r in results) else "")
+        lines.append("simulated s: simulated time on the fleet's devices, computed from their speed and bandwidth.")
+    lines += ["MB up: size of all merged updates.", "real s: wall-clock time on this machine."]
     lines.append(UNIFORMITY_NOTE if any(r.uniformity is not None for r in results) else "")
     return [*filter(None, lines), *(f"Note: {note}." for note in c.notes)]
 
 
 def variants(c: ComparisonFile) -> list[str]:
-    """Return a line for each label that is not just its algorithm with the common settings."""
+    """Return a line for each label with special settings, and for each label that is not the algorithm's name."""
     lines = []
     for label, r in c.results.items():
         if r.settings or r.varied or label != r.algorithm:
-            given = ", ".join(f"{k} = {plain(v)}" for k, v in (r.settings | r.varied).items()) or "as it is"
+            given = ", ".join(f"{k} = {plain(v)}" for k, v in (r.settings | r.varied).items()) or "default settings"
             lines.append(f"{label}: {r.algorithm}, {given}")
     return lines
 
 
+# ------------------------------------------------------------------------------------------------ files
 def text(c: ComparisonFile) -> str:
-    """Return the tables as text for the terminal."""
-    lines = [title(c)]
-    for table in (*tables(c), *differing(c)):
-        widths = [max(map(len, column)) for column in zip(table.head, *table.rows, strict=True)]
-        lines += ["", table.title]
-        for row in (table.head, *table.rows):
-            cells = [c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-            lines.append("  " + "  ".join(cells).rstrip())
-    return "\n".join([*lines, "", *variants(c), *notes(c)])
+    """Format the tables as text for the terminal."""
+    parts = [f"{table.title}\n" + "".join(f"  {line}\n" for line in table.text().splitlines()) for table in tables(c)]
+    return "\n".join([title(c), "", *parts, *variants(c), *notes(c)])
 
 
-def markdown(c: ComparisonFile, mlflow: str = "") -> str:
-    """Return the tables and the notes. `mlflow`: the address of the runs' curves in MLflow."""
-    lines = [f"## {escaped(title(c))}"]
-    for table in (*tables(c), *differing(c)):
-        rule = ("---", *("--:" for _ in table.head[1:]))
-        lines += ["", f"**{table.title}**", ""]
-        lines += [f"| {' | '.join(map(escaped, row))} |" for row in (table.head, rule, *table.rows)]
+def markdown(c: ComparisonFile) -> str:
+    parts = [f"**{table.title}**\n\n{table.markdown()}\n" for table in tables(c)]
     points = [f"- {escaped(line)}" for line in (*variants(c), *notes(c))]
-    curves = [f"[The curves of all runs in MLflow]({mlflow})", ""] if mlflow else []
-    return "\n".join([*lines, "", *points, "", *curves, "![curves](comparison.svg)", ""])
+    return "\n".join([f"## {escaped(title(c))}", "", *parts, *points, "", "![curves](comparison.svg)", ""])
 
 
-def escaped(words: str) -> str:
-    """Return one line in which Markdown's characters are escaped."""
-    return re.sub(r"([\\|_*`])", r"\\\1", " ".join(words.splitlines())).replace("<", "&lt;")
+def draw(runs: Runs, central: Central | None = None) -> dict[str, str]:
+    """Map file names to SVG drawings. One drawing shows the test metrics over the rounds. If clients evaluated their
+    models, a second drawing shows the clients' metrics."""
+    measure = next(iter(runs.values()))[0].measure
+    reference = None if central is None else (REFERENCE, central.full.mean)
+    curves, clocks = _curves(runs, "avg", "full"), _clocks(runs, "full")
+    drawings = {"comparison.svg": plots.comparison(curves, "comparison", measure, reference, clocks)}
+    clients, tenth = _curves(runs, "on_clients/mean", "on_clients/p10"), "on_clients/p10"
+    if all(mean for _, mean, _ in clients):
+        names = ("mean of the clients", "10th percentile")
+        drawings[CLIENTS_FILE] = plots.comparison(clients, "clients", measure, None, _clocks(runs, tenth), names)
+    return drawings
 
 
-# ------------------------------------------------------------------------------------------ curves and page
-def draw(runs: Runs, central: Central | None = None) -> str:
-    return plots.comparison(
-        [(label, [] if each[0].single else curve(each, "avg"), curve(each, "full")) for label, each in runs.items()],
-        measure=next(iter(runs.values()))[0].measure,
-        reference=None if central is None else (REFERENCE, central.full.mean),
-        clocks={label: clock(each, "full") for label, each in runs.items()},
-    )
+def _curves(runs: Runs, solid: str, dashed: str) -> list[tuple[str, plots.Points, plots.Points]]:
+    rows = {label: [run.rows for run in each] for label, each in runs.items()}
+    return [(label, plots.curve(each, solid), plots.curve(each, dashed)) for label, each in rows.items()]
 
 
-def colours(c: ComparisonFile) -> dict[str, str]:
-    """Map labels to their colours in the drawings and the tables."""
-    return {label: plots.PALETTE[i % len(plots.PALETTE)] for i, label in enumerate(c.labels)}
+def _clocks(runs: Runs, key: str) -> dict[str, list[float]]:
+    return {label: clock(each, key) for label, each in runs.items()}
 
 
-def page(c: ComparisonFile, drawing: str, local: str | None = None, mlflow: str = "") -> str:
-    """Return one HTML page that loads nothing else. `local`: the result of `draw_histograms`. `mlflow`: the address of
-    the runs' curves in MLflow."""
-    return render(
-        "flexfleet.experiments",
-        "comparison.html",
-        {"plain": plain},
-        c=c,
-        measure=Measure(c.metric),
-        title=title(c),
-        tables=tables(c),
-        differing=differing(c),
-        notes=notes(c),
-        variants=variants(c),
-        common=common(c),
-        drawing=Drawing(drawing),
-        local=None if local is None else Drawing(local),
-        colours={REFERENCE: plots.GREY} | colours(c),
-        dash=NONE,
-        mlflow=mlflow,
-    )
+def page(c: ComparisonFile, drawings: Mapping[str, str]) -> str:
+    measure, (first, *others) = Measure(c.metric), tables(c)
+    explained = "Curves are means over the seeds. avg is solid, and full is dashed. 1 MB is 1e6 bytes."
+    sections = [
+        PageSection(first.title, first),
+        PageSection("Curves", drawings={"": drawings["comparison.svg"]}, lines=[explained]),
+    ]
+    if clients := drawings.get(CLIENTS_FILE):
+        explained = "The mean over the clients is solid, and the 10th percentile is dashed."
+        title_of_clients = "Curves of the clients' models on their own held-out samples"
+        sections.append(PageSection(title_of_clients, drawings={"": clients}, lines=[explained]))
+    sections += [PageSection(table.title, table) for table in others]
+    head = ("run", "seed", "last round", "avg", "full", "best round", "avg", "full", "model sha256")
+    rows = [
+        (
+            one.run_id,
+            str(one.seed),
+            str(one.rounds),
+            measure.with_unit(one.avg),
+            measure.with_unit(one.full),
+            f"{one.best['round']:.0f}",
+            *(measure.with_unit(one.best[name]) for name in ("avg", "full")),
+            one.model_sha256,
+        )
+        for label in c.labels
+        for one in c.results[label].runs
+    ]
+    settings = Table("", ("parameter", "value"), [(key, plain(value)) for key, value in c.settings.items()])
+    sections += [
+        PageSection("What the columns mean", lines=notes(c)),
+        PageSection("Runs", Table("", head, rows), lines=[common(c), *variants(c)]),
+        PageSection("Settings of all runs", settings),
+    ]
+    colours = {label: plots.PALETTE[i % len(plots.PALETTE)] for i, label in enumerate(c.labels)}
+    return html_page("comparison", title(c), sections, colours={REFERENCE: plots.GREY} | colours)
 
 
 # ------------------------------------------------------------------------------------------------- MLflow
-def curves_in_mlflow(c: ComparisonFile, config: Config, experiment_id: str) -> str:
-    """Return the address of MLflow's page with the curves of all runs; empty without a server."""
-    ids = [run.mlflow_run_id for r in c.results.values() for run in r.runs if run.mlflow_run_id]
-    chosen = [name for name in ("avg", "full") if any(getattr(r.last, name) is not None for r in c.results.values())]
-    return link_to_curves(config, experiment_id, ids, chosen)
-
-
-def track(c: ComparisonFile, mlflow: MLflow, out: Path) -> ComparisonFile:
-    """Log the figures and FILES to the comparison's MLflow run, and make all runs its children."""
+def log(c: ComparisonFile, mlflow: MLflow, out: Path) -> ComparisonFile:
+    """Log the metrics and FILES to the comparison's MLflow run."""
     tracked = c.model_copy(update={"mlflow_run_id": mlflow.run_id})
     tracked.write(out / "comparison.json")
     log_outcome(mlflow.client, mlflow.run_id, metrics(c), {}, [str(out / name) for name in FILES])
@@ -253,11 +232,11 @@ def track(c: ComparisonFile, mlflow: MLflow, out: Path) -> ComparisonFile:
 
 
 def metrics(c: ComparisonFile) -> dict[str, float]:
-    """Return metrics like `full/flexfl`: means over the seeds, accuracies as shares, and `full_std/flexfl` with several
-    seeds.
+    """Return metrics for MLflow, such as `full/flexfl` (mean over the seeds) and `full_std/flexfl` (standard
+    deviation). Accuracies are numbers from 0 to 1.
 
-    `full_mae/flexfl` is one of the task's other metrics. `rounds_to_0.6/flexfl` is a mean over the seeds that reach the
-    accuracy with the full model; `seeds_to_0.6/flexfl` is their number.
+    `full_mae/flexfl` is the mean absolute error in regression tasks. `seeds_to_0.6/flexfl` is the number of seeds that
+    reach the accuracy 0.6 with the full model, and `rounds_to_0.6/flexfl` is a mean over these seeds.
     """
     out: dict[str, float] = {}
     beside = further(c)
@@ -267,7 +246,7 @@ def metrics(c: ComparisonFile) -> dict[str, float]:
             "full": r.last.full,
             "best_avg": r.best.avg,
             "best_full": r.best.full,
-            **{name: getattr(r, name) for name in SPREADS},
+            **{name: getattr(r, name) for name in Figures.model_fields},
             **{f"local/{name}": of.mean for name, of in r.local.items()},
             **{f"local_sd/{name}": of.sd for name, of in r.local.items()},
             **{f"full_{name}": each.get(label) for name, each in beside.items()},

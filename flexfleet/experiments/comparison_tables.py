@@ -1,69 +1,68 @@
-"""The tables of a comparison: a title, a head, and rows of cells as they are shown."""
+"""Create the tables of a comparison, and find the options that differ between rows.
+
+Options are the parameters of the configuration and of the algorithm, including defaults. `training` contains the values
+that the algorithm uses, so FedSGD has one local step. `algorithm.selection` is the strategy in use, even if the field
+is null.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from types import MappingProxyType
 from typing import Any
 
-from fl_engine.fleet.uniformity import NAMES
-from fl_engine.rounds.phases import BITS
+from pydantic_core import to_jsonable_python
+
+from fl_engine.core.allowed import OURS
+from fl_engine.core.contracts import Algorithm
+from fl_engine.core.fields import Moves, adapter
+from fl_engine.core.types import Pool
+from fl_engine.rounds import timing
+from flexfleet.config import Config, algorithm, flatten, moves
 from flexfleet.experiments import ranking
-from flexfleet.experiments.comparison_file import (
-    BY_OWNER,
-    LOCAL,
-    ComparisonFile,
-    Reached,
-    Spread,
-    Summary,
-    further,
-    further_of,
-)
-from flexfleet.experiments.row_differences import TITLE, as_rows
+from flexfleet.experiments.comparison_file import ComparisonFile, Spread, Summary, further, further_of
 from flexfleet.files.measure import Measure, decimals
-from flexfleet.reports.report import NONE, plain
+from flexfleet.reports.finished_run import NONE, plain
+from flexfleet.reports.page import Table
 
 REFERENCE = "central training"
-OWNERS = ("avg devices'", "full devices'", "avg server's", "full server's", "own, all classes")
-UNIFORMITY = ("all asked", "answered", "compute", "communication", "real clock", "variance s²")
-PHASES = {
-    "plan s": "seconds_plan",
-    "encode s": "seconds_encode",
-    "train s": "seconds_train",
-    "of it decode s": "seconds_decode",
-    "clients encode s": "seconds_encode_clients",
-    "merge s": "seconds_merge",
-    "evaluate s": "seconds_evaluate",
-    "simulated compute s": "simulated_compute",
-    "communication s": "simulated_communication",
-    "Mbit down": "bits_down",
-    "Mbit up": "bits_up",
+OWNERS = {
+    "avg devices'": "avg_device_classes",
+    "full devices'": "full_device_classes",
+    "avg server's": "avg_server_classes",
+    "full server's": "full_server_classes",
+    "own, all classes": "devices",
 }
-"""Map columns to their names in `fl_engine.rounds.phases`."""
+"""Map column heads to fields of `Figures` with accuracies on the devices' or the server's classes."""
+UNIFORMITY = ("all sampled", "merged", "compute", "communication", "real clock", "variance s²")
+IDENTITY = ("algorithm.name", "seed", "schema_version")
+"""Options that are not compared, because their values identify a row or a run."""
+NO_EFFECT = (Moves.PLACE, Moves.EXECUTION)
+"""Kinds of options that do not change results."""
 
+Differences = dict[str, dict[str, Any]]
+"""Options with different values in the rows, as {dotted name: {label: value}}."""
 Columns = Mapping[str, Callable[[Summary], str]]
-"""Map the head of each column to a function that returns the cell of a label."""
-
-
-@dataclass(frozen=True)
-class Table:
-    title: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+"""Map each column head to a function that returns the cell for a label."""
 
 
 def tables(c: ComparisonFile) -> list[Table]:
-    """Return the tables of the deciding metric, its highest values, the cost, a round's phases, uniformity, and the
-    cost to reach given values. A table without figures is left out."""
+    """Return all tables of the comparison, from the main metric to the options that differ between rows. Empty tables
+    are omitted."""
     labels, measure = list(c.results.values()), Measure(c.metric)
     found = [_metric(c, measure), *_behind(c, measure), *_highest(c, measure)]
     if any(r.full_server_classes is not None for r in labels):
-        figures = zip(OWNERS, (*BY_OWNER, "devices"), strict=True)
-        owners = {head: _share(name) for head, name in figures}
-        found.append(_table(c, "Test accuracy by whose the class is, %", owners))
+        owners = {head: _share(name) for head, name in OWNERS.items()}
+        found.append(_table(c, "Test accuracy on the devices' and the server's classes, %", owners))
     if any(r.local for r in labels):
         found.append(_local(c))
+    if any(r.clients_mean is not None for r in labels):
+        heads = ("mean", "10th percentile", "worst", "standard deviation")
+        names = ("clients_mean", "clients_p10", "clients_worst", "clients_spread")
+        own: Columns = {head: _of_clients(name, measure) for head, name in zip(heads, names, strict=True)}
+        title = f"Clients' models on their own held-out samples, {measure.unit}".removesuffix(", ")
+        found.append(_table(c, title, own))
     cost: Columns = {
         "MB down": lambda r: fine(r.mb_down),
         "MB up": lambda r: fine(r.mb_up),
@@ -72,22 +71,17 @@ def tables(c: ComparisonFile) -> list[Table]:
         "real s": lambda r: seconds(r.seconds),
     }
     found.append(_table(c, "Cost of all rounds", cost))
-    if any(r.phases for r in labels):
-        found.append(_table(c, "Phases of a round", {head: _phase(name) for head, name in PHASES.items()}))
-    if any(getattr(r, name) is not None for r in labels for name in NAMES):
-        title = "Uniformity: how evenly the clients of a round finish, s (0: at the same moment)"
-        found.append(_table(c, title, {head: _seconds(n) for head, n in zip(UNIFORMITY, NAMES, strict=True)}))
-    found += _to_reach(c, measure)
-    return [_with_factors(c, table) for table in found]
-
-
-def differing(c: ComparisonFile) -> list[Table]:
-    """Return the table of the options in which the rows differ; empty if they do not differ."""
-    return [Table(TITLE, *as_rows(c.differences, c.labels))] if c.differences else []
+    if any(getattr(r, name) is not None for r in labels for name in timing.UNIFORMITY):
+        title = "Uniformity of the clients' finishing times in a round, s (0: all finish at the same time)"
+        found.append(
+            _table(c, title, {head: _seconds(n) for head, n in zip(UNIFORMITY, timing.UNIFORMITY, strict=True)})
+        )
+    found = [_with_factors(c, table) for table in (*found, *_to_reach(c, measure))]
+    return [*found, as_table(c.differences, c.labels)] if c.differences else found
 
 
 def factors(c: ComparisonFile) -> dict[str, list[Any]]:
-    """Map the parameters that every label was run with several values of to these values."""
+    """Map each factor (`flexfleet compare --over`) to a list of its values."""
     found: dict[str, list[Any]] = {}
     for r in c.results.values():
         for path, value in r.at.items():
@@ -97,7 +91,7 @@ def factors(c: ComparisonFile) -> dict[str, list[Any]]:
 
 
 def _table(c: ComparisonFile, title: str, columns: Columns, central: Mapping[str, str] = MappingProxyType({})) -> Table:
-    """Make a table with a row for each label, and one for the central training if `central` has cells of it."""
+    """Return a table with a row for each label. If `central` is not empty, add a row for the central training."""
     rows = [(label, *(of(r) for of in columns.values())) for label, r in c.results.items()]
     if central:
         rows.append((REFERENCE, *(central.get(head, NONE) for head in columns)))
@@ -105,7 +99,7 @@ def _table(c: ComparisonFile, title: str, columns: Columns, central: Mapping[str
 
 
 def _with_factors(c: ComparisonFile, table: Table) -> Table:
-    """Insert a column for each factor after the labels."""
+    """Insert a column for each factor after the column of the labels."""
     names = tuple(factors(c))
 
     def at(label: str) -> tuple[str, ...]:
@@ -127,7 +121,7 @@ def _metric(c: ComparisonFile, measure: Measure) -> Table:
         "last round": lambda r: cell(r.last.round, digits=1),
     }
     if any(r.local for r in c.results.values()):
-        columns |= {name.replace("_", " "): _share(name) for name in LOCAL}
+        columns |= {"local avg": _share("local_avg"), "local full": _share("local_full")}
     central = {}
     if c.central is not None:
         central = {
@@ -154,26 +148,26 @@ def _highest(c: ComparisonFile, measure: Measure) -> list[Table]:
             columns[f"{of} {share} %"] = lambda r, of=of, i=i: _score(getattr(r.highest[i], of), measure)  # type: ignore[misc]
             if c.central is not None and of == "full":
                 central[f"full {share} %"] = _score(c.central.highest[i].full, measure)
-    title = f"Highest until so many % of the rounds, {measure.unit}".removesuffix(", ")
+    title = f"Highest value within a fraction of the rounds, {measure.unit}".removesuffix(", ")
     return [_table(c, title, columns, central)] if shares else []
 
 
 def _behind(c: ComparisonFile, measure: Measure) -> list[Table]:
     unit, seeds = "% points" if measure.unit else measure.name, ", ".join(map(str, c.seeds))
-    told = [(f", with {case}", case.first, case.labels) for case in c.cases] or [("", c.first or {}, c.labels)]
+    groups = [(f", with {case}", case.first, case.labels) for case in c.cases] or [("", c.first or {}, c.labels)]
     return [
         Table(
             f"Behind the highest, {unit}{where}: paired over the seeds {seeds}",
             ("algorithm", *(ranking.TITLES[figure] for figure in found)),
             ranking.rows(found, labels, measure),
         )
-        for where, found, labels in told
+        for where, found, labels in groups
         if found
     ]
 
 
 def _local(c: ComparisonFile) -> Table:
-    """Make the table of local accuracies as FedRolex prints it; means and deviations are means over the seeds."""
+    """Return the table of local accuracies in FedRolex's format. Means and deviations are averaged over the seeds."""
     rows = (
         (label, name, f"{100 * of.mean.mean:.2f} ± {100 * of.sd.mean:.2f}", cell(of.clients, digits=0))
         for label, r in c.results.items()
@@ -184,39 +178,42 @@ def _local(c: ComparisonFile) -> Table:
 
 
 def _to_reach(c: ComparisonFile, measure: Measure) -> list[Table]:
-    """Make four tables with avg, if a label has it, and four with full; none without accuracies to reach."""
-    targets = [one.accuracy for one in next(iter(c.results.values())).reached]
-    head = ("algorithm", *(f"{measure.scale * target:g} {measure.unit}".rstrip() for target in targets))
-    # A table does not mix simulated and real seconds.
+    """Return two tables, which contain the cost until avg and full reach each target accuracy. Each row shows how many
+    seeds reach the accuracy. Empty tables are omitted."""
     on_the_clock = all(r.seconds_simulated is not None for r in c.results.values())
-    spent: dict[str, Callable[[Reached], str]] = {
-        "MB down / up": lambda one: f"{fine(one.mb_down)} / {fine(one.mb_up)}",
-        "Rounds": lambda one: cell(one.rounds, digits=1),
-        f"{'Simulated' if on_the_clock else 'Real'} s": lambda one: seconds(
-            one.seconds_simulated if on_the_clock else one.seconds
-        ),
-        "MB": lambda one: fine(one.mb),
-    }
-    targeted = {
-        "avg": {label: r.reached_avg for label, r in c.results.items() if r.reached_avg},
-        "the full model": {label: r.reached for label, r in c.results.items() if r.reached},
+    head = (
+        "algorithm",
+        "to reach",
+        "seeds",
+        "rounds",
+        f"{'simulated' if on_the_clock else 'real'} s",
+        "MB down",
+        "MB up",
+    )
+    tables = {
+        "avg": [(label, one) for label, r in c.results.items() for one in r.reached_avg],
+        "the full model": [(label, one) for label, r in c.results.items() for one in r.reached],
     }
     return [
         Table(
-            f"{title} to reach {'an accuracy' if c.metric == 'accuracy' else c.metric} with {of}",
+            f"Cost to reach {'an accuracy' if c.metric == 'accuracy' else c.metric} with {of}",
             head,
-            tuple((label, *(_reached(c, one, said) for one in each)) for label, each in found.items()),
+            tuple(
+                (
+                    label,
+                    f"{measure.scale * one.accuracy:g} {measure.unit}".rstrip(),
+                    f"{len(one.seeds)} of {len(c.seeds)}",
+                    cell(one.rounds, digits=1),
+                    seconds(one.seconds_simulated if on_the_clock else one.seconds),
+                    fine(one.mb_down),
+                    fine(one.mb_up),
+                )
+                for label, one in found
+            ),
         )
-        for of, found in targeted.items()
+        for of, found in tables.items()
         if found
-        for title, said in spent.items()
     ]
-
-
-def _reached(c: ComparisonFile, one: Reached, spent: Callable[[Reached], str]) -> str:
-    """`(2/3)`: only 2 of 3 seeds reach the accuracy."""
-    some = f" ({len(one.seeds)}/{len(c.seeds)})" if len(one.seeds) < len(c.seeds) else ""
-    return spent(one) + some if one.seeds else NONE
 
 
 # ------------------------------------------------------------------------------------------------- the cells
@@ -224,12 +221,12 @@ def _share(name: str) -> Callable[[Summary], str]:
     return lambda r: cell(getattr(r, name), 100)
 
 
+def _of_clients(name: str, measure: Measure) -> Callable[[Summary], str]:
+    return lambda r: _score(getattr(r, name), measure)
+
+
 def _seconds(name: str) -> Callable[[Summary], str]:
     return lambda r: seconds(getattr(r, name))
-
-
-def _phase(name: str) -> Callable[[Summary], str]:
-    return lambda r: fine(r.phases.get(name), 1e-6, 3) if name in BITS else seconds(r.phases.get(name))
 
 
 def _score(s: Spread | None, measure: Measure) -> str:
@@ -237,20 +234,81 @@ def _score(s: Spread | None, measure: Measure) -> str:
 
 
 def cell(s: Spread | None, scale: float = 1, digits: int = 2) -> str:
-    """`mean`, or `mean ± std`."""
+    """Format a mean as `mean ± std`, or as `mean` if there is only one seed."""
     if s is None:
         return NONE
     mean = f"{scale * s.mean:,.{digits}f}"
     return mean if s.std is None else f"{mean} ± {scale * s.std:,.{digits}f}"
 
 
-def fine(s: Spread | None, scale: float = 1, digits: int = 2) -> str:
-    """`cell`, with enough decimals to show two figures of a small mean."""
-    return cell(s, scale, decimals(0.0 if s is None else scale * s.mean, digits))
+def fine(s: Spread | None, digits: int = 2) -> str:
+    """Format a `cell` with at least two significant digits, even if the mean is small."""
+    return cell(s, digits=decimals(0.0 if s is None else s.mean, digits))
 
 
 def seconds(s: Spread | None) -> str:
-    """`cell` with more decimals for small values, as simulated seconds of a small network are."""
+    """Format a number of seconds as a `cell`. Small values, such as simulated times, have more decimals."""
     if s is None or s.mean >= 1000:
         return cell(s, digits=0)
     return cell(s, digits=1) if s.mean >= 10 else fine(s, digits=3)
+
+
+# ----------------------------------------------------------------------------------------- options that differ
+def differences(configs: Mapping[str, Config], pools: Mapping[str, Pool]) -> Differences:
+    """Return the options that differ between the configurations. `pools` maps labels to pools of sub-models. Raises
+    ConfigError."""
+    options = {label: options_of(config, algorithm(config), pools[label]) for label, config in configs.items()}
+    found: Differences = {}
+    for name in dict.fromkeys(name for each in options.values() for name in each):
+        values = {label: each[name] for label, each in options.items() if name in each}
+        if len({plain(value) for value in values.values()}) > 1:
+            found[name] = values
+    return found
+
+
+def options_of(config: Config, method: Algorithm, pool: Pool) -> dict[str, Any]:
+    """Map dotted names of all options to values. The value of a strategy is its name if all options have their
+    defaults. Otherwise, the value is a mapping with the name and the changed options."""
+    own: dict[str, Any] = {}
+    for field in fields(method):  # type: ignore[arg-type]
+        value = getattr(method, field.name)
+        if field.name == "training":
+            own |= {f"training.{each.name}": _value(getattr(value, each.name)) for each in fields(value)}
+        else:
+            own[f"algorithm.{field.name}"] = _value(value)
+    if own.get("algorithm.selection", NONE) is None and hasattr(method, "selector"):
+        own["algorithm.selection"] = _value(method.selector(pool))
+    rest = {
+        key: value
+        for key, value in flatten(config).items()
+        if not key.startswith("algorithm.") and not any(key.startswith(f"{whole}.") for whole in own)
+    }
+    return {key: value for key, value in (rest | own).items() if key not in IDENTITY and moves(key) not in NO_EFFECT}
+
+
+def _value(value: Any) -> Any:
+    """Convert the value to JSON types."""
+    plain_value, kind = to_jsonable_python(value, fallback=str), type(value)
+    if not is_dataclass(value):
+        return plain_value
+    ours = kind.__module__.partition(".")[0] in OURS
+    # A user's class may inherit `name` from a flexfleet class, so identify the user's class by its import path.
+    if (name := plain_value.get("name") if ours else f"{kind.__module__}:{kind.__qualname__}") is None:
+        return plain_value
+    given = adapter(kind).dump_python(value, mode="json", exclude_defaults=True, exclude={"name"})
+    return {"name": name, **given} if given else name
+
+
+def as_table(found: Differences, labels: Sequence[str]) -> Table:
+    rows = [
+        (name, *(shown(values[label]) if label in values else NONE for label in labels))
+        for name, values in found.items()
+    ]
+    return Table("Options that differ between the rows, besides the algorithm", ("option", *labels), rows)
+
+
+def shown(value: Any) -> str:
+    """Format a strategy with options as `oort, clip 0.9`, a string without quotes, and other values as JSON."""
+    if isinstance(value, dict) and "name" in value:
+        return ", ".join([value["name"], *(f"{key} {plain(each)}" for key, each in value.items() if key != "name")])
+    return plain(value)

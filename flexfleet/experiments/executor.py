@@ -1,11 +1,10 @@
-"""Execute commands, each with one thread and a log file: as processes side by side, or one by one in this process. A
-command that fails does not stop the others."""
+"""Execute the commands of a comparison, nightly regression run or study in parallel processes or in this process. Each
+command has one thread and a log file. If a command fails, the other commands continue."""
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -15,22 +14,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import current_thread, main_thread
 from typing import TextIO
 
 from fl_engine.core import allowed
-from fl_engine.core.errors import FlexfleetError, Stopped
-from flexfleet.files.progress import Live
-from flexfleet.files.signals import stopping
+from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, Stopped
+from flexfleet.files.run_folder import folder_lock, how_to_resume
+from flexfleet.files.signals import handled, stopping_at_once
 
 log = logging.getLogger("flexfleet")
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 POLL_S = 0.05
-TAIL_BYTES = 4096
-ROUND = re.compile(r"(round \d+(?:/\d+)?|epoch \d+(?:/\d+)?)(?:  ((?:avg|full) -?[\d.]+(?: %)?))?")
 BEGINS = "$ "
-"""Begins the line in a log with the command whose output follows."""
+"""Prefix of the log line that contains the command. The output of the command follows in the next lines."""
 
 
 @dataclass(frozen=True)
@@ -40,42 +36,68 @@ class Command:
     """`python -m <module>`"""
     argv: tuple[str, ...]
     log: Path
-    """Its stdout and stderr are appended here."""
+    """File to which the command's stdout and stderr are appended."""
     stdin: str = ""
-    """The command's stdin, for secrets: no process list and no log shows it."""
+    """Text for the command's stdin. It may contain secrets, because process lists and logs do not show stdin."""
     call: Callable[[], object] | None = None
-    """Function that does the same in this process."""
+    """Function that executes the same work in this process."""
+
+
+Execute = Callable[[Sequence[Command], int], dict[str, int]]
+"""Function that executes commands, at most a given number in parallel, and returns {command name: exit code}."""
+
+
+class RunsFailed(FlexfleetError):
+    """At least one command failed. `exit_code` is the exit code of the first failed command."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@contextmanager
+def resumable(folder: Path, id: str) -> Iterator[None]:
+    """Lock the folder in the `with` block. Add the instruction to resume `id` to the messages of Stopped,
+    KeyboardInterrupt and EnvironmentFailure."""
+    how = how_to_resume(id)
+    try:
+        with folder_lock(folder), stopping_at_once(how):
+            yield
+    except Stopped:
+        raise Stopped(f"stopped on request: {how}") from None
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(how) from None
+    except EnvironmentFailure as error:
+        raise (error if how in str(error) else type(error)(f"{error}: {how}")) from error
 
 
 def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
-    """Run the commands as processes, and map their names to exit codes (128 + n if signal n ended one).
+    """Run the commands as processes, and return {command name: exit code}. Exit code 128 + n means that signal n ended
+    the process.
 
-    SIGTERM, Ctrl-C and the end of the terminal are passed on to the running processes; no other process starts. Then
-    raises Stopped or KeyboardInterrupt. After any other error all processes are killed.
+    SIGTERM, SIGHUP (from a closed terminal) and Ctrl-C are forwarded to the running processes. After such a signal, no
+    new process starts. Stopped or KeyboardInterrupt is raised when all processes have ended. After other errors, all
+    processes are killed.
     """
     codes: dict[str, int] = {}
-    live = Live()
     waiting = list(commands)
     running: dict[Command, tuple[subprocess.Popen[bytes], float]] = {}
     try:
-        with _passing_signals_on(running) as received:
+        with _forwarding_signals(running) as received:
             while running or (waiting and not received):
                 while waiting and len(running) < at_once and not received:
                     command = waiting.pop(0)
                     running[command] = (_start(command), time.monotonic())
-                    if received:  # a signal came during the start, so that this process did not get it
+                    if received:  # the signal came before this process was in `running`
                         running[command][0].send_signal(received[-1])
                 for command, (process, started) in list(running.items()):
                     code = process.poll()
                     if code is not None:
                         del running[command]
                         codes[command.name] = code if code >= 0 else 128 - code
-                        _tell(command, codes, len(commands), time.monotonic() - started)
-                if running and live.due():
-                    live.show(f"{len(codes)} of {len(commands)} done; {', '.join(map(_progress, running))}")
+                        _log_end(command, codes, len(commands), time.monotonic() - started)
                 time.sleep(POLL_S)
     finally:
-        live.close()
         for process, _ in running.values():
             process.kill()
             process.wait()
@@ -87,16 +109,16 @@ def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
 
 
 def one_by_one(commands: Sequence[Command], at_once: int = 1) -> dict[str, int]:
-    """Call the commands' `call` in this process, and map their names to exit codes.
+    """Execute the commands in this process with `Command.call`, and return {command name: exit code}.
 
-    An expected error (FlexfleetError) is written into the command's log and becomes its exit code. Stopped, Ctrl-C and
-    unexpected errors leave this function at once; a note of an unexpected error names the command.
+    Expected errors (FlexfleetError) are written into the command's log and determine the exit code. Stopped,
+    KeyboardInterrupt and unexpected errors end the execution at once. A note in an unexpected error names the command.
     """
     codes: dict[str, int] = {}
     for command in commands:
         assert command.call is not None, f"{command.name} can only be run as a process"
         started = time.monotonic()
-        log.info("%s begins (%d of %d)", command.name, len(codes) + 1, len(commands))
+        log.info("%s starts (%d of %d)", command.name, len(codes) + 1, len(commands))
         with _logging_to(command) as file:
             try:
                 command.call()
@@ -107,18 +129,28 @@ def one_by_one(commands: Sequence[Command], at_once: int = 1) -> dict[str, int]:
                 codes[command.name] = error.exit_code
                 file.write(f"error: {' '.join(str(error).split())}\n")
             except Exception as error:
-                error.add_note(f"in {command.name} ({len(codes) + 1} of {len(commands)}); finished runs are kept")
+                error.add_note(
+                    f"in {command.name} ({len(codes) + 1} of {len(commands)}); finished runs are not repeated"
+                )
                 raise
-        _tell(command, codes, len(commands), time.monotonic() - started)
+        _log_end(command, codes, len(commands), time.monotonic() - started)
     return codes
 
 
 @contextmanager
-def _logging_to(command: Command) -> Iterator[TextIO]:
-    """Open the command's log, and write flexfleet's log into it too."""
+def _open_log(command: Command) -> Iterator[TextIO]:
+    """Open the command's log file, and write a line with the command."""
     command.log.parent.mkdir(parents=True, exist_ok=True)
     with open(command.log, "a", encoding="utf-8") as file:
-        file.write(_head(command))
+        file.write(f"{BEGINS}{shlex.join(('python', '-m', command.module, *command.argv))}\n")
+        file.flush()
+        yield file
+
+
+@contextmanager
+def _logging_to(command: Command) -> Iterator[TextIO]:
+    """Open the command's log file, and add flexfleet's log lines to the file."""
+    with _open_log(command) as file:
         handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
         log.addHandler(handler)
@@ -128,17 +160,10 @@ def _logging_to(command: Command) -> Iterator[TextIO]:
             log.removeHandler(handler)
 
 
-def _head(command: Command) -> str:
-    return f"{BEGINS}{shlex.join(('python', '-m', command.module, *command.argv))}\n"
-
-
 def _start(command: Command) -> subprocess.Popen[bytes]:
-    command.log.parent.mkdir(parents=True, exist_ok=True)
-    with open(command.log, "ab") as file:
-        file.write(_head(command).encode())
-        file.flush()
-        # -P: do not import a folder `flexfleet` of the working directory instead of this package. Own process group: a
-        # Ctrl-C in the terminal reaches the process only once, through this process.
+    with _open_log(command) as file:
+        # With -P, a folder `flexfleet` in the working directory cannot shadow this package. With process_group, only
+        # this process receives Ctrl-C from the terminal and forwards the signal once.
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", command.module, *command.argv],
             stdin=subprocess.PIPE,
@@ -148,59 +173,43 @@ def _start(command: Command) -> subprocess.Popen[bytes]:
             process_group=0,
         )
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin as stdin:  # the process may have ended already
+    with suppress(BrokenPipeError), process.stdin as stdin:  # the new process may have ended already
         stdin.write(command.stdin.encode())
     return process
 
 
-def _tell(command: Command, codes: dict[str, int], total: int, seconds: float) -> None:
+def _log_end(command: Command, codes: dict[str, int], total: int, seconds: float) -> None:
     code = codes[command.name]
     how = "finished" if code == 0 else f"ended with exit code {code}, see {command.log},"
     log.info("%s %s after %.1f s (%d of %d)", command.name, how, seconds, len(codes), total)
 
 
-def _progress(command: Command) -> str:
-    """Return the progress from the end of the command's log, like `flexfl-s0 round 12/40 avg 81.3 %`."""
-    with open(command.log, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        *_, text = file.read().decode(errors="replace").rpartition(f"\n{BEGINS}")
-    found = [" ".join(part for part in match.groups() if part) for match in ROUND.finditer(text)]
-    return f"{command.name} {found[-1] if found else 'begins'}"
-
-
 @contextmanager
-def _passing_signals_on(running: dict[Command, tuple[subprocess.Popen[bytes], float]]) -> Iterator[list[int]]:
-    """Yield the list of the signals passed on so far: SIGINT, else SIGTERM. A process stops cleanly at the first
-    signal, and at once at a second Ctrl-C."""
+def _forwarding_signals(running: dict[Command, tuple[subprocess.Popen[bytes], float]]) -> Iterator[list[int]]:
+    """Forward Ctrl-C as SIGINT and other signals as SIGTERM to the running processes, and yield a list of the signals.
+    A process stops cleanly after one signal, and immediately after a second Ctrl-C."""
     received: list[int] = []
 
     def pass_on(signum: int, _: object) -> None:
-        told = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
-        received.append(told)
+        passed = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
+        received.append(passed)
         for process, _started in list(running.values()):
-            process.send_signal(told)
+            process.send_signal(passed)
 
-    if current_thread() is not main_thread():
+    with handled(pass_on):
         yield received
-        return
-    before = {number: signal.signal(number, pass_on) for number in stopping()}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
-def told_failures(codes: Mapping[str, int], logs: Mapping[str, Path]) -> str:
-    """Log why commands failed, and return their names and logs for an error message."""
-    failed = {name: code for name, code in codes.items() if code}
-    for name, code in failed.items():
-        log.error("%s: exit code %d, %s: %s", name, code, logs[name], last_words(logs[name]))
-    return ", ".join(f"{name} ({logs[name]})" for name in failed)
+def report_failures(codes: Mapping[str, int], commands: Sequence[Command]) -> str:
+    """Log the error of each failed command, and return a text with the names and log files of these commands."""
+    failed = [command for command in commands if codes.get(command.name)]
+    for each in failed:
+        log.error("%s: exit code %d, %s: %s", each.name, codes[each.name], each.log, last_words(each.log))
+    return ", ".join(f"{each.name} ({each.log})" for each in failed)
 
 
 def last_words(path: Path) -> str:
-    """Return the error line of a log's last command, else its last line."""
+    """Return the error message of the last command in a log file, or the last line if there is no message."""
     if not path.exists():
         return "no output"
     *_, text = path.read_text(encoding="utf-8", errors="replace").rpartition(f"\n{BEGINS}")

@@ -1,80 +1,242 @@
-"""Decides whether a figure of a nightly regression run is worse than before by more than noise explains.
+"""Compute the metrics of a nightly regression run, and check whether a metric is significantly worse.
 
-A nightly regression run trains some of the reference's seeds again. So figures are compared seed by seed, and the large
-spread between seeds cancels out. Each figure is compared twice:
+A nightly regression run uses a subset of the reference's seeds. Values are compared for equal seeds, so that the large
+differences between seeds cancel out. Each metric is compared with the reference. The reference is fixed, so many small
+losses cannot accumulate unnoticed. Each metric is also compared with its mean over the earlier runs that passed with
+this reference.
 
-- with the reference, which does not change by itself, so small losses cannot add up unnoticed;
-- with the mean of the nightly regression runs that passed since the reference was made.
-
-A figure fails if its mean is worse by more than
-
-    max(threshold, Z * s * sqrt(1/n + 1/m))
-
-n is the number of values tonight, and m is the number of earlier values. s is the pooled standard deviation of the same
-seed's values over the reference and all passed runs. Pace has turns instead of seeds, and s is their spread.
+A metric fails if its mean is worse than the earlier mean by more than `max(threshold, Z * s * sqrt(1/n + 1/m))`. Here n
+is the number of new values, and m is the number of earlier values. s is the standard deviation between earlier values
+of one seed, pooled over the seeds.
 """
 
 from __future__ import annotations
 
+import datetime
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean
-from typing import Any
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+import torch
+from pydantic import Field, model_validator
 
-from flexfleet.experiments.nightly_suite import HIGHER, METRICS, OF_MACHINE, NightFigures
+from flexfleet.experiments import summarise
+from flexfleet.experiments.comparison_file import MB
+from flexfleet.experiments.nightly_suite import METRICS, NightlyRun
+from flexfleet.files.artifacts import Artifact, Strict
+from flexfleet.files.measure import Measure
+from flexfleet.reports import plots
+from flexfleet.reports.finished_run import FinishedRun, load
+from flexfleet.reports.page import PageSection, Table, page
+from flexfleet.tracking import record as track
 
+HIGHER = ("avg", "full")
+"""Metrics for which higher values are better. The thresholds of these metrics are absolute, not relative."""
+OF_MACHINE = ("peak_mb_rounds", "pace")
+"""Metrics that depend on the machine. These metrics are only compared between equal machines."""
 Z = 4.0
-"""Noise alone exceeds so many standard errors in 1 of 30,000 comparisons, so it fails about 1 of 1,000 nightly
-regression runs of 30 comparisons."""
+"""Limit in standard errors. Without a regression, about 1 of 30,000 comparisons exceeds the limit. With 30 comparisons,
+about 1 of 1,000 nightly regression runs then fails."""
 REFERENCE, PASSED = "reference", "passed runs"
+COLUMNS = ("case / algorithm", "figure", "before", "of", "tonight", "limit")
 
-Groups = Mapping[int, Sequence[float]]
-"""Values of one figure by seed. The turns of pace are one group."""
+PROCESSES, TASKS = "processes of their own", "tasks of a graph"
+MEMORY = ("peak_mb", "peak_mb_rounds")
+"""Names of two metrics: the peak memory of the process, and the growth of this peak after the start of the first round.
+Only the growth is checked, because the memory of imported packages could hide a leak."""
+
+Folders = Mapping[tuple[str, str], Path]
+"""Folders of finished runs, by (case, run ID)."""
 
 
-class Check(BaseModel):
-    """Comparison of one figure with its earlier values."""
+class LabelFigures(Strict):
+    """Metrics of one label."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    task: str
+    """Digest of the label's settings without hyper-parameters. Metrics are only compared for equal digests."""
+    values: dict[str, Annotated[tuple[float, ...], Field(min_length=2)]]
+    """Map each metric to a tuple with one value for each seed."""
+    curve: tuple[tuple[int, float, tuple[float, ...], tuple[float, ...]], ...]
+    """Points of the curve: (round, MB sent so far as a mean over the seeds, avg of each seed, full of each seed)."""
+    mlflow_runs: tuple[str, ...] = ()
+    metric: str = "accuracy"
+    """Main metric of the task, from which avg and full are computed."""
+
+
+class NightlyFigures(Artifact):
+    """Metrics of a nightly regression run (figures.json) or of a reference."""
+
+    suite: str
+    id: str
+    when: str
+    commit: str | None
+    machine: dict[str, str]
+    """Machine, kind of process and backend. Memory and pace are only compared if all three are equal."""
+    seeds: tuple[int, ...]
+    labels: dict[str, LabelFigures]
+    """Map `<case>/<label>` to metrics."""
+
+    @model_validator(mode="after")
+    def _a_value_for_each_seed(self) -> NightlyFigures:
+        for label, figures in self.labels.items():
+            for metric, values in figures.values.items():
+                if len(values) != len(self.seeds):
+                    raise ValueError(f"{metric} of {label} must have {len(self.seeds)} values, one for each seed")
+        return self
+
+
+class Check(Strict):
+    """Comparison of one metric with earlier values."""
 
     label: str
     metric: str
     measured: str = "accuracy"
-    """The task's metric, to which avg, full, rounds and mb refer."""
+    """Main metric of the task, from which avg, full, rounds and mb are computed."""
     against: str
     """REFERENCE or PASSED."""
     before: float
     now: float
     worse_by: float
-    """Below zero if the figure is better than before."""
+    """Amount by which the metric is worse than the earlier value; negative if the metric is better."""
     allowed: float
-    """The smallest regression that fails: larger differences fail."""
+    """Largest difference that passes."""
     limit: float
-    """The worst figure that passes."""
+    """Worst value that passes."""
     failed: bool
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Cells of a table row with the columns COLUMNS."""
+        shown = Measure(self.measured).with_unit if self.metric in HIGHER else "{:.4g}".format
+        figure = METRICS[self.metric].replace("accuracy", self.measured)
+        return self.label, figure, shown(self.before), self.against, shown(self.now), shown(self.limit)
 
+
+class Verdict(Artifact):
+    """Contents of regression.json."""
+
+    suite: str
+    id: str
+    passed: bool
+    checks: tuple[Check, ...]
+    since: str
+    """Last nightly regression run that passed, or the reference, and the range of commits since then."""
+    commits: tuple[str, ...]
+    """Lines `hash subject` for these commits, newest first; empty if the code is not in a git checkout."""
+    notes: tuple[str, ...]
+    report: str
+    mlflow_run_id: str | None
+
+    @property
+    def failed(self) -> list[Check]:
+        return [check for check in self.checks if check.failed]
+
+    def text(self, every: bool = False) -> str:
+        """Format the verdict with a table of the failed checks, or of all checks if `every` is True."""
+        checks = self.checks if every else self.failed
+        worse = sum(check.worse_by > 0 for check in self.checks)
+        head = f"failed: {len(self.failed)} of {len(self.checks)} comparisons"
+        if self.passed:
+            head = f"passed: {len(self.checks)} comparisons, {worse} of them worse within their limits"
+        lines = [table(checks).text(left=len(COLUMNS))] if checks else []
+        return "\n".join([head, *lines, *self.notes, f"report: {self.report}"])
+
+    def markdown(self) -> str:
+        head = f"## {self.suite}: {'passed' if self.passed else 'FAILED'}"
+        since = [f"Since the {self.since}:\n", *(f"- {line}" for line in self.commits)] if self.commits else []
+        return "\n".join([head, "", table(self.failed or self.checks).markdown(), "", *self.notes, "", *since, ""])
+
+
+# ------------------------------------------------------------------------------------------------- measure
+def measure(nightly: NightlyRun, folders: Folders, runs_in: str = PROCESSES) -> NightlyFigures:
+    """Compute the metrics of a nightly regression run from its finished runs.
+
+    Args:
+        runs_in: PROCESSES or TASKS. Pipeline tasks use more memory than separate processes.
+    """
+    labels = {}
+    for case, entries in nightly.runs.items():
+        for label in dict.fromkeys(entry.label for entry in entries):
+            own = [entry for entry in entries if entry.label == label]
+            runs = [load(folders[case, entry.name]) for entry in own]
+            labels[f"{case}/{label}"] = LabelFigures(
+                task=nightly.tasks[f"{case}/{label}"],
+                values=_values(runs, nightly.suite.cases[case].to),
+                curve=_curve(runs),
+                mlflow_runs=tuple(run.file.mlflow_run_id for run in runs if run.file.mlflow_run_id),
+                metric=runs[0].evaluation.metric,
+            )
+    backends = sorted({entry.config.run.backend for entries in nightly.runs.values() for entry in entries})
+    return NightlyFigures(
+        suite=nightly.name,
+        id=nightly.id,
+        when=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        commit=track.commit(),
+        machine={**machine(), "runs in": runs_in, "backend": ", ".join(backends)},
+        seeds=nightly.seeds,
+        labels=labels,
+    )
+
+
+def _values(runs: Sequence[FinishedRun], to: float) -> dict[str, tuple[float, ...]]:
+    """Map each metric to a list with one value for each run. For a run that does not reach the accuracy, the number of
+    rounds is the length of the longest run plus one."""
+    longest = 1 + max(len(run.rows) for run in runs)
+    until = [summarise.first(run.rows, to) for run in runs]
+    sent = [[row.metrics["bytes_down"] + row.metrics["bytes_up"] for row in run.rows] for run in runs]
+    return {
+        "avg": tuple(run.evaluation.avg for run in runs),
+        "full": tuple(run.evaluation.full for run in runs),
+        "pace": tuple(median(row.metrics["seconds_round"] for row in run.rows) for run in runs),
+        "rounds": tuple(float(n + 1 if n >= 0 else longest) for n in until),
+        "mb": tuple(
+            (sum(each[: n + 1]) if n >= 0 else sum(each) * longest / len(each)) / MB
+            for n, each in zip(until, sent, strict=True)
+        ),
+        **{name: tuple(max(row.metrics[name] for row in run.rows) for run in runs) for name in MEMORY},
+    }
+
+
+def _curve(runs: Sequence[FinishedRun]) -> tuple[tuple[int, float, tuple[float, ...], tuple[float, ...]], ...]:
+    rows = [run.rows for run in runs]
+    avg, full = plots.curve(rows, "avg"), plots.curve(rows, "full")
+    return tuple((round, mb, tuple(a), tuple(f)) for (round, mb, a), (_, _, f) in zip(avg, full, strict=True))
+
+
+def machine() -> dict[str, str]:
+    """Return the properties of this machine that change memory and pace."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text("utf-8").splitlines() if info.exists() else []
+    return {
+        "cpu": next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "cores": str(os.cpu_count()),
+        "torch": torch.__version__,
+    }
+
+
+# --------------------------------------------------------------------------------------------------- judge
 def judge(
-    now: NightFigures, reference: NightFigures, passed: Sequence[NightFigures], thresholds: Mapping[str, float]
+    now: NightlyFigures, reference: NightlyFigures, passed: Sequence[NightlyFigures], thresholds: Mapping[str, float]
 ) -> list[Check]:
-    """Return all possible comparisons in the order of the labels. Memory and pace are only compared between equal
+    """Compare all metrics of all labels with earlier values. Memory and pace are only compared between equal
     machines."""
     checks = []
-    for label, of in now.labels.items():
+    for label, figures in now.labels.items():
         for metric in METRICS:
-
-            def values(*runs: NightFigures, label: str = label, metric: str = metric) -> Groups:
-                comparable = [run for run in runs if metric not in OF_MACHINE or run.machine == now.machine]
-                return _by_seed(comparable, label, metric)
-
-            tonight, spread = values(now), pooled_spread(values(reference, *passed).values())
-            for against, before in ((REFERENCE, values(reference)), (PASSED, values(*passed))):
+            values = partial(_by_seed, label, metric, now.machine)
+            tonight, spread = values([now]), pooled_spread(values([reference, *passed]).values())
+            for against, before in ((REFERENCE, values([reference])), (PASSED, values(passed))):
                 if seeds := tonight.keys() & before.keys():
                     pair = [tonight[seed] for seed in seeds], [before[seed] for seed in seeds]
                     compared = _compared(metric, *pair, thresholds[metric], spread)
-                    checks.append(Check(label=label, metric=metric, measured=of.metric, against=against, **compared))
+                    checks.append(
+                        Check(label=label, metric=metric, measured=figures.metric, against=against, **compared)
+                    )
     return checks
 
 
@@ -91,17 +253,73 @@ def _compared(
 
 
 def pooled_spread(groups: Iterable[Sequence[float]]) -> float:
-    """Return the pooled standard deviation within the groups; 0 if no group has two values."""
+    """Return the standard deviation within groups, pooled over all groups. Return 0 if no group has two values."""
     many = [values for values in groups if len(values) > 1]
     squares = sum((value - fmean(values)) ** 2 for values in many for value in values)
     return math.sqrt(squares / sum(len(values) - 1 for values in many)) if many else 0.0
 
 
-def _by_seed(runs: Sequence[NightFigures], label: str, metric: str) -> dict[int, list[float]]:
+def _by_seed(
+    label: str, metric: str, machine: Mapping[str, str], runs: Sequence[NightlyFigures]
+) -> dict[int, list[float]]:
+    """Map each seed to the values of a metric. If the metric depends on the machine, omit runs on other machines."""
     found: dict[int, list[float]] = {}
     for run in runs:
+        if metric in OF_MACHINE and run.machine != machine:
+            continue
         values = run.labels[label].values.get(metric, ()) if label in run.labels else ()
-        seeds = run.seeds if values and metric != "pace" else (0,) * len(values)
-        for seed, value in zip(seeds, values, strict=True):
+        for seed, value in zip(run.seeds, values, strict=False):
             found.setdefault(seed, []).append(value)
     return found
+
+
+def notes(figures: NightlyFigures, checks: Sequence[Check], passed: int) -> tuple[str, ...]:
+    """Return sentences about the comparisons. `passed` is the number of earlier runs that passed."""
+    judged = {(check.label, check.metric) for check in checks}
+    missing = [
+        f"{label} {METRICS[metric]}"
+        for label, each in figures.labels.items()
+        for metric in METRICS
+        if metric in each.values and (label, metric) not in judged
+    ]
+    lines = [f"compared with the reference and {passed} nightly regression runs that passed since it was made"]
+    if missing:
+        lines.append(
+            f"not judged, because no earlier figures are comparable: {', '.join(missing)}. Memory and pace are only "
+            "compared with figures of the same machine, kind of process and run.backend"
+        )
+    return tuple(lines)
+
+
+def table(checks: Sequence[Check]) -> Table:
+    return Table("Figures", COLUMNS, [check.cells for check in checks])
+
+
+def html(verdict: Verdict, now: NightlyFigures, others: Mapping[str, NightlyFigures]) -> str:
+    """Return the contents of regression.html. The earlier metrics in `others`, by name, are also plotted."""
+    drawings: dict[str, str] = {}
+    for label, figures in now.labels.items():
+        curves = [
+            (
+                name,
+                [(point[0], point[1], list(point[2])) for point in each.labels[label].curve],
+                [(point[0], point[1], list(point[3])) for point in each.labels[label].curve],
+            )
+            for name, each in {"tonight": now, **others}.items()
+            if label in each.labels
+        ]
+        drawings[label] = plots.comparison(curves, f"curve-{len(drawings)}", Measure(figures.metric))
+    machine = ", ".join(f"{key} {value}" for key, value in now.machine.items())
+    explained = (
+        "Figures are means over the seeds. A figure that is worse than its limit fails. A run that does not reach the "
+        "accuracy is counted with one round more than the longest run, and with proportionally more MB."
+    )
+    sections = [PageSection("What is worse", table(verdict.failed))] if verdict.failed else []
+    sections += [
+        PageSection("Commits since then", lines=[f"The {verdict.since}", *verdict.commits]),
+        PageSection("Curves", drawings=drawings),
+        PageSection("All figures", table(verdict.checks), lines=[explained, *verdict.notes, f"Machine: {machine}"]),
+    ]
+    title = f"{verdict.suite}: {'passed' if verdict.passed else 'failed'}"
+    about = f"{verdict.id}, {now.when}, commit {now.commit or 'unknown'}, seeds {', '.join(map(str, now.seeds))}"
+    return page("nightly regression run", title, sections, [about])

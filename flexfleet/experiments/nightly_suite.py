@@ -1,7 +1,6 @@
-"""The suite that a regression runs: a file in git, `<name>.yaml`, with its reference figures in `<name>.json` beside
-it.
+"""Read the suite of a nightly regression run: `<name>.yaml` in git. The reference is `<name>.json` beside the suite.
 
-The settings are the defaults, overridden by the suite's and the case's settings: no params.yaml changes a figure.
+Settings of the suite override the defaults, and settings of a case override the suite. params.yaml is not read.
 """
 
 from __future__ import annotations
@@ -9,180 +8,155 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from importlib import resources
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from fl_engine.core.errors import ConfigError, masked
+from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Moves
-from fl_engine.core.text import read_yaml
+from fl_engine.storage.s3 import open_store
+from fl_engine.storage.store import FolderStore, Store
 from flexfleet.config import Config, load_config, moves
-from flexfleet.config.comparison_runs import Entry, entries_from, label_overrides, labels_of
-from flexfleet.config.explain import explain
-from flexfleet.config.overrides import Overrides, on_top
-from flexfleet.files.artifacts import Artifact
+from flexfleet.config.comparison_runs import PlannedRun, by_label, entries_from, label_overrides, labels_of
+from flexfleet.config.dotted import Overrides, on_top
+from flexfleet.config.run_names import check_name
+from flexfleet.experiments import published_suites
+from flexfleet.files.artifacts import Strict
 from flexfleet.tracking.server import platform_experiment
 
+FOLDER = Path(__file__).with_name("nightly_suites")
 METRICS = {
     "avg": "accuracy, mean over the levels",
     "full": "accuracy of the full model",
     "rounds": "rounds to the accuracy",
     "mb": "MB sent to the accuracy",
     "peak_mb_rounds": "peak memory of the rounds, MB",
-    "pace": "seconds by those of a plain loop",
+    "pace": "seconds of a round",
 }
-HIGHER = ("avg", "full")
-"""Metrics that are better when higher. Their thresholds are absolute; all other thresholds are shares of the earlier
-figure."""
-OF_MACHINE = ("peak_mb_rounds", "pace")
-"""Metrics that can only be compared between equal machines."""
 MAY_SET = (Moves.EXECUTION, Moves.PLACE)
-"""What `--set` may change: nothing in it changes a figure, except that run.backend changes memory, which is compared
-with figures of the same backend alone (`Figures.machine`)."""
+"""Kinds of parameters that `--set` may change, because these parameters do not affect metrics. `run.backend` affects
+the memory, but memory is only compared between runs with the same backend."""
 
 
-class NightlyCase(BaseModel):
-    """Algorithms on one task."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+class NightlyCase(Strict, strict=True):
+    """A case of a suite: several algorithms on one task."""
 
     algorithms: str
-    """As `flexfleet compare --algorithms`."""
+    """Algorithms in the same syntax as `flexfleet compare --algorithms`."""
     to: float = Field(gt=0, le=1)
-    """Accuracy of the full model until which rounds and MB are counted."""
-    settings: dict[str, Any] = {}
-    """Dotted names; `label:a.b` for one label alone."""
+    """Target accuracy of the full model. The metrics rounds and mb are counted until this accuracy is reached."""
+    settings: dict[str, Any] = Field(default={})
+    """Settings by dotted name. A setting `label:a.b` applies only to this label."""
 
 
-class NightlySuite(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
+class NightlySuite(Strict):
     seeds: tuple[int, ...] = Field(min_length=3)
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = Field(default={})
     cases: dict[str, NightlyCase] = Field(min_length=1)
     thresholds: dict[str, float]
-    """The largest difference that never fails, by metric of METRICS."""
+    """Map each metric to its threshold. A smaller difference always passes."""
 
     @field_validator("thresholds")
     @classmethod
     def _each(cls, value: dict[str, float]) -> dict[str, float]:
         if value.keys() != METRICS.keys() or not all(v > 0 for v in value.values()):
-            raise ValueError(f"a threshold above 0 is expected for each of {', '.join(METRICS)}, no other")
+            raise ValueError(f"`thresholds` must have a value greater than 0 for each of {', '.join(METRICS)}")
         return value
 
 
-class OfLabel(BaseModel):
-    """The measurements of one label; `values` by metric, one for each seed, for pace one for each turn."""
+@dataclass(frozen=True)
+class NightlyRun:
+    """A nightly regression run: the suite and its runs."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    task: str
-    """Digest of the settings without the label's own hyper-parameters: figures with other digests are not compared."""
-    values: dict[str, Annotated[tuple[float, ...], Field(min_length=2)]]
-    curve: tuple[tuple[int, float, tuple[float, ...], tuple[float, ...]], ...]
-    """(round, mean MB sent so far, avg of each seed, full of each seed); no avg where one level is reported."""
-    mlflow_runs: tuple[str, ...] = ()
-    metric: str = "accuracy"
-    """The task's, which avg and full are values of."""
-
-
-class NightFigures(Artifact):
-    """figures.json of a night, and a suite's reference."""
-
-    suite: str
+    path: Path
+    suite: NightlySuite
     id: str
-    when: str
-    commit: str | None
-    machine: dict[str, str]
-    """Machine, kind of process and backend: memory and pace are compared only where it is equal."""
-    seeds: tuple[int, ...]
-    labels: dict[str, OfLabel]
-    """By `<case>/<label>`."""
+    runs: Mapping[str, list[PlannedRun]]
+    """Map cases to runs in the order of the seeds."""
 
-    @model_validator(mode="after")
-    def _a_value_for_each_seed(self) -> NightFigures:
-        for label, of in self.labels.items():
-            for metric, values in of.values.items():
-                if metric != "pace" and len(values) != len(self.seeds):
-                    raise ValueError(f"{metric} of {label} must have {len(self.seeds)} values, a value for each seed")
-        return self
+    @property
+    def name(self) -> str:
+        return self.path.stem
 
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(entry.seed for entry in next(iter(self.runs.values()))))
 
-FOLDER = Path(str(resources.files("flexfleet.experiments").joinpath("nightly_suites")))
+    @property
+    def tasks(self) -> dict[str, str]:
+        """Map `<case>/<label>` to digests of the settings (`task_of`)."""
+        return {
+            f"{case}/{entry.label}": task_of(self.suite, case, entry.label)
+            for case, entries in self.runs.items()
+            for entry in entries
+        }
 
+    @property
+    def config(self) -> Config:
+        """Configuration of the first run. It determines the stores and the tracking of all runs."""
+        return next(iter(self.runs.values()))[0].config
 
-def path_of(suite: str) -> Path:
-    """A file, or the name of a shipped suite. Raises ConfigError."""
-    if suite.endswith((".yaml", ".yml")):
-        return Path(suite)
-    if suite not in names():
-        raise ConfigError(f"no suite is named {suite!r}: {', '.join(names())}, or a file with .yaml")
-    return FOLDER / f"{suite}.yaml"
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run.store).with_name(self.id)
 
+    @property
+    def store(self) -> Store:
+        """Store of the nightly regression run, which is its folder, or a prefix in `run.remote` if set."""
+        remote = self.config.run.remote
+        return FolderStore(self.folder) if remote is None else open_store(f"{remote.rpartition('/')[0]}/{self.id}")
 
-def names() -> list[str]:
-    """The names of the suites that come with flexfleet."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    @property
+    def reference(self) -> Path:
+        return self.path.with_suffix(".json")
 
 
 def load(path: Path) -> NightlySuite:
-    """Raises ConfigError for what is wrong in the file."""
-    try:
-        return NightlySuite.model_validate(read_yaml(path.read_text(encoding="utf-8")) or {})
-    except OSError as error:
-        raise ConfigError(f"cannot read the suite {path}: {error.strerror}") from error
-    except (ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:
-        said = explain(error, NightlySuite) if isinstance(error, ValidationError) else str(error)
-        raise ConfigError(f"{path} is no suite: {masked(said)}") from error
+    """Read a suite. Raises ConfigError if the file is unreadable or invalid."""
+    return published_suites.read_suite(path, NightlySuite)
 
 
-def runs_of(
-    suite: NightlySuite, name: str, seeds: tuple[int, ...], overrides: Mapping[str, Any], id: str
-) -> dict[str, list[Entry]]:
-    """Return every run, by case. Raises ConfigError."""
-    for path in overrides:
-        if "." not in path or moves(path) not in MAY_SET:
+def nightly_run(path: Path, id: str, overrides: Mapping[str, Any], more_seeds: tuple[int, ...] = ()) -> NightlyRun:
+    """Read a suite and plan its runs. Raises ConfigError if the suite or an override is invalid."""
+    for name in overrides:
+        if "." not in name or moves(name) not in MAY_SET:
             raise ConfigError(
-                f"--set {path}: a suite says what is measured; only what moves no figure can be set, as where things "
-                "are kept (run.store, run.remote, tracking, publish, dataset.root) and how they are executed "
-                "(kubernetes, and run.backend: memory and pace are compared with nights of the same backend alone). "
-                "For another task write a suite of your own"
+                f"`{name}` cannot be set for a nightly regression run, because it would change the results. Change the "
+                "suite, or set only parameters for storage and execution",
+                path=name,
             )
+    suite = load(path)
 
-    def load_one(overrides: Overrides) -> Config:
-        config = load_config(None, overrides, stored=True)
-        given = config.tracking
+    def load_one(given: Overrides) -> Config:
+        config = load_config(None, given, stored=True)
         if config.publish.models:
             raise ConfigError(
-                "publish.models must be false in a nightly regression run, which registers its models itself if it "
-                "passes. Remove the setting."
+                "`publish.models` must be false in a nightly regression run. Models are registered only if the "
+                "run passes. Remove the setting",
+                path="publish.models",
             )
-        if given.experiment is None and platform_experiment(given.mlflow) is None:
-            given = given.model_copy(update={"experiment": f"regression-{name}"})
-        return config.model_copy(update={"tracking": given})
+        tracking = config.tracking
+        if tracking.experiment is None and platform_experiment(tracking.mlflow) is None:
+            tracking = tracking.model_copy(update={"experiment": f"regression-{path.stem}"})
+        return config.model_copy(update={"tracking": tracking})
 
-    out = {}
-    for case, about in suite.cases.items():
-        settings = label_overrides(labels_of(about.algorithms), suite.settings | about.settings)
+    runs, seeds = {}, tuple(sorted({*suite.seeds, *more_seeds})) if more_seeds else suite.seeds
+    for name, case in suite.cases.items():
+        settings = label_overrides(labels_of(case.algorithms), suite.settings | case.settings)
         labels = {label: on_top(own, overrides) for label, own in settings.items()}
-        out[case] = entries_from(labels, seeds, load_one, f"{id}-{case}")
-    return out
+        runs[name] = entries_from(labels, seeds, load_one, f"{id}-{name}")
+    return NightlyRun(path, suite, check_name(id, "the id of a nightly regression run"), runs)
 
 
 def task_of(suite: NightlySuite, case: str, label: str) -> str:
-    """The digest of what a label's figures are of: settings, accuracy, and the algorithm where its name is not the
-    label (so the digests of labels without a name of their own are those of earlier versions)."""
-    settings = {}
-    for key, value in (suite.settings | suite.cases[case].settings).items():
-        owner, sign, path = key.partition(":")
-        if not sign:
-            settings[key] = value
-        elif owner.strip() == label and not path.strip().startswith("algorithm."):
-            settings[path.strip()] = value
+    """Return a digest of the target accuracy and the label's settings. Options of the algorithm are excluded, because
+    the gate must detect changes to these options. The algorithm's name is included if it is not the label."""
+    labels = labels_of(suite.cases[case].algorithms)
+    given = by_label(suite.settings | suite.cases[case].settings, labels)
+    settings = given[None] | {path: v for path, v in given[label].items() if not path.startswith("algorithm.")}
     own: dict[str, Any] = {"settings": settings, "to": suite.cases[case].to}
-    if (name := labels_of(suite.cases[case].algorithms).get(label, label)) != label:
-        own["algorithm"] = name
+    if labels[label] != label:
+        own["algorithm"] = labels[label]
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
 """Rank the labels of a comparison by paired t tests over the seeds.
 
-The label with the highest mean is first only if its difference to every other label is significant at 5 %, by Student's
-two-sided paired t test after Holm's adjustment. With fewer than three seeds no label is first. Labels are ranked within
-a case: the same data, partition, noise and network.
+The label with the highest mean is ranked first only if it differs significantly (at 5 %) from every other label. The
+test is Student's two-sided paired t test, and its p values are adjusted by Holm's method. With fewer than three seeds,
+labels are not ranked. Only labels with the same data, partition, noise and network are compared.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
-
+from flexfleet.files.artifacts import Strict
 from flexfleet.files.measure import Measure
-from flexfleet.reports.report import NONE, plain
+from flexfleet.reports.finished_run import NONE, plain
 
 LEVEL = 0.05
-"""A p below this level counts as a difference; intervals cover the rest."""
+"""Significance level of the tests. Confidence intervals have the level 1 - LEVEL."""
 ROUNDING = 1e-12
-"""Differences within this share of the figures are equal, except for rounding."""
+"""Relative tolerance within which differences count as equal."""
 FEWEST = 3
-"""The fewest seeds with which a label may be called first."""
+"""Minimum number of seeds for a ranking."""
 TITLES = {
     "avg": "avg last",
     "full": "full last",
@@ -29,12 +28,14 @@ TITLES = {
     "best_full": "full at best",
     "local_avg": "local avg",
     "local_full": "local full",
+    "clients_mean": "clients mean",
+    "clients_p10": "clients p10",
 }
-"""Map the figures that are tested, by their names in MLflow, to their columns in a comparison's table."""
+"""Map the MLflow name of each tested metric to its column head in the tables of a comparison."""
 
 
 class TTest(NamedTuple):
-    """Mean of the differences, half of the width of its 95 % interval, and the two-sided p."""
+    """Tuple (mean difference, half the width of the 95 % confidence interval, two-sided p value)."""
 
     mean: float
     half: float
@@ -42,7 +43,7 @@ class TTest(NamedTuple):
 
 
 def tested(a: Sequence[float], b: Sequence[float]) -> TTest | None:
-    """Test the differences a - b, (n,) each. None with one pair, and if all differences are equal."""
+    """Test whether the mean of a - b differs from 0. Returns None if all differences are equal."""
     differences = [x - y for x, y in zip(a, b, strict=True)]
     if len(differences) < 2 or max(differences) - min(differences) <= ROUNDING * max(map(abs, (*a, *b))):
         return None
@@ -53,65 +54,61 @@ def tested(a: Sequence[float], b: Sequence[float]) -> TTest | None:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Adjust the p values of m tests (Holm, 1979): the smallest times m, the next times m - 1, and so on; each at least
-    as large as the one before, and at most 1."""
+    """Adjust the p values of m tests (Holm, 1979). The smallest p is multiplied by m, the next p by m - 1, and so on.
+    Adjusted p values are at most 1, and keep the order of the p values."""
     out, before = [0.0] * len(p), 0.0
     for rank, i in enumerate(sorted(range(len(p)), key=p.__getitem__)):
         before = out[i] = max(before, min(1.0, (len(p) - rank) * p[i]))
     return out
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Behind(_Part):
-    """How far a label is behind the highest label: the differences highest - label, one for each seed."""
+class Behind(Strict):
+    """Statistics of the differences between one label and the highest label over the seeds."""
 
     mean: float
-    """In the figure's own unit; for accuracies, which are shares, 0.01 is one point."""
+    """Mean difference in the unit of the metric. Accuracies are fractions, so 0.01 is one percentage point."""
     std: float
-    """The sample standard deviation (n - 1)."""
+    """Sample standard deviation of the differences (n - 1)."""
     p: float | None
-    """Two-sided p of the paired t test; null if all differences are equal."""
+    """Two-sided p value of the paired t test; null if all differences are equal."""
     p_holm: float | None
-    """`p` after Holm's adjustment."""
+    """Value of `p`, adjusted by Holm's method."""
 
     @property
     def apart(self) -> bool:
-        """Whether the label differs significantly from the highest label."""
+        """True if the label differs significantly from the highest label."""
         return self.p_holm is not None and self.p_holm < LEVEL
 
 
-class First(_Part):
-    """The label that is first by one figure."""
+class First(Strict):
+    """Ranking of the labels by one metric."""
 
     highest: str
-    """The label with the highest mean over the seeds; with ties, the first by name."""
+    """Label with the highest mean over the seeds. For ties, the first label in alphabetical order."""
     first: bool
-    """Whether it differs significantly from every other label that has the figure."""
+    """True if `highest` differs significantly from every other label."""
     not_told_apart: tuple[str, ...]
-    """The labels that do not differ significantly from it, in the comparison's order."""
+    """Labels that do not differ significantly from `highest`, in the order of the comparison."""
     behind: dict[str, Behind]
-    """Every other label that has the figure."""
+    """Map each other label to the statistics of its differences. Labels that do not have the metric are omitted."""
 
 
-class RankedCase(_Part):
-    """The labels that share these settings of data, partition, noise and network, and which of them is first."""
+class RankedCase(Strict):
+    """Labels with the same data, partition, noise and network, and the ranking of these labels."""
 
     settings: dict[str, Any]
-    """By dotted name."""
+    """Map dotted names of settings to values."""
     labels: tuple[str, ...]
     first: dict[str, First]
-    """By figure; empty for a single label."""
+    """Map each metric to a ranking. Empty if there is only one label."""
 
     def __str__(self) -> str:
         return ", ".join(f"{path} {plain(value)}" for path, value in self.settings.items())
 
 
 def firsts(values: Mapping[str, Mapping[str, Sequence[float | None]]]) -> dict[str, First] | None:
-    """Return the label that is first by each figure that two labels have; None with fewer than FEWEST seeds. `values`:
-    for each figure and label, a value for each seed; None if the label does not have the figure."""
+    """Return {metric: ranking} for each metric that at least two labels have. Return None if there are fewer than
+    FEWEST seeds. `values` is {metric: {label: value of each seed}}. Missing values are None."""
     if any(len(each) < FEWEST for labels in values.values() for each in labels.values()):
         return None
     known = {
@@ -125,7 +122,7 @@ def _first(values: Mapping[str, Sequence[float]]) -> First:
     highest = min(values, key=lambda label: (-fmean(values[label]), label))
     others = {label: each for label, each in values.items() if label != highest}
     tests = [tested(values[highest], each) for each in others.values()]
-    # A label without a test counts as not significant.
+    # Without a test, a label does not differ significantly.
     adjusted = holm([1.0 if test is None else test.p for test in tests])
     behind = {}
     for (label, each), test, p_holm in zip(others.items(), tests, adjusted, strict=True):
@@ -141,38 +138,38 @@ def _first(values: Mapping[str, Sequence[float]]) -> First:
 
 
 def rows(found: Mapping[str, First], labels: Sequence[str], measure: Measure) -> tuple[tuple[str, ...], ...]:
-    """Return a row for each label, with a cell for each figure: `first`, `highest` without significance, or how far the
-    label is behind, as `mean ± std, p`."""
+    """Return a row for each label with a cell for each metric. The cell of the highest label is `first` if it differs
+    significantly from all other labels, otherwise `highest`. Other cells are `mean ± std, p` of the differences."""
 
-    def cell(figure: str, of: First, label: str) -> str:
-        if label == of.highest:
-            return "first" if of.first else "highest"
-        if label not in of.behind:
+    def cell(figure: str, ranked: First, label: str) -> str:
+        if label == ranked.highest:
+            return "first" if ranked.first else "highest"
+        if (behind := ranked.behind.get(label)) is None:
             return NONE
-        one, shown = of.behind[label], Measure() if figure.startswith("local") else measure
-        p = "no spread" if one.p_holm is None else f"p {one.p_holm:.3f}" if one.p_holm >= 0.001 else "p < 0.001"
-        return f"{shown.said(one.mean)} ± {shown.said(one.std)}, {p}"
+        unit = Measure() if figure.startswith("local") else measure
+        p = "no spread" if behind.p_holm is None else f"p {behind.p_holm:.3f}"
+        return f"{unit.number(behind.mean)} ± {unit.number(behind.std)}, {p.replace('p 0.000', 'p < 0.001')}"
 
-    return tuple((label, *(cell(figure, of, label) for figure, of in found.items())) for label in labels)
+    return tuple((label, *(cell(figure, ranked, label) for figure, ranked in found.items())) for label in labels)
 
 
 def notes(found: Mapping[str, First] | None, seeds: int, cases: Sequence[RankedCase] = ()) -> list[str]:
-    """Return sentences about the ranking."""
+    """Return sentences that explain the ranking."""
     if seeds < FEWEST:
         return [f"Fewer than {FEWEST} seeds: there is no paired test, so no row is called first."]
-    told: list[tuple[str, Mapping[str, First]]] = [(f" with {case}", case.first) for case in cases]
-    told = told or [("", found or {})]
-    if not any(firsts for _, firsts in told):
+    groups: list[tuple[str, Mapping[str, First]]] = [(f" with {case}", case.first) for case in cases]
+    groups = groups or [("", found or {})]
+    if not any(firsts for _, firsts in groups):
         return []
     lines = [
         "Behind the highest: the mean difference over equal seeds ± its sample standard deviation, and p of Student's "
         f"paired t test ({seeds - 1} degrees of freedom, two-sided) after Holm over the rows that the highest is "
-        f"compared with. A row is first where every p is below {LEVEL:g}; the highest is chosen by these same figures."
+        f"compared with. A row is first if every p is below {LEVEL:g}; the highest is chosen by these same figures."
     ]
     if cases:
         lines.append("Rows are compared with those that have the same data, partition, noise and network.")
-    for where, firsts in told:
+    for where, firsts in groups:
         for figure, of in firsts.items():
-            said = "first" if of.first else f"highest, but not told apart from {', '.join(of.not_told_apart)}"
-            lines.append(f"{TITLES[figure]}{where}: {of.highest} is {said}.")
+            close = f"highest, but does not differ significantly from {', '.join(of.not_told_apart)}"
+            lines.append(f"{TITLES[figure]}{where}: {of.highest} is {'first' if of.first else close}.")
     return lines

@@ -1,117 +1,98 @@
-"""Compute a comparison's figures from finished run folders.
-
-Runs may differ only in their algorithm and in the parameters that the comparison varies.
-"""
+"""Compute the results of a comparison, including the cost to reach accuracies and the simulated time."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from fl_engine.algorithms import CONTRACT
 from fl_engine.core.errors import ConfigError
-from fl_engine.fleet.uniformity import NAMES
-from fl_engine.rounds import phases
+from fl_engine.data.local_data import LOCAL
+from fl_engine.rounds import timing
+from fl_engine.storage.checkpoints import Row
 from fl_engine.training.numerics import differing
-from flexfleet.config import moves
-from flexfleet.config.comparison_runs import run_name
-from flexfleet.experiments.comparison_curves import Runs, default_targets, reached, simulated
+from flexfleet.config import comparison_runs, flatten
+from flexfleet.config.comparison_runs import PlannedRun
 from flexfleet.experiments.comparison_file import (
-    BY_OWNER,
-    LOCAL,
     MB,
+    Central,
     ComparisonFile,
+    Figures,
     Highest,
     LabelScore,
     LocalSpread,
     OneRun,
-    Spread,
+    Reached,
     Summary,
     by_seed,
     cases_of,
+    known_spread,
     spread,
 )
 from flexfleet.experiments.ranking import firsts
+from flexfleet.files.artifacts import RunFile, RunResult
 from flexfleet.files.measure import SHARES, highest
-from flexfleet.pipeline import share
-from flexfleet.reports.report import COMPARED, NONE, FinishedRun, load, plain
+from flexfleet.files.run_folder import check_manifest
+from flexfleet.pipeline.central import CentralFile
+from flexfleet.pipeline.pretrain import shared_settings
+from flexfleet.reports import plots
+from flexfleet.reports.finished_run import FinishedRun, is_compared, load
 
-SPREADS = (*BY_OWNER, "devices", *LOCAL, "mb_down", "mb_up", "waste", "seconds", "seconds_simulated", *NAMES)
-"""Figures of OneRun that Summary has as a Spread of the same name."""
+STEPS = 20
+"""Default target accuracies are multiples of 1 / STEPS."""
+MOST_TARGETS = 4
+"""Maximum number of default target accuracies."""
+COMMON = ("dataset.", "model.")
+"""Prefixes of parameters that must be equal in the centralised training run and in the compared runs."""
+Runs = Mapping[str, Sequence[FinishedRun]]
+"""Map labels to runs in the order of the seeds."""
 
 
-def read(labels: Sequence[str], seeds: Sequence[int], folders: Mapping[str, Path], varied: Sequence[str] = ()) -> Runs:
-    """Load the finished runs.
-
-    Args:
-        folders: The run folders by run id.
-        varied: Parameters in which labels may differ.
-
-    Raises: as `report.load`; ConfigError for runs that cannot be compared.
-    """
-    runs = {label: [load(folders[run_name(label, seed)]) for seed in seeds] for label in labels}
-    for i, seed in enumerate(seeds):
-        of_seed = {label: of_label[i] for label, of_label in runs.items()}
-        wrong = [run.file.run_id for run in of_seed.values() if run.config.get("seed") != seed]
-        if wrong:
-            raise ConfigError(f"these runs do not have the seed {seed} of their names: {', '.join(wrong)}")
-        if lines := unequal(of_seed, varied) or other_partitions(of_seed) + other_data(of_seed):
-            known = ", ".join(("the algorithm", *own(varied)))
-            raise ConfigError(f"the runs of seed {seed} differ in more than {known}: {'; '.join(lines)}")
-    for label, of_label in runs.items():
-        of_seeds = dict(zip(map("seed {}".format, seeds), of_label, strict=True))
-        if lines := unequal(of_seeds, algorithm=False) or other_code(of_seeds) + other_data(of_seeds):
-            raise ConfigError(f"the runs of {label} differ in more than the seed: {'; '.join(lines)}")
+# ------------------------------------------------------------------------------------------------ reading the runs
+def read(entries: Sequence[PlannedRun], folders: Mapping[str, Path]) -> Runs:
+    """Load the finished runs. `folders` maps run IDs to run folders. Raises the errors of `load`, and ConfigError if
+    runs with equal settings have different partitions or data."""
+    runs: dict[str, list[FinishedRun]] = {}
+    first: dict[str, RunFile] = {}
+    for entry in entries:
+        run = load(folders[entry.name])
+        runs.setdefault(entry.label, []).append(run)
+        known = first.setdefault(repr(sorted(shared_settings(run.config).items())), run.file)
+        if run.file.partition_sha256 != known.partition_sha256:
+            raise ConfigError(
+                f"{known.run_id} and {entry.name} must have the same partition, got the sha256 "
+                f"{known.partition_sha256[:12]} and {run.file.partition_sha256[:12]}. Choose another --id",
+                code="config.not_comparable",
+            )
     return runs
 
 
-def own(varied: Sequence[str]) -> list[str]:
-    """Return the parameters that labels vary, without the algorithm's own."""
-    return [key for key in varied if not key.startswith("algorithm.")]
-
-
-def summarise(
-    id: str,
-    seeds: Sequence[int],
-    runs: Runs,
-    to: Sequence[float] = (),
-    varied: Sequence[str] = (),
-    at: Mapping[str, Mapping[str, Any]] | None = None,
-) -> ComparisonFile:
-    """Compute the figures.
-
-    Args:
-        to: Accuracies to reach; empty: `default_targets`.
-        varied: Parameters in which labels differ.
-        at: The labels' values of the factors.
-    """
-    any_run = next(iter(runs.values()))[0]
-    targets = tuple(to) or default_targets(runs)
-    numerics = [run.file.numerics for of_label in runs.values() for run in of_label]
-    notes = []
+# ------------------------------------------------------------------------------------------------ the figures
+def summarise(id: str, entries: Sequence[PlannedRun], runs: Runs, to: Sequence[float] = ()) -> ComparisonFile:
+    """Compute the results of a comparison. `to` are target accuracies; if empty, `default_targets` are used."""
+    all_runs = [run for of_label in runs.values() for run in of_label]
+    first, targets, at = all_runs[0], tuple(to) or default_targets(runs), {entry.label: entry.at for entry in entries}
+    varied = tuple(key for key in comparison_runs.varied(entries) if not key.startswith("algorithm."))
+    notes: list[str] = []
+    numerics = [run.file.numerics for run in all_runs]
     if any(differing(numerics[0], each) and differing(each, numerics[0]) for each in numerics):
         notes.append("the runs were computed with different numerics (machine, device or torch): see their run.json")
-    notes += [f"{label}: {work}, others as the section training says" for label, work in local_work(runs).items()]
-    results = {
-        label: _summary(seeds, of_label, targets, own(varied), (at or {}).get(label, {}))
-        for label, of_label in runs.items()
-    }
+    results = {label: _summary(of_label, targets, varied, at[label]) for label, of_label in runs.items()}
     cases = cases_of(results)
     return ComparisonFile(
         id=id,
         labels=tuple(runs),
-        seeds=tuple(seeds),
-        rounds=max(len(run.rows) for of_label in runs.values() for run in of_label),
-        metric=any_run.evaluation.metric,
+        seeds=tuple(dict.fromkeys(entry.seed for entry in entries)),
+        rounds=max(len(run.rows) for run in all_runs),
+        metric=first.evaluation.metric,
         settings={
             k: v
-            for k, v in any_run.config.items()
-            if is_shared(k) and k not in varied and not k.startswith("algorithm")
+            for k, v in first.config.items()
+            if is_compared(k) and k not in varied and not k.startswith("algorithm")
         },
-        varied=tuple(own(varied)),
+        varied=varied,
         results=results,
         first=None if cases else firsts(by_seed(results)),
         cases=cases,
@@ -119,188 +100,204 @@ def summarise(
     )
 
 
-def local_work(runs: Runs) -> dict[str, str]:
-    """Map labels to what their algorithms declare of their clients' work (`local_work`), if that is not the work that
-    the section `training` describes."""
-    out = {}
-    for label, of_label in runs.items():
-        with suppress(ConfigError):  # the user's own algorithm may be gone
-            kind = CONTRACT.kind(str(of_label[0].config.get("algorithm.name")))
-            if told := getattr(kind, "local_work", None):
-                out[label] = str(told)
-    return out
+OF_CLIENTS = ("mean", "p10", "worst", "spread")
 
 
 def _summary(
-    seeds: Sequence[int],
-    runs: Sequence[FinishedRun],
-    targets: Sequence[float],
-    varied: Sequence[str],
-    at: Mapping[str, Any],
+    runs: Sequence[FinishedRun], targets: Sequence[float], varied: Sequence[str], at: Mapping[str, Any]
 ) -> Summary:
-    each = [_one(seed, run) for seed, run in zip(seeds, runs, strict=True)]
-    rows = [run.rows for run in runs]
-    figures: dict[str, Any] = {name: spread([getattr(one, name) for one in each]) for name in SPREADS}
+    each = [_one(run) for run in runs]
+    seeds, rows = [one.seed for one in each], [run.rows for run in runs]
+    figures: dict[str, Any] = {name: spread([getattr(one, name) for one in each]) for name in Figures.model_fields}
+    means = {name: spread([one.phases.get(name) for one in each]) for name in timing.NAMES}
     prefix = "algorithm."
     settings = {k.removeprefix(prefix): v for k, v in runs[0].config.items() if k.startswith(prefix)}
+    sizes = [[100 * level.share for level in run.pool.levels if level.reported] for run in runs]
     return Summary(
         algorithm=runs[0].pool.algorithm,
         settings={k: v for k, v in settings.items() if k != "name"},
         varied={key: runs[0].config.get(key) for key in varied},
         at=dict(at),
-        levels=tuple(statistics.fmean(sizes) for sizes in zip(*map(_sizes, runs), strict=True)),
-        last=_score([(len(run.rows), one.avg, one.full) for run, one in zip(runs, each, strict=True)]),
+        levels=tuple(fmean(level) for level in zip(*sizes, strict=True)),
+        last=_score([(one.rounds, one.avg, one.full) for one in each]),
         best=_score([(one.best["round"], one.best["avg"], one.best["full"]) for one in each]),
         **figures,
         local=_local(each),
-        phases=_phases(each),
+        phases={name: mean for name, mean in means.items() if mean is not None},
         reached=tuple(reached(seeds, rows, target) for target in targets),
-        reached_avg=()
-        if any(run.single for run in runs)
-        else tuple(reached(seeds, rows, target, "avg") for target in targets),
-        highest=tuple(_highest(runs)),
+        reached_avg=tuple(reached(seeds, rows, target, "avg") for target in targets),
+        highest=_highest(runs),
         runs=tuple(each),
     )
 
 
-def _one(seed: int, run: FinishedRun) -> OneRun:
-    local, metrics = run.evaluation.local, [row.metrics for row in run.rows]
+def _one(run: FinishedRun) -> OneRun:
+    local, metrics, full_model = run.evaluation.local, [row.metrics for row in run.rows], run.pool.levels[-1].name
+    at_clients = run.evaluation.on_clients
+    by_owner: dict[str, float | None] = {}
+    for metric, levels in run.evaluation.by_owner.items():
+        owner = metric.removeprefix("accuracy_")
+        by_owner |= {
+            f"avg_{owner}": fmean(levels.values()),
+            f"full_{owner}": levels[full_model],
+        }
     return OneRun(
-        seed=seed,
+        seed=run.config["seed"],
         run_id=run.file.run_id,
-        avg=None if run.single else run.evaluation.avg,
+        avg=run.evaluation.avg,
         full=run.evaluation.full,
         rounds=len(run.rows),
         levels={name: dict(score.metrics) for name, score in run.evaluation.levels.items()},
-        **_by_owner(run),
+        **by_owner,
         devices=run.rows[-1].metrics.get(f"{run.evaluation.metric}_devices"),
         local=local,
-        local_avg=None if run.single or not local else statistics.fmean(each.mean for each in local.values()),
-        local_full=local[run.pool.levels[-1].name].mean if local else None,
-        best={
-            "round": run.best.round + 1,
-            "avg": None if run.single else run.best.metrics["avg"],
-            "full": run.best.metrics["full"],
-        },
-        mb_down=run.bytes_down / MB,
-        mb_up=run.bytes_up / MB,
+        local_avg=fmean(each.mean for each in local.values()) if local else None,
+        local_full=local[full_model].mean if local else None,
+        **{f"clients_{name}": getattr(at_clients.all, name) for name in OF_CLIENTS if at_clients is not None},
+        best={"round": run.best.round + 1, "avg": run.best.metrics["avg"], "full": run.best.metrics["full"]},
+        mb_down=run.total("bytes_down") / MB,
+        mb_up=run.total("bytes_up") / MB,
         waste=run.waste,
         seconds=run.history.seconds,
         seconds_simulated=simulated(run.rows),
-        **phases.means(metrics, NAMES),
-        phases=phases.means(metrics, phases.NAMES),
+        **timing.means(metrics, timing.UNIFORMITY),
+        phases=timing.means(metrics, timing.NAMES),
         model_sha256=run.history.model_sha256,
         mlflow_run_id=run.file.mlflow_run_id,
     )
 
 
-def _by_owner(run: FinishedRun) -> dict[str, float | None]:
-    found: dict[str, float | None] = {}
-    for metric, levels in run.evaluation.by_owner.items():
-        owner = metric.removeprefix("accuracy_")
-        found[f"avg_{owner}"] = None if run.single else statistics.fmean(levels.values())
-        found[f"full_{owner}"] = levels[run.pool.levels[-1].name]
-    return found
-
-
-def _score(values: Sequence[tuple[float | None, float | None, float | None]]) -> LabelScore:
-    """`values`: round, avg and full of each run."""
+def _score(values: Sequence[tuple[float, float, float]]) -> LabelScore:
+    """Average the values (round, avg, full) over the runs."""
     rounds, avg, full = zip(*values, strict=True)
-    return LabelScore(round=_known(rounds), avg=spread(avg), full=_known(full))
+    return LabelScore(round=known_spread(rounds), avg=known_spread(avg), full=known_spread(full))
 
 
 def _local(runs: Sequence[OneRun]) -> dict[str, LocalSpread]:
-    levels = [name for name in runs[0].local if all(name in one.local for one in runs)]
     return {
         name: LocalSpread(
-            **{part: _known([getattr(one.local[name], part) for one in runs]) for part in ("mean", "sd", "clients")}
+            **{
+                part: known_spread([getattr(one.local[name], part) for one in runs])
+                for part in ("mean", "sd", "clients")
+            }
         )
-        for name in levels
+        for name in runs[0].local
+        if all(name in one.local for one in runs)
     }
 
 
-def _phases(runs: Sequence[OneRun]) -> dict[str, Spread]:
-    found = {name: spread([one.phases.get(name) for one in runs]) for name in phases.NAMES}
-    return {name: each for name, each in found.items() if each is not None}
-
-
-def _highest(runs: Sequence[FinishedRun]) -> Iterator[Highest]:
+def _highest(runs: Sequence[FinishedRun]) -> tuple[Highest, ...]:
     rounds = [[row.metrics for row in run.rows] for run in runs]
-    avg = [{} if run.single else highest(each, "avg") for run, each in zip(runs, rounds, strict=True)]
-    full = [highest(each, "full") for each in rounds]
-    for until in SHARES:
-        yield Highest(
-            share=until,
-            avg=spread([of_run.get(until) for of_run in avg]),
-            full=spread([of_run[until] for of_run in full]),
+    avg, full = ([highest(each, key) for each in rounds] for key in ("avg", "full"))
+    return tuple(
+        Highest(share=share, avg=spread([each[share] for each in avg]), full=spread([each[share] for each in full]))
+        for share in SHARES
+    )
+
+
+# ------------------------------------------------------------------------------------------ targets
+def default_targets(runs: Runs) -> tuple[float, ...]:
+    """Return the highest MOST_TARGETS multiples of 5 % that a full model's accuracy exceeds in at least one run."""
+    rows = (row for of_label in runs.values() for run in of_label for row in run.rows)
+    best = max(row.metrics["full"] for row in rows if "full" in row.metrics)
+    return tuple(k / STEPS for k in range(1, STEPS) if k / STEPS < best)[-MOST_TARGETS:]
+
+
+def reached(seeds: Sequence[int], runs: Sequence[Sequence[Row]], accuracy: float, of: str = "full") -> Reached:
+    """Return the cost until `of` (full or avg) reaches the accuracy, averaged over the runs that reach the accuracy.
+    `runs` has one run for each seed."""
+    pairs = zip(seeds, runs, strict=True)
+    until = {seed: rows[: n + 1] for seed, rows in pairs if (n := first(rows, accuracy, of)) >= 0}
+    spent = list(until.values())
+    down, up, seconds = (
+        [sum(row.metrics[name] for row in rows) for rows in spent]
+        for name in ("bytes_down", "bytes_up", "seconds_round")
+    )
+    return Reached(
+        accuracy=accuracy,
+        seeds=tuple(until),
+        rounds=spread([len(rows) for rows in spent]),
+        mb=spread([(a + b) / MB for a, b in zip(down, up, strict=True)]),
+        mb_down=spread([a / MB for a in down]),
+        mb_up=spread([b / MB for b in up]),
+        seconds=spread(seconds),
+        seconds_simulated=spread([simulated(rows) for rows in spent]),
+    )
+
+
+def first(rows: Sequence[Row], accuracy: float, of: str = "full") -> int:
+    """Return the index of the first round in which `of` (full or avg) is at least `accuracy`; -1 if no round is."""
+    return next((row.round for row in rows if of in row.metrics and row.metrics[of] >= accuracy), -1)
+
+
+def simulated(rows: Sequence[Row]) -> float | None:
+    """Return the simulated seconds summed over all rounds. None if a round does not have a simulated time."""
+    totals = _clock(rows)
+    return totals[-1] if totals else None
+
+
+def _clock(rows: Sequence[Row]) -> list[float]:
+    """Return the simulated time at the end of each round in seconds. The list is empty if a round does not have a
+    simulated time. A round without training takes 0 s."""
+    found = [row.metrics.get("seconds_simulated", None if row.metrics["clients_trained"] else 0.0) for row in rows]
+    known = [seconds for seconds in found if seconds is not None]
+    return list(accumulate(known)) if len(known) == len(rows) else []
+
+
+def clock(runs: Sequence[FinishedRun], key: str) -> list[float]:
+    """Return the mean simulated seconds at each point of `plots.curve`. Empty if a run does not simulate time."""
+    totals, points = [_clock(run.rows) for run in runs], plots.curve([run.rows for run in runs], key)
+    return [fmean(total[number - 1] for total in totals) for number, _, _ in points] if all(totals) else []
+
+
+# ------------------------------------------------------------------------------------------------ the reference
+def read_central(folders: Sequence[Path], planned: Sequence[PlannedRun]) -> Central:
+    """Read finished central trainings, which are the reference for the `planned` runs. Each training has another seed.
+
+    Raises:
+        ConfigError: The data set or network of a training differs from the runs, or the trainings differ in a parameter
+            other than the seed.
+        IntegrityError: A training is not finished.
+    """
+    settings = flatten(planned[0].config)
+    if apart := [key for key in comparison_runs.varied(planned) if key.startswith(COMMON)]:
+        raise ConfigError(f"--central requires equal data and networks in all runs, but {', '.join(apart)} differ")
+    if settings.get("partition.rule") == LOCAL:
+        raise ConfigError(
+            "--central cannot be used with partition.rule=local, because the server cannot access the training samples"
         )
-
-
-def _sizes(run: FinishedRun) -> list[float]:
-    return [100 * level.share for level in run.pool.levels if level.reported]
-
-
-def _known(values: Sequence[float | None]) -> Spread:
-    found = spread(values)
-    assert found is not None, "every run has this figure"
-    return found
-
-
-def is_shared(key: str) -> bool:
-    """Return whether all runs of a comparison must have the same value of this parameter."""
-    return key != "seed" and moves(key) in COMPARED
-
-
-def unequal(runs: Mapping[str, FinishedRun], varied: Sequence[str] = (), *, algorithm: bool = True) -> list[str]:
-    """Return a line for each parameter in which runs differ but must not. They may differ in the `varied` parameters,
-    the algorithm's (if `algorithm` is true), the seed, and parameters that change only the last bits."""
-    shared = (key for run in runs.values() for key in run.config if is_shared(key) and key not in varied)
-    keys = dict.fromkeys(key for key in shared if not (algorithm and key.startswith("algorithm")))
-    lines = []
-    for key in keys:
-        values = {name: plain(run.config.get(key)) for name, run in runs.items()}
-        if len(set(values.values())) > 1:
-            lines.append(f"{key}: " + ", ".join(f"{value} ({name})" for name, value in values.items()))
-    return lines
-
-
-def other_partitions(runs: Mapping[str, FinishedRun]) -> list[str]:
-    """Return a line for each group of runs with equal partition settings and different partitions."""
-    settings = {name: sorted(share.settings(run.config).items()) for name, run in runs.items()}
-    return _apart("the partition itself", {name: run.file.partition_sha256 for name, run in runs.items()}, settings)
-
-
-def other_data(runs: Mapping[str, FinishedRun]) -> list[str]:
-    """Return a line for each group of runs with equal settings of the data and different data."""
-
-    def settings(run: FinishedRun) -> list[Any]:
-        of_run = run.config
-        own = {key: of_run[key] for key in sorted(of_run) if key.startswith("dataset.") and is_shared(key)}
-        is_cut = own.get("dataset.train_samples") or own.get("dataset.test_samples")
-        # A seed draws the samples of a cut, and images are padded to what the network takes.
-        by = ("model.name", *(("seed", "partition.seed") if is_cut else ()))
-        return [own, *(of_run.get(key) for key in by)]
-
-    digests = {name: run.partition.data_sha256 for name, run in runs.items()}
-    return _apart("the data", digests, {name: settings(run) for name, run in runs.items()})
-
-
-def other_code(runs: Mapping[str, FinishedRun]) -> list[str]:
-    """Return a line for each piece of the user's own code that differs between runs."""
-    lines = _apart("the code of run.code", {name: run.file.code_sha256 or NONE for name, run in runs.items()})
-    for source in dict.fromkeys(source for run in runs.values() for source in run.file.sources):
-        known = {name: run.file.sources for name, run in runs.items()}
-        lines += _apart(f"the source of {source}", {name: of[source] for name, of in known.items() if source in of})
-    return lines
-
-
-def _apart(what: str, digests: Mapping[str, str], settings: Mapping[str, object] | None = None) -> list[str]:
-    """Return a line for each group of runs with equal settings and different digests."""
-    groups: dict[str, dict[str, str]] = {}
-    for name, digest in digests.items():
-        groups.setdefault(repr((settings or {}).get(name)), {})[name] = digest[:12]
-    return [
-        f"{what} (sha256): " + ", ".join(f"{digest} ({name})" for name, digest in group.items())
-        for group in groups.values()
-        if len(set(group.values())) > 1
-    ]
+    for folder in folders:
+        if not (folder / "central.json").is_file():
+            raise ConfigError(f"{folder} is not the folder of a central training run: it has no central.json")
+        check_manifest(folder)
+    files = [CentralFile.read(folder / "central.json") for folder in folders]
+    results = [RunResult.read(folder / "result.json") for folder in folders]
+    for folder, file in zip(folders, files, strict=True):
+        wanted = {key: settings.get(key) for key in file.config if key.startswith(COMMON)}
+        wanted |= {key: value for key, value in files[0].config.items() if key.startswith("central.")}
+        changed = [f"{k}: {v!r}, got {file.config.get(k)!r}" for k, v in wanted.items() if file.config.get(k) != v]
+        if changed:
+            raise ConfigError(
+                f"{folder} cannot be compared with these runs: expected {', '.join(changed[:4])}",
+                code="config.not_comparable",
+            )
+    seeds = tuple(int(file.config["seed"]) for file in files)
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"--central must list trainings with distinct seeds, got {', '.join(map(str, seeds))}")
+    best = [result.metrics["best"] for result in results]
+    highest = [result.metrics["highest"] for result in results]
+    others = [result.metrics.get("further", {}) for result in results]
+    further = {name: spread([each.get(name, {}).get("full") for each in others]) for name in others[0]}
+    return Central(
+        seeds=seeds,
+        settings={key: value for key, value in files[0].config.items() if key.startswith("central.")},
+        full=known_spread([result.metrics["full"] for result in results]),
+        best=known_spread([each["full"] for each in best]),
+        best_epoch=known_spread([each["round"] for each in best]),
+        highest=tuple(
+            Highest(share=int(share), avg=None, full=spread([each[share]["full"] for each in highest]))
+            for share in highest[0]
+        ),
+        seconds=known_spread([result.seconds for result in results]),
+        further={name: each for name, each in further.items() if each is not None},
+    )

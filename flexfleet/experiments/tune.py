@@ -1,10 +1,9 @@
-"""Search an algorithm's hyper-parameters: trials, pruned by round; then the best setting against the default on seeds
-that no trial has used.
+"""Search hyper-parameters: run trials with pruning, then compare the best trial with the default on held-out seeds.
 
-A study is a folder `<run.store>/<id>/`: the trials' runs, `study.log` (unless `tune.storage` names a database), and in
-the end `tune.json`, `params.yaml` (the configuration with the best values if they are better), `patch.yaml` (the
-changed values) and `study.html`. After a kill, the same command with --resume continues: an interrupted trial is tried
-again under another number, and continues the runs of the first.
+A study is stored in the folder `<run.store>/<id>/`, which contains the runs of all trials. The trials are recorded in
+`study.log` or in the database `tune.storage`. At the end, `tune.json`, `study.html` and `params.yaml` are written. To
+continue an interrupted study, repeat the command with --resume. An interrupted trial gets a new number, and its runs
+are resumed.
 """
 
 from __future__ import annotations
@@ -19,83 +18,78 @@ from typing import Any
 from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.fields import Moves
 from flexfleet.config import Config, flatten, load_config, moves, shown
-from flexfleet.config.form import check_workers, hand_over, write_config
-from flexfleet.config.run_names import plain
-from flexfleet.experiments import tune_space, tune_storage, tune_trials, tune_worker
-from flexfleet.experiments.compare import RunsFailed
-from flexfleet.experiments.executor import Command, side_by_side, told_failures
-from flexfleet.experiments.tune_conclusion import FILES, conclude
-from flexfleet.experiments.tune_report import Tuned, markdown
+from flexfleet.config.form import check_count, hand_over, write_config
+from flexfleet.config.run_names import check_name
+from flexfleet.experiments import tune_space, tune_storage, tune_worker
+from flexfleet.experiments.executor import Command, RunsFailed, report_failures, resumable, side_by_side
+from flexfleet.experiments.tune_report import FILES, Tuned, conclude, markdown
 from flexfleet.experiments.tune_worker import work
-from flexfleet.files.run_folder import check_free, check_same, folder_lock, go_on
+from flexfleet.files.run_folder import check_free, check_same, folder_lock, how_to_resume
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.pipeline.check import check
 from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.pretrain import share
 from flexfleet.pipeline.run import need_packages
-from flexfleet.pipeline.share import share
 from flexfleet.tracking.record import of_job
 from flexfleet.tracking.trackers import MLflow, ending
 
 CONFIG = "configuration"
-"""Attribute of the study: the parameters that a resumed study must not change, by dotted name."""
+"""Attribute of the study. It contains the parameters that must not change on resume, as {dotted name: value}."""
 
 
 def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
-    """Run the trials that a study still needs, with `tune.workers` processes, then the comparison on held-out seeds.
+    """Run the missing trials of a study in `tune.workers` processes, and then compare the best trial with the default.
 
     Raises:
-        ConfigError: The search is impossible.
-        Stopped: The process or a worker got SIGTERM, or the terminal was closed.
+        ConfigError: The search space or another setting is invalid.
+        Stopped: The process or a worker received SIGTERM, or the terminal was closed.
     """
-    folder = Path(config.run.store) / plain(id, "a study's id")
+    folder = Path(config.run.store) / check_name(id, "a study's id")
     check_free(folder, resume, "--id")
-    _examine(config)
-    with folder_lock(folder), tune_storage.told_how_to_go_on(id), stopping_at_once(), tune_storage.answering(config):
-        study = tune_storage.open_study(config, folder, id)  # before anything trains
+    _check(config)
+    with resumable(folder, id), tune_storage.answering(config):
+        study = tune_storage.open_study(config, folder, id)  # check the storage before training
         tune_worker.prepare_default(config, folder)
         with ending(_begin(config, folder, study, folder, {})):
-            _work_all(config, folder, study)
+            _execute(config, folder, study)
             return conclude(config, study, folder, folder)
 
 
-def _examine(config: Config) -> None:
-    """Raise ConfigError and others for a search that is meaningless or cannot run."""
-    searched = (Moves.RESULT, Moves.LENGTH)
-    clash = sorted(path for path in config.tune.space if path == "seed" or moves(path) not in searched)
-    if clash:
-        raise ConfigError(f"tune.space: {', '.join(clash)} cannot be searched")
-    tune_space.check_names(config)
-    tune_space.check_whole(config.tune.space)
-    if not config.tune.seeds:
-        raise ConfigError("tune.seeds is empty: name at least one seed for the trials' runs, e.g. [0]")
-    for name, seeds in (("seeds", config.tune.seeds), ("held_out", config.tune.held_out)):
-        if twice := [str(seed) for seed, count in Counter(seeds).items() if count > 1]:
-            raise ConfigError(f"tune.{name} must not repeat a seed, got {', '.join(twice)} more than once")
-    if known := sorted({*config.tune.seeds} & {*config.tune.held_out}):
+def _check(config: Config) -> None:
+    """Raise an error if the study cannot run, such as ConfigError for an invalid search space or invalid seeds."""
+    tune, searched = config.tune, (Moves.RESULT, Moves.LENGTH)
+    if clash := sorted(path for path in tune.space if path == "seed" or moves(path) not in searched):
         raise ConfigError(
-            f"tune.held_out must have seeds that tune.seeds does not have, got {', '.join(map(str, known))}"
+            f"`tune.space` must have only parameters that change results, got {', '.join(clash)}", path="tune.space"
         )
+    tune_space.check_names(config)
+    if not tune.seeds:
+        raise ConfigError("`tune.seeds` must have at least one seed for the trials' runs, e.g. [0]", path="tune.seeds")
+    for path, seeds in (("tune.seeds", tune.seeds), ("tune.held_out", (*tune.seeds, *tune.held_out))):
+        if twice := [str(seed) for seed, count in Counter(seeds).items() if count > 1]:
+            raise ConfigError(f"`{path}` must not repeat seeds, got {', '.join(twice)} more than once", path=path)
     resolved = Resolved.of(config)
     check(resolved, publishes=False)
     need_packages(resolved)
 
 
 def _begin(config: Config, folder: Path, study: Any, prepared: Path, tags: Mapping[str, str]) -> MLflow | None:
-    """Begin or resume the study and its MLflow run with these `tags`; return the MLflow run. The default is the first
-    trial. Raises ConfigError for a study that was begun with another configuration or in another storage."""
+    """Start or resume the study, and return its MLflow run, which gets the `tags`. Return None if tracking is off. Call
+    this function before workers start. The first trial of a new study runs the unchanged configuration. Raises
+    ConfigError if the study was started with another configuration or storage."""
     new = not study.get_trials(deepcopy=False)
-    if new and (folder / "trials").exists():  # numbers begin at 0, so new trials would take the results of old ones
+    if new and (folder / "trials").exists():  # new trials would reuse the runs of old trials with the same number
         where = masked(tune_storage.address(config) or str(folder / "study.log"))
         raise ConfigError(
-            f"{folder / 'trials'} has trials that the study in {where} does not have: set the tune.storage that the "
-            "study was begun with, or choose another --id"
+            f"{folder / 'trials'} has trials that are missing in the study in {where}. Set the tune.storage with which "
+            "the study was started, or choose another --id",
+            path="tune.storage",
         )
     _check_same(study, config, folder)
-    if tune_storage.address(config) is None:  # the study is a file, and this process has its folder
-        tune_trials.give_back_all(study)
+    tune_worker.retry_all(study)  # before workers start
     if new:
         first = tune_space.defaults(config, *tune_worker.searched(config, prepared))
-        study.enqueue_trial(first, user_attrs={tune_trials.DEFAULT: [*first]})
+        study.enqueue_trial(first, user_attrs={tune_worker.DEFAULT: [*first]})
     parent = tune_storage.parent(config, study, tags)
     if parent is not None:
         study.set_user_attr(tune_storage.PARENT, parent.run_id)
@@ -104,8 +98,8 @@ def _begin(config: Config, folder: Path, study: Any, prepared: Path, tags: Mappi
 
 
 def _check_same(study: Any, config: Config, folder: Path) -> None:
-    """Raise ConfigError for a study that was begun with another configuration, whose trials are not comparable. The
-    number of trials, the workers and the held-out seeds may change."""
+    """Raise ConfigError if the study was started with another configuration, because its trials would not be
+    comparable. The number of trials, the number of workers and the held-out seeds may change."""
     fixed = tuple(f"tune.{name}" for name in ("metric", "seeds", "space"))
     values = {
         key: value
@@ -119,38 +113,39 @@ def _check_same(study: Any, config: Config, folder: Path) -> None:
     check_same(folder, known, now, name="--id")
 
 
-def _work_all(config: Config, folder: Path, study: Any) -> None:
-    id = study.study_name
+def _execute(config: Config, folder: Path, study: Any) -> None:
+    """Run the missing trials in this process, or in `tune.workers` processes."""
+    id, many = study.study_name, config.tune.workers
     given, stdin = hand_over(config, folder / "config.yaml")
-    many = config.tune.workers
     if many == 1:
         work(config, folder, id)
         return
-    asked = ("--config", given, "--study", str(folder), "--id", id, "--worker")
+    argv = ("--config", given, "--study", str(folder), "--id", id, "--worker")
     workers = [
-        Command(f"worker{i}", "flexfleet.experiments.tune_worker", (*asked, str(i)), folder / f"worker{i}.log", stdin)
+        Command(f"worker{i}", "flexfleet.experiments.tune_worker", (*argv, str(i)), folder / f"worker{i}.log", stdin)
         for i in range(many)
     ]
     codes = side_by_side(workers, many)
     failed = [code for code in codes.values() if code]
-    if failed and len(tune_trials.done(study)) < config.tune.trials:
-        ended = told_failures(codes, {each.name: each.log for each in workers})
-        raise RunsFailed(f"workers ended before the study was done: {ended}; {go_on(id)}", failed[0])
+    if failed and len(tune_worker.trials_in(study, *tune_worker.DONE)) < config.tune.trials:
+        ended = report_failures(codes, workers)
+        raise RunsFailed(f"workers failed before the study ended: {ended}. To retry, {how_to_resume(id)}", failed[0])
 
 
-# ------------------------------------------------------------------------------------------- as tasks of a graph
+# ------------------------------------------------------------------------------------------- pipeline tasks
 def prepare(config: Config, id: str, out: Path, job_id: str) -> list[dict[str, str]]:
-    """Check the search, write the data that all workers need into `out`, and begin a study in a database. Return a
-    mapping for each worker, of texts, because a graph may turn numbers into floats."""
-    many = config.tune.workers
-    check_workers(many)
-    if many > 1 and tune_storage.address(config) is None:
+    """Check the study, and write the files that all workers read into `out`. If the study is stored in a database,
+    start it. Returns the task parameters of each worker as strings, because Kubeflow can convert integers to floats."""
+    many, has_database = config.tune.workers, tune_storage.address(config) is not None
+    check_count(many, "tune.workers", "tune.workers")
+    if many > 1 and not has_database:
         raise ConfigError(
-            f"tune.workers = {many} needs a database that pods can share: set tune.storage to its address, or put the "
-            "address into the Secret flexfleet-tune as FLEXFLEET_TUNE_STORAGE, or set tune.workers to 1"
+            f"`tune.workers` = {many} requires a database that all pods can reach. Set tune.storage to the address, "
+            "or store the address in the Secret flexfleet-tune as FLEXFLEET_TUNE_STORAGE, or set tune.workers to 1",
+            path="tune.workers",
         )
-    _examine(config)
-    study = None if tune_storage.address(config) is None else tune_storage.open_study(config, out, id)
+    _check(config)
+    study = tune_storage.open_study(config, out, id) if has_database else None
     write_config(config, out / "config.yaml")
     for seed in config.tune.seeds:
         share(tune_worker.resolved(config, seed), out / f"shared-s{seed}")
@@ -161,29 +156,29 @@ def prepare(config: Config, id: str, out: Path, job_id: str) -> list[dict[str, s
 
 
 def work_in_graph(prepared: Path, id: str, worker: int, out: Path, job_id: str) -> list[int]:
-    """Run a worker as a task; return the numbers of its trials, and write them into `out`. Without a database this is
-    the only worker, and the study is written into `out` too."""
+    """Run a worker as a pipeline task, write the numbers of the worker's trials into `out`, and return these numbers.
+    Without a database there is only one worker, which also writes the study into `out`."""
     config = load_config(prepared / "config.yaml")
     folder = Path(config.run.store) / id
     out.mkdir(parents=True, exist_ok=True)
-    alone_with_it = tune_storage.address(config) is None
+    has_database = tune_storage.address(config) is not None
     with stopping_at_once(), tune_storage.answering(config):
-        if alone_with_it:
-            study = tune_storage.open_study(config, folder, id)
-            parent = _begin(config, folder, study, prepared, of_job(config, job_id))
+        study = tune_storage.open_study(config, folder, id, begun=has_database)
+        if has_database:
+            parent = tune_storage.parent(config, study, {})
         else:
-            parent = tune_storage.parent(config, tune_storage.open_study(config, folder, id, begun=True), {})
+            parent = _begin(config, folder, study, prepared, of_job(config, job_id))
         with ending(parent):
             mine = work(config, folder, id, worker, prepared)
     (out / "trials.json").write_text(json.dumps(mine), encoding="utf-8")
-    if alone_with_it:
+    if not has_database:
         shutil.copyfile(folder / "study.log", out / "study.log")
     return mine
 
 
 def report(prepared: Path, id: str, workers: Sequence[Path], out: Path, text: Path, html: Path) -> Tuned:
-    """Run the last task: write the outcome of the study into `out`, as Markdown into `text` and as HTML into `html`.
-    `workers`: the folders that `work_in_graph` wrote."""
+    """Run the last task: write FILES into `out`, a summary in Markdown into `text`, and the HTML page into `html`.
+    `workers` are the folders that `work_in_graph` has written."""
     config = load_config(prepared / "config.yaml")
     folder = Path(config.run.store) / id
     with folder_lock(folder), tune_storage.answering(config):
@@ -193,6 +188,6 @@ def report(prepared: Path, id: str, workers: Sequence[Path], out: Path, text: Pa
     out.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         shutil.copyfile(folder / name, out / name)
-    text.write_text(markdown(tuned, (out / "patch.yaml").read_text("utf-8")), encoding="utf-8")
+    text.write_text(markdown(tuned), encoding="utf-8")
     shutil.copyfile(out / "study.html", html)
     return tuned

@@ -1,201 +1,158 @@
-"""The outcome of a study: as a file, as text for a terminal, as Markdown, and as a page."""
+"""Compare the best setting of a study with the default on held-out seeds, and write the results.
+
+The held-out seeds are not used in trials. params.yaml contains the best setting if a paired t test over these seeds
+shows that it is significantly better. Otherwise, params.yaml contains the default. A setting that diverges on a
+held-out seed is never considered better.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from flexfleet.experiments.comparison_report import escaped
-from flexfleet.experiments.ranking import tested
-from flexfleet.experiments.tune_trials import DIVERGED, INFEASIBLE
-from flexfleet.files.artifacts import Artifact
+from fl_engine.core.errors import BadInput, Diverged
+from fl_engine.storage.store import FolderStore
+from flexfleet.config import Config, algorithm, public
+from flexfleet.config.form import write_config
+from flexfleet.experiments import tune_storage, tune_worker
+from flexfleet.experiments.ranking import LEVEL, tested
+from flexfleet.experiments.tune_space import applied, listed, named, shown, symbols, unchanged
+from flexfleet.experiments.tune_worker import DIVERGED, DONE, INFEASIBLE, is_default, trials_in
+from flexfleet.files.artifacts import Artifact, Strict
 from flexfleet.files.measure import Measure
+from flexfleet.pipeline.prepare import Resolved
 from flexfleet.reports import plots
-from flexfleet.reports.page import Drawing, render
-from flexfleet.reports.report import NONE
+from flexfleet.reports.finished_run import NONE
+from flexfleet.reports.page import PageSection, Table, escaped
+from flexfleet.reports.page import page as html_page
+from flexfleet.tracking.trackers import log_outcome
 
-Trials = Sequence[tuple[int, float, Mapping[str, Any]]]
-"""The complete trials: number, value, parameters."""
+log = logging.getLogger("flexfleet")
 
-
+FILES = ("tune.json", "params.yaml", "study.html")
+"""Files of a finished study."""
 Figures = list[int | float | None]
-"""A figure for each held-out seed; None: the run diverged."""
-Outcome = Literal["complete", "pruned", "infeasible", "diverged"]
+"""List of the metric for each held-out seed. An element is None if the run diverged."""
+TrialOutcome = Literal["complete", "pruned", "infeasible", "diverged"]
 
 
-class Tried(BaseModel):
-    """A trial that is done."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class EndedTrial(Strict):
+    """Result of a trial that has ended."""
 
     number: int
-    outcome: Outcome
+    outcome: TrialOutcome
     value: float | None
-    """Null unless it is complete."""
+    """Metric of the trial if the trial is complete, otherwise null."""
     params: dict[str, Any]
     why: str | None = None
-    """Why the trial cannot be the best: it is infeasible, has diverged, or some devices cannot hold its models."""
+    """Reason why the trial is infeasible, has diverged or does not fit into the devices; null for other trials."""
 
 
 class Tuned(Artifact):
-    """tune.json."""
+    """Contents of tune.json."""
 
     id: str
     metric: Literal["avg", "full"]
     measured: str = "accuracy"
-    """The task's metric; a trial's value is its mean over the levels, or the largest model's."""
+    """Main metric of the task. The value of a trial is avg or full, computed from this metric."""
     trials: dict[str, int]
-    """How many by outcome."""
+    """Map each outcome to the number of trials with this outcome."""
     space: dict[str, dict[str, Any]]
     symbols: dict[str, str] = Field(default={})
-    """By dotted name, the symbol of a parameter in the algorithm's paper."""
+    """Map dotted names of parameters to symbols in the algorithm's paper."""
     importance: dict[str, float]
-    """How much each parameter mattered: shares that add up to 1, or 0 if there are too few trials."""
+    """Map each parameter to its importance. The sum is 1. All values are 0 if there are too few trials."""
     default: dict[str, Any]
-    """The configuration's own values of the parameters, where they are numbers, texts or switches."""
+    """Configured values of the searched parameters. Only numbers, strings and booleans are included."""
     default_value: float | None
-    """The value of the trial that runs the configuration unchanged; null if that trial is not complete."""
+    """Value of the trial that runs the unchanged configuration; null if this trial is not complete."""
     best: dict[str, Any]
     best_trial: int
     best_value: float
     held_out: dict[Literal["seeds", "default", "best"], Figures]
-    """Figures of the unchanged configuration and of the best one, seed by seed; null: the run diverged."""
+    """Metrics of the unchanged configuration and of the best setting for each held-out seed. A metric is null if the
+    run diverged."""
     gain: float | None
-    """Mean of best - default over the held-out seeds; null without them, and if a run diverged."""
+    """Mean difference best - default over the held-out seeds. Null without held-out seeds or if a run diverged."""
     better: bool
-    """Whether the best setting is better than the default, beyond the noise of the held-out seeds (`conclude.beats`);
-    without held-out seeds, whether its trial has the higher value. params.yaml has the best values only then."""
-    tried: tuple[Tried, ...]
-    """All trials that are done."""
+    """True if the best setting is significantly better than the default on the held-out seeds, as tested by `beats`.
+    Without held-out seeds, the values of the trials are compared."""
+    tried: tuple[EndedTrial, ...]
+    """All trials that have ended."""
 
     @property
     def measure(self) -> Measure:
         return Measure(self.measured)
 
 
-# ------------------------------------------------------------------------------------------------------- a trial
-def why_none(trial: Any) -> str | None:
-    """Why one of the study's trials has no value; None where it has one or is pruned."""
-    why: str | None = trial.user_attrs.get(INFEASIBLE) or trial.user_attrs.get(DIVERGED)
-    return why
-
-
-def outcome_of(trial: Any) -> Outcome:
-    from optuna.trial import TrialState
-
-    if trial.state == TrialState.COMPLETE:
-        return "complete"
-    if why_none(trial) is None:
-        return "pruned"
-    return "infeasible" if INFEASIBLE in trial.user_attrs else "diverged"
-
-
-def tried(trial: Any) -> Tried:
-    why, outcome = why_none(trial), outcome_of(trial)
-    if why is None and (over := [name for name, points in trial.constraints.items() if points > 0]):
-        why = f"larger than its devices hold: {', '.join(over)}"
-    value = trial.value if outcome == "complete" else None
-    return Tried(number=trial.number, outcome=outcome, value=value, params=dict(trial.params), why=why)
-
-
 def finite(figures: Figures) -> list[float] | None:
-    """The figures if no run diverged, else None."""
+    """Return the metrics of all runs. Return None if a run diverged."""
     return None if None in figures else [each for each in figures if each is not None]
 
 
-# -------------------------------------------------------------------------------------------------------- words
+# ------------------------------------------------------------------------------------------------- sentences
 def headline(tuned: Tuned) -> str:
-    """What the best setting gains over the default, and the setting if it is better."""
-    return f"{gained(tuned)}: {said(tuned.best, tuned.symbols)}" if tuned.better else gained(tuned)
+    """Return a sentence about the gain over the default. A better setting is included."""
+    return f"{gained(tuned)}: {listed(tuned.best, tuned.symbols)}" if tuned.better else gained(tuned)
 
 
 def gained(tuned: Tuned) -> str:
-    if not tuned.better:
-        found = "Nothing better than the default was found"
-        if tuned.gain is None or tuned.gain <= 0:
-            return found
-        return f"{found}: {points(tuned, tuned.gain)} on the held-out seeds may be noise; add seeds to tune.held_out"
-    if tuned.gain is not None:
+    if tuned.better and tuned.gain is not None:
         return f"{points(tuned, tuned.gain)} over the default"
-    if tuned.held_out["seeds"]:
-        return "The best setting trains on all held-out seeds, and the default diverges"
-    figure = f"{tuned.metric} {tuned.measure.with_unit(tuned.best_value)}"
-    if tuned.default_value is not None:
-        figure += f" against {tuned.measure.with_unit(tuned.default_value)} of the default"
-    return f"{figure}, not compared on held-out seeds"
+    if tuned.better:
+        why = "the default diverges" if tuned.held_out["seeds"] else "not compared on held-out seeds"
+        return f"{tuned.metric} {tuned.measure.with_unit(tuned.best_value)}, {why}"
+    found = "Nothing better than the default was found"
+    if tuned.gain is None or tuned.gain <= 0:
+        return found
+    return f"{found}: {points(tuned, tuned.gain)} on the held-out seeds may be noise; add seeds to tune.held_out"
 
 
 def points(tuned: Tuned, gain: float) -> str:
-    """`+2.50 points` of an accuracy, `+0.0250` of any other metric."""
-    return tuned.measure.said(gain, "+") + (" points" if tuned.measure.unit else "")
-
-
-def told(tuned: Tuned, folder: Path) -> str:
-    """A summary for the terminal."""
-    same = "" if tuned.better else " (the default)"
-    return "\n".join([headline(tuned), *_lines(tuned), f"settings: {folder / 'params.yaml'}{same}"])
+    """Format a gain as `+2.50 points` for an accuracy, and as `+0.0250` for other metrics."""
+    return tuned.measure.number(gain, "+") + (" points" if tuned.measure.unit else "")
 
 
 def _lines(tuned: Tuned) -> list[str]:
-    t, measure = tuned.trials, tuned.measure
-    best = said(tuned.best, tuned.symbols)
+    """Return lines that describe the trials, the best setting, the default, and the gain on the held-out seeds."""
+    counts, measure = tuned.trials, tuned.measure
     lines = [
-        f"{t['complete']} trials complete, {t['pruned']} pruned, {t['infeasible']} infeasible, "
-        f"{t['diverged']} diverged",
-        f"best, trial {tuned.best_trial}: {tuned.metric} {measure.with_unit(tuned.best_value)} with {best}",
+        f"{counts['complete']} trials complete, {counts['pruned']} pruned, {counts['infeasible']} infeasible, "
+        f"{counts['diverged']} diverged",
+        f"best, trial {tuned.best_trial}: {tuned.metric} {measure.with_unit(tuned.best_value)} with "
+        f"{listed(tuned.best, tuned.symbols)}",
     ]
     if tuned.default_value is not None:
-        lines.append(
-            f"default: {tuned.measure.with_unit(tuned.default_value)} with {said(tuned.default, tuned.symbols)}"
-        )
-    if tuned.held_out["seeds"]:
-        seeds = ", ".join(map(str, tuned.held_out["seeds"]))
-        lines.append(f"held-out seeds {seeds}: {_compared(tuned)}")
+        value = measure.with_unit(tuned.default_value)
+        lines.append(f"default: {value} with {listed(tuned.default, tuned.symbols)}")
+    best, default = finite(tuned.held_out["best"]), finite(tuned.held_out["default"])
+    if seeds := ", ".join(map(str, tuned.held_out["seeds"])):
+        compared = "a run diverged"
+        if best and default and tuned.gain is not None:
+            means = measure.with_unit(mean(best)), measure.with_unit(mean(default))
+            compared = f"{means[0]} against {means[1]}, {points(tuned, tuned.gain)}"
+            if test := tested(best, default):
+                low, high = (measure.number(test.mean + side * test.half, "+") for side in (-1, 1))
+                compared += f" (95 % interval {low} to {high})"
+        lines.append(f"held-out seeds {seeds}: {compared}")
     return lines
 
 
-def _compared(tuned: Tuned) -> str:
-    """The best setting against the default on the held-out seeds, with the 95 % interval of the gain."""
-    measure = tuned.measure
-    best, default = (finite(tuned.held_out[of]) for of in ("best", "default"))
-    if best is None or default is None or tuned.gain is None:
-        diverged = [name for name, of in (("the best setting", best), ("the default", default)) if of is None]
-        return f"{' and '.join(diverged)} diverged"
-    against = f"{measure.with_unit(mean(best))} against {measure.with_unit(mean(default))}, {points(tuned, tuned.gain)}"
-    if tuned.best == tuned.default:
-        return against
-    if (test := tested(best, default)) is None:
-        return f"{against} (no interval: {'one seed' if len(best) == 1 else 'all gains are equal'})"
-    low, high = (measure.said(test.mean + side * test.half, "+") for side in (-1, 1))
-    return f"{against} (95 % interval {low} to {high})"
-
-
-def markdown(tuned: Tuned, patch: str) -> str:
-    """`patch`: the best values alone, as YAML."""
-    rule = ("---", *("--:" for _ in PARAMETERS[1:]))
-    rows = [f"| {' | '.join(map(escaped, row))} |" for row in (PARAMETERS, *parameters(tuned))]
-    table = "\n".join([rows[0], f"| {' | '.join(rule)} |", *rows[1:]])
-    lines = [escaped(line) for line in _lines(tuned)]
-    changed = [f"```yaml\n{patch}```\n"] if tuned.better else []
-    return "\n\n".join([f"## {escaped(headline(tuned))}", table, *lines, *changed])
-
-
-PARAMETERS = ("parameter", "default", "best", "searched", "importance")
-
-
-def parameters(tuned: Tuned) -> list[tuple[str, ...]]:
-    """A row for each parameter, the one that mattered most first."""
+# ------------------------------------------------------------------------------------------------- tables
+def parameters(tuned: Tuned) -> Table:
+    """Return a table with one row for each parameter. The most important parameter is in the first row."""
     rows: list[tuple[str, ...]] = []
     for path in sorted(tuned.space, key=lambda path: -tuned.importance[path]):
         default, best = (shown(values[path]) if path in values else NONE for values in (tuned.default, tuned.best))
-        rows.append(
-            (called(path, tuned.symbols), default, best, _searched(tuned.space[path]), f"{tuned.importance[path]:.0%}")
-        )
-    return rows
+        searched, importance = _searched(tuned.space[path]), f"{tuned.importance[path]:.0%}"
+        rows.append((named(path, tuned.symbols), default, best, searched, importance))
+    return Table("Parameters", ("parameter", "default", "best", "searched", "importance"), rows)
 
 
 def _searched(range: Mapping[str, Any]) -> str:
@@ -205,41 +162,147 @@ def _searched(range: Mapping[str, Any]) -> str:
     return ", ".join([f"{shown(range['low'])} to {shown(range['high'])}", *kinds])
 
 
-def held_out(tuned: Tuned) -> list[tuple[str, ...]]:
-    """Seed, default, best and the gain; if there are several seeds, their means in the last row."""
-    h, m = tuned.held_out, tuned.measure
-    rows = [(str(s), d, b) for s, d, b in zip(h["seeds"], h["default"], h["best"], strict=True)]
-    default, best = finite(h["default"]), finite(h["best"])
+def held_out(tuned: Tuned) -> Table:
+    """Return a table with a row for each held-out seed. If there are several seeds, the last row contains the means."""
+    figures, measure = tuned.held_out, tuned.measure
+    pairs = zip(figures["seeds"], figures["default"], figures["best"], strict=True)
+    rows: list[tuple[str, float | None, float | None]] = [(str(seed), d, b) for seed, d, b in pairs]
+    default, best = finite(figures["default"]), finite(figures["best"])
     if len(rows) > 1 and default and best:
         rows.append(("mean", mean(default), mean(best)))
 
     def cells(d: float | None, b: float | None) -> tuple[str, ...]:
-        gain = NONE if d is None or b is None else m.said(b - d, "+")
-        return (*("diverged" if each is None else m.said(each) for each in (d, b)), gain)
+        gain = NONE if d is None or b is None else measure.number(b - d, "+")
+        return (*("diverged" if each is None else measure.number(each) for each in (d, b)), gain)
 
-    return [(name, *cells(d, b)) for name, d, b in rows]
-
-
-def said(values: Mapping[str, Any], symbols: Mapping[str, str]) -> str:
-    return ", ".join(f"{called(path, symbols)} {shown(value)}" for path, value in values.items())
+    title = f"On seeds that no trial has used: {tuned.metric}, {measure.unit}".removesuffix(", ")
+    return Table(title, ("seed", "default", "best", "gain"), [(name, *cells(d, b)) for name, d, b in rows])
 
 
-def called(path: str, symbols: Mapping[str, str]) -> str:
-    """Return a parameter's name for people: without its section if it is the algorithm's, and with its symbol."""
-    name = path.removeprefix("algorithm.")
-    return f"{symbols[path]} ({name})" if path in symbols else name
+# ------------------------------------------------------------------------------------------------- files
+def text(tuned: Tuned, folder: Path) -> str:
+    """Format a summary for the terminal."""
+    same = "" if tuned.better else " (the default)"
+    return "\n".join([headline(tuned), *_lines(tuned), f"settings: {folder / 'params.yaml'}{same}"])
 
 
-def shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def markdown(tuned: Tuned) -> str:
+    """Format a summary as Markdown for the run's page in Kubeflow."""
+    lines = [escaped(line) for line in _lines(tuned)]
+    return "\n\n".join([f"## {escaped(headline(tuned))}", parameters(tuned).markdown(), *lines])
 
 
-# --------------------------------------------------------------------------------------------------------- page
+def page(tuned: Tuned) -> str:
+    """Return the HTML page of the study."""
+    complete = [(each.number, each.value, each.params) for each in tuned.tried if each.value is not None]
+    logarithmic = [path for path, r in tuned.space.items() if r["log"] and r["high"] >= 10 * r["low"]]
+    labels = {path: named(path, tuned.symbols) for path in tuned.space}
+    drawings = plots.study(complete, tuned.importance, logarithmic, labels, measure=tuned.measure)
+    sections = [PageSection("Parameters", parameters(tuned), lines=_lines(tuned))]
+    if tuned.held_out["seeds"]:
+        sections.append(PageSection(held_out(tuned).title, held_out(tuned)))
+    sections.append(PageSection("Trials", drawings=drawings))
+    setting = [listed(tuned.best, tuned.symbols)] if tuned.better else []
+    return html_page("study", f"{tuned.id}: {gained(tuned)}", sections, setting)
+
+
+# ------------------------------------------------------------------------------------------- the comparison
+def conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned:
+    """Run the best setting and the default on the held-out seeds, and write FILES into `folder`."""
+    space, pool = tune_worker.searched(config, prepared)
+    trials = sorted(trials_in(study, *DONE), key=lambda trial: trial.number)
+    ended = tuple(map(outcome_of, trials))
+    complete = [trial for trial, each in zip(trials, ended, strict=True) if each.outcome == "complete"]
+    best = _best(config, complete, ended)
+    setting = config if is_default(best) else applied(config, best.params)
+    same = _same(setting, config)
+    of_default = of_best = _held_out(config, config, study, folder, "default", "default")
+    if not same:  # if a later trial is better, its runs need another name
+        of_best = _held_out(config, setting, study, folder, "best", f"best-t{best.number}")
+    held: dict[Literal["seeds", "default", "best"], Figures] = {
+        "seeds": [*config.tune.held_out], "default": of_default, "best": of_best,
+    }  # fmt: skip
+    values = unchanged(config, space, pool)
+    default = {path: value for path, value in values.items() if isinstance(value, bool | int | float | str)}
+    default_value = next((t.value for t in complete if is_default(t)), None)
+    if config.tune.held_out:
+        better = not same and beats(of_best, of_default)
+    else:
+        better = not same and (default_value is None or best.value > default_value)
+    counts, b, d = Counter(each.outcome for each in ended), finite(of_best), finite(of_default)
+    tuned = Tuned(
+        id=study.study_name,
+        metric=config.tune.metric,
+        measured=Resolved.of(config).data.task.metric.name,
+        trials={name: counts[name] for name in get_args(TrialOutcome)},
+        space={path: range.model_dump(mode="json") for path, range in space.items()},
+        symbols=symbols(config, space),
+        importance=importance(study, complete, space),
+        default=default,
+        default_value=default_value,
+        best=default if is_default(best) else dict(best.params),
+        best_trial=best.number,
+        best_value=best.value,
+        held_out=held,
+        gain=mean(x - y for x, y in zip(b, d, strict=True)) if b and d else None,
+        better=better,
+        tried=ended,
+    )
+    write_config(public(setting if better else config), folder / "params.yaml")
+    FolderStore(folder).put("study.html", page(tuned).encode())
+    tuned.write(folder / "tune.json")
+    parent = tune_storage.parent(config, study, {})
+    if parent is not None:
+        metrics = {f"best/{tuned.metric}": tuned.best_value}
+        metrics |= {} if tuned.gain is None else {"held_out/gain": tuned.gain}
+        log_outcome(parent.client, parent.run_id, metrics, {}, [str(folder / name) for name in FILES])
+        parent.finish("FINISHED")
+    return tuned
+
+
+def outcome_of(trial: Any) -> EndedTrial:
+    """Return the outcome of an Optuna trial."""
+    outcome: TrialOutcome = "complete" if trial.state.name == "COMPLETE" else "pruned"
+    why: str | None = None
+    if INFEASIBLE in trial.user_attrs or DIVERGED in trial.user_attrs:
+        outcome = "infeasible" if INFEASIBLE in trial.user_attrs else "diverged"
+        why = trial.user_attrs.get(INFEASIBLE) or trial.user_attrs.get(DIVERGED)
+    elif over := [name for name, points in trial.constraints.items() if points > 0]:
+        why = f"does not fit into the memory of its devices: {', '.join(over)}"
+    value = trial.value if outcome == "complete" else None
+    return EndedTrial(number=trial.number, outcome=outcome, value=value, params=dict(trial.params), why=why)
+
+
+def _best(config: Config, complete: Sequence[Any], ended: Sequence[EndedTrial]) -> Any:
+    """Return the `complete` trial with the highest value. Trials whose pool does not fit into the devices are excluded.
+    Raises Diverged if all trials have diverged, and BadInput if no pool fits."""
+    feasible = [t for t in complete if all(v <= 0 for v in t.constraints.values())]
+    if feasible:
+        return max(feasible, key=lambda t: t.value)
+    why = next((f". Trial {each.number}: {each.why}" for each in ended if each.why), "")
+    if ended and all(each.outcome == "diverged" for each in ended):
+        raise Diverged(f"all {len(ended)} trials have diverged. Widen tune.space, or change the configuration{why}")
+    raise BadInput(
+        f"none of {len(ended)} trials has a finite {config.tune.metric} and a pool that fits into the devices. Widen "
+        f"tune.space{why}"
+    )
+
+
+def beats(best: Figures, default: Figures) -> bool:
+    """Return whether the best setting is significantly better than the default on the held-out seeds (Student's
+    two-sided paired t test at 5 %). A setting is never better if one of its runs diverged (None)."""
+    b, d = finite(best), finite(default)
+    if b is None or d is None:
+        return b is not None
+    test = tested(b, d)
+    return test is not None and test.mean > 0 and test.p < LEVEL
+
+
 def importance(study: Any, complete: Sequence[Any], space: Mapping[str, Any]) -> dict[str, float]:
-    """The importance of each parameter; 0 for all if there are fewer than four trials, or all have the same value."""
+    """Map each parameter to its importance; 0 if there are fewer than four trials, or if all values are equal."""
     import optuna
 
-    complete = [t for t in complete if all(p in t.params for p in space)]  # the default may lie outside of the space
+    complete = [t for t in complete if all(p in t.params for p in space)]  # ignore a default outside the space
     varied = {p for p in space if len({repr(t.params.get(p)) for t in complete}) > 1}
     shares = dict.fromkeys(space, 0.0)
     if len(complete) > 3 and varied and len({t.value for t in complete}) > 1:
@@ -247,19 +310,24 @@ def importance(study: Any, complete: Sequence[Any], space: Mapping[str, Any]) ->
     return {path: float(share) for path, share in shares.items()}
 
 
-def page(tuned: Tuned, trials: Trials) -> str:
-    """One HTML page that loads nothing from elsewhere; on a narrow screen it has one column."""
-    wide = [path for path, r in tuned.space.items() if r["log"] and r["high"] >= 10 * r["low"]]
-    shares, labels = tuned.importance, {path: called(path, tuned.symbols) for path in tuned.space}
-    return render(
-        "flexfleet.experiments",
-        "study.html",
-        tuned=tuned,
-        headline=gained(tuned),
-        setting=said(tuned.best, tuned.symbols) if tuned.better else "",
-        lines=_lines(tuned),
-        head=PARAMETERS,
-        parameters=parameters(tuned),
-        held_out=held_out(tuned),
-        drawings=[Drawing(each) for each in plots.study(trials, shares, wide, labels, measure=tuned.measure)],
-    )
+def _same(setting: Config, config: Config) -> bool:
+    """Return whether both configurations result in the same runs. Omitted options are equal to their defaults."""
+    whole = setting.model_copy(update={"algorithm": config.algorithm})
+    return whole == config and algorithm(setting) == algorithm(config)
+
+
+def _held_out(config: Config, setting: Config, study: Any, folder: Path, name: str, prefix: str) -> Figures:
+    """Return a list with the metric of `setting` for each held-out seed. An element is None if the run diverges. Folder
+    names begin with `prefix`."""
+    values: Figures = []
+    for seed in config.tune.held_out:
+        out = folder / "held-out" / f"{prefix}-s{seed}"
+        run = tune_worker.resolved(setting, seed, out)
+        try:
+            if not (out / "history.json").exists():
+                tune_worker.prepare(run, folder, out)
+            values.append(tune_worker.rounds(run, out, tune_storage.tags(study, held_out=name)))
+        except Diverged as error:
+            log.warning("the %s setting diverged on the held-out seed %d: %s", name, seed, error)
+            values.append(None)
+    return values

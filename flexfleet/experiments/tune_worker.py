@@ -1,135 +1,239 @@
-"""A worker of a study, which runs trial after trial. `python -m flexfleet.experiments.tune_worker` starts one.
+"""Run, prune and retry the trials of a study. `python -m flexfleet.experiments.tune_worker` starts a worker.
 
-Workers know of each other only through the study: you may kill any of them, and start others, at any time.
+Workers exchange data only through the study, so each worker can be killed or started at any time.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import math
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from fl_engine.core.errors import BadInput, Diverged, Refused, Unreachable
+from fl_engine.core.contracts import Tracker
+from fl_engine.core.errors import BadInput, Diverged, Refused, Stopped, Unreachable
 from fl_engine.core.text import path_of
 from fl_engine.core.types import Pool
 from flexfleet.config import Config, Range, load_config
-from flexfleet.experiments import tune_storage, tune_trials
-from flexfleet.experiments.tune_report import said
-from flexfleet.experiments.tune_space import applied, excess, space_of, suggest, symbols
-from flexfleet.experiments.tune_trials import MERGED, check_converges
+from flexfleet.experiments import tune_storage
+from flexfleet.experiments.tune_space import applied, excess, listed, space_of, suggest, symbols
 from flexfleet.files import terminal
-from flexfleet.files.artifacts import BareHistory, PoolFile
+from flexfleet.files.artifacts import History, PoolFile
 from flexfleet.files.signals import stopping_at_once
+from flexfleet.pipeline.evaluate import SMALLER
 from flexfleet.pipeline.federate import federate
 from flexfleet.pipeline.model_pool import model_pool
+from flexfleet.pipeline.partition import check_fleet
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.resume import known_run
+from flexfleet.pipeline.pretrain import adopt, can_adopt, share
+from flexfleet.pipeline.resume import Attempt, known_run
 from flexfleet.pipeline.retry import name_in
-from flexfleet.pipeline.share import adopt, fits, share
-from flexfleet.pipeline.site import check_fleet
 
 log = logging.getLogger("flexfleet")
 
-POLL_S = 1.0
-"""Seconds after which a worker looks again, while the last trials run elsewhere."""
+WORKER = "worker"
+"""Attribute of a trial. It contains the number of the worker that runs the trial and retries it after a restart."""
+DEATHS = "tried"
+"""Attribute of a trial. It contains the number of workers that died while they ran a trial with these values."""
+MOST_DEATHS = 4
+"""Maximum number of workers that may die with the same values, because the values may need too much memory."""
+RESUMES = "resumes"
+"""Attribute of a retried trial. It contains the number of the interrupted trial whose runs are resumed."""
+DEFAULT = "default"
+"""Attribute of the trial that runs the unchanged configuration. It lists the parameters whose values are in the search
+space."""
+INFEASIBLE, DIVERGED = "infeasible", "diverged"
+"""Attributes with the reason why a trial has no value: its pool cannot be used, or its training failed."""
+MERGED = "clients_trained"
+"""Name of the metric that counts the merged updates of a round."""
 
 
-def work(config: Config, folder: Path, id: str, worker: int = 0, prepared: Path | None = None) -> list[int]:
-    """Run trial after trial of a study that has begun, until the study has enough, and return their numbers.
+class Pruned(Stopped):
+    """Raised if a trial is worse than the other trials were after the same round."""
 
-    If no trial is left to begin, wait for the trials of other workers, and take over those whose workers are gone.
-    `prepared`: the folder of partition, pre-training and the default's pool; None: the study's folder.
+
+DONE = ("COMPLETE", "PRUNED")
+"""States of trials that have ended, including pruned trials."""
+BEGUN = (*DONE, "RUNNING")
+
+
+def trials_in(study: Any, *states: str) -> list[Any]:
+    """Return all trials whose state is in `states`."""
+    return [trial for trial in study.get_trials(deepcopy=False) if trial.state.name in states]
+
+
+def is_default(trial: Any) -> bool:
+    """Return whether the trial runs the unchanged configuration."""
+    return DEFAULT in trial.user_attrs
+
+
+def runs_of(trial: Any) -> int:
+    """Return the number of the trial that started the runs of this trial. The names of the runs contain this number."""
+    return int(trial.user_attrs.get(RESUMES, trial.number))
+
+
+def surplus(study: Any, trial: Any, wanted: int) -> bool:
+    """Return whether the study has at least `wanted` trials before this trial. Trials that wait for a retry are
+    counted. This happens if two workers start the last missing trial at the same time."""
+    before = [each for each in trials_in(study, *BEGUN, "WAITING") if each.number < trial.number]
+    return len(before) >= wanted
+
+
+# --------------------------------------------------------------------------------------------------- rounds
+def check_converges(value: float | None, merged: float, metric: str) -> None:
+    """Raise Diverged if no update was merged, or if the metric is None or not finite."""
+    if not merged:
+        raise Diverged(
+            "no update was merged, so the model is untrained. The log contains the reason for each failed client. If "
+            f"their training diverged: {SMALLER[0].lower()}{SMALLER[1:]}"
+        )
+    if value is None or not math.isfinite(value):
+        raise Diverged(f"the model has diverged: {metric} of the last round is not a finite number. {SMALLER}")
+
+
+class Reporter(Tracker):
+    """Report the metric of a run to the trial. Raises Pruned if the trial is worse than the other trials. Raises
+    Diverged instead if the metric is not finite, or if no update was merged."""
+
+    def __init__(self, trial: Any, metric: str) -> None:
+        self._trial, self._metric, self._merged = trial, metric, 0.0
+
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        for step, values in rows:
+            self._merged += values.get(MERGED, 0)
+            if self._metric in values:
+                self._trial.report(values[self._metric], step)
+                if self._trial.should_prune():
+                    check_converges(values[self._metric], self._merged, self._metric)
+                    raise Pruned(f"pruned after round {step}")
+
+
+# ----------------------------------------------------------------------------------------------------- ends
+def retry_all(study: Any, worker: int | None = None) -> list[int]:
+    """Retry the running trials of a dead worker. If `worker` is None, retry all running trials. Returns the trial
+    numbers."""
+    running = trials_in(study, "RUNNING")
+    own = [trial for trial in running if worker is None or trial.user_attrs.get(WORKER) == worker]
+    numbers = [trial.number for trial in own if retry(study, trial, died=True, resume=True)]
+    if numbers:
+        log.info("retrying the trials of dead workers: %s", ", ".join(map(str, numbers)))
+    return numbers
+
+
+def retry(study: Any, trial: Any, died: bool, resume: bool) -> bool:
+    """Mark the trial as failed, and enqueue a trial with the same values. Returns False if the trial had already ended.
+
+    Args:
+        died: True if the values may have caused the end of the worker.
+        resume: True if the new trial resumes the runs of this trial. False if the new trial must start new runs.
     """
+    import optuna
+
+    try:
+        study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+    except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
+        return False
+    values = {**trial.system_attrs.get("fixed_params", {}), **trial.params}  # enqueued values and drawn values
+    deaths = int(trial.user_attrs.get(DEATHS, 0)) + died
+    default = {DEFAULT: trial.user_attrs[DEFAULT]} if is_default(trial) else {}
+    if deaths < MOST_DEATHS and (values or default):
+        runs = {RESUMES: runs_of(trial)} if resume else {}
+        study.enqueue_trial(values, user_attrs={DEATHS: deaths, **default, **runs})
+    elif values or default:
+        log.warning("%d workers have died with these values, so the values are not retried: %s", deaths, values)
+    return True
+
+
+def give_up(trial: Any, outcome: str, why: Exception) -> Any:
+    """Store the error in the trial's attribute `outcome`, and return the final state of the trial."""
+    from optuna.trial import TrialState
+
+    trial.set_user_attr(outcome, str(why))
+    trial.set_constraint("possible", 1.0)  # above 0: violated, so the sampler avoids these values
+    return TrialState.PRUNED
+
+
+# ------------------------------------------------------------------------------------------------ the worker
+def work(config: Config, folder: Path, id: str, worker: int = 0, prepared: Path | None = None) -> list[int]:
+    """Run trials until the study has `tune.trials` trials, and return the numbers of the trials that this worker ran.
+    After a restart, the worker first retries its interrupted trial.
+
+    Args:
+        worker: Number of the worker in the study.
+        prepared: Folder with partition, pre-training and pool of the default setting; None for the study's folder.
+    """
+    from optuna.trial import TrialState
+
     prepared, mine = prepared or folder, list[int]()
     study = tune_storage.open_study(config, folder, id, begun=True)
-    # A restarted worker must not draw the same values as the one before it.
-    study.sampler = tune_storage.sampler(config.seed + worker + 1000 * len(tune_trials.begun(study)))
+    retry_all(study, worker)
+    # Change the seed, because a restarted worker must not draw the same values again.
+    study.sampler = tune_storage.sampler(config.seed + worker + 1000 * len(trials_in(study, *BEGUN)))
     space, _ = searched(config, prepared)
-    seen: dict[int, tuple[Any, float]] = {}
-    waiting = False
-    while len(tune_trials.done(study)) < config.tune.trials:
-        tune_trials.give_back_stale(study, seen)
-        if len(tune_trials.begun(study)) >= config.tune.trials:
-            if not waiting:
-                log.info("waiting for the last trials of other workers")
-            waiting = True
-            time.sleep(POLL_S)
-            continue
+    while len(trials_in(study, *BEGUN)) < config.tune.trials:
         trial = study.ask()
-        if tune_trials.surplus(study, trial, config.tune.trials):
-            tune_trials.drop(study, trial)
-        elif _try(config, folder, study, trial, space, prepared):
+        if surplus(study, trial, config.tune.trials):
+            study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+        else:
+            trial.set_user_attr(WORKER, worker)
+            _run_trial(config, folder, study, trial, space, prepared)
             mine.append(trial.number)
     return mine
 
 
-def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[str, Range], prepared: Path) -> bool:
-    """Run a trial and store its value; False if another worker got the trial meanwhile."""
-    from optuna.exceptions import UpdateFinishedTrialError
+def _run_trial(
+    config: Config, folder: Path, study: Any, trial: Any, space: Mapping[str, Range], prepared: Path
+) -> None:
+    """Run a trial, and store its value in the study. If the trial fails, store the reason instead."""
     from optuna.trial import TrialState
 
-    value, state = None, None
+    value, state, ready = None, None, None
     try:
-        with tune_storage.answering(config), tune_trials.beating(trial):
-            values, ready = suggest(trial, _drawn(trial, space)), None
+        with tune_storage.answering(config):
+            # For the default, suggest only values inside the space, because the sampler rejects other values.
+            names = trial.user_attrs[DEFAULT] if is_default(trial) else space
+            values = suggest(trial, {path: space[path] for path in names})
+            setting = "the default" if is_default(trial) else listed(values, symbols(config, values))
             try:
                 ready = _pools(config, folder, trial, values, prepared)
-                setting = "the default" if tune_trials.is_default(trial) else said(values, symbols(config, values))
-                log.info("trial %d begins (%d in all): %s", trial.number, config.tune.trials, setting)
+                log.info("trial %d starts (%d in total): %s", trial.number, config.tune.trials, setting)
                 value = _trial(config, study, trial, ready)
-            except tune_trials.Pruned:
+                log.info("trial %d: %s %.4f with %s", trial.number, config.tune.metric, value, setting)
+            except Pruned:
                 state = TrialState.PRUNED
             except Diverged as error:
                 log.info("trial %d has no value: %s", trial.number, error)
-                state = tune_trials.give_up(trial, tune_trials.DIVERGED, error)
+                state = give_up(trial, DIVERGED, error)
             except BadInput as error:
-                # An error of a run, or of a server, is not caused by the trial's values.
+                # Only errors before the run starts are caused by the values of the trial.
                 if ready is not None or isinstance(error, Unreachable):
                     raise
-                # Such as sizes that cross, or an adaptive model above the next level.
                 log.info("trial %d is infeasible: %s", trial.number, error)
-                state = tune_trials.give_up(trial, tune_trials.INFEASIBLE, error)
-            taken = study.tell(trial, value, state=state, skip_if_finished=True).state == TrialState.FAIL
-    except (tune_trials.TakenOver, UpdateFinishedTrialError):
-        taken = True
+                state = give_up(trial, INFEASIBLE, error)
+            study.tell(trial, value, state=state)
     except (Exception, KeyboardInterrupt) as error:
-        interrupted = tune_trials.meets_any_values(error)
-        goes_on = interrupted and not isinstance(error, Refused)  # it may be the run that is refused
+        # Interruptions do not depend on the values. After other errors, the values or the run's files may be wrong.
+        interrupted = isinstance(error, Stopped | KeyboardInterrupt | Unreachable)
         try:
             with tune_storage.answering(config):
-                tune_trials.give_back(study, study.trials[trial.number], died=not interrupted, goes_on=goes_on)
+                retry(study, study.trials[trial.number], died=not interrupted, resume=interrupted)
         except (Unreachable, Refused) as failed:
-            log.warning("%s: trial %d is given back when the study is resumed", failed, trial.number)
+            log.warning("%s. Trial %d will be retried when the study is resumed", failed, trial.number)
         raise
-    if taken:
-        log.info("trial %d was silent for too long: another worker tries its values", trial.number)
-        return False
-    if value is not None:
-        log.info("trial %d: %s %.4f with %s", trial.number, config.tune.metric, value, setting)
-    return True
-
-
-def _drawn(trial: Any, space: Mapping[str, Range]) -> Mapping[str, Range]:
-    """Return the part of the space that a trial draws. The default's trial has values only for the sampler, which
-    cannot learn from a configured value outside its range."""
-    if not tune_trials.is_default(trial):
-        return space
-    return {path: space[path] for path in trial.user_attrs[tune_trials.DEFAULT]}
 
 
 def _pools(
     config: Config, folder: Path, trial: Any, values: Mapping[str, Any], prepared: Path
 ) -> list[tuple[Resolved, Path]]:
-    """Prepare the trial's runs, one for each seed, and return them with their folders. Raises BadInput if the values
-    give no pool, or a pool of which devices can hold no model."""
-    changed, ready = config if tune_trials.is_default(trial) else applied(config, values), []
+    """Prepare a run for each seed of the trial, and return pairs (run, folder). Raises BadInput if a pool cannot be
+    built, or if a device does not have the memory for any model of the pool."""
+    changed, ready = config if is_default(trial) else applied(config, values), []
     for seed in config.tune.seeds:
-        out = folder / "trials" / f"{tune_trials.runs_of(trial)}-s{seed}"
+        out = folder / "trials" / f"{runs_of(trial)}-s{seed}"
         run = resolved(changed, seed, out)
         prepare(run, prepared, out)
         built = PoolFile.read(out / "pool" / "pool.json").pool()
@@ -141,15 +245,71 @@ def _pools(
 
 
 def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Resolved, Path]]) -> float:
-    """Return the mean over the seeds of the last round's metric. The rounds of the first seed decide about pruning.
-    Raises Diverged if the run of a seed diverges or merges no update."""
+    """Execute the runs of the trial, and return the metric of the last round as a mean over the seeds. Only the run of
+    the first seed is checked for pruning. Raises Diverged if a run diverges or does not merge any update."""
     scores = []
     for i, (run, out) in enumerate(ready):
-        reporter = tune_trials.Reporter(trial, config.tune.metric) if i == 0 else None
-        scores.append(rounds(run, out, tune_storage.tags(study, trial=str(tune_trials.runs_of(trial))), reporter))
-        for folder in ("rounds", "states", "flights"):  # a trial's models are not needed any more
+        reporter = Reporter(trial, config.tune.metric) if i == 0 else None
+        scores.append(rounds(run, out, tune_storage.tags(study, trial=str(runs_of(trial))), reporter))
+        for folder in ("rounds", "states", "pending"):  # models are no longer needed
             shutil.rmtree(out / folder, ignore_errors=True)
     return mean(scores)
+
+
+def resolved(config: Config, seed: int, out: Path | None = None) -> Resolved:
+    """Return the run of a seed. If `run.remote` is set, the ledger is stored there in `<study>/trials` or
+    `<study>/held-out`, with the same subfolder as in `out`."""
+    own: dict[str, Any] = {"seed": seed}
+    if out is not None and config.run.remote is not None:
+        where = f"{config.run.remote.rstrip('/')}/{out.parent.parent.name}/{out.parent.name}"
+        own["run"] = config.run.model_copy(update={"remote": where})
+    return Resolved.of(config.model_copy(update=own))
+
+
+def prepare(resolved: Resolved, prepared: Path, out: Path) -> None:
+    """Write partition, pre-training and pool of a run into `out`. Partition and pre-training are copied from `prepared`
+    unless the search changes them."""
+    shared = prepared / f"shared-s{resolved.config.seed}"
+    if not (shared / "shared.json").exists():
+        share(resolved, shared)
+    if can_adopt(resolved, shared):
+        adopt(resolved, shared, out)
+    else:
+        share(resolved, out)
+    model_pool(resolved, out / "pretrain", out / "pool")
+
+
+def prepare_default(config: Config, folder: Path) -> None:
+    """Prepare the run of the first seed with the default setting. The pool of this run determines the search space."""
+    prepare(resolved(config, config.tune.seeds[0]), folder, folder / "default")
+
+
+def searched(config: Config, prepared: Path) -> tuple[dict[str, Range], Pool]:
+    """Return the search space and the pool of the default setting."""
+    pool = PoolFile.read(prepared / "default" / "pool" / "pool.json").pool()
+    return space_of(config, pool), pool
+
+
+def rounds(resolved: Resolved, out: Path, tags: Mapping[str, str], observer: Any = None) -> float:
+    """Run the missing rounds, and return the metric of the last round. `observer` receives the metrics of all rounds.
+
+    Raises:
+        ConfigError: `out` contains a run with a different configuration.
+        Diverged: The metric of the last round is not finite, or no update was merged.
+    """
+    known = known_run(resolved.config, out, resume=True)
+    if known is None or not (out / "history.json").exists():
+        # If the study's folder was deleted, trials are numbered from 0 again, but ledgers of earlier runs still exist.
+        name = out.name if resolved.config.run.remote is None else name_in(out, resolved)
+        steps = out / "partition", out / "pool", out
+        federate(resolved, *steps, Attempt(resume=True, tags=tags, observer=observer), run_id=name)
+        observer = None
+    rows, metric = History.read(out / "history.json").rounds, resolved.config.tune.metric
+    if observer is not None:
+        observer.metrics([(row.round + 1, row.metrics) for row in rows])
+    value = rows[-1].metrics.get(metric, math.nan)
+    check_converges(value, sum(row.metrics.get(MERGED, 0) for row in rows), metric)
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,61 +323,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with stopping_at_once(), tune_storage.answering(config):
         work(config, args.study, args.id, args.worker)
     return 0
-
-
-def resolved(config: Config, seed: int, out: Path | None = None) -> Resolved:
-    """Return the run of a seed. In `run.remote` its ledger is in `<study>/trials` or `<study>/held-out`, like `out`."""
-    own: dict[str, Any] = {"seed": seed}
-    if out is not None and config.run.remote is not None:
-        where = f"{config.run.remote.rstrip('/')}/{out.parent.parent.name}/{out.parent.name}"
-        own["run"] = config.run.model_copy(update={"remote": where})
-    return Resolved.of(config.model_copy(update=own))
-
-
-def prepare(resolved: Resolved, prepared: Path, out: Path) -> None:
-    """Write partition, pre-training and pool of a run into `out`. Partition and pre-training are computed once, in
-    `prepared`, unless the search changes them."""
-    shared = prepared / f"shared-s{resolved.config.seed}"
-    if not (shared / "shared.json").exists():
-        share(resolved, shared)
-    if fits(resolved, shared):
-        adopt(resolved, shared, out)
-    else:
-        share(resolved, out)
-    model_pool(resolved, out / "pretrain", out / "pool")
-
-
-def prepare_default(config: Config, folder: Path) -> None:
-    """Prepare the run of the first seed with the default setting, whose pool decides what is searched."""
-    prepare(resolved(config, config.tune.seeds[0]), folder, folder / "default")
-
-
-def searched(config: Config, prepared: Path) -> tuple[dict[str, Range], Pool]:
-    """Return the search space and the default's pool."""
-    pool = PoolFile.read(prepared / "default" / "pool" / "pool.json").pool()
-    return space_of(config, pool), pool
-
-
-def rounds(resolved: Resolved, out: Path, tags: Mapping[str, str], observer: Any = None) -> float:
-    """Run the missing rounds, and return the metric of the last round. The observer gets all measurements.
-
-    Raises:
-        ConfigError: `out` holds a run of another setting.
-        Diverged: The metric is not finite in the end, or no update was merged.
-    """
-    known = known_run(resolved.config, out, resume=True)
-    if known is None or not (out / "history.json").exists():
-        # A study whose folder is lost begins again at number 0, but the ledgers of its earlier runs remain.
-        name = out.name if resolved.config.run.remote is None else name_in(out, resolved)
-        steps = out / "partition", out / "pool", out
-        federate(resolved, *steps, run_id=name, resume=True, tags=dict(tags), observer=observer)
-        observer = None
-    rows, metric = BareHistory.read(out / "history.json").rounds, resolved.config.tune.metric
-    if observer is not None:
-        observer.metrics([(row["round"] + 1, row["metrics"]) for row in rows])
-    value = rows[-1]["metrics"].get(metric)
-    check_converges(value, sum(row["metrics"].get(MERGED, 0) for row in rows), metric)
-    return float(value)
 
 
 if __name__ == "__main__":

@@ -1,46 +1,57 @@
-"""The files that the steps pass to each other: small JSON files with a schema, written completely or not at all."""
+"""Define the JSON files that steps pass to each other. Each file has a schema and is written atomically."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_serializer, model_validator
-from pydantic_core import to_json
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, model_serializer, model_validator
 
 from fl_engine.codecs import codecs_of
-from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError, brief
+from fl_engine.core.errors import FlexfleetError, IntegrityError, brief
 from fl_engine.core.fields import LeavesOut
 from fl_engine.core.types import Codecs, Params, Pool, PoolModel, SubmodelSpec
-from fl_engine.preparation.apoz import ApozLayer, ApozScores
+from fl_engine.preparation.apoz import ApozScores
 from fl_engine.storage.checkpoints import Row
-from fl_engine.storage.serialization import Pieces
-from fl_engine.storage.store import FolderStore, decode, sha256
+from fl_engine.storage.store import FolderStore, Pieces, decode, sha256
 from fl_engine.training.evaluation import OWNERS
-
-__all__ = [
-    "WEIGHTS", "Apoz", "ApozLayer", "Artifact", "BareHistory", "ConfusionFile", "EvaluationFile", "History", "Level",
-    "LevelScore", "OnClients", "PoolFile", "Result", "RunFile", "Status", "history_of", "row_of", "rows_of",
-]  # fmt: skip
 
 A = TypeVar("A", bound="Artifact")
 Status = Literal["finished", "diverged", "nothing_merged"]
-"""How a run ended (`files.run_status`)."""
+"""Status of an ended run (`files.run_status`)."""
 WEIGHTS = "weights.safetensors"
-"""File beside pool.json with the weights of the whole network that the rounds start from, if they are given."""
+"""Name of the file with the network's initial weights, in the folder of pool.json. Optional."""
+
+
+def read_bytes(path: Path, expected: str | None = None) -> bytes:
+    """Read a file from an earlier step. Raises IntegrityError if the file is missing or its sha256 is wrong."""
+    try:
+        value = path.read_bytes()
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read ({error.strerror}). Repeat the step that writes it") from error
+    if expected is not None and (found := sha256(value)) != expected:
+        raise IntegrityError(
+            f"{path} is damaged: its sha256 is {found[:12]}, expected {expected[:12]}. Restore the file, or "
+            "delete it and repeat the step"
+        )
+    return value
+
+
+def read_params(path: Path, expected: str) -> Params:
+    """Read tensors from an earlier step. Raises the same errors as `read_bytes`."""
+    return decode(read_bytes(path, expected), str(path))
 
 
 class Strict(BaseModel):
-    """An object without unknown keys. Its numbers are finite, because JSON has no others."""
+    """Pydantic model that rejects unknown keys and numbers that are not finite."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Artifact(Strict):
-    """A JSON file of a step."""
+    """A JSON file that a step writes."""
 
     schema_version: Literal[1] = 1
 
@@ -53,17 +64,12 @@ class Artifact(Strict):
 
     @classmethod
     def read(cls: type[A], path: Path) -> A:
-        """Raises IntegrityError, which names the file, if it is missing, unreadable or invalid."""
-        try:
-            return cls.of(path.read_bytes(), str(path))
-        except FileNotFoundError:
-            raise IntegrityError(f"{path} does not exist: the step that writes it has not run") from None
-        except OSError as error:
-            raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
+        """Read the file. Raises IntegrityError with the path if the file is missing or invalid."""
+        return cls.of(read_bytes(path), str(path))
 
     @classmethod
     def of(cls: type[A], value: bytes, name: str) -> A:
-        """Raises IntegrityError, which names the file, if it is invalid."""
+        """Parse the contents of the file `name`. Raises IntegrityError with this name if the contents are invalid."""
         try:
             return cls.model_validate_json(value)
         except ValidationError as error:
@@ -71,18 +77,24 @@ class Artifact(Strict):
 
 
 class Apoz(ApozScores, Artifact):
-    """pretrain/apoz.json. `layers` is empty if the algorithm needs no APoZ."""
+    """APoZ scores in pretrain/apoz.json. `layers` is empty if the algorithm does not need APoZ scores."""
+
+
+AS_IN_POOL = (
+    "name", "params", "share", "macs", "dispatched", "reported", "gamma", "ratios", "ensemble", "static_bn",
+)  # fmt: skip
+"""Fields that `Level` and `PoolModel` have in common."""
 
 
 class Level(Strict, LeavesOut):
-    """One pool model. `flops` are multiply-adds per sample, `share` is that of the full model's parameters, and `bytes`
-    are those of its tensors as they are sent (an upper bound if a codec's size depends on the values)."""
+    """A pool model in pool.json. `macs` are multiply-adds per sample, and `share` is the fraction of the full model's
+    parameters. `bytes` is the size of the encoded tensors, or an upper bound if the size depends on the values."""
 
     left_out = ("tiers",)
     name: str
     params: int
     share: float
-    flops: int
+    macs: int
     bytes: int
     widths: dict[str, int]
     dispatched: bool
@@ -90,204 +102,155 @@ class Level(Strict, LeavesOut):
     gamma: float | None
     ratios: tuple[float, ...]
     similarity: float | None = None
-    """Similarity of the pruning ratios to those of a reference pre-trained on all data (FlexFL Sec. IV-C1)."""
+    """Similarity to the pruning ratios of a reference model that was pre-trained on all data (FlexFL Sec. IV-C1)."""
     spec: dict[str, Any]
     ensemble: bool = False
-    """Its prediction is the mean over its exits."""
+    """True if the prediction is the mean over the exits of the network."""
     static_bn: bool = False
-    """Batch norm uses statistics of the training data."""
+    """True if batch norm uses statistics that are computed on the training data."""
     codecs: dict[str, dict[str, Any]] | None = None
-    """The codecs of this level, as in a configuration; null for the run's."""
+    """Codecs for this level, with the keys of the configuration; null if the level uses the codecs of the run."""
     bytes_up: int | None = None
-    """Bytes of its tensors on the way back; null if no codec is used, so that they equal `bytes`."""
+    """Bytes of the uploaded tensors; null if no codec is set, because `bytes` is then also the upload size."""
     tiers: dict[str, dict[str, dict[str, Any]] | None] = Field(default={})
-    """The tiers whose devices are sent this level, each with its codecs (null for the run's); left out without
-    tiers."""
+    """Map each tier whose devices receive this level to the tier's codecs; null: the codecs of the run."""
 
 
 class PoolFile(Artifact, LeavesOut):
-    """pool/pool.json, smallest model first."""
+    """Pool models in pool/pool.json, with the smallest model first."""
 
     left_out = ("weights_sha256",)
     algorithm: str
     model: str
     input_chw: tuple[int, ...]
-    """The shape of a sample, (C, H, W) for images."""
+    """Shape of a sample, (C, H, W) for images."""
     classes: int
-    """Outputs of the network."""
+    """Number of outputs of the network."""
     groups: dict[str, int]
     """Widths of the full model's prunable layers, in network order."""
     weights_sha256: str | None = None
-    """The sha256 of WEIGHTS; left out for fresh weights."""
+    """The sha256 of the file WEIGHTS; omitted if the weights are initialized randomly."""
     levels: tuple[Level, ...] = Field(min_length=1)
 
     def weights(self, folder: Path) -> Params | None:
-        """The weights in the `folder` of pool.json; None for fresh ones. Raises IntegrityError if the file is missing
-        or damaged."""
+        """Return the initial weights from `folder`; None if the weights are initialized randomly. Raises IntegrityError
+        if the file is missing or damaged."""
         if self.weights_sha256 is None:
             return None
-        path = folder / WEIGHTS
-        try:
-            value = path.read_bytes()
-        except OSError as error:
-            raise IntegrityError(
-                f"{path} cannot be read ({error.strerror}), but pool.json names it. Make the pool again"
-            ) from error
-        if (found := sha256(value)) != self.weights_sha256:
-            raise IntegrityError(f"{path} is damaged: its sha256 is {found[:12]}, expected {self.weights_sha256[:12]}")
-        return decode(value, str(path))
+        return read_params(folder / WEIGHTS, self.weights_sha256)
 
     def pool(self) -> Pool:
-        """Raises IntegrityError, which names the level, if a `spec` is not a sub-model, or a codec does not exist."""
-        return tuple(
-            PoolModel(
-                name=v.name,
-                spec=_spec_of(v),
-                params=v.params,
-                share=v.share,
-                macs=v.flops,
-                dispatched=v.dispatched,
-                reported=v.reported,
-                gamma=v.gamma,
-                ratios=v.ratios,
-                ensemble=v.ensemble,
-                static_bn=v.static_bn,
-                codecs=_codecs_of(v, v.codecs),
-                sizes=None if v.bytes_up is None else (v.bytes, v.bytes_up),
-                tiers=tuple((tier, _codecs_of(v, told)) for tier, told in v.tiers.items()),
-            )
-            for v in self.levels
+        """Return the pool models. Raises IntegrityError with the level's name if a `spec` or a codec is invalid."""
+        return tuple(map(_model_of, self.levels))
+
+
+def _model_of(level: Level) -> PoolModel:
+    def codecs(section: Mapping[str, Any] | None) -> Codecs | None:
+        return None if section is None else codecs_of(section)
+
+    try:
+        return PoolModel(
+            **{name: getattr(level, name) for name in AS_IN_POOL},
+            spec=SubmodelSpec.from_json(level.spec),
+            codecs=codecs(level.codecs),
+            sizes=None if level.bytes_up is None else (level.bytes, level.bytes_up),
+            tiers=tuple((tier, codecs(section)) for tier, section in level.tiers.items()),
         )
-
-
-def _spec_of(level: Level) -> SubmodelSpec:
-    try:
-        return SubmodelSpec.from_json(level.spec)
     except (FlexfleetError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise IntegrityError(f"pool.json: the spec of {level.name!r} is no sub-model: {error}") from error
-
-
-def _codecs_of(level: Level, told: Mapping[str, Any] | None) -> Codecs | None:
-    try:
-        return None if told is None else codecs_of(told)
-    except ConfigError as error:
-        raise IntegrityError(f"pool.json: {level.name!r} has {error}") from error
+        raise IntegrityError(f"pool.json: the level {level.name!r} is not valid: {error}") from error
 
 
 class RunFile(Artifact):
-    """run.json: what a run is, fixed when it starts."""
+    """Configuration and inputs of a run, which are stored in run.json when the run starts."""
 
     run_id: str
     token: str = ""
-    """Unique. A resumed run finds its MLflow run by it, and a private run derives its noise from it."""
+    """Unique token of the run. The token identifies the MLflow run and is an input of the noise in a private run."""
     config: dict[str, Any]
     numerics: dict[str, Any]
     earlier_numerics: tuple[dict[str, Any], ...] = ()
-    """Numerics of the rounds before each resume with --accept-numerics."""
+    """Previous values of `numerics`. Each resume with --accept-numerics adds a value."""
     worker_numerics: tuple[str, ...] = ()
-    """How the arithmetic of workers on other machines differed from the coordinator's."""
+    """Descriptions of numerical differences between remote workers and the coordinator."""
     pool_sha256: str
     partition_sha256: str
     trace_sha256: str | None = None
-    """The sha256 of all files that `fleet.trace` names."""
+    """The sha256 of all files in `fleet.trace`."""
     folders_sha256: str | None = None
-    """The sha256 of the data in `partition.folders`; null unless this machine simulates clients with their own data."""
+    """The sha256 of the data in `partition.folders`; null if this parameter is not set."""
     sources: dict[str, str] = {}
-    """Map names (package.module:Name) of the user's own code to the sha256 of its source."""
+    """Map classes and functions of the user (package.module:Name) to the sha256 of their source code."""
     code_sha256: str | None = None
-    """The sha256 of the wheel of `run.code`, code/<sha256>.whl beside this file."""
+    """The sha256 of the wheel with the user's code (`run.code`). The wheel is stored as code/<sha256>.whl."""
     mlflow_run_id: str | None = None
     key_at: str | None = None
-    """Where the run's key is stored (`keys`), for people to read."""
+    """Address of the run's key, for error messages only."""
     key_sha256: str | None = None
     ledger_at: str | None = None
-    """Where a private run's rounds are stored (`keys.address`); a run elsewhere is a copy."""
+    """Address of a private run's ledger (`keys.address`). A ledger at another address is a copy of the run."""
     noise_stream: str | None = None
-    """How a private run's noise follows from its key (`privacy.STREAM`)."""
+    """Version of the method that derives the noise of a private run from its key (`privacy.STREAM`)."""
     noise_numerics: dict[str, Any] | None = None
-    """What a private run's noise is computed with (`numerics.describe_noise`)."""
+    """Numerics of the noise in a private run (`numerics.describe_noise`)."""
 
 
 class History(Artifact):
-    """history.json: measurements of every round (`fl_engine.storage.checkpoints.Row`), and the model's checksum."""
+    """Metrics of every round and checksum of the model in history.json. The entries of clients are validated but not
+    stored in memory, because a round can have ten thousand clients. Rounds are counted from 1 in the file and from 0 in
+    `rounds`."""
 
-    rounds: tuple[dict[str, Any], ...]
+    rounds: tuple[Row, ...]
     model_sha256: str
     seconds: float
 
-    @field_validator("rounds")
-    @classmethod
-    def _of_rows(cls, value: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-        for row in value:
-            row_of(row)
-        return value
-
-
-class BareHistory(History):
-    """history.json without what it says of single clients, which is checked and left out. A round can have ten thousand
-    clients, and most readers need none of them."""
+    @field_serializer("rounds")
+    def _counted(self, rows: tuple[Row, ...]) -> list[Row]:
+        return [_from_one(row) for row in rows]
 
     @classmethod
-    def of(cls, value: bytes, name: str) -> BareHistory:
+    def of(cls, value: bytes, name: str) -> History:
         try:
-            return cls.model_validate(json.loads(value.decode(), object_hook=_without_lines))
-        except ValidationError as error:
-            raise IntegrityError(f"{name} is not a valid History file: {brief(error)}") from error
+            return cls.model_validate(json.loads(value.decode(), object_hook=_without_clients))
         except ValueError as error:
-            raise IntegrityError(f"{name} is not JSON: {error}") from error
+            reason = brief(error) if isinstance(error, ValidationError) else error
+            raise IntegrityError(f"{name} is not a valid History file: {reason}") from error
+
+
+def _from_one(row: Row) -> Row:
+    return row.model_copy(update={"round": row.round + 1})
+
+
+def _without_clients(value: dict[str, Any]) -> dict[str, Any] | Row:
+    """Parse a round in history.json without its entries for clients. Return other objects unchanged."""
+    is_round = value.keys() >= {"round", "metrics", "clients"}
+    if not is_round:
+        return value
+    row = Row.model_validate(value)
+    return row.model_copy(update={"round": row.round - 1, "clients": ()})
 
 
 def history_of(rows: Iterable[Row], model_sha256: str) -> Pieces:
-    """The bytes of history.json as `History.write` writes them, with one row at a time in memory."""
+    """Return the bytes of history.json. Only one row at a time is kept in memory."""
     parts, seconds = [b'{\n "schema_version": 1,\n "rounds": ['], 0.0
     for row in rows:
-        text = to_json(row.model_dump(mode="json"), indent=1, inf_nan_mode="null")
-        parts.append((b",\n  " if len(parts) > 1 else b"\n  ") + text.replace(b"\n", b"\n  "))
+        parts.append((b",\n  " if len(parts) > 1 else b"\n  ") + _from_one(row).model_dump_json().encode())
         seconds += row.metrics["seconds_round"]
-    about = to_json({"model_sha256": model_sha256, "seconds": round(seconds, 3)}, indent=1)
-    return Pieces((*parts, (b"\n ]" if len(parts) > 1 else b"]") + about.replace(b"{", b",", 1) + b"\n"))
-
-
-def _without_lines(value: dict[str, Any]) -> dict[str, Any]:
-    """A round of history.json, checked, without its clients. Raises ValidationError."""
-    if not value.keys() >= {"round", "metrics", "clients"}:
-        return value
-    row_of(value)
-    return {**value, "clients": []}
-
-
-def row_of(value: dict[str, Any]) -> Row:
-    """Parse an entry of `History.rounds`. A loss that diverged is null there, and is left out here."""
-    metrics = value.get("metrics")
-    measured = {k: v for k, v in metrics.items() if v is not None} if isinstance(metrics, dict) else metrics
-    return Row.model_validate({**value, "metrics": measured})
-
-
-def rows_of(history: History) -> tuple[Row, ...]:
-    """`row_of` for every round, without checking it again."""
-    return tuple(
-        Row.model_construct(
-            round=int(value["round"]),
-            metrics={k: float(v) for k, v in value["metrics"].items() if v is not None and math.isfinite(float(v))},
-            clients=tuple(value["clients"]),
-        )
-        for value in history.rounds
-    )
+    end = f'],\n "model_sha256": "{model_sha256}",\n "seconds": {round(seconds, 3)}\n}}\n'
+    return Pieces((*parts, end.encode()))
 
 
 class LevelScore(Strict):
-    """A level in evaluation.json, written as `{"accuracy": 0.93, "loss": 0.2, "params": 97}`."""
+    """Scores of a level in evaluation.json, for example `{"accuracy": 0.93, "loss": 0.2, "params": 97}`."""
 
     metrics: dict[str, float] = Field(min_length=1)
-    """All metrics of the task, the deciding one first, and the accuracies of `evaluation.OWNERS` if the server owns
-    classes."""
+    """Metrics of the task, with the main metric first. If the server owns classes, `evaluation.OWNERS` are included."""
     loss: float | None
-    """Null if the model has diverged."""
+    """Loss; null if the model has diverged."""
     params: int
 
     @property
     def value(self) -> float:
-        """The value of the deciding metric."""
+        """Value of the main metric."""
         return next(iter(self.metrics.values()))
 
     @model_validator(mode="before")
@@ -304,7 +267,7 @@ class LevelScore(Strict):
 
 
 class LocalScore(Strict):
-    """A level's local accuracy: mean and standard deviation over the clients (`fl_engine.training.local_accuracy`)."""
+    """Mean and standard deviation of a level's local accuracy over the clients (`training.local_accuracy`)."""
 
     mean: float = Field(ge=0, le=1)
     sd: float = Field(ge=0, le=1)
@@ -312,11 +275,11 @@ class LocalScore(Strict):
 
 
 Histogram = dict[Annotated[int, Field(ge=0, le=100)], Annotated[int, Field(ge=1)]]
-"""Map accuracies in whole %, rounded down, to numbers of clients."""
+"""Map accuracies in percent, rounded down, to numbers of clients."""
 
 
 class ClientFigures(Strict):
-    """The deciding metric over the clients, each counted once (`fl_engine.rounds.at_clients`)."""
+    """Statistics of the main metric over the clients. Each client has the same weight."""
 
     mean: float
     p10: float
@@ -327,7 +290,7 @@ class ClientFigures(Strict):
 
 
 class OnClients(Strict):
-    """What the clients measured in the last round on held-out samples: in all, by level and by tier."""
+    """Metrics on the clients' held-out samples in the last round, for all clients, for each level and for each tier."""
 
     asked: int
     failed: int
@@ -337,11 +300,11 @@ class OnClients(Strict):
 
 
 class EvaluationFile(Artifact, LeavesOut):
-    """evaluation.json: the final model on the whole test set. `avg` is the mean of the deciding metric over the levels,
-    `full` the largest model's value. `local` is each level's local accuracy and `local_histogram` its distribution, if
-    the task has classes. `on_clients` is the evaluation at the clients, if `evaluate.on` is `clients`."""
+    """Metrics of the final model on the whole test set, in evaluation.json. `avg` is the mean of the main metric over
+    the levels, and `full` is the value for the largest model. `local` and `local_histogram` are the local accuracies
+    and their distribution, and are empty if the task has no classes."""
 
-    left_out = ("local", "local_histogram", "on_clients")
+    left_out = ("local", "local_histogram", "on_clients", "kept_by_clients")
     rounds: int
     test_samples: int
     avg: float
@@ -350,21 +313,23 @@ class EvaluationFile(Artifact, LeavesOut):
     local: dict[str, LocalScore] = {}
     local_histogram: dict[str, Histogram] = {}
     on_clients: OnClients | None = None
+    kept_by_clients: tuple[str, ...] = ()
+    """Parameters that differ between clients. The evaluated model contains the initial values of these parameters."""
 
     @property
     def metric(self) -> str:
-        """The name of the deciding metric."""
+        """Name of the main metric."""
         return next(iter(next(iter(self.levels.values())).metrics))
 
     @property
     def by_owner(self) -> dict[str, dict[str, float]]:
-        """Map the metrics of `evaluation.OWNERS` to values by level; empty if the server owns no classes."""
+        """Map the metrics in `evaluation.OWNERS` to {level: value}; empty if the server does not own classes."""
         held = [name for name in OWNERS if name in next(iter(self.levels.values())).metrics]
         return {name: self._of_levels(name) for name in held}
 
     @property
     def further(self) -> dict[str, dict[str, Any]]:
-        """The task's other metrics: {metric: {full, levels{name: value}}}."""
+        """Metrics other than the main metric and OWNERS: {metric: {full: value, levels: {level: value}}}."""
         names = [each for each in next(iter(self.levels.values())).metrics if each not in (self.metric, *OWNERS)]
         found = {name: self._of_levels(name) for name in names}
         return {name: {"full": list(levels.values())[-1], "levels": levels} for name, levels in found.items()}
@@ -374,30 +339,42 @@ class EvaluationFile(Artifact, LeavesOut):
 
 
 class ConfusionFile(Artifact):
-    """confusion.json: by level, the number of test samples of a class (row) that were classified as a class (column).
-    Without levels if the task has no classes."""
+    """Confusion matrix of each level in confusion.json, with a row for each true class and a column for each predicted
+    class. `levels` is empty if the task has no classes."""
+
+    names: tuple[str, ...] = ()
+    """Names of the classes; empty if the task has no names."""
 
     levels: dict[str, tuple[tuple[int, ...], ...]]
 
 
-class Result(Artifact):
-    """result.json, and what `--json` prints."""
+class RunResult(Artifact):
+    """Result of a run in result.json. The option `--json` prints the same object."""
 
     run_id: str
     status: Status
-    """A `diverged` or `nothing_merged` model is not published."""
+    """Status of the run. The model is published only if the status is `finished`."""
     metrics: dict[str, Any]
-    """Metrics of the run, those in brackets if the configuration or the task has them:
+    """Metrics of the run:
 
-    - avg, full, levels{level: value}; [further{metric: {full, levels}}]: the task's other metrics - best{round, avg,
-    full}: the round with the best avg; highest{50, 80, 100: {avg, full}}: within these % of the rounds - [local{level:
-    {mean, sd, clients}}]: accuracy on each client's own distribution - [on_clients{asked, failed, all, levels, tiers}]:
-    measured by clients on held-out samples - [by_owner{metric: {level: value}}]: accuracy on the devices' and on the
-    server's classes - means over the rounds of `fl_engine.fleet.uniformity` and `fl_engine.rounds.phases` -
-    [label_noise]: share of wrong labels; [precision{level: {precision: figures, or {refused: why}}}] - updates{merged,
-    failed, reasons{reason: count}}: the most frequent reason first """
+    - avg, full, levels: Main metric as a mean over the levels, for the largest level, and for each level.
+    - best: Round, avg and full of the round with the best avg.
+    - highest: Highest avg and full in the first 50, 80 and 100 % of the rounds.
+    - updates: Numbers of merged updates, failed updates, and failures by reason (most frequent first).
+    - Means of timing metrics over the rounds (`fl_engine.rounds.timing`).
+
+    The following metrics are omitted if the configuration or the task does not have them:
+
+    - further: Other metrics of the task.
+    - local: Mean and standard deviation of the accuracy on each client's own distribution, by level.
+    - on_clients: Metrics that clients measured on held-out samples (`OnClients`).
+    - kept_by_clients: Parameters for which the evaluated global model has only the initial values.
+    - by_owner: Accuracies on the classes of the devices and of the server, by level.
+    - label_noise: Fraction of wrong labels.
+    - precision: Metrics of the exported model by level and precision, or the reason why the model was rejected.
+    """
     bytes: dict[str, int]
-    """down, up."""
+    """Total bytes of the run: `down` to the clients and `up` to the server."""
     waste: float
     seconds: float
     model_sha256: str

@@ -1,4 +1,4 @@
-"""What is installed, and what each missing extra would enable. Does not import torch."""
+"""Report which extras are installed, and which features each extra enables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import fl_engine
-from fl_engine.core.errors import DataError, EnvironmentFailure
+from fl_engine.core.errors import DataError
 
 log = logging.getLogger("flexfleet")
 
@@ -24,6 +24,8 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "export": (("onnx", "onnxruntime"), "the models of a run as ONNX, for devices"),
     "privacy": (("dp_accounting",), "what private aggregation spends: epsilon of every round"),
     "detection": (("faster_coco_eval",), "mAP, the metric where objects in images are to be found"),
+    "tensorboard": (("tensorboard",), "flexfleet.TensorBoardLogger"),
+    "wandb": (("wandb",), "flexfleet.WandbLogger"),
     "testing": (("pytest", "hypothesis"), "the conformance suites: algorithms, networks, data, backends of your own"),
     "run": (
         ("torch", "safetensors", "numpy", "sklearn", "matplotlib", "jinja2"),
@@ -33,10 +35,9 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-def examine(measure: bool = False) -> dict[str, Any]:
-    """Return versions, extras with what they lack, torch devices, the processor's instructions for bfloat16, and which
-    data sets are available. With `measure` also the seconds of a training step by device and precision. Raises
-    EnvironmentFailure if that needs what is not installed."""
+def examine() -> dict[str, Any]:
+    """Return versions, missing packages of extras, torch devices, bfloat16 support of the CPU, and available data
+    sets."""
     extras = {
         name: {"missing": [m for m in modules if find_spec(m) is None], "enables": enables}
         for name, (modules, enables) in EXTRAS.items()
@@ -44,9 +45,6 @@ def examine(measure: bool = False) -> dict[str, Any]:
     devices: list[str] = []
     data: dict[str, bool] = {}
     bf16: tuple[str, ...] = ()
-    steps: dict[str, Any] = {}
-    if measure and extras["engine"]["missing"]:
-        raise EnvironmentFailure("--measure trains: pip install 'flexfleet[engine]' first")
     if not extras["engine"]["missing"]:
         import torch
 
@@ -55,14 +53,10 @@ def examine(measure: bool = False) -> dict[str, Any]:
 
         devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
         bf16 = cpu_bf16()
-        if measure:
-            from flexfleet.files.half_precision import seconds_a_step
-
-            steps = {device: seconds_a_step(device) for device in ("cpu", *devices[1:2])}
         try:
             data = {name: not source.missing(data_root()) for name, source in sorted(DATASETS.items())}
-        except (OSError, DataError) as error:  # for example another user's home folder
-            log.warning("the data sets cannot be listed: %s", error)
+        except (OSError, DataError) as error:  # for example if a folder is not readable
+            log.warning("cannot list the data sets: %s", error)
     return {
         "version": fl_engine.__version__,
         "python": platform.python_version(),
@@ -70,6 +64,5 @@ def examine(measure: bool = False) -> dict[str, Any]:
         "extras": extras,
         "devices": devices,
         "cpu_bf16": list(bf16),
-        **({"seconds_a_step": steps} if measure else {}),
         "data": data,
     }

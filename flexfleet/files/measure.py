@@ -1,4 +1,4 @@
-"""How metrics are displayed: accuracies in %, other metrics as plain numbers."""
+"""Format metrics for display: accuracies in percent, other metrics as plain numbers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from fl_engine.core.text import PERCENT
 
 LOWER = ("mae",)
-"""Metrics that are better when lower. None of them is a deciding metric."""
+"""Metrics for which lower values are better. None of these metrics can be the main metric."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A metric by its name in histories, with the factor and the unit for showing its values."""
+    """A metric: its name in history.json, and the factor and unit for the display of its values."""
 
     name: str = "accuracy"
 
@@ -28,49 +28,59 @@ class Measure:
 
     @property
     def title(self) -> str:
-        """The title of an axis: `test accuracy (%)`."""
+        """Title for an axis: `test accuracy (%)`."""
         return f"test {self.name} ({self.unit})" if self.unit else f"test {self.name}"
 
     @property
     def column(self) -> str:
-        """The head of a table's column: `top5 %`."""
+        """Header for a table column: `top5 %`."""
         return f"{self.name} {self.unit}".rstrip()
 
     @property
     def direction(self) -> str:
-        """` (better when lower)`; empty for a metric that is better when higher."""
+        """Suffix ` (better when lower)`; empty if higher values are better."""
         return " (better when lower)" if self.name in LOWER else ""
 
-    def said(self, value: float, sign: str = "") -> str:
-        """Without the unit: `58.60`, or `0.5860`; with the sign `+` a gain is `+1.20`."""
+    def number(self, value: float, sign: str = "") -> str:
+        """Format the value without its unit: `58.60` or `0.5860`. With sign='+', positive values begin with `+`."""
         return f"{self.scale * value:{sign}.{2 if self.unit else 4}f}"
 
     def with_unit(self, value: float) -> str:
-        return f"{self.said(value)} {self.unit}".rstrip()
+        return f"{self.number(value)} {self.unit}".rstrip()
 
 
 ACCURACY = Measure()
 
 
 def decimals(value: float, least: int) -> int:
-    """The number of decimals that show two significant digits of a small value, at most six."""
+    """Return the number of decimals that shows two significant digits: at least `least` and at most six."""
     return max(least, min(6, 1 - math.floor(math.log10(abs(value))))) if value and math.isfinite(value) else least
 
 
 def measure_in(values: Mapping[str, float]) -> Measure:
-    """The deciding metric of a round's measurements. If levels were evaluated without accuracy, it is another
-    metric."""
+    """Return the main metric of a round. The name is empty if the metrics contain no level's score."""
     scored, accurate = (any(name.startswith(kind) for name in values) for kind in ("loss/", "accuracy/"))
     return Measure("") if scored and not accurate else ACCURACY
 
 
+def levels_in(values: Mapping[str, float]) -> dict[str, float]:
+    """Map levels to values of the main metric, with the full model last. Empty if the round was not evaluated."""
+    names = [key.removeprefix("loss/") for key in values if key.startswith("loss/")]
+    if not names or "avg" not in values or "full" not in values:
+        return {}
+    metrics = (key.removesuffix(f"/{names[-1]}") for key in values if key.endswith(f"/{names[-1]}"))
+    metric = next((each for each in metrics if each != "loss" and values[f"{each}/{names[-1]}"] == values["full"]), "")
+    return {name: values[f"{metric}/{name}"] for name in names if f"{metric}/{name}" in values}
+
+
 SHARES = (50, 80, 100)
-"""Shares of the rounds, in %."""
+"""Percentages of the rounds for `highest`."""
 
 
 def highest(rounds: Sequence[Mapping[str, float]], key: str) -> dict[int, float | None]:
-    """Map each of SHARES to the highest value within that share of the rounds, or None. FedAIoT's code reports these
-    values. Like the best round they are chosen on test data."""
+    """Map each percentage in SHARES to the highest value of `key` in the first rounds, up to this percentage of all
+    rounds. The value is None if none of these rounds was evaluated. FedAIoT's code reports these values, which are
+    selected on test data."""
     found: dict[int, float | None] = {}
     for share in SHARES:
         until = -(-len(rounds) * share // 100)

@@ -1,5 +1,4 @@
-"""A line of the terminal that is updated during long work, or a line a minute in a log; and repeated warnings, which
-are counted."""
+"""Show progress in the last line of the terminal or as one log line per minute, and count repeated warnings."""
 
 from __future__ import annotations
 
@@ -10,14 +9,16 @@ import shutil
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from logging.handlers import BufferingHandler
 
 log = logging.getLogger("flexfleet")
 
 hidden: ContextVar[bool] = ContextVar("hidden", default=False)
-"""Whether the terminal is treated like any other stream."""
+"""True if progress is logged, although stderr is a terminal."""
 
 TERMINAL_S = 0.5
 LOG_S = 60.0
@@ -25,30 +26,29 @@ CLEAR = "\r\x1b[2K"
 
 
 class Live:
-    """One line on stderr, updated at most two times a second, above which other lines are logged. If stderr is not a
-    terminal, or `hidden` is set, it is a line of the log at most once a minute. With `-q` it shows nothing."""
+    """The last line on stderr, which is updated at most twice a second. If stderr is not a terminal or `hidden` is set,
+    the line is logged at most once a minute."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self.terminal = sys.stderr.isatty() and not hidden.get()
-        self._clock = clock
-        self._last = -math.inf if self.terminal else clock()
+        self._last = -math.inf if self.terminal else time.monotonic()
         self._shown = False
         self._handlers: list[logging.Handler] = []
 
     def due(self) -> bool:
-        """Whether it is time for a line."""
-        return self._clock() - self._last >= (TERMINAL_S if self.terminal else LOG_S)
+        """Return whether the line can be updated now."""
+        return time.monotonic() - self._last >= (TERMINAL_S if self.terminal else LOG_S)
 
     def show(self, text: str) -> None:
-        """Show the text in place of the one before, if it is time."""
+        """Show `text` in the line if it can be updated now."""
         if not self.due() or not log.isEnabledFor(logging.INFO):
             return
-        self._last = self._clock()
+        self._last = time.monotonic()
         if not self.terminal:
             log.info("%s", text)
             return
         if not self._handlers:
-            here = [*log.handlers, *logging.getLogger().handlers]  # those of files are no lines of the terminal
+            here = [*log.handlers, *logging.getLogger().handlers]  # without the handlers that write to files
             self._handlers = [each for each in here if getattr(each, "stream", sys.stderr) is sys.stderr]
             for handler in self._handlers:
                 handler.addFilter(self._before)
@@ -68,19 +68,19 @@ class Live:
         self._handlers = []
 
     def _before(self, record: logging.LogRecord) -> bool:
-        """Called before a line of the log is written."""
+        """Clear the line before a handler logs another line."""
         self.clear()
         return True
 
 
 def _write(text: str) -> None:
-    with suppress(OSError):  # the terminal has been closed: the run is to end as one that is stopped
+    with suppress(OSError):  # the terminal was closed
         sys.stderr.write(text)
         sys.stderr.flush()
 
 
 def span(seconds: float) -> str:
-    """`7 s`, `12 min`, `3 h 05 min`."""
+    """Format a duration, for example as `7 s`, `12 min` or `3 h 05 min`."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
@@ -88,14 +88,14 @@ def span(seconds: float) -> str:
 
 
 @contextmanager
-def told_while(tell: Callable[[float], None], first_s: float, again_s: float = LOG_S) -> Iterator[None]:
-    """Call `tell` in a thread with the seconds so far, after `first_s` seconds and then every `again_s` seconds."""
+def called_while_waiting(report: Callable[[float], None], first_s: float, again_s: float = LOG_S) -> Iterator[None]:
+    """Call `report` with the elapsed seconds, in a thread: after `first_s` seconds and then every `again_s` seconds."""
     done = threading.Event()
 
     def repeat() -> None:
         began, pause = time.monotonic(), first_s
         while not done.wait(pause):
-            tell(time.monotonic() - began)
+            report(time.monotonic() - began)
             pause = again_s
 
     thread = threading.Thread(target=repeat, daemon=True)
@@ -106,48 +106,38 @@ def told_while(tell: Callable[[float], None], first_s: float, again_s: float = L
         done.set()
 
 
-class _Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 @contextmanager
-def kept_warnings() -> Iterator[list[str]]:
-    """Yield the list of the warnings that are logged inside."""
-    kept, root = _Kept(), logging.getLogger()
-    root.addHandler(kept)
+def recorded_warnings() -> Iterator[list[logging.LogRecord]]:
+    """Yield a list that collects the warnings logged inside the context."""
+    handler, root = BufferingHandler(capacity=10**6), logging.getLogger()
+    handler.setLevel(logging.WARNING)
+    root.addHandler(handler)
     try:
-        yield kept.texts
+        yield handler.buffer
     finally:
-        root.removeHandler(kept)
+        root.removeHandler(handler)
 
 
 @contextmanager
 def counted_warnings() -> Iterator[None]:
-    """Count a warning that differs from an earlier one only in its numbers instead of logging it, and log the counts at
-    the end. With `-v` all are logged."""
+    """Log only the first of several warnings that differ only in numbers, and log the counts at the end. With `-v`, all
+    warnings are logged."""
     first: dict[str, str] = {}
-    more: dict[str, int] = {}
+    counts = Counter[str]()
 
-    def tell(record: logging.LogRecord) -> bool:
+    def is_new(record: logging.LogRecord) -> bool:
         if record.levelno != logging.WARNING or log.isEnabledFor(logging.DEBUG):
             return True
         text = record.getMessage()
         kind = re.sub(r"\d+([.,]\d+)*", "0", text)
-        if kind not in first:
-            first[kind] = text
-            return True
-        more[kind] = more.get(kind, 0) + 1
-        return False
+        counts[kind] += 1
+        return first.setdefault(kind, text) is text
 
-    log.addFilter(tell)
+    log.addFilter(is_new)
     try:
         yield
     finally:
-        log.removeFilter(tell)
-        for kind, count in more.items():
-            log.warning("%d more like this, with other numbers (-v shows each): %s", count, first[kind])
+        log.removeFilter(is_new)
+        for kind, text in first.items():
+            if counts[kind] > 1:
+                log.warning("%d more warnings differ only in numbers (-v shows all): %s", counts[kind] - 1, text)

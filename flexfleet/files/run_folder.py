@@ -1,57 +1,53 @@
-"""The folder of a run, comparison or study: its lock, and the checks before a command starts or resumes in it."""
+"""Lock, check and verify the folder of a run, comparison or study.
+
+manifest.json contains the size and sha256 of each file, so that later changes are detected. The manifest is written
+last, so only finished runs have a manifest. The manifest excludes the ledger, which has its own checksums, and figures
+and exported models, which later commands can replace.
+"""
 
 from __future__ import annotations
 
-import os
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import filelock
+from pydantic import Field
 
-from fl_engine.core.errors import ConfigError, EnvironmentFailure
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.system import hashed
+from flexfleet.files import prepared
+from flexfleet.files.artifacts import Artifact, RunFile, Strict, read_bytes
+
+MANIFEST = "manifest.json"
+FILES = ("*.json", "model.safetensors", "partition/**/*", "pretrain/**/*", "pool/**/*", "code/*")
+"""Patterns of the files in a manifest."""
 
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which is created if it is missing.
-
-    Raises:
-        ConfigError: Another process holds the lock.
-        EnvironmentFailure: The folder cannot be created.
-    """
+    """Lock a folder, and create the folder if it is missing. Raises ConfigError if another process has the lock."""
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise EnvironmentFailure(
-            f"{folder} cannot be created, because a file is in its place. Choose another folder"
-        ) from error
-    lock = filelock.FileLock(folder / ".lock")
-    try:
-        lock.acquire(blocking=False)
+        lock = filelock.FileLock(folder / ".lock").acquire(blocking=False)
     except filelock.Timeout:
-        raise ConfigError(f"{folder} is being run by another process: wait for it, or stop it first") from None
-    try:
+        raise ConfigError(f"{folder} is in use by another process. Wait for the other process or stop it") from None
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 def check_is_folder(folder: Path) -> None:
-    """Raise ConfigError unless `folder` is a folder, EnvironmentFailure if it cannot be read."""
-    try:
-        os.scandir(folder).close()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"{folder} is not a folder. Give the folder of a run, such as runs/<run id>") from error
-    except OSError as error:
-        raise EnvironmentFailure(f"{folder} cannot be read: {error.strerror}") from error
+    """Raise ConfigError if `folder` is not a folder."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder. Specify the folder of a run, such as runs/<run id>")
 
 
 def check_free(folder: Path, resume: bool, name: str = "--run-id") -> None:
     """Raise ConfigError if `folder` exists and `resume` is False. `name` is the option that chooses another folder."""
     if folder.exists() and not resume:
-        raise ConfigError(f"{folder} exists already: go on with --resume, or choose another {name}")
+        raise ConfigError(f"{folder} exists already. Continue with --resume, or choose another {name}")
 
 
 def check_same(
@@ -61,26 +57,72 @@ def check_same(
     fixed: Callable[[str], bool] = lambda _: True,
     name: str = "--run-id",
 ) -> None:
-    """Raise ConfigError if a `fixed` setting, by dotted name, has another value than before."""
+    """Raise ConfigError if a `fixed` parameter has changed. The keys of `before` and `now` are dotted names."""
     if changed := changes(before, now, fixed):
-        raise ConfigError(f"{folder} was started with another configuration ({changed}): choose another {name}")
+        raise ConfigError(f"{folder} was started with another configuration ({changed}). Choose another {name}")
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], counts: Callable[[str], bool]) -> str:
-    """Describe the first settings that count and have another value than before; empty if there are none."""
+    """Return a string with the first six changed parameters that `counts` accepts; "" if no parameter has changed."""
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key) and counts(key)]
     return ", ".join(f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in changed[:6])
 
 
-def go_on(id: str) -> str:
-    """Say how a comparison, a study or a nightly run continues."""
-    return f"the same command with --id {id} --resume goes on"
+def how_to_resume(id: str) -> str:
+    """Return the instruction to continue a comparison, a study or a nightly run."""
+    return f"continue with the same command and --id {id} --resume"
 
 
-@contextmanager
-def failures_tell(id: str) -> Iterator[None]:
-    """Add to an EnvironmentFailure inside how the comparison or nightly run continues."""
+class FileSum(Strict):
+    size: int
+    """Size in bytes."""
+    sha256: str
+
+
+class RunManifest(Artifact):
+    files: dict[str, FileSum] = Field(min_length=1)
+    """Map paths, relative to the run's folder, to sizes and checksums."""
+
+
+def manifest_of(folder: Path) -> RunManifest:
+    """Return a manifest of the files in a run's folder."""
+    return RunManifest(files={name: _sum(folder / name) for name in sorted(_names(folder))})
+
+
+def check_manifest(folder: Path) -> bool:
+    """Compare a run's folder with its manifest. Returns False if the run has not finished, because the manifest is
+    written at the end. Raises IntegrityError if a file is missing or has changed."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return False
+    for name, expected in RunManifest.read(path).files.items():
+        if (found := _sum(folder / name)) != expected:
+            raise IntegrityError(
+                f"{folder / name} has changed since the run finished: its sha256 is {found.sha256[:12]}, expected "
+                f"{expected.sha256[:12]}. Restore the file, or delete {path} and run again with --resume"
+            )
+    return True
+
+
+def check_inputs(folder: Path, run: RunFile) -> None:
+    """Raise IntegrityError if the run's partition, APoZ scores or pool are missing or have changed since the run
+    started."""
+    scores = prepared.index(folder / "pretrain").get("apoz")
+    read_bytes(folder / "partition" / "partition.json", run.partition_sha256)
+    read_bytes(folder / "pool" / "pool.json", run.pool_sha256)
+    if scores is not None:
+        read_bytes(folder / "pretrain" / "apoz.json", scores.sha256)
+
+
+def _names(folder: Path) -> Iterator[str]:
+    for pattern in FILES:
+        for path in folder.glob(pattern):
+            if path.is_file() and path.name != MANIFEST and not path.name.startswith("."):
+                yield path.relative_to(folder).as_posix()
+
+
+def _sum(path: Path) -> FileSum:
     try:
-        yield
-    except EnvironmentFailure as error:
-        raise type(error)(f"{error}: {go_on(id)}") from error
+        return FileSum(size=path.stat().st_size, sha256=hashed(path, hashlib.sha256()).hexdigest())
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read ({error.strerror}). Restore the file or repeat the run") from error

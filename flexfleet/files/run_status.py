@@ -1,4 +1,4 @@
-"""How a run ended: how many updates were merged, how many failed, and why most of them failed."""
+"""Count merged and failed updates, and derive the status of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_engine.core.errors import Diverged, FlexfleetError, NothingMerged
-from flexfleet.files.artifacts import BareHistory, Status
+from flexfleet.files.artifacts import History, Status
 
 REASONS = {
     "clients_dropped": "did not answer",
@@ -20,21 +20,21 @@ REASONS = {
     "rejected/norm": "moved too far",
     "rejected/statistics": "moved too far",
 }
-"""Why updates failed, by the metric of a round that counts them (`rounds.recorder`)."""
+"""Map metrics that count failed updates (`rounds.recorder`) to reasons for failures."""
 EXPLODED = ("diverged", "moved too far")
-"""The reasons of updates whose values are not finite, or too large."""
+"""Reasons for failures of updates whose values are too large or not finite."""
 QUORUM = "too few updates for the quorum"
 
 
 @dataclass(frozen=True)
 class Tally:
-    """The updates of a run's rounds."""
+    """Counts of merged and failed updates over all rounds of a run."""
 
     merged: int
     failures: Mapping[str, int]
     """Number of failed updates by reason, the most frequent reason first."""
     finite: bool
-    """Whether all scores of the last round are finite."""
+    """True if the model has not diverged in the last round."""
 
     @property
     def failed(self) -> int:
@@ -42,7 +42,7 @@ class Tally:
 
     @property
     def status(self) -> Status:
-        """`diverged` if the model has, or if no update was merged because most had exploding values."""
+        """Status of the run; `diverged` if the model diverged or if exploding values prevented every merge."""
         if self.merged and self.finite:
             return "finished"
         exploded = sum(self.failures.get(reason, 0) for reason in EXPLODED)
@@ -59,14 +59,14 @@ class Tally:
             raise kind(self.problem())
 
     def problem(self) -> str:
-        """What is wrong with a run that has not finished, and what to do."""
+        """Return the reason why the run does not have a usable model, and a remedy."""
         if self.merged:
             what = "the model has diverged: its scores after the last round are not finite"
         else:
             what = f"no update was merged, so the model is untrained: {self}"
         if self.status == "diverged":
             return f"{what}. Lower the learning rate: training.lr, or lr of algorithm.server"
-        return f"{what}. The log says why each client failed"
+        return f"{what}. The log contains the reason for each failed client"
 
 
 def tally_of(rounds: Iterable[Mapping[str, float | None]]) -> Tally:
@@ -86,5 +86,5 @@ def tally_of(rounds: Iterable[Mapping[str, float | None]]) -> Tally:
 
 
 def tally_in(folder: Path) -> Tally:
-    """Count the updates in a folder's history.json."""
-    return tally_of(row["metrics"] for row in BareHistory.read(folder / "history.json").rounds)
+    """Count the updates in the history.json of a folder."""
+    return tally_of(row.metrics for row in History.read(folder / "history.json").rounds)

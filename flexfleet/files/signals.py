@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and a terminal that is closed during a run."""
+"""Stop a run on SIGTERM, on Ctrl-C, or when its terminal is closed."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from fl_engine.core.errors import Stopped
 
 
-def stopping() -> list[signal.Signals]:
-    """The signals that ask a run to stop: SIGTERM, Ctrl-C, and SIGHUP of a terminal that is closed, unless it is
-    ignored (nohup)."""
+def _stopping() -> list[signal.Signals]:
+    """Return the signals that stop a run: SIGTERM, SIGINT, and SIGHUP unless nohup ignores it."""
     found = [signal.SIGTERM, signal.SIGINT]
-    # None: the handler was not set by Python, and could not be restored.
+    # `getsignal` returns None for a handler that was not set in Python. Python cannot restore such a handler.
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) not in (signal.SIG_IGN, None):
         found.append(signal.SIGHUP)
     return found
 
 
 @contextmanager
-def _handled(by: Callable[[int, object], None]) -> Iterator[Mapping[int, Any]]:
-    """Handle the signals that ask to stop with `by` inside. Yields the handlers before."""
-    before = {int(number): signal.signal(number, by) for number in stopping()}
+def handled(by: Callable[[int, object], None]) -> Iterator[Mapping[int, Any]]:
+    """Handle stop signals with `by` in the main thread, and yield the earlier handlers."""
+    numbers = _stopping() if current_thread() is main_thread() else []
+    before = {int(number): signal.signal(number, by) for number in numbers}
     try:
         yield before
     finally:
@@ -34,9 +34,8 @@ def _handled(by: Callable[[int, object], None]) -> Iterator[Mapping[int, Any]]:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether a stop is requested, so that a run ends after the current client. A second
-    Ctrl-C ends it at once. A signal that came after the last look is passed to the handler before, unless that is
-    Python's own handler of Ctrl-C."""
+    """Yield a function that returns True after a signal. The caller must stop the run after the current client. A
+    second Ctrl-C stops at once. If the context ends without Stopped, the earlier signal handler is called."""
     received: list[int] = []
 
     def request(signum: int, _: object) -> None:
@@ -44,11 +43,8 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         received.append(signum)
 
-    if current_thread() is not main_thread():
-        yield lambda: False
-        return
     try:
-        with _handled(request) as before:
+        with handled(request) as before:
             yield lambda: bool(received)
     except Stopped:
         if signal.SIGINT in received:
@@ -61,25 +57,22 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def stopping_at_once(goes_on: str = "") -> Iterator[None]:
-    """Let SIGTERM and a closed terminal end what is inside at once, as Ctrl-C does: raise Stopped, or KeyboardInterrupt
-    after Ctrl-C, with the text `goes_on`. Further signals but Ctrl-C do not disturb the end."""
+def stopping_at_once(instruction: str = "") -> Iterator[None]:
+    """Stop at once on SIGTERM, on Ctrl-C, or when the terminal is closed. Raises Stopped, or KeyboardInterrupt after
+    Ctrl-C, with `instruction` in the message. Only Ctrl-C interrupts the cleanup."""
     received: list[int] = []
 
     def stop(signum: int, _: object) -> None:
         received.append(signum)
         if signum == signal.SIGINT or len(received) == 1:
-            raise KeyboardInterrupt  # not Stopped: libraries catch what is an Exception
+            raise KeyboardInterrupt  # Libraries could catch Stopped, which is an Exception.
 
-    if current_thread() is not main_thread():
-        yield
-        return
     try:
-        with _handled(stop):
+        with handled(stop):
             yield
     except KeyboardInterrupt:
         if received and signal.SIGINT not in received:
-            raise Stopped(f"stopped on request{': ' if goes_on else ''}{goes_on}") from None
-        if goes_on:
-            raise KeyboardInterrupt(goes_on) from None
+            raise Stopped(f"stopped on request{': ' if instruction else ''}{instruction}") from None
+        if instruction:
+            raise KeyboardInterrupt(instruction) from None
         raise

@@ -1,10 +1,11 @@
-"""What all commands share: options, logs, and the exit."""
+"""Define the options, logging and exit codes that all commands have in common."""
 
 from __future__ import annotations
 
 import argparse
 import errno
 import io
+import json
 import logging
 import os
 import sys
@@ -12,58 +13,48 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import yaml
 
 from fl_engine.core import system
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, masked, out_of_memory, printable
+from fl_engine.core.errors import BadInput, EnvironmentFailure, FlexfleetError, first_line, masked, out_of_memory
 from fl_engine.core.text import comment_of, path_of, read_yaml
-from flexfleet.config.form_fields import place
-from flexfleet.config.overrides import Overrides, check_once, on_top, pair_of
+from flexfleet.config.dotted import Overrides, check_once, on_top, pair_of, place
 from flexfleet.files.doctor import EXTRAS
 
 log = logging.getLogger("flexfleet")
 
 
 def show(text: str) -> None:
-    """Print a text, of which `head` or a pager may read only a part."""
+    """Print `text`. A reader such as `head` can close the pipe early without an error."""
     with _read_or_not(sys.stdout):
         print(text, flush=True)
 
 
 @contextmanager
 def _read_or_not(stream: TextIO) -> Iterator[None]:
-    """Ignore that the reader of `stream` is gone, because a pipe or terminal was closed."""
+    """Ignore the error if the pipe or terminal of `stream` was closed."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO) and stream is not sys.stderr:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else Python complains when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Otherwise Python prints an error at exit.
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser with the options that all commands have."""
-    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_config(p)
-    return p
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser that raises BadInput for wrong arguments, so that `run_main` reports them like all other errors."""
 
-
-def step_parser(description: str, **reads: str) -> argparse.ArgumentParser:
-    """Return a step's parser: `--out`, and for each `<option>=<step>` the folder that an earlier step wrote."""
-    p = parser(description)
-    for option, step in reads.items():
-        p.add_argument(f"--{option}", type=path_of, required=True, metavar="DIR", help=f"what the {step} step wrote")
-    p.add_argument("--out", type=path_of, required=True, metavar="DIR")
-    return p
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        raise BadInput(message)
 
 
 def add_config(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--config", type=path_of, action="append", metavar="FILE",
-        help="parameters (default: ./params.yaml, else the built-in defaults); of several, each goes on top of those "
-        "before it",
+        help="parameters (default: ./params.yaml, else the built-in defaults); later files override earlier ones",
     )  # fmt: skip
     add_set(p, "override one parameter; may be repeated")
 
@@ -73,8 +64,8 @@ def add_set(p: argparse.ArgumentParser, about: str) -> None:
 
 
 def add_short(p: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Options with the short names of parameters (`flexfleet.config.form_fields`)."""
-    about = "short for --set; `flexfleet params` tells all with their defaults"
+    """Add options with the short names of parameters (`flexfleet.config.dotted`)."""
+    about = "short for --set; `flexfleet params` lists all parameters with their defaults"
     group = p.add_argument_group("common parameters", about)
     for name in names:
         group.add_argument(
@@ -95,12 +86,12 @@ def add_resume(p: argparse.ArgumentParser) -> None:
         "--discard-damaged", action="store_true", help="on a damaged checkpoint, resume from the last good commit"
     )
     p.add_argument(
-        "--accept-numerics", action="store_true", help="resume although this machine computes other last bits"
+        "--accept-numerics", action="store_true", help="resume although the last bits of results differ on this machine"
     )
 
 
 class _Set(argparse.Action):
-    """`--set a.b=value`: the values of all of them, by dotted name."""
+    """Collect the values of all `--set a.b=value` options by dotted name."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         path, value = pair_of(values)
@@ -108,24 +99,21 @@ class _Set(argparse.Action):
 
 
 class _Given(argparse.Action):
-    """An option that is short for `--set`. `dest` is a short name or a parameter's dotted name."""
+    """Store the value of a short form of `--set`. `dest` is a short name or a dotted name."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         path = self.dest if "." in self.dest else place(self.dest, values)
-        given: dict[str, Overrides] = getattr(namespace, "given", {})
-        option = self.option_strings[-1]
-        if option in given:
-            raise ConfigError(f"{option} is given twice: leave one out")
-        namespace.given = {**given, option: {path: _read(path, values)}}
+        given: list[tuple[str, Overrides]] = getattr(namespace, "given", [])
+        namespace.given = [*given, (self.option_strings[-1], {path: _read(path, values)})]
 
 
 def _read(path: str, text: str) -> Any:
-    """Return the value of a short option. A text with a '#' is kept, since it has no need for a comment."""
+    """Parse the value of a short option. A '#' in the value does not begin a comment."""
     try:
         value = read_yaml(text)
         return text if isinstance(value, str) and comment_of(text) else value
     except yaml.YAMLError:
-        return pair_of(f"{path}={text}")[1]  # which says what is wrong
+        return pair_of(f"{path}={text}")[1]  # raises ConfigError
 
 
 def add_faults(p: argparse.ArgumentParser) -> None:
@@ -136,53 +124,56 @@ def add_faults(p: argparse.ArgumentParser) -> None:
 
 
 def parsed(p: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and settle a command's arguments. Raises ConfigError."""
+    """Parse a command's arguments, and call `settle`. Raises ConfigError."""
     args = p.parse_args(argv)
     settle(args)
     return args
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Add the short options to `args.set`, set the log's level, and log which files are merged. Raises ConfigError if a
-    parameter is given twice."""
+    """Add the short options to `args.set`, set the log level, and log which files are merged. Raises ConfigError if a
+    parameter is set twice."""
     if getattr(args, "quiet", False) or getattr(args, "verbose", False):
         for name in ("flexfleet", "fl_engine"):
             logging.getLogger(name).setLevel(logging.WARNING if args.quiet else logging.DEBUG)
         if args.quiet:
-            logging.getLogger().setLevel(logging.WARNING)  # libraries tell things too
-    given: dict[str, Overrides] = getattr(args, "given", {})
-    if given:
-        check_once([*given.items(), ("--set", args.set)])
-        for values in given.values():
+            logging.getLogger().setLevel(logging.WARNING)  # also for libraries
+    if given := getattr(args, "given", None):
+        check_once([*given, ("--set", args.set)])
+        for _, values in given:
             args.set = {**args.set, **values}
     files = getattr(args, "config", None)
     if isinstance(files, list) and len(files) > 1:
-        log.info("configuration: %s", ", then on top ".join(map(str, files)))
+        log.info("configuration: %s", ", replaced by ".join(map(str, files)))
 
 
 def start_logging() -> None:
-    """Logs go to stderr: stdout belongs to results."""
+    """Log to stderr, because results are printed to stdout."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("botocore").setLevel(logging.WARNING)  # it tells where it found the credentials, every time
+    logging.getLogger("botocore").setLevel(logging.WARNING)  # botocore's INFO lines show where credentials are stored
 
 
-def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
-    """Run a command and exit. An expected error is one line on stderr and its exit code; an unexpected one has a
-    traceback, without the passwords of addresses."""
+def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> None:
+    """Run a command and exit. Expected errors are printed as one line on stderr, and with `--json` also as an object on
+    stdout. Unexpected errors are printed with a traceback, in which passwords in addresses are masked."""
+    argv = sys.argv[1:] if argv is None else argv
     _open_streams()
     start_logging()
-    sys.excepthook = _tell
+    sys.excepthook = _print_masked
     try:
         system.check_torch()
-        sys.exit(main(None))
+        sys.exit(main(argv))
     except Exception as error:
-        known = told_of(error)
+        known = expected(error)
         if known is None:
             raise
-        log.debug("where it happened:", exc_info=error)
+        about = known.as_json()
+        log.debug("traceback:", exc_info=error)
         with _read_or_not(sys.stderr):
-            print(f"error: {known[0]}", file=sys.stderr, flush=True)
-        sys.exit(known[1])
+            print(f"error: {about['message']}", file=sys.stderr, flush=True)
+        if "--json" in argv:
+            show(json.dumps({"error": about}))
+        sys.exit(known.exit_code)
     except KeyboardInterrupt as error:
         with _read_or_not(sys.stderr):
             print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr, flush=True)
@@ -190,8 +181,7 @@ def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
 
 
 def _open_streams() -> None:
-    """Discard what is printed if stdout or stderr is closed. Print a question mark for a character that the locale's
-    encoding lacks."""
+    """Discard output if stdout or stderr is closed. Replace characters that the encoding of stdout does not support."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - as long as the process
@@ -199,26 +189,25 @@ def _open_streams() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def told_of(error: Exception) -> tuple[str, int] | None:
-    """The line to print for an expected error, and its exit code; None if the error is a bug."""
-    ours = EnvironmentFailure.exit_code
+def expected(error: Exception) -> FlexfleetError | None:
+    """Convert an expected error to a FlexfleetError. Returns None if the error is a bug."""
     if isinstance(error, FlexfleetError):
-        return printable(str(error)), error.exit_code
+        return error
     if isinstance(error, ModuleNotFoundError):
-        return missing(str(error.name)), ours
+        return EnvironmentFailure(missing(str(error.name)))
     if isinstance(error, OSError):
-        return f"{error.filename or 'system'}: {error.strerror or error}", ours
+        return EnvironmentFailure(f"{error.filename or 'system'}: {error.strerror or error}")
     if out_of_memory(error):
-        return f"not enough memory: {str(error).splitlines()[0] if str(error) else 'no more to be had'}", ours
+        return EnvironmentFailure(f"not enough memory: {first_line(error)}")
     return None
 
 
-def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_masked(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     print(masked("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def missing(module: str) -> str:
-    """Say what to install for a missing module."""
+    """Return the error message for a module that is not installed."""
     package = module.partition(".")[0]
     extra = next((name for name, (modules, _) in EXTRAS.items() if package in modules), "all")
     return f"{package} is not installed: pip install 'flexfleet[{extra}]'"

@@ -1,39 +1,44 @@
-"""Follow a pipeline run to its end: its rounds, from its ledger or MLflow, and the states of its tasks.
+"""Follow a pipeline run until it ends, and report its rounds (from the ledger) and task states.
 
-Following changes nothing on the server, unless `retries` is given. It continues after an outage of the server.
+Unless `retries` is set, only read requests are sent. Server outages do not end the process.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from fl_engine.core.errors import BadInput, ConfigError, Diverged, EnvironmentFailure, GateFailed, printable
+from fl_engine.core.errors import BadInput, Diverged, EnvironmentFailure, GateFailed, IntegrityError, printable
 from fl_engine.storage.outage import waiting
+from flexfleet.files.terminal import expected
 from flexfleet.kubeflow.client import api_of, connected, link, parameters_of, translated
 from flexfleet.kubeflow.failures import SIGNALS, Cause, causes, logs, tasks_in
-from flexfleet.kubeflow.progress import NAMED, Look, name_of, rounds_of, whole
 
-EVERY_S = 5.0
-SLOWEST_S = 60.0
-"""Longest pause between two looks (seconds), if reading the rounds takes long."""
-PATIENCE_S = 600.0
-"""Seconds for which following waits for a server that does not answer."""
+if TYPE_CHECKING:
+    from fl_engine.storage.checkpoints import Row
+
+PAUSE_S, PATIENCE_S = 5.0, 600.0
 RETRIES = 3
-"""How often `submit --wait` retries a run whose cause of failure a retry may cure."""
+"""Number of times that `submit --wait` retries a failed run. Only failures that may be temporary are retried."""
 EXIT_CODES = {"SUCCEEDED": 0, "FAILED": 1, "SKIPPED": 1, "CANCELED": 3}
-"""Exit code for each state in which a run ends; 3: it was terminated and can be resumed."""
-KILLED = SIGNALS["killed"]
+"""Map each final state of a run to an exit code. Code 3 means that the run was terminated and can be resumed."""
 CANCELLED = ("CANCELING", "CANCELED")
 WORDS = {"CANCELED": "terminated"}
+PIPELINES = {"run_id": "train", "comparison_id": "compare", "study_id": "tune", "night_id": "nightly"}
+"""Map form fields to pipelines. The field sets the name of the run, comparison or study that the pipeline executes."""
+COMMITTED = re.compile(r"(.+)/rounds/[0-9]{5,}/(?:[0-9]+-)?COMMITTED")
 
 Report = Callable[[str], None]
 Tasks = dict[str, dict[str, int]]
+NewRounds = Callable[[], "list[tuple[str, Row]]"]
+"""Function that returns a pair (run name, round) for each round that was committed since the last call. If the pipeline
+has only one run, the name is empty. The function raises EnvironmentFailure if the rounds cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -42,88 +47,92 @@ class Followed:
 
     run_id: str
     url: str
-    """Address of the run in the UI; empty if the UI's address is not known."""
+    """URL of the run in the UI. Empty if the URL of the UI is unknown."""
     state: str
-    """SUCCEEDED, FAILED, SKIPPED or CANCELED."""
+    """Final state: SUCCEEDED, FAILED, SKIPPED or CANCELED."""
     tasks: Tasks
-    """For each task name, the number of tasks in each state. The tasks of a loop share a name."""
+    """Map each task name to {state: number of tasks}. Tasks in a loop have the same name."""
     rounds: dict[str, dict[str, float]]
-    """Map the name of each run (empty if the pipeline is one run) to the measurements of its last round, and `round`:
-    the number of that round, counted from 1."""
+    """Map the name of each run to the metrics of its last round. The name of a single run is empty. The metric `round`
+    is the number of this round, counted from 1."""
     error: str
-    """Why the run failed: one line for each failed task."""
+    """Causes of the failure, with one line for each failed task. Empty if the run did not fail."""
     retried: int
-    """How often the run was retried while it was followed."""
+    """Number of retries that this process has started."""
 
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.state]
 
 
-def follow(run_id: str, *, host: str | None = None, retries: int = 0, report: Report = print) -> Followed:
-    """Report what happens until the run has ended.
+def follow(
+    run_id: str,
+    *,
+    host: str | None = None,
+    retries: int = 0,
+    report: Report = print,
+    pause_s: float = PAUSE_S,
+    patience_s: float = PATIENCE_S,
+) -> Followed:
+    """Follow a pipeline run until it ends, and report its rounds and task states.
 
     Args:
-        run_id: Kubeflow's id of the run.
         host: As in `submit`.
-        retries: How often a failed run is retried if its cause may be cured so: a killed, drained or vanished pod.
-        report: Called with each line.
+        retries: Maximum number of retries. Runs are retried if a pod was killed, drained or deleted.
+        patience_s: Seconds to wait for a server that does not respond.
 
     Raises:
-        EnvironmentFailure: The server does not have the run, or did not answer for PATIENCE_S.
+        EnvironmentFailure: The run does not exist, or the server did not respond for `patience_s` seconds.
     """
     with connected(host) as client:
-        run = _asked(client, run_id)
+        run = _run(client, run_id, patience_s)
         url, name, parameters = link(host, "runs", run_id), printable(run.display_name), parameters_of(client, run)
         report(f"following {name}" + (f": {url}" if url else f" ({run_id})"))
-        look = rounds_of(parameters, run_id, report)
+        read_rounds = rounds_of(parameters, run_id, report)
         tasks: Tasks = {}
         last: dict[str, dict[str, float]] = {}
         retried, is_terminated = 0, False
         while True:
-            began = time.monotonic()
             now = tasks_of(run)
             for task, states in now.items():
                 if states != tasks.get(task):
                     report(f"{task}: {_described(states)}")
             tasks = now
-            last |= _rounds(look, parameters.get("rounds"), report)
-            is_terminated |= run.state in CANCELLED  # which the history may lack
+            last |= _report_rounds(read_rounds, parameters.get("rounds"), report)
+            is_terminated |= run.state in CANCELLED  # CANCELING may be missing from the state history
             if (state := "CANCELED" if is_terminated and run.state == "FAILED" else state_of(run)) in EXIT_CODES:
-                found = waiting(partial(causes, client, run), PATIENCE_S) if state == "FAILED" else []
-                if not _is_retried(found, retried, retries):
+                found = waiting(partial(causes, client, run), patience_s) if state == "FAILED" else []
+                if not found or retried == retries or not all(cause.is_curable for cause in found):
                     break
                 retried += 1
                 report(f"{_lines(found)}; retrying the run ({retried} of {retries})")
-                waiting(partial(_retried, client, run_id), PATIENCE_S)
-            time.sleep(max(EVERY_S, min(10 * (time.monotonic() - began), SLOWEST_S)))
-            run = _asked(client, run_id)
+                waiting(partial(retry, client, run_id), patience_s)
+            time.sleep(pause_s)
+            run = _run(client, run_id, patience_s)
     followed = Followed(run_id, url, state, tasks, last, _lines(found), retried)
-    report(f"{name}: {WORDS.get(state, state.lower())}{_after(run)}" + (f": {url}" if url else ""))
+    report(f"{name}: {WORDS.get(state, state.lower())}" + (f": {url}" if url else ""))
     if followed.exit_code:
-        if followed.error:
-            report(followed.error)
-        if advice := _advice(found, parameters, run_id):
-            report(advice)
+        for line in filter(None, (followed.error, _advice(found, parameters, run_id))):
+            report(line)
     return followed
 
 
-def _asked(client: Any, run_id: str) -> Any:
-    """Return the run; while the server does not answer, ask again for PATIENCE_S."""
+def _run(client: Any, run_id: str, patience_s: float = PATIENCE_S) -> Any:
+    """Return the run. If the server does not respond, retry for up to `patience_s` seconds."""
 
-    def ask() -> Any:
+    def request() -> Any:
         with translated():
             run = client.get_run(run_id)
         if run.run_id != run_id:
-            raise EnvironmentFailure(f"the server has no run with the id {run_id}: {printable(str(run))[:300]}")
+            raise EnvironmentFailure(f"The server has no run with the ID {run_id}: {printable(str(run))[:300]}")
         return run
 
-    return waiting(ask, PATIENCE_S)
+    return waiting(request, patience_s)
 
 
 def state_of(run: Any) -> str:
-    """Return the state of a run; CANCELED if it was terminated. Kubeflow 2.17 ends a terminated run as FAILED, after
-    CANCELING in its history."""
+    """Return the state of a run. The state is CANCELED if the run was terminated. In Kubeflow 2.17, the state of a
+    terminated run is FAILED, with CANCELING in its history."""
     if run.state != "FAILED":
         return str(run.state or "PENDING")
     states = [each.state for each in run.state_history or []]
@@ -132,45 +141,31 @@ def state_of(run: Any) -> str:
     for state in reversed(states):
         if state in CANCELLED:
             return "CANCELED"
-        if state in EXIT_CODES:  # how it ended before a retry
+        if state in EXIT_CODES:  # an earlier attempt ended in this state
             break
     return "FAILED"
 
 
-def _retried(client: Any, run_id: str) -> None:
-    """Retry a run, unless an earlier request whose answer was lost has done so."""
-    try:
-        if _asked(client, run_id).state == "FAILED":
-            retry(client, run_id)
-    except ConfigError:
-        if _asked(client, run_id).state == "FAILED":
-            raise
-
-
-def _is_retried(found: list[Cause], retried: int, retries: int) -> bool:
-    return bool(found) and retried < retries and all(cause.is_curable for cause in found)
-
-
-def _rounds(look: Look | None, total: Any, report: Report) -> dict[str, dict[str, float]]:
-    """Report the new rounds; return the last round of each run."""
-    if look is None:
+def _report_rounds(read: NewRounds | None, total: Any, report: Report) -> dict[str, dict[str, float]]:
+    """Report the new rounds, and return the last round of each run."""
+    if read is None:
         return {}
-    from flexfleet.tracking.console import brief
+    from flexfleet.tracking.trackers import summary
 
     try:
-        new = look()
-    except EnvironmentFailure:  # it could be read before, so try again the next time
+        new = read()
+    except EnvironmentFailure:  # the outage may be temporary, because an earlier call succeeded
         return {}
     last = {}
-    for each in new:
-        of = f"/{whole(total)}" if total else ""
-        report(f"{printable(each.run) + '  ' if each.run else ''}round {each.number}{of}  {brief(each.metrics)}")
-        last[each.run] = {"round": each.number, **each.metrics}
+    of = f"/{whole(total)}" if total else ""
+    for run, row in new:
+        report(f"{printable(run) + '  ' if run else ''}round {row.round + 1}{of}  {summary(row.metrics)}")
+        last[run] = {"round": row.round + 1, **row.metrics}
     return last
 
 
 def tasks_of(run: Any) -> Tasks:
-    """Return the states of a run's tasks by name, in the order in which the tasks began."""
+    """Return {task name: {state: number of tasks}}, in the order in which the tasks were created."""
     tasks: dict[str, Counter[str]] = {}
     for task in tasks_in(run):
         tasks.setdefault(printable(task.display_name), Counter())[str(task.state or "PENDING")] += 1
@@ -188,65 +183,111 @@ def _lines(found: list[Cause]) -> str:
     return "\n".join(f"{cause.task}: {cause.message}" for cause in found)
 
 
-def _after(run: Any) -> str:
-    if run.created_at is None or run.finished_at is None or run.finished_at < run.created_at:
-        return ""
-    minutes, seconds = divmod(round((run.finished_at - run.created_at).total_seconds()), 60)
-    return f" after {minutes} min {seconds} s" if minutes else f" after {seconds} s"
-
-
-ADVICE = {
-    BadInput.exit_code: "Correct the parameter, and submit again.",
-    Diverged.exit_code: "A retry gives the same result. Change the parameters, and submit again with another name.",
-    GateFailed.exit_code: "Open the report of the task before: a figure is worse than before.",
-    1: "This is a bug in flexfleet or in your own class. The traceback is in `flexfleet submit --logs {run_id}`.",
-}
-"""What the user can do, by the exit code of the task. All other failures can be continued."""
-OUT_OF_MEMORY = "If the pod was out of memory, raise FLEXFLEET_TRAIN_MEMORY. "
+FINAL = {1, BadInput.exit_code, Diverged.exit_code, GateFailed.exit_code}
+"""Exit codes of tasks that cannot be continued. The last log lines of such a task contain advice."""
 
 
 def _advice(found: list[Cause], parameters: Mapping[str, Any], run_id: str) -> str:
-    """Return what the user can do after a failed or terminated run; empty for a pipeline that is not flexfleet's."""
+    """Return advice on how to continue a failed or terminated run. Return an empty string if the run cannot be
+    continued."""
     key, name = name_of(parameters, run_id)
-    if not key:
+    codes = {cause.code for cause in found}
+    if not key or codes & FINAL:
         return ""
-    codes = [cause.code for cause in found]
-    if known := next((ADVICE[code] for code in codes if code in ADVICE), ""):
-        return known.format(run_id=run_id)
-    store = str(parameters.get("store_uri") or "")
-    if store and "://" not in store and not PurePosixPath(store).is_absolute():
-        return (
-            f"store_uri = {store!r} is a folder of each task's own pod, so another run cannot continue this one. Use "
-            "s3://bucket/prefix, or a folder of a volume."
-        )
-    same = "settings and the same image" if key == "night_id" else "settings"
-    again = f"`flexfleet submit {NAMED[key]} --param {key}={name}` with the same {same}"
+    again = f"`flexfleet submit {PIPELINES[key]} --param {key}={name}` with the same settings"
     if not found:
         return f"To continue: {again}."
-    memory = OUT_OF_MEMORY if KILLED in codes else ""
+    memory = "If the pod was out of memory, increase FLEXFLEET_TRAIN_MEMORY. " if SIGNALS["killed"] in codes else ""
     return f"{memory}To continue: `flexfleet submit --retry {run_id}`, or {again}."
 
 
-# ------------------------------------------------------------------------------------------------- one command each
+def name_of(parameters: Mapping[str, Any], job_id: str) -> tuple[str, str]:
+    """Return a tuple (form field that sets the name of the pipeline's output, name of the output). Both are empty for
+    pipelines that are not from flexfleet. If the field is empty, the name is generated like in the first task."""
+    key = next((key for key in PIPELINES if key in parameters), "")
+    given = parameters.get(key) or {
+        "run_id": f"{parameters.get('algorithm', 'flexfl')}-s{whole(parameters.get('seed', 0))}-{job_id}",
+        "comparison_id": f"compare-{job_id}",
+        "study_id": f"{parameters.get('algorithm', 'flexfl')}-s0-tune-{job_id}",
+        "night_id": f"night-{job_id}",
+    }.get(key, "")
+    return key, str(given)
+
+
+def whole(value: Any) -> str:
+    """Convert a value to a string. Numbers are rounded to integers, because Kubeflow stores integers as floats."""
+    return f"{value:.0f}" if isinstance(value, int | float) else str(value)
+
+
+def rounds_of(parameters: Mapping[str, Any], job_id: str, report: Callable[[str], None]) -> NewRounds | None:
+    """Return a function that reads new rounds. If this machine cannot read the ledgers, call `report` with the reason
+    and return None."""
+    key, name = name_of(parameters, job_id)
+    store_uri = str(parameters.get("store_uri") or "")
+    if not key:
+        return None
+    if "://" not in store_uri and not (Path(store_uri).is_absolute() and Path(store_uri).is_dir()):
+        report(f"Only the states of the tasks are shown, because store_uri = {store_uri!r} is not on this machine.")
+        return None
+    prefixes = [f"{name}/"]
+    if key == "night_id":  # each case has its own folder <night_id>-<case>
+        from flexfleet.experiments.nightly_suite import FOLDER, load
+        from flexfleet.experiments.published_suites import names
+
+        suite = str(parameters.get("suite") or "")
+        cases = load(FOLDER / f"{suite}.yaml").cases if suite in names(FOLDER) else ()
+        prefixes = [f"{name}-{case}/" for case in cases] or [f"{name}-"]  # `{name}-` also matches <name>-2
+    try:
+        return _ledgers(store_uri, name, prefixes)
+    except Exception as error:
+        reason = expected(error)
+        if reason is None:
+            raise
+        report(f"Only the states of the tasks are shown, because this machine cannot read the rounds: {reason}")
+        return None
+
+
+def _ledgers(store_uri: str, name: str, prefixes: list[str]) -> NewRounds:
+    from fl_engine.storage.checkpoints import Checkpoints
+    from fl_engine.storage.s3 import open_store
+
+    store = open_store(store_uri)
+    commits_read: dict[str, list[str]] = {}
+    last: dict[str, int] = {}
+
+    def read() -> list[tuple[str, Row]]:
+        commits: dict[str, list[str]] = {}
+        keys = (key for prefix in prefixes for key in store.list(prefix))
+        for commit in filter(None, map(COMMITTED.fullmatch, keys)):
+            commits.setdefault(commit[1], []).append(commit[0])
+        new: list[tuple[str, Row]] = []
+        for folder in commits:
+            if commits_read.get(folder) == commits[folder]:
+                continue
+            try:
+                rows = Checkpoints(open_store(f"{store_uri.rstrip('/')}/{folder}")).rows(lines=False)
+            except IntegrityError:  # the coordinator removed a listed file; the next call reads a newer file
+                continue
+            run = folder.removeprefix(name).strip("/-")
+            new += [(run, row) for row in rows if row.round > last.get(folder, -1)]
+            commits_read[folder], last[folder] = commits[folder], max((row.round for row in rows), default=-1)
+        return new
+
+    store.list(prefixes[0])  # raises an error early if the store cannot be read
+    return read
+
+
 def retry(client: Any, run_id: str) -> None:
-    """Start the failed tasks of a run again, as Retry in Kubeflow's UI does."""
+    """Restart the failed tasks of a run, like the button Retry in Kubeflow's UI."""
     import kfp_server_api
 
     with translated():
         kfp_server_api.RunServiceApi(api_of(client)).run_service_retry_run(run_id)
 
 
-def terminate(client: Any, run_id: str) -> None:
-    """End a run. Its committed rounds stay in its store."""
-    with translated():
-        client.terminate_run(run_id)
-
-
-def print_logs(client: Any, run_id: str, report: Report) -> bool:
-    """Report the logs of a run's pods. Returns False if no log is available."""
-    found = False
-    for log in logs(client, _asked(client, run_id)):
-        report(f"==> {log.task or 'task'} ({log.pod}) <==")
-        report(log.text.rstrip("\n"))
-        found = True
-    return found
+def log_lines(client: Any, run_id: str) -> list[str]:
+    """Return the log lines of a run's pods. Raises EnvironmentFailure if no log is available."""
+    found = list(logs(client, _run(client, run_id)))
+    if not found:
+        raise EnvironmentFailure(f"Kubeflow has no logs of run {run_id}. No task has started, or its pods were deleted")
+    return [line for task, pod, log in found for line in (f"==> {task or 'task'} ({pod}) <==", log.rstrip("\n"))]

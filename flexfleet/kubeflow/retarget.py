@@ -1,7 +1,7 @@
-"""Adapts a compiled pipeline to its cluster: image, Secrets, data, nodes, resources.
+"""Adapt a compiled pipeline to a cluster, by changing its image, Secrets, data, nodes and resources.
 
-The files in `compiled/` have the defaults of this module. `retarget` sets the values of the environment in such a text;
-it compiles nothing and does not need the SDK's compiler.
+The compiled files in `compiled/` contain the defaults that this module defines. `retarget` replaces the defaults in a
+compiled file with values from the environment, so the SDK's compiler is not needed.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ SECRETS = {
     "FLEXFLEET_TUNE_SECRET": "flexfleet-tune",
     "FLEXFLEET_WEBHOOK_SECRET": "flexfleet-webhook",
 }
-"""The Secrets in the namespace that pipelines run in, by the variable that names another Secret."""
+"""Map environment variables that contain names of Secrets to default names in the pipelines' namespace."""
 SIZES = {
     "TASK": {"CPU": "250m:2", "MEMORY": "1Gi:4Gi"},
     "TRAIN": {"CPU": "500m:8", "MEMORY": "1Gi:16Gi"},
 }
-"""request:limit; TRAIN: of tasks that train networks. `retarget` tells the two sorts of tasks apart by these values."""
+"""Resources as `request:limit` for ordinary tasks and for tasks that train networks. `retarget` identifies the tasks
+by these values."""
 DATA = "/data"
-"""The folder of the data sets in tasks, if FLEXFLEET_DATA_CLAIM names a volume claim with them."""
+"""Mount path of the data sets. The volume claim that contains them is set in FLEXFLEET_DATA_CLAIM."""
 
 LINKS = ("FLEXFLEET_KUBEFLOW_UI", "FLEXFLEET_MLFLOW_UI")
-"""Addresses for links."""
+"""Environment variables with addresses that are used in links."""
 VARIABLES = (
     *SECRETS,
     *LINKS,
@@ -43,33 +44,33 @@ VARIABLES = (
     *(f"FLEXFLEET_{kind}_{what}" for kind, sizes in SIZES.items() for what in sizes),
 )
 ADAPTED = "# Adapted to its cluster by "
-"""Begins the line that shows people by which variables a text was adapted."""
+"""Beginning of the comment line that lists the environment variables with which a file was adapted."""
 
 
 def names() -> list[str]:
-    """The shipped pipelines."""
+    """Return the names of the shipped pipelines."""
     folder = resources.files("flexfleet.kubeflow").joinpath("compiled")
     return sorted(each.name.removesuffix(".yaml") for each in folder.iterdir() if each.name.endswith(".yaml"))
 
 
 def shipped(name: str) -> str:
-    """The compiled pipeline `name`, with the defaults."""
+    """Return the YAML of a shipped pipeline, which was compiled with the defaults."""
     return resources.files("flexfleet.kubeflow").joinpath("compiled").joinpath(f"{name}.yaml").read_text("utf-8")
 
 
 def documents(text: str) -> list[Any]:
-    """What a compiled pipeline holds: its specification, and what of it only Kubernetes knows. Read with libyaml where
-    PyYAML has it, which takes a tenth of the time."""
+    """Parse a compiled pipeline, and return its two documents: the specification and the Kubernetes settings. The
+    parser of libyaml is used if available, because it is ten times as fast."""
     return list(yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
 
 
 def retarget(text: str, environment: Mapping[str, str]) -> str:
-    """Return the pipeline for the cluster that `environment` (FLEXFLEET_IMAGE, ...) describes, the same text if
-    `environment` sets nothing. `text` has the defaults. Raises ConfigError for a malformed value."""
-    asked = {name: environment[name] for name in VARIABLES if environment.get(name)}
+    """Return a copy of the pipeline `text` in which values from `environment`, such as FLEXFLEET_IMAGE, replace
+    defaults. The pipeline does not change if no variable is set. Raises ConfigError for a malformed value."""
+    given = {name: environment[name] for name in VARIABLES if environment.get(name)}
     spec, platform = documents(text)
     named = {default: environment.get(variable) or default for variable, default in SECRETS.items()}
-    nodes = _pairs(environment.get("FLEXFLEET_TASK_NODES", ""))
+    nodes = _nodes(environment.get("FLEXFLEET_TASK_NODES", ""))
     claim = environment.get("FLEXFLEET_DATA_CLAIM")
     links = {name: environment[name] for name in LINKS if environment.get(name)}
     tasks = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
@@ -85,36 +86,31 @@ def retarget(text: str, environment: Mapping[str, str]) -> str:
         container["resources"] = _resources(container["resources"], environment)
         for secret in settings.get("secretAsEnv", ()):
             secret["secretName"] = named.get(secret["secretName"], secret["secretName"])
-            secret["secretNameParameter"] = _constant(secret["secretName"])
+            secret["secretNameParameter"] = {"runtimeValue": {"constant": secret["secretName"]}}
         if claim:
-            mount = {"constant": claim, "mountPath": DATA, "pvcNameParameter": _constant(claim)}
-            settings["pvcMount"] = [mount]
+            name = {"runtimeValue": {"constant": claim}}
+            settings["pvcMount"] = [{"constant": claim, "mountPath": DATA, "pvcNameParameter": name}]
         if nodes:
             settings["nodeSelector"] = {"labels": dict(nodes)}
-    told = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
-    if asked:
-        told += f"{ADAPTED}{json.dumps(asked, sort_keys=True)}\n"
-    return told + yaml.safe_dump_all([spec, platform], sort_keys=True, allow_unicode=True)
+    comments = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    if given:
+        comments += f"{ADAPTED}{json.dumps(given, sort_keys=True)}\n"
+    return comments + yaml.safe_dump_all([spec, platform], sort_keys=True, allow_unicode=True)
 
 
-def _constant(value: str) -> dict[str, Any]:
-    return {"runtimeValue": {"constant": value}}
-
-
-def _pairs(text: str) -> dict[str, str]:
-    """`label=value,label=value`."""
-    pairs = {}
-    for pair in filter(str.strip, text.split(",")):
-        label, sign, value = pair.partition("=")
-        if not sign or not label.strip():
-            raise ConfigError(f"FLEXFLEET_TASK_NODES: label=value,... is expected, got {text!r}")
-        pairs[label.strip()] = value.strip()
-    return pairs
+def _nodes(text: str) -> dict[str, str]:
+    """Parse node labels: `label=value,label=value`."""
+    pairs = [[part.strip() for part in pair.partition("=")] for pair in text.split(",") if pair.strip()]
+    if not all(label and sign for label, sign, _ in pairs):
+        raise ConfigError(f"FLEXFLEET_TASK_NODES must be a list of the form label=value,label=value, got {text!r}")
+    return {label: value for label, _, value in pairs}
 
 
 def _resources(compiled: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """The resources for a task that was compiled with these values of SIZES; other values stay. Kubeflow has each
-    amount twice: as a number (CPUs, or 10^9 bytes) for old back ends, and in Kubernetes' notation."""
+    """Return the requests and limits of a task. Resources are only replaced if `compiled` contains amounts from SIZES.
+
+    Kubeflow stores each amount twice: in Kubernetes notation, and as a number of CPUs or GB for old back ends.
+    """
     limit = f":{compiled['resourceMemoryLimit']}"
     kind = next((kind for kind, sizes in SIZES.items() if sizes["MEMORY"].endswith(limit)), None)
     if kind is None:
@@ -122,27 +118,21 @@ def _resources(compiled: Mapping[str, Any], environment: Mapping[str, str]) -> d
     resources = dict[str, Any]()
     for what, unit in (("cpu", 1), ("memory", 10**9)):
         variable = f"FLEXFLEET_{kind}_{what.upper()}"
-        asked = environment.get(variable) or SIZES[kind][what.upper()]
-        least, _, most = (amount.strip() for amount in asked.partition(":"))
-        for bound, amount in (("Request", least), ("Limit", most or least)):
-            resources[f"{what}{bound}"] = found = _amount(amount, variable) / unit
-            if bound == "Limit" and not found:
-                raise ConfigError(f"{variable}: a limit above 0 is expected, got {amount!r}")
-            resources[f"resource{what.capitalize()}{bound}"] = amount
-        if resources[f"{what}Request"] > resources[f"{what}Limit"]:
-            raise ConfigError(f"{variable}: request:limit with a request up to the limit is expected, got {asked!r}")
+        value = environment.get(variable) or SIZES[kind][what.upper()]
+        request, _, limit = (amount.strip() for amount in value.partition(":"))
+        amounts = {"Request": request, "Limit": limit or request}
+        try:
+            numbers = {bound: float(quantity(amount)) / unit for bound, amount in amounts.items()}
+        except ValueError as error:
+            raise ConfigError(f"{variable}: {error}") from None
+        if not 0 <= numbers["Request"] <= numbers["Limit"] > 0:
+            raise ConfigError(f"{variable} must be request:limit, with limit > 0 and request <= limit, got {value!r}")
+        resources |= {f"{what}{bound}": number for bound, number in numbers.items()}
+        resources |= {f"resource{what.capitalize()}{bound}": amount for bound, amount in amounts.items()}
     if kind == "TRAIN" and (accelerator := environment.get("FLEXFLEET_TRAIN_GPU")):
-        what, _, count = (part.strip() for part in accelerator.partition("="))
-        if "/" not in what or not re.fullmatch("[1-9][0-9]*|", count):
-            raise ConfigError(f"FLEXFLEET_TRAIN_GPU: kind=number is expected (nvidia.com/gpu=1), got {accelerator!r}")
-        resources["accelerator"] = {
-            "count": count or "1", "resourceCount": count or "1", "resourceType": what, "type": what
-        }  # fmt: skip
+        name, _, count = (part.strip() for part in accelerator.partition("="))
+        if "/" not in name or not re.fullmatch("[1-9][0-9]*|", count):
+            raise ConfigError(f"FLEXFLEET_TRAIN_GPU must be a resource like nvidia.com/gpu=1, got {accelerator!r}")
+        count = count or "1"
+        resources["accelerator"] = {"count": count, "resourceCount": count, "resourceType": name, "type": name}
     return resources
-
-
-def _amount(text: str, variable: str) -> float:
-    try:
-        return float(quantity(text))
-    except ValueError as error:
-        raise ConfigError(f"{variable}: {error}") from None

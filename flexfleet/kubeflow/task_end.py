@@ -1,7 +1,7 @@
-"""How the tasks of a pipeline end, and what they retry.
+"""Handle errors and retries of pipeline tasks, and return metadata of the runs that tasks execute.
 
-Kubeflow's launcher turns every exit code into 1, and shows the log's last lines. So the last lines of a failed task
-name the cause with the exit code, the fields of the form, and how to continue. Only a bug has a traceback.
+Kubeflow's launcher converts every exit code to 1, and shows the last log lines. Therefore, the log of a failed task
+ends with the cause, the exit code, the form fields, and advice how to continue. Tracebacks are logged only for bugs.
 """
 
 from __future__ import annotations
@@ -9,96 +9,69 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from fl_engine.core.errors import (
-    BadInput,
-    Diverged,
-    EnvironmentFailure,
-    GateFailed,
-    IntegrityError,
-    InUse,
-    SeveralErrors,
-    Stopped,
-    Unreachable,
-    masked,
-)
-from flexfleet.config.form_fields import REMOTE, SHORT, STUDY
-from flexfleet.files.terminal import told_of
+from fl_engine.core.errors import BadInput, Diverged, FlexfleetError, GateFailed, InUse, Unreachable, masked
+from flexfleet.config.dotted import FIELDS
+from flexfleet.files.artifacts import EvaluationFile, History, RunFile, RunResult
+from flexfleet.files.terminal import expected
 
 log = logging.getLogger("flexfleet")
 
 T = TypeVar("T")
 
-KINDS = {
-    BadInput: "wrong parameter",
-    Stopped: "stopped",
-    IntegrityError: "damaged file",
-    GateFailed: "gate",
-    EnvironmentFailure: "environment",
-    Diverged: "diverged or nothing merged",
+WAITS_S, FRESH_S = (10.0, 30.0, 90.0, 270.0), 600.0
+ADVICE = {
+    1: "This is a bug in flexfleet or in your own class. Report it with the traceback in the log.",
+    BadInput.exit_code: "A retry does not help. Correct the form, and start another run.",
+    Diverged.exit_code: "A retry does not help. Correct the form, and start another run.",
+    GateFailed.exit_code: "The task before this one has the report.",
 }
-"""The word for each class of errors."""
-BUG = "bug"
-"""The word for every other error."""
-WIDTH = 100
-"""Characters of the longest line of an error. Kubeflow shows the lines in a box that does not wrap."""
-WAITS_S = (10.0, 30.0, 90.0, 270.0)
-"""Seconds that a task waits before each new try, if a server did not answer or another coordinator has the run."""
-FRESH_S = 600.0
-"""Seconds of work after which a failing call has all its tries again."""
-
-RUN = {path: name for name, path in SHORT.items()} | REMOTE
-NIGHT = {path: name for path, name in RUN.items() if name in ("mlflow_uri", "store_uri")}
-SEVERAL = {path: name for path, name in RUN.items() if path != "seed"}
-FORMS: Mapping[str, Mapping[str, str]] = {
-    "run_id": RUN,
-    "comparison_id": SEVERAL | {"algorithm.name": "algorithms"},
-    "study_id": SEVERAL | {path: name for name, path in STUDY.items()},
-    "night_id": NIGHT,
-}
-"""For each pipeline, by the field that names what it began: the form's fields by the dotted names that they set."""
+"""Map exit codes to advice for the user. After any other exit code, the run can be continued."""
 
 
 @contextmanager
 def ending(again: str, form: Mapping[str, Any] = MappingProxyType({})) -> Iterator[None]:
-    """Run the body of a task. On an error, print it and end the process with the exit code of the command line.
+    """Run the body of a task. If the body fails, print the error and exit with the exit code of the command line.
 
     Args:
-        again: The field of the pipeline's form whose value resumes what was begun: a key of FORMS.
-        form: The task's parameters, if it has the form's `advanced` or a `job_id`.
+        again: Form field with the name of the run. A pipeline run with an equal value continues this run.
+        form: Parameters of the task: the values of the form, or at least `job_id`.
     """
     try:
         yield
     except Exception as error:
-        line, code = told_of(error) or ("", 1)
-        if not line:
+        known = expected(error)
+        if known is None:
             print(masked(traceback.format_exc()), end="", file=sys.stderr)
-            line = f"{type(error).__name__}: {masked(str(error))}"
-        kind = next((word for kind, word in KINDS.items() if code == kind.exit_code), BUG)
-        causes = (
-            [(told_of(each) or (line,))[0] for each in error.errors] if isinstance(error, SeveralErrors) else [line]
-        )
-        fields = FORMS[again]
-        first, *more = (" ".join(re.sub("--(run-)?id", again, cause).split()) for cause in causes)
-        head = f"error, exit code {code} ({kind}): {first}"
-        lines = [head, *(f"  also: {cause}" for cause in more), *_named(" ".join([first, *more]), fields)]
-        lines += [f"  {_advice(kind, again)}"]
-        if kind != KINDS[GateFailed]:  # `decide` has called the webhook for the verdict
+            known = FlexfleetError(f"{type(error).__name__}: {masked(str(error))}")
+        about = known.as_json()
+        errors = [each["message"] for each in about.get("errors", [about])]
+        first, *more = (" ".join(re.sub("--(run-)?id", again, error).split()) for error in errors)
+        lines = [f"error, exit code {known.exit_code} ({known.code}): {first}", *(f"  also: {cause}" for cause in more)]
+        causes = " ".join([first, *more])
+        named = [
+            f"{path} is {name}" for path, name in FIELDS.items() if name in form and path != name and path in causes
+        ]
+        if named:
+            lines.append(f"  in the form: {', '.join(named)}")
+        retry = f"To continue, choose Retry of this run in Kubeflow's UI, or start another run with the same {again}."
+        lines.append(f"  {ADVICE.get(known.exit_code, retry)}")
+        if not isinstance(known, GateFailed):  # `decide` has already sent the verdict to the webhook
             _call_webhook(" ".join(" ".join(lines).split()), form)
-        print("\n".join(wrapped for each in lines for wrapped in _wrapped(each)), file=sys.stderr, flush=True)
-        sys.exit(code)
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        sys.exit(known.exit_code)
 
 
 def _call_webhook(error: str, form: Mapping[str, Any]) -> None:
-    """Report the error to the webhook, whose address only tasks of a nightly regression run have: no task after this
-    one could judge the run. A task that is killed, or never starts, reports nothing."""
+    """In a nightly regression run, report the error to the webhook, because no later task reports a verdict. Other
+    pipelines do not have a webhook. A failure is not reported if the task is killed or never starts."""
     from flexfleet.experiments import webhook
 
     webhook.call(
@@ -107,47 +80,48 @@ def _call_webhook(error: str, form: Mapping[str, Any]) -> None:
     )
 
 
-def _wrapped(line: str) -> list[str]:
-    """Break a line into lines of at most WIDTH characters. All but the first begin with two spaces."""
-    start = "  " if line.startswith("  ") else ""
-    return textwrap.wrap(
-        line.strip(), WIDTH, initial_indent=start, subsequent_indent=f"{start}  ", break_on_hyphens=False
-    )
+def patiently(call: Callable[[], T], waits_s: Sequence[float] = WAITS_S, fresh_s: float = FRESH_S) -> T:
+    """Retry `call` with increasing delays as long as a server does not respond, or another coordinator executes the
+    run. A coordinator on a disconnected node ends after a short time, and then this task can continue the run. Each
+    call must resume the work of the previous call. If all retries fail, the last error is raised.
 
-
-def _named(causes: str, fields: Mapping[str, str]) -> list[str]:
-    """Return the line that maps the parameters in the errors to the form's fields; empty without such fields."""
-    named = [
-        f"{path} is {field}"
-        for path, field in fields.items()
-        if path != field and re.search(rf"(?<![\w.-]){re.escape(path)}(?![\w-]|\.\w)", causes)
-    ]
-    return [f"  in the form: {', '.join(named)}"] if named else []
-
-
-def _advice(kind: str, again: str) -> str:
-    if kind in (KINDS[BadInput], KINDS[Diverged]):
-        return "A retry does not help. Correct the form, and start another run."
-    if kind == KINDS[GateFailed]:
-        return "The task before this one has the report."
-    if kind == BUG:
-        return "This is a bug in flexfleet or in your own class. Report it with the traceback above."
-    return f"To continue, choose Retry of this run in Kubeflow's UI, or start another run with the same {again}."
-
-
-def patiently(call: Callable[[], T]) -> T:
-    """Call again, a few times and each time later, while a server does not answer, or while another coordinator has
-    the run. A coordinator whose node is cut off ends soon, and nobody else would continue its run. `call` has to resume
-    what an earlier try began. Raises what the last try raises."""
-    tries = 0
+    Args:
+        waits_s: Seconds before each retry.
+        fresh_s: The retry counter is reset if a call runs for more than this many seconds before it fails.
+    """
+    retries = 0
     while True:
         began = time.monotonic()
         try:
             return call()
         except (Unreachable, InUse) as error:
-            tries = 0 if time.monotonic() - began > FRESH_S else tries
-            if tries == len(WAITS_S):
+            retries = 0 if time.monotonic() - began > fresh_s else retries
+            if retries == len(waits_s):
                 raise
-            log.warning("%s; trying again in %.0f s (%d of %d)", error, WAITS_S[tries], tries + 1, len(WAITS_S))
-            time.sleep(WAITS_S[tries])
-            tries += 1
+            log.warning("%s; retrying in %.0f s (%d of %d)", error, waits_s[retries], retries + 1, len(waits_s))
+            time.sleep(waits_s[retries])
+            retries += 1
+
+
+def metadata_of_finished(folder: Path) -> dict[str, Any]:
+    """Return metadata of a run in a comparison or nightly regression run. The metadata must be small, because the last
+    task receives the metadata of up to `form.MOST_RUNS` runs in one argument."""
+    result = RunResult.read(folder / "result.json")
+    facts = {"run_id": result.run_id, "model_sha256": result.model_sha256}
+    return facts | {name: result.metrics[name] for name in ("avg", "full")}
+
+
+def metadata_of(folder: Path, evaluation: Path | None = None) -> dict[str, Any]:
+    """Return metadata of a run. If `evaluation` is not None, the metrics from this folder are included."""
+    run, history = RunFile.read(folder / "run.json"), History.read(folder / "history.json")
+    facts: dict[str, Any] = {
+        "run_id": run.run_id, "algorithm": run.config["algorithm"]["name"], "dataset": run.config["dataset"]["name"],
+        "network": run.config["model"]["name"], "seed": run.config["seed"], "rounds": len(history.rounds),
+        "model_sha256": history.model_sha256, "partition_sha256": run.partition_sha256, "pool_sha256": run.pool_sha256,
+    }  # fmt: skip
+    if evaluation is not None:
+        scores = EvaluationFile.read(evaluation / "evaluation.json")
+        facts |= {"avg": scores.avg, "full": scores.full}
+        for name, score in scores.levels.items():
+            facts |= {f"{metric}/{name}": value for metric, value in score.metrics.items()}
+    return facts

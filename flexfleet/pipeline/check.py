@@ -1,10 +1,13 @@
-"""What can be checked before the first round: parameters, data, partition, fleet, pool sizes."""
+"""Check a run before its first round, and check the servers that are named in a pipeline's form."""
 
 from __future__ import annotations
 
 import math
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,54 +15,53 @@ from fl_engine.aggregation import privacy
 from fl_engine.backends.in_process import check_devices
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, first_line, together
 from fl_engine.core.pool import pool_of
 from fl_engine.core.slicing import initial_params, made_up, take
 from fl_engine.core.types import OwnOptimizer, RoundPlan, TaskContext
 from fl_engine.data.partition import Partition
 from fl_engine.exchange.client import Site
-from fl_engine.fleet import devices
 from fl_engine.models import export as exports
 from fl_engine.preparation import assumed, preparation
 from fl_engine.preparation.confusion import check_classes
 from fl_engine.preparation.weights import giver
 from fl_engine.remote.kubernetes import jobs
-from fl_engine.remote.kubernetes.provisioner import check_reach
-from fl_engine.rounds import at_clients, buffer
+from fl_engine.remote.kubernetes.objects import check_reach
+from fl_engine.rounds import buffer
 from fl_engine.rounds.checks import check_begun
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
-from fl_engine.storage.s3 import check_place, endpoint_of, http_address
+from fl_engine.storage.s3 import check_place, endpoint_of, http_address, open_store
 from fl_engine.training import user_code
-from fl_engine.training.local import Job, train
-from fl_engine.training.numerics import settled
+from fl_engine.training.local import TrainingJob, train
+from fl_engine.training.numerics import choose_precision
 from flexfleet.config import Config
-from flexfleet.config.sources import cells, to_a_file
+from flexfleet.config.dotted import no_passwords, place, platform_store, platform_uri
+from flexfleet.config.local_code import to_a_file
+from flexfleet.config.sources import cells
 from flexfleet.pipeline import keys
-from flexfleet.pipeline.partition import cut, held_out, most_of, simulated, site_of
+from flexfleet.pipeline.partition import cut, fleet_of, held_out, most_of, simulated, site_before_pool, trace_of
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.pretrain import need_proxy, settings_of
-from flexfleet.pipeline.site import fleet_of, trace_of
-from flexfleet.tracking.server import check_address
+from flexfleet.tracking import databases
+from flexfleet.tracking.server import Client, check_address, first_calls
 
 
 def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
-    """Return a short description of the run. Raises BadInput. Trains nothing and writes nothing. Trials of a study set
-    `publishes` to False."""
+    """Check a run, and return a short summary. Rounds are not executed, and files are not written. Raises BadInput.
+    `publishes` is False for the trials of a study, which do not publish models."""
     config, algorithm, data, family = resolved.config, resolved.algorithm, resolved.data, resolved.family
     check_devices(config.run.devices)
-    settled(config.run.precision, config.run.devices, None)
+    choose_precision(config.run.precision, config.run.devices, None)
     parts = cut(resolved)
     if config.noise.labels:
         check_classes(data.task, data.name)
     if config.run.backend == "kubernetes":
-        tiers = devices.named(config.fleet.tiers) if isinstance(config.fleet.tiers, str) else config.fleet.tiers
-        jobs.check(config.kubernetes, [tier.name for tier in tiers])
+        jobs.check(config.kubernetes, [tier.name for tier in config.fleet.tiers])
     _check_places(config, algorithm)
     if publishes:
         check_loadable(config)
         check_place("publish.dvc", config.publish.dvc)
-    _check_rates(config)
     giver(algorithm.preparations)
     for name in algorithm.preparations:
         kind = preparation(name)
@@ -72,12 +74,6 @@ def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
         exports.check(family, proxy, static_bn)
         if config.publish.onnx:
             exports.check_onnx(family, data)
-        if "int8_static" in config.publish.precision and not proxy:
-            raise ConfigError(
-                "publish.precision: int8_static needs the server's proxy data. Set partition.proxy above 0"
-            )
-    if config.evaluate.on == "clients":
-        at_clients.check(algorithm, family, run.site.pool)
     simulated(resolved, run.site)  # reads the clients' folders
     _try_own(config, algorithm, run.site, plan)
     return {
@@ -91,10 +87,10 @@ def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
 
 
 def first_round(resolved: Resolved, parts: Partition) -> tuple[Run, Any, RoundPlan]:
-    """The run, the algorithm's state and the plan of the first round. Raises BadInput."""
+    """Return a tuple (run, initial state of the algorithm, plan of the first round). Raises BadInput."""
     config, algorithm, family = resolved.config, resolved.algorithm, resolved.family
-    # Nothing is prepared, so every layer has the same score. FlexFL's targets, Gamma and nesting can still be checked.
-    server = ServerSite(site_of(resolved, parts), config.run.devices[0])
+    # Preparations have not run, so all layers get equal scores. These scores suffice to check the sizes of sub-models.
+    server = ServerSite(site_before_pool(resolved, parts), config.run.devices[0])
     pool = pool_of(algorithm, family, assumed(algorithm, family), server)
     initial = resolved.start or initial_params(family, seeds.derive(config.seed, "init"))
     trained, held = held_out(config, parts)
@@ -109,48 +105,45 @@ def first_round(resolved: Resolved, parts: Partition) -> tuple[Run, Any, RoundPl
 
 
 def check_loadable(config: Config) -> None:
-    """Raise ConfigError if a model that is to be registered is defined in a notebook or script, where another process
-    cannot import it."""
-    own = cells(config.model)
+    """Raise ConfigError if a model is defined in a notebook or script but must be registered. Other processes cannot
+    import such a model."""
+    own = [name for name in cells(config) if name == config.model["name"]]
     if config.publish.models and config.tracking.mlflow is not None and own:
         raise ConfigError(
-            f"publish.models: {to_a_file(own[0], 'those who load the registered models')}, or --set "
-            "tracking.mlflow=null, with which the levels are exported and not registered, or --set publish.models=false"
+            f"publish.models: {to_a_file(own[0], 'processes that load the registered models')}. Alternatively, "
+            "set tracking.mlflow=null to export the levels without registering them, or set publish.models=false"
         )
 
 
 def _try_own(config: Config, algorithm: Algorithm, site: Site, plan: RoundPlan) -> None:
-    """Where an objective or an optimiser is one's own: a step on made-up samples. Raises ConfigError where the
-    algorithm does without it, ModelError for what goes wrong in it."""
+    """Test the user's own objective or optimizer in one training step on random samples. Raises ConfigError if the
+    algorithm does not use the objective or optimizer, and ModelError if the step fails."""
     wanted = config.training
     if not wanted.is_own:
         return
-    tasks = [
-        algorithm.task(order, TaskContext(site.layout, site.pool, site.fleet[order.client], math.inf))
-        for order in plan.orders
-    ]
-    for task in tasks:
+    for number, assignment in enumerate(plan.assignments):
+        context = TaskContext(site.layout, site.pool, site.fleet[assignment.client], math.inf)
+        task = algorithm.task(assignment, context)
         made_by = task.optimizer.name if isinstance(task.optimizer, OwnOptimizer) else None
-        for what, asked, found in (
+        for what, wanted_name, found in (
             (user_code.OBJECTIVE, wanted.objective, task.objective),
             (user_code.OPTIMIZER, wanted.optimizer, made_by),
         ):
-            if asked != found:
+            if wanted_name != found:
                 raise ConfigError(
-                    f"{config.algorithm['name']} makes its clients' tasks without {what}: let its `task` call "
-                    "self.local_task, or leave the parameter out"
+                    f"{what} is not used by the algorithm {config.algorithm['name']}. Call self.local_task in the "
+                    "algorithm's `task`, or remove the parameter"
                 )
         user_code.check(task)
-    for order, task in list(zip(plan.orders, tasks, strict=True))[:1]:
-        generator = torch.Generator().manual_seed(seeds.derive(config.seed, "own"))
-        count = min(task.batch_size, 8)
-        x, y = made_up(site.family, count, generator), site.data.task.examples(count, generator)
-        start = take(order.payload, site.layout, task.spec, have=order.spec)
-        train(site.family, site.data.task, [Job(replace(task, epochs=1, batch_size=count), start, x, y)])
+        if number == 0:
+            generator = torch.Generator().manual_seed(seeds.derive(config.seed, "own"))
+            count = min(task.batch_size, 8)
+            x, y = made_up(site.family, count, generator), site.data.task.examples(count, generator)
+            start = take(assignment.payload, site.layout, task.spec, have=assignment.spec)
+            train(site.family, site.data.task, [TrainingJob(replace(task, epochs=1, batch_size=count), start, x, y)])
 
 
 def _check_places(config: Config, algorithm: Algorithm) -> None:
-    """Check addresses without asking a server."""
     for name, where in (("run.remote", config.run.remote), ("run.secrets", config.run.secrets)):
         check_place(name, where)
     if config.run.remote is not None and "://" in config.run.remote:
@@ -166,12 +159,77 @@ def _check_places(config: Config, algorithm: Algorithm) -> None:
         check_address(config.tracking.mlflow)
 
 
-def _check_rates(config: Config) -> None:
-    """Raise ConfigError if a growing learning rate overflows in a later round."""
+# ------------------------------------------------------------------------------- forms of pipelines
+T = TypeVar("T")
+
+
+def check_form(form: Mapping[str, Any], check: Callable[[str], T]) -> T:
+    """Check the servers and folders that a pipeline's form names, and return the result of the function `check`.
+
+    Args:
+        form: Parameters of the pipeline task, including `store_uri`, `mlflow_uri` and `advanced`.
+        check: Function that checks the other parameters of the form. The function's argument is `store_uri`, or
+            the platform's bucket if `store_uri` is empty.
+
+    Raises:
+        FlexfleetError: At least one check failed. If several checks fail, their errors are combined.
+    """
+    advanced = dict(form["advanced"]) if isinstance(form["advanced"], Mapping) else {}
+    # Reject addresses with passwords before any address is used.
+    no_passwords({name: value for name, value in form.items() if name != "advanced"} | advanced)
+    store, errors = form["store_uri"] or platform_store(), list[FlexfleetError]()
     try:
-        config.training.sgd(config.rounds.stop - 1)
-    except OverflowError:
-        raise ConfigError(
-            f"training.lr_decay = {config.training.lr_decay} makes the learning rate infinite by round "
-            f"{config.rounds.stop}, because it is multiplied by this after each round"
-        ) from None
+        found = check(store or Config().run.store)
+    except FlexfleetError as error:
+        errors.append(error)
+    if not store:
+        message = "`store_uri` is empty. Enter s3://bucket/prefix, or a folder of a volume."
+        errors.append(ConfigError(message, code="config.missing", path="store_uri"))
+    dvc = next((value for name, value in advanced.items() if name.rpartition(":")[2].strip() == "publish.dvc"), None)
+    errors += unusable(store, form["mlflow_uri"] or platform_uri(), dvc)
+    if errors:
+        raise together(errors)
+    return found
+
+
+def unusable(store: Any, mlflow: Any, dvc: Any) -> list[FlexfleetError]:
+    """Return one error for each server or folder that cannot be used. Values that are None are not checked. Malformed
+    addresses are not checked either, because `check` reports them.
+
+    Args:
+        store: Store of the runs. The check creates and deletes an object in the store.
+        mlflow: Tracking URI. The check sends a request to a server, but does not open a file.
+        dvc: DVC remote. The check creates and deletes an object in the remote.
+    """
+    checks: dict[str, Callable[[], None]] = {}
+    for name, uri in ((place("store_uri", store), store), ("publish.dvc", dvc)):
+        with suppress(ConfigError):
+            if isinstance(uri, str) and uri:
+                check_place(name, uri)
+                checks[name] = lambda uri=uri: _write(uri)  # type: ignore[misc]
+    with suppress(ConfigError):
+        if isinstance(mlflow, str) and mlflow:
+            check_address(mlflow)
+            checks["tracking.mlflow"] = lambda: _list_experiments(mlflow)
+    errors: list[FlexfleetError] = []
+    for name, check in checks.items():
+        try:
+            check()
+        except FlexfleetError as error:
+            errors.append(type(error)(f"{name} cannot be used: {error}", path=name))
+        except Exception as error:
+            errors.append(EnvironmentFailure(f"{name} cannot be used: {first_line(error)}", path=name))
+    return errors
+
+
+def _write(uri: str) -> None:
+    store, key = open_store(uri, hasty=True), f"probe-{uuid.uuid4().hex[:8]}"
+    store.put(key, b"flexfleet checks that it can write here")
+    store.delete(key)
+
+
+def _list_experiments(uri: str) -> None:
+    if uri.partition("://")[0].partition("+")[0].lower() in ("http", "https", *databases.KINDS):
+        client = Client(uri)
+        with first_calls(uri):
+            client.search_experiments(max_results=1)

@@ -1,80 +1,77 @@
-"""Step 5: evaluate the final model and its sub-models on the whole test set, and on each client's share of it. What
-clients measured themselves (`evaluate.on: clients`) is taken from the last round."""
+"""Step 5: evaluate the final model and its sub-models on the test set, and estimate the local accuracy of each client.
+If clients measured metrics (`evaluate.on: clients`), these metrics are copied from the last round."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 
 from fl_engine.backends.in_process import check_devices, prepare_process
-from fl_engine.core.errors import Diverged, IntegrityError
-from fl_engine.core.task import class_count
-from fl_engine.data import partition_files
-from fl_engine.data.partition import Partition, labels_of, statistics
+from fl_engine.core.clients import kept_parameters
+from fl_engine.core.errors import Diverged
+from fl_engine.core.task import class_count, class_names
+from fl_engine.data.partition import Partition
+from fl_engine.data.partitioning import labels_of, statistics
 from fl_engine.rounds.at_clients import gathered
-from fl_engine.storage.store import FolderStore, decode, sha256
 from fl_engine.training.evaluation import Score, average, by_owner, evaluate_pool
 from fl_engine.training.local_accuracy import LocalAccuracy
-from flexfleet.files import terminal
 from flexfleet.files.artifacts import (
-    BareHistory,
     ConfusionFile,
     EvaluationFile,
+    History,
     LevelScore,
     LocalScore,
     OnClients,
     PoolFile,
-    rows_of,
+    read_params,
 )
 from flexfleet.pipeline.partition import most_of
-from flexfleet.pipeline.prepare import Resolved, unchanged
+from flexfleet.pipeline.prepare import Resolved
 
 SMALLER = "Lower the learning rate: training.lr, or lr of algorithm.server"
-"""What to do if a model has diverged."""
+"""Advice for error messages about a diverged model."""
 
 
 def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path, out: Path) -> Path:
     """Write confusion.json and evaluation.json into `out`.
 
     Raises:
-        IntegrityError: The model is not the one in history.json.
-        PartitionError: The partition is missing, or of other data.
-        Diverged: A metric is not finite.
+        IntegrityError: The model's sha256 differs from the sha256 in history.json.
+        PartitionError: The partition is missing, or was created for different data.
+        Diverged: A metric of the model is NaN or infinite.
     """
     data, family, devices = resolved.data, resolved.family, resolved.config.run.devices
     pool = PoolFile.read(pool_dir / "pool.json").pool()
-    history = BareHistory.read(run / "history.json")
-    value = FolderStore(run).get("model.safetensors")
-    if sha256(value) != history.model_sha256:
-        raise IntegrityError(f"{run / 'model.safetensors'} is damaged: its sha256 is not the one in history.json")
-    params = decode(value, str(run / "model.safetensors"))
+    history = History.read(run / "history.json")
+    params = read_params(run / "model.safetensors", history.model_sha256)
     check_devices(devices)
     prepare_process(devices)
-    local = _local(resolved, partition_files.load(partition_dir, data))
+    local = _local(resolved, Partition.load(partition_dir, data))
     watch = None if local is None else local.watch
     scores = evaluate_pool(family, params, pool, data, devices, watch=watch)
     of_clients = {} if local is None else {name: found for name in scores if (found := local.of(name))}
     scores = {name: by_owner(score, resolved.config.partition.server_classes) for name, score in scores.items()}
     sizes = {m.name: m.params for m in pool}
     tiers = [tier.name for tier in resolved.config.fleet.tiers]
-    at_clients = gathered(rows_of(history)[-1].metrics, list(sizes), tiers)
+    at_clients = gathered(history.rounds[-1].metrics, list(sizes), tiers)
     matrices = {n: tuple(map(tuple, s.confusion.tolist())) for n, s in scores.items() if s.confusion.numel()}
-    ConfusionFile(levels=matrices).write(out / "confusion.json")
+    ConfusionFile(names=class_names(data.task), levels=matrices).write(out / "confusion.json")
     return EvaluationFile(
         rounds=len(history.rounds),
         test_samples=len(data.test_y),
         avg=average(scores),
         full=scores[pool[-1].name].value,
-        levels={n: told(n, s, sizes[n]) for n, s in scores.items()},
+        levels={n: level_score(n, s, sizes[n]) for n, s in scores.items()},
         local={n: LocalScore(mean=f.mean, sd=f.sd, clients=f.clients) for n, f in of_clients.items()},
         local_histogram={name: found.histogram for name, found in of_clients.items()},
         on_clients=None if at_clients is None else OnClients.model_validate(at_clients),
+        kept_by_clients=tuple(kept_parameters(resolved.algorithm, family, pool)),
     ).write(out / "evaluation.json")
 
 
 def _local(resolved: Resolved, parts: Partition) -> LocalAccuracy | None:
-    """None if the task has no classes, or the server does not know those of its clients' samples."""
+    """Return the local accuracy. None if the task has no classes, or if the server does not have the clients'
+    labels."""
     data = resolved.data
     if not (classes := class_count(data.task)) or most_of(resolved.config) is not None:
         return None
@@ -82,26 +79,13 @@ def _local(resolved: Resolved, parts: Partition) -> LocalAccuracy | None:
     return LocalAccuracy(data.task.labels(data.test_y), held, resolved.config.seed)
 
 
-def told(level: str, score: Score, params: int) -> LevelScore:
-    """The entry of a level in evaluation.json. A loss that is not finite becomes null. Raises Diverged for any other
-    metric that is not finite."""
+def level_score(level: str, score: Score, params: int) -> LevelScore:
+    """Return the entry of a level in evaluation.json. If the loss is not finite, it is stored as null. Raises Diverged
+    if another metric is not finite."""
     for name, value in score.metrics.items():
         if not isfinite(value):
             raise Diverged(
                 f"the model has diverged: {name} of level {level} on the test samples is {value}, expected a finite "
-                f"number. {SMALLER}; of a central training central.lr"
+                f"number. {SMALLER}; for central training, central.lr"
             )
     return LevelScore(metrics=dict(score.metrics), loss=score.loss if isfinite(score.loss) else None, params=params)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    p = terminal.step_parser(__doc__ or "", run="federate", partition="partition", pool="model_pool")
-    args = terminal.parsed(p, argv)
-    with unchanged(args) as resolved:
-        written = evaluate(resolved, args.run, args.partition, args.pool, args.out)
-    terminal.show(str(written))
-    return 0
-
-
-if __name__ == "__main__":
-    terminal.run_main(main)

@@ -1,64 +1,50 @@
-"""Step 4: the rounds. After a kill at any instant, start it again with --resume."""
+"""Step 4: run the rounds or resume a killed run. A replay repeats one client's training in one round."""
 
 from __future__ import annotations
 
+import logging
 import uuid
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fl_engine.aggregation import privacy
-from fl_engine.backends import BACKENDS, Remote, Surroundings
-from fl_engine.core.contracts import Backend, Tracker, Watcher
-from fl_engine.core.errors import Replaced
+from fl_engine.backends import BACKENDS, InProcess, Surroundings, WorkerBackend
+from fl_engine.core.clients import kept_parameters
+from fl_engine.core.contracts import Tracker
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, Replaced
 from fl_engine.data.local_data import FORM, Form
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.manifest import key_of
-from fl_engine.remote.kubernetes.provisioner import check_reach
 from fl_engine.remote.messages import site_files
-from fl_engine.rounds import at_clients, loop
-from fl_engine.rounds.ledger import Ledger, ledger_in
+from fl_engine.rounds import loop
+from fl_engine.rounds.ledger import Ledger
+from fl_engine.rounds.replay import ClientRound, replay
 from fl_engine.rounds.run import Run
-from fl_engine.storage import lease
-from fl_engine.storage.code import Wheel, store_key
+from fl_engine.storage import run_lock
+from fl_engine.storage.code import store_key
 from fl_engine.storage.run_files import sum_of
-from fl_engine.storage.serialization import laid_out
-from fl_engine.storage.store import FolderStore, Store, sha256
+from fl_engine.storage.store import FolderStore, laid_out, sha256
 from fl_engine.training.evaluation import published
 from fl_engine.training.numerics import describe, describe_noise, differing
 from flexfleet import config as configs
 from flexfleet.config import Config
-from flexfleet.config.run_names import plain
+from flexfleet.config.run_names import check_name
 from flexfleet.config.sources import sources
-from flexfleet.files import terminal
 from flexfleet.files.artifacts import RunFile, history_of
-from flexfleet.files.manifest import MANIFEST
 from flexfleet.files.progress import counted_warnings
-from flexfleet.files.run_folder import folder_lock
-from flexfleet.files.run_status import tally_in, tally_of
+from flexfleet.files.run_folder import MANIFEST, folder_lock
+from flexfleet.files.run_status import tally_of
 from flexfleet.files.signals import stop_on_signals
-from flexfleet.pipeline import enrollment, keys, own_code
-from flexfleet.pipeline.level_memory import peaks_of
-from flexfleet.pipeline.partition import folders_sum, simulated
-from flexfleet.pipeline.prepare import Resolved, resolved_of
-from flexfleet.pipeline.resume import (
-    began_with,
-    check_recorded,
-    devices_decide,
-    fetch_run,
-    known_run,
-    same,
-    same_place,
-    same_start,
-    store_of,
-    tell_of_copies,
-)
-from flexfleet.pipeline.site import given_weights, initial_state, site_of, tell_unused, trace_of
+from flexfleet.pipeline import enrollment, keys, own_code, partition, resume
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.profile import peaks_of
+from flexfleet.pipeline.resume import Attempt, devices_decide
 from flexfleet.tracking import record as track
-from flexfleet.tracking.console import Console
-from flexfleet.tracking.trackers import MLflow, Several, ending
+from flexfleet.tracking.trackers import Console, MLflow, Several, ending
+
+log = logging.getLogger("flexfleet")
 
 
 def federate(
@@ -66,63 +52,59 @@ def federate(
     partition_dir: Path,
     pool_dir: Path,
     out: Path,
+    attempt: Attempt = Attempt(),
     *,
     run_id: str | None = None,
-    resume: bool = False,
-    discard_damaged: bool = False,
-    accept_numerics: bool = False,
-    tags: dict[str, str] | None = None,
-    mlflow_run_id: str | None = None,
-    observer: Tracker | None = None,
-    watcher: Watcher | None = None,
     locked: bool = False,
 ) -> Path:
     """Write run.json, rounds/, model.safetensors and history.json into `out`.
 
     Args:
-        tags: Tags of the MLflow run.
-        mlflow_run_id: An MLflow run that was begun for this run.
-        observer: Gets all measurements.
-        watcher: Gets each round before it is committed.
-        locked: The caller holds the lock of `out` (`folder_lock`).
+        locked: True if the caller already has the lock of `out` (`folder_lock`).
 
     Raises:
-        ConfigError: `out` holds a run and `resume` is False, the run has another configuration, or another process of
-            this machine runs it.
-        InUse: A coordinator elsewhere runs it.
-        EnvironmentFailure: This machine would compute other bits.
+        ConfigError: `out` contains a run that cannot be resumed: `attempt.resume` is False, the configuration differs,
+            or another process on this machine executes the run.
+        InUse: A coordinator on another machine is executing the run.
+        EnvironmentFailure: This machine cannot produce bit-identical results.
         Stopped: SIGTERM or Ctrl-C.
     """
     config, algorithm = resolved.config, resolved.algorithm
-    run_id = plain(out.absolute().name if run_id is None else run_id, "run_id")
-    store = store_of(config, run_id, out)
-    if config.run.backend == "kubernetes":
-        check_reach(store.uri())
+    run_id = check_name(out.absolute().name if run_id is None else run_id, "run_id")
+    store = resume.store_of(config, run_id, out)
     lock = nullcontext() if locked else folder_lock(out)
-    with lock, nullcontext() if config.run.remote is None else lease.held(store) as held:
-        known = _known(config, store, out, run_id, resume)
-        config = config.settled(began_with(known, out / "run.json") if known else None)
-        tell_unused(config)
-        site = site_of(resolved, partition_dir, pool_dir, known.numerics if known else None)
-        if config.evaluate.on == "clients":
-            at_clients.check(algorithm, site.family, site.pool)
-        private, apart = privacy.is_private(algorithm), config.run.apart
+    with lock, nullcontext() if config.run.remote is None else run_lock.hold(store) as held:
+        if config.run.remote is not None:
+            resume.fetch_run(store, out)  # the run may have started on another machine
+        known = resume.known_run(config, out, attempt.resume)
         if known:
-            same_start(resolved, pool_dir, out)
-            if private:
-                tell_of_copies(known, keys.address(store))
+            resume.same_place(known, config, run_id, out)
+        else:
+            resume.check_recorded(store, out)
+        config = config.settled(configs.parse_schema(known.config) if known else None)
+        partition.log_unused_gpu(config)
+        site = partition.site_of(resolved, partition_dir, pool_dir, known.numerics if known else None)
+        if kept := kept_parameters(algorithm, site.family, site.pool):
+            log.info(
+                "Each client keeps its own %s. The metrics avg and full use the global model, which has the initial "
+                "values of these parameters. Set evaluate.on=clients to score the clients' own models",
+                ", ".join(kept[:4]) + (f" and {len(kept) - 4} more" if len(kept) > 4 else ""),
+            )
+        private, apart = privacy.is_private(algorithm), config.run.apart
+        if known and private:
+            resume.warn_of_copies(known, keys.address(store))
         token = known.token if known else uuid.uuid4().hex if config.tracking.mlflow or private else ""
-        key, key_at, place = None, known.key_at if known else None, None
-        if private or apart:
-            place = keys.place(config, run_id, store, out)
-            key, key_at = keys.key_of_run(place, known, private), str(place)
-        trace, trace_sha256 = trace_of(config, site)
-        of_clients = simulated(resolved, site)
-        folders = folders_sum(of_clients) if of_clients is not site else known.folders_sha256 if known else None
+        place = keys.place(config, run_id, store, out) if private or apart else None
+        key = keys.key_of_run(place, known, private) if place is not None else None
+        trace, trace_sha256 = partition.trace_of(config, site)
+        of_clients = partition.simulated(resolved, site)
+        folders = (
+            partition.folders_sum(of_clients) if of_clients is not site else known.folders_sha256 if known else None
+        )
         wheel = own_code.wheel_of(config)
         rules = replace(site.rules, algorithm=algorithm, seed=None if devices_decide(config) else config.seed)
         signs = key_of(key) if apart and key is not None else None
-        ledger = ledger_in(store, config.rounds.keep_every, rules, signs, held)
+        ledger = Ledger(store, config.rounds.keep_every, rules, signs, held)
 
         record = RunFile(
             run_id=run_id,
@@ -134,36 +116,38 @@ def federate(
             trace_sha256=trace_sha256,
             folders_sha256=folders,
             sources=sources(config),
-            code_sha256=None if wheel is None else wheel.sha256,
-            mlflow_run_id=(known.mlflow_run_id if known else None) or mlflow_run_id,
-            key_at=key_at,
-            key_sha256=sha256(key) if key is not None else known.key_sha256 if known else None,
+            code_sha256=None if wheel is None else sha256(wheel),
+            mlflow_run_id=(known.mlflow_run_id if known else None) or attempt.mlflow_run_id,
+            key_at=None if place is None else str(place),
+            key_sha256=None if key is None else sha256(key),
             ledger_at=keys.address(store) if private else None,
             noise_stream=privacy.STREAM if private else None,
             noise_numerics=describe_noise() if private else None,
         )
         if known:
-            record = _going_on(known, record, out, accept_numerics)
-        loop.check_end(ledger, config.rounds, discard_damaged)  # before the new end is written
-        FolderStore(out).delete(MANIFEST)  # the results may be of fewer rounds than the ledger from now on
+            resume.same(known, record, out, attempt.accept_numerics)
+            others = (known.numerics,) if differing(known.numerics, record.numerics) else ()
+            record = record.model_copy(update={"earlier_numerics": known.earlier_numerics + others})
+        loop.check_end(ledger, config.rounds, attempt.discard_damaged)  # check before writing run.json
+        FolderStore(out).delete(MANIFEST)  # the manifest describes outdated results
         store.delete(MANIFEST)
-        if wheel is not None:  # before the record that names it
-            FolderStore(out).put(store_key(wheel.sha256), wheel.value)
+        if wheel is not None:  # store the wheel before run.json refers to it
+            FolderStore(out).put(store_key(sha256(wheel)), wheel)
         record.write(out / "run.json")
 
         done = max((round + 1 for round in ledger.checkpoints.commits()), default=0)
-        console = Console(config.rounds.stop, done, stop_simulated_s=config.rounds.stop_simulated_s)
-        with loop.told_how_to_go_on():  # run.json is there
-            mlflow = track.start(config, record, out, tags or {}, ledger.checkpoints.check_lease)
-        tracker = Several([console, *(each for each in (mlflow, observer) if each is not None)])
-        with ending(tracker, Replaced):  # the other coordinator continues the MLflow run
-            with loop.told_how_to_go_on():
+        console = Console(config.rounds.stop, done)
+        with loop.resume_hint():  # run.json exists
+            mlflow = track.start(config, record, out, attempt.tags, ledger.checkpoints.check_lock)
+        tracker = Several([console, *(each for each in (mlflow, attempt.observer) if each is not None)])
+        with ending(tracker, Replaced):  # after `Replaced`, another coordinator continues the MLflow run
+            with loop.resume_hint():
                 if mlflow is not None:
                     track.inputs(mlflow, config, site.partition.data, record.partition_sha256, record.trace_sha256)
                     record.model_copy(update={"mlflow_run_id": mlflow.run_id}).write(out / "run.json")
                 tracker.params(configs.shown(config))
             site_sums = _put_site(ledger, out, partition_dir, pool_dir, wheel, site)
-            first = [initial_state(resolved, site, given_weights(pool_dir, site.family))]
+            first = [partition.initial_state(resolved, site, pool_dir)]
             run = Run(
                 algorithm,
                 site,
@@ -182,9 +166,9 @@ def federate(
                     config.run.devices,
                     run_id,
                     config.kubernetes,
-                    memory=peaks_of(run, first[0]) if _needs_peaks(config) else None,
+                    memory=peaks_of(run, first[0]) if devices_decide(config) else None,
                     should_stop=should_stop,
-                    code=None if wheel is None else (out / store_key(wheel.sha256), wheel.sha256),
+                    code=None if wheel is None else (out / store_key(sha256(wheel)), sha256(wheel)),
                     agents=config.agents,
                     mailboxes=enrollment.mailboxes_of(config) if config.run.backend == "agents" else None,
                     registry=enrollment.registry_of(config) if config.run.backend == "agents" else None,
@@ -194,74 +178,44 @@ def federate(
                 with BACKENDS[config.run.backend](surroundings) as backend:
                     final = loop.federate(
                         run,
-                        first.pop(),  # so that the first model is freed after the first round
+                        first.pop(),  # use `pop` to free the initial model after the first round
                         backend,
                         ledger,
                         tracker,
                         should_stop=should_stop,
-                        discard_damaged=discard_damaged,
-                        watcher=watcher,
-                        heard=console.heard,
+                        discard_damaged=attempt.discard_damaged,
+                        watcher=attempt.watcher,
+                        on_result=console.heard,
                     )
-                    _record_numerics(backend, out)
+                    if isinstance(backend, WorkerBackend) and backend.workers.numerics:
+                        file = RunFile.read(out / "run.json")
+                        seen = sorted({*file.worker_numerics, *backend.workers.numerics})
+                        file.model_copy(update={"worker_numerics": tuple(seen)}).write(out / "run.json")
             if isinstance(place, keys.InSecret) and not private:
                 place.delete()
-            with loop.told_how_to_go_on(ledger):
+            with loop.resume_hint(ledger):
                 return _finish(out, ledger, final, tracker, mlflow)
 
 
-def _record_numerics(backend: Backend, out: Path) -> None:
-    """Record in what workers' arithmetic differs from the coordinator's, if it does."""
-    if isinstance(backend, Remote) and backend.workers.numerics:
-        run = RunFile.read(out / "run.json")
-        others = sorted({*run.worker_numerics, *backend.workers.numerics})
-        run.model_copy(update={"worker_numerics": tuple(others)}).write(out / "run.json")
-
-
-def _known(config: Config, store: Store, out: Path, run_id: str, resume: bool) -> RunFile | None:
-    """The record of the run that is resumed here, wherever it began; None for a new run."""
-    if config.run.remote is not None:
-        fetch_run(store, out)
-    known = known_run(config, out, resume)
-    if known:
-        same_place(known, config, run_id, out)
-    else:
-        check_recorded(store, out)
-    return known
-
-
-def _going_on(known: RunFile, record: RunFile, out: Path, accept_numerics: bool) -> RunFile:
-    """The record of a resumed run, with the numerics of its earlier rounds. Raises what `same` raises."""
-    same(known, record, out, accept_numerics)
-    others = (known.numerics,) if differing(known.numerics, record.numerics) else ()
-    return record.model_copy(update={"earlier_numerics": known.earlier_numerics + others})
-
-
-def _needs_peaks(config: Config) -> bool:
-    """Whether the memory of training is measured before the rounds, for devices or for the requests of pods."""
-    pools = config.kubernetes.pools.values()
-    return devices_decide(config) or (config.run.backend == "kubernetes" and any(p.memory == "auto" for p in pools))
-
-
 def _put_site(
-    ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path, wheel: Wheel | None, site: Site
+    ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path, wheel: bytes | None, site: Site
 ) -> dict[str, str]:
-    """Write into the store what clients on other machines need: who holds which samples, or the form of samples that
-    clients have themselves. Map the names of the files to their sums."""
-    if ledger.checkpoints.lease is None and ledger.mailbox.key is None:
+    """Write files such as the partition into the store, from which clients on other machines read the files. Return
+    {file name: checksum}."""
+    if ledger.checkpoints.lock is None and ledger.mailbox.key is None:
         return {}
     run = RunFile.read(out / "run.json")
     unseen = {
         section: value for section, value in Config().model_dump(mode="json").items() if section in configs.PRIVATE
     }
     if wheel is not None:
-        ledger.store.put(store_key(wheel.sha256), wheel.value)
-    told = run.model_copy(update={"config": run.config | unseen})
+        ledger.store.put(store_key(sha256(wheel)), wheel)
+    public = run.model_copy(update={"config": run.config | unseen})
     form = Form.of(site.data) if site.most is not None else None
     found = {}
     for name in site_files(form is not None):
         if name == "run.json":
-            value = (told.model_dump_json(indent=1) + "\n").encode()
+            value = (public.model_dump_json(indent=1) + "\n").encode()
         elif name == FORM and form is not None:
             value = form.model_dump_json().encode()
         else:
@@ -272,12 +226,12 @@ def _put_site(
 
 
 def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLflow | None) -> Path:
-    ledger.checkpoints.check_lease()
+    ledger.checkpoints.check_lock()
     value, folder = laid_out(published(final)), FolderStore(out)
-    for store in (folder, ledger.store) if ledger.checkpoints.lease is not None else (folder,):
-        store.sweep("")  # deletes what killed writers left
+    for store in (folder, ledger.store) if ledger.checkpoints.lock is not None else (folder,):
+        store.sweep("")  # delete temporary files of killed processes
         store.put("model.safetensors", value)
-    each_row = ledger.checkpoints.each_row  # one round at a time, because a round can have ten thousand lines
+    each_row = ledger.checkpoints.each_row  # read one round at a time, because a round can have 10,000 clients
     tally = tally_of(row.metrics for row in ledger.checkpoints.each_row(lines=False))
     if mlflow is not None:
         mlflow.tags({"flexfleet.status": tally.status, "flexfleet.failures": str(tally)})
@@ -285,29 +239,39 @@ def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLf
         lines = ({"round": row.round + 1, **line} for row in each_row() for line in row.clients)
         mlflow.table(["round", *names], lines, "clients.json")
     tracker.finish("FINISHED" if tally.status == "finished" else "FAILED")
-    # Last, because a study takes rounds with this file as tracked.
+    # Write history.json last, because a study assumes that a run with this file has tracked all rounds.
     folder.put("history.json", history_of(each_row(), sha256(value)))
     return out / "history.json"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    p = terminal.step_parser(__doc__ or "", partition="partition", pool="model_pool")
-    terminal.add_resume(p)
-    terminal.add_faults(p)
-    args = terminal.parsed(p, argv)
-    out = federate(
-        resolved_of(args),
-        args.partition,
-        args.pool,
-        args.out,
-        resume=args.resume,
-        discard_damaged=args.discard_damaged,
-        accept_numerics=args.accept_numerics,
-    )
-    tally_in(args.out).check()
-    terminal.show(str(out))
-    return 0
+def replay_client(
+    resolved: Resolved, folder: Path, run: RunFile, ledger: Ledger, round: int, client: int
+) -> ClientRound:
+    """Repeat the training of one client in one round of the run in `folder`. `round` counts from 0.
 
-
-if __name__ == "__main__":
-    terminal.run_main(main)
+    Raises:
+        ConfigError: The client failed or was not selected, or this machine does not have the client's data or memory.
+        IntegrityError: The run's files or data have changed.
+        EnvironmentFailure: This machine cannot produce bit-identical results.
+    """
+    config = resolved.config
+    if devices_decide(config):
+        raise ConfigError(
+            f"{config.run.backend}.observe=cgroup: the round cannot be replayed, because the free memory of the "
+            "clients determined their sub-models"
+        )
+    site = partition.site_of(resolved, folder / "partition", folder / "pool", run.numerics)
+    if site.most is not None:
+        if config.run.apart:
+            raise ConfigError(
+                "partition.rule=local: the round cannot be replayed here, because the data are on the clients' devices"
+            )
+        site = partition.simulated(resolved, site)
+        if run.folders_sha256 not in (None, partition.folders_sum(site)):
+            raise IntegrityError("partition.folders: the data have changed since the run started. Restore the data")
+    if others := differing(run.numerics, describe(site.numerics, config.run.devices)):
+        raise EnvironmentFailure(f"this machine cannot produce bit-identical results: {others}")
+    initial = partition.initial_state(resolved, site, folder / "pool")
+    trace, wait = partition.trace_of(config, site)[0], config.fleet.wait_s
+    rounds = Run(resolved.algorithm, site, config.rounds, config.run.devices, None, configs.codecs(config), trace, wait)
+    return replay(rounds, initial, InProcess(site, config.run.devices), ledger, round, client)

@@ -1,8 +1,8 @@
-"""Stores a run's key, which only the run's coordinator reads.
+"""Store the secret key of a run, which only the run's coordinator can read.
 
-A run has one random key if its clients are on other machines, or if it is private. The coordinator's signing keys
-(`manifest.key_of`), the noise and the choice of clients (`privacy`) follow from it. The key is never in the bucket of
-the run's ledger, because workers get URLs of that bucket.
+A run has a random key if its clients are on other machines, or if the run is private. The coordinator's signing keys
+(`manifest.key_of`), the noise and the client sampling (`privacy`) are derived from this key. The bucket of the run's
+ledger never contains the key, because workers receive URLs for objects in this bucket.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_engine.core.errors import ConfigError, IntegrityError
-from fl_engine.core.text import is_meant
+from fl_engine.core.text import is_address
 from fl_engine.remote.kubernetes import jobs
 from fl_engine.remote.kubernetes.cluster import Cluster
 from fl_engine.storage.s3 import OWN, SIGNING, S3Store, endpoint_of, setting
@@ -27,61 +27,60 @@ from flexfleet.files.artifacts import RunFile
 log = logging.getLogger("flexfleet")
 
 SIZE = 32
-"""Bytes of a key."""
+"""Size of a key in bytes."""
 IN_RUN = "secret/key"
-"""The default file in the run's folder."""
+"""Default path of the key in the run's folder."""
 SETTINGS = "FLEXFLEET_SECRETS_"
-"""Prefix of the environment variables with the address and credentials of a bucket for keys."""
+"""Prefix of the environment variables that configure a bucket for keys."""
 
 
 def address(store: Store, key: str = "") -> str:
-    """Return the address of a key; a folder's includes the machine's name."""
+    """Return the address of a key. If the key is stored in a file, the address includes the host name."""
     if not isinstance(store, FolderStore):
         return store.uri(key)
     return f"{store.root.resolve() / key} on {socket.gethostname()}"
 
 
+def make_private(folder: Path) -> None:
+    """Create a folder that only this user can read."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+
+
 @dataclass(frozen=True)
 class InStore:
-    """A file, or an object of another bucket than the run's ledger."""
+    """Key that is stored in a file, or in an object outside the bucket of the run's ledger."""
 
     store: Store
     key: str
-    advice = ""
 
     def __str__(self) -> str:
         return address(self.store, self.key)
 
     def read(self) -> bytes | None:
-        """Return the key; None if there is none."""
+        """Return the key. Return None if the key does not exist."""
         return self.store.get(self.key) if self.key in self.store.list(self.key) else None
 
     def create(self, value: bytes) -> None:
-        """Store a key if there is none."""
-        if isinstance(self.store, FolderStore):
-            folder = (self.store.root / self.key).parent
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.chmod(0o700)
-        self.store.create(self.key, value)
-        if isinstance(self.store, FolderStore):
-            (self.store.root / self.key).chmod(0o600)
+        """Store the key unless a key is already stored."""
+        store = self.store
+        if isinstance(store, FolderStore):
+            make_private((store.root / self.key).parent)
+            store = FolderStore(store.root, 0o600)
+        store.create(self.key, value)
 
 
 @dataclass(frozen=True)
 class InSecret:
-    """A Secret of the clients' namespace. It is deleted when the run has finished, unless the run is private."""
+    """Key in a Kubernetes Secret. When the run has finished, the Secret is deleted unless the run is private."""
 
     cluster: Cluster
     run: str
-    """The run's label."""
+    """Kubernetes label of the run."""
 
     @property
     def name(self) -> str:
         return f"{self.run}-keys"
-
-    @property
-    def advice(self) -> str:
-        return f"to delete it: kubectl -n {self.cluster.namespace} delete secret {self.name}"
 
     def __str__(self) -> str:
         return f"the Secret {self.cluster.namespace}/{self.name}"
@@ -91,7 +90,7 @@ class InSecret:
         try:
             return None if secret is None else base64.b64decode(secret["data"]["key"], validate=True)
         except (KeyError, TypeError, ValueError) as error:
-            raise IntegrityError(f"{self} must hold a run's key: {type(error).__name__} {error}") from None
+            raise IntegrityError(f"{self} must contain a run's key: {type(error).__name__} {error}") from None
 
     def create(self, value: bytes) -> None:
         body = {
@@ -113,12 +112,12 @@ class InSecret:
 
 
 Place = InStore | InSecret
-"""Where a key is stored. Methods raise EnvironmentFailure if it cannot be reached."""
+"""Storage location of a key. The methods raise EnvironmentFailure if the location is not available."""
 
 
 def place(config: Config, run_id: str, store: Store, out: Path) -> Place:
-    """Return the place of a run's key. `store`: of its ledger; `out`: its folder. Raises ConfigError if clients could
-    have URLs of the place."""
+    """Return the location of a run's key. `store` contains the run's ledger, and `out` is the run's folder. Raises
+    ConfigError if clients could receive URLs for the location."""
     where = config.run.secrets
     if where is None and config.run.backend == "kubernetes":
         return InSecret(Cluster(config.kubernetes.namespace), jobs.run_label(run_id, store.uri()))
@@ -128,13 +127,13 @@ def place(config: Config, run_id: str, store: Store, out: Path) -> Place:
 
 
 def shared_place(config: Config, name: str, hasty: bool = False) -> Store:
-    """Return the store of keys of this name. `hasty`: do not wait for a server that does not answer. Raises ConfigError
-    if clients could have URLs of it."""
+    """Return the store that contains the key `name`. If `hasty` is True, wait only a few seconds for the server.
+    Raises ConfigError if clients could receive URLs for this store."""
     where = config.run.secrets
     if where is None:
         return FolderStore(Path(config.run.store).resolve() / name)
     check_folder(config)
-    if not is_meant(where):
+    if not is_address(where):
         return FolderStore(Path(where).resolve() / name)
     bucket = S3Store(f"{where.rstrip('/')}/{name}", settings=SETTINGS, hasty=hasty)
     _check_bucket(where, config.run.remote)
@@ -142,61 +141,49 @@ def shared_place(config: Config, name: str, hasty: bool = False) -> Store:
 
 
 def check_folder(config: Config) -> None:
-    """Raise ConfigError if clients could read the folder of the keys. Only `shared_place` checks a bucket, because
-    tasks of a pipeline that run no rounds have no credentials of it."""
+    """Raise ConfigError if clients could read the folder that contains the keys. Only `shared_place` checks buckets,
+    because pipeline tasks without rounds do not have the credentials."""
     where, remote = config.run.secrets, config.run.remote
     if where is None or remote is None or "://" in where or "://" in remote:
         return
     if Path(where).resolve().is_relative_to(Path(remote).resolve()):
-        raise ConfigError(f"run.secrets must not be in run.remote = {remote!r}, which others read; got {where!r}")
+        message = f"run.secrets must not be in run.remote = {remote!r}, which others read; got {where!r}"
+        raise ConfigError(message, path="run.secrets")
 
 
 def _check_bucket(uri: str, remote: str | None) -> None:
-    missing = [n for n in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY") if not os.environ.get(f"{SETTINGS}{n}")]
-    if missing:
-        names = " and ".join(f"{SETTINGS}{name}" for name in missing)
-        raise ConfigError(f"run.secrets = {uri!r} needs credentials of its own: set {names}")
-    others = {setting("AWS_ACCESS_KEY_ID", whose) for whose in (OWN, SIGNING)}
-    if os.environ[f"{SETTINGS}AWS_ACCESS_KEY_ID"] in others:
+    names = [f"{SETTINGS}{name}" for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")]
+    if missing := [name for name in names if not os.environ.get(name)]:
+        message = f"run.secrets = {uri!r} needs credentials of its own: set {' and '.join(missing)}"
+        raise ConfigError(message, path="run.secrets")
+    if os.environ[names[0]] in {setting("AWS_ACCESS_KEY_ID", whose) for whose in (OWN, SIGNING)}:
+        raise ConfigError(f"{names[0]} must differ from the access keys of the coordinator and of the URL signer")
+    buckets = [each.partition("://")[2].partition("/")[0] for each in (uri, remote or "")]
+    servers = [(endpoint_of(settings) or "").rstrip("/") for settings in (SETTINGS, OWN)]
+    if buckets[0] == buckets[1] and servers[0] == servers[1]:
         raise ConfigError(
-            f"{SETTINGS}AWS_ACCESS_KEY_ID must differ from the coordinator's credentials and from those that sign URLs"
+            f"run.secrets must be in another bucket than run.remote ({remote!r}), because clients get URLs for that "
+            f"bucket, got {uri!r}",
+            path="run.secrets",
         )
-    if remote is not None and _bucket(uri) == _bucket(remote) and _address(SETTINGS) == _address(OWN):
-        raise ConfigError(
-            f"run.secrets must be in another bucket than run.remote = {remote!r}, because clients get URLs of it; got "
-            f"{uri!r}"
-        )
-
-
-def _bucket(uri: str) -> str:
-    return uri.partition("://")[2].partition("/")[0]
-
-
-def _address(settings: str) -> str:
-    return (endpoint_of(settings) or "").rstrip("/")
 
 
 def key_of_run(place: Place, known: RunFile | None, private: bool) -> bytes:
-    """Return the run's key, and create it if there is none. With a new key, the clients of an uncommitted round are
-    asked again.
+    """Return the run's key. If the key does not exist, create it. A new key invalidates the assignments of an
+    uncommitted round, so these assignments are sent again.
 
-    Raises IntegrityError if the run is private, because its noise follows from the key, and the key is missing or
-    differs from the one in the run's record `known`.
+    Raises IntegrityError if the key of a private run is missing, or does not match the digest in the run's record
+    `known`. The noise of a private run is derived from its key.
     """
     expected = None if known is None or not private else known.key_sha256
     key = place.read()
     if key is None and expected is None:
         place.create(secrets.token_bytes(SIZE))
         key = place.read()
-        log.info("the run's key is in %s%s", place, f"; {place.advice}" if place.advice else "")
-    if key is None:
+        log.info("the run's key is stored in %s", place)
+    if key is None or len(key) != SIZE or expected not in (None, sha256(key)):
         raise IntegrityError(
-            f"the run's key is not in {place}; the run's record names {known.key_at if known else place}. Restore it, "
-            "or set run.secrets to its place"
-        )
-    if len(key) != SIZE or expected not in (None, sha256(key)):
-        raise IntegrityError(
-            f"{place} must hold the key with which the run has started, got {len(key)} other bytes. Restore the key, "
-            "or start another run"
+            f"{place} must contain the key of this run. The key was stored in {known.key_at if known else place}. "
+            "Restore the key, or set run.secrets to the key's location"
         )
     return key

@@ -1,8 +1,8 @@
-"""Step 2: the algorithm's preparations (`fl_engine.preparation`), APoZ among them.
+"""Step 2: run the algorithm's preparations (`fl_engine.preparation`), such as APoZ.
 
-A result is reused as long as its inputs are the same: the partition and its data, the network (of a user's own: its
-source too), the seed, the parameters that the preparation is given, and the files of its folder. The machine is not an
-input, so runs that are compared start from the same results.
+The result of a preparation is reused until one of its inputs changes. The inputs are the seed, the partition with its
+data, the network, and the preparation's parameters and source files. The source code of a user's own network is also an
+input. The machine is not an input, so compared runs on different machines start from equal results.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,41 +22,41 @@ from pydantic_core import to_jsonable_python
 from fl_engine.backends.in_process import check_device, prepare_process
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ChoosesNetwork, Preparation
-from fl_engine.core.errors import ConfigError, ModelError, PartitionError, nearest
-from fl_engine.data import partition_files
-from fl_engine.data.partition import Partition
+from fl_engine.core.errors import ConfigError, IntegrityError, ModelError, PartitionError, nearest
+from fl_engine.core.fields import Moves
+from fl_engine.data.partition import MANIFEST, Partition
 from fl_engine.preparation import preparation
 from fl_engine.preparation.weights import fitting, given, giver
 from fl_engine.rounds.server import PreparingServer
 from fl_engine.storage.store import FolderStore, encode, sha256
 from flexfleet import config as configs
-from flexfleet.files import prepared, terminal
+from flexfleet.files import prepared
+from flexfleet.files.artifacts import Artifact
 from flexfleet.files.prepared import Index
-from flexfleet.files.progress import LOG_S, span, told_while
+from flexfleet.files.progress import LOG_S, called_while_waiting, span
+from flexfleet.files.run_folder import changes
 from flexfleet.pipeline import own_code
-from flexfleet.pipeline.partition import site_of
-from flexfleet.pipeline.prepare import Resolved, unchanged
+from flexfleet.pipeline import partition as partition_step
+from flexfleet.pipeline.partition import site_before_pool
+from flexfleet.pipeline.prepare import Resolved
 
 log = logging.getLogger("flexfleet")
 
 PROXY_TEST_SHARE = 0.2
-SILENT_S = LOG_S
-"""Seconds after which a preparation is logged."""
 
 
-def pretrain(resolved: Resolved, partition: Path, out: Path, known: Path | None = None) -> Path:
-    """Write `<name>.json` for each of the algorithm's preparations into `out`, `<name>.safetensors` for the one that
-    gives weights, and prepared.json, whose path is returned. Results in `out` or in the folder `known` are reused if
-    their inputs are the same.
+def pretrain(resolved: Resolved, partition: Path, out: Path) -> Path:
+    """Run the algorithm's preparations, and write `<name>.json` for each into `out`. If a preparation returns weights,
+    also write `<name>.safetensors`. Return the path of prepared.json. Results with unchanged inputs are reused.
 
     Raises:
-        IntegrityError: A file is damaged.
-        PartitionError: The server has no data to prepare with.
-        ConfigError: Two preparations give weights, or the weights do not fit the network.
+        IntegrityError: prepared.json is damaged.
+        PartitionError: A preparation needs data on the server, but the server does not have data.
+        ConfigError: Two preparations return weights, or the weights do not fit the network.
     """
     names = resolved.algorithm.preparations
     giver(names)
-    parts = partition_files.load(partition, resolved.data) if names else None
+    parts = Partition.load(partition, resolved.data) if names else None
     wanted = {name: inputs_of(resolved, name, partition) for name in names}
     before = prepared.index(out)
     made = {n: e for n, e in before.items() if e.inputs == wanted.get(n) and prepared.is_there(out, n, e)}
@@ -65,82 +66,56 @@ def pretrain(resolved: Resolved, partition: Path, out: Path, known: Path | None 
             (out / file).unlink(missing_ok=True)
     for name in names:
         if name in made:
-            prepared.content(out, name, made[name])
-            _taken_over(name, out)
-            continue
-        files = _from(known, name, wanted[name])
-        if files is None:
+            log.info("reusing %s from %s, because the inputs are the same", name, out)
+        else:
             assert parts is not None
-            files = _made(resolved, name, parts)
-        for file, value in files.items():
-            FolderStore(out).put(file, value)
-        made[name] = prepared.entry_of(wanted[name], name, files)
-        Index(made=made).write(out / prepared.INDEX)
+            files = _computed(resolved, name, parts)
+            for file, value in files.items():
+                FolderStore(out).put(file, value)
+            made[name] = prepared.entry_of(wanted[name], name, files)
+            Index(made=made).write(out / prepared.INDEX)
     if not names:
         log.info("Skipping pretrain: %s needs no preparation.", resolved.config.algorithm["name"])
     return out / prepared.INDEX
 
 
-def is_known(resolved: Resolved, partition: Path, known: Path) -> bool:
-    """Whether the folder `known` has the results of all preparations of the algorithm. Raises IntegrityError."""
-    there = prepared.index(known)
-    return all(
-        name in there and there[name].inputs == inputs_of(resolved, name, partition)
-        for name in resolved.algorithm.preparations
-    )
-
-
-def _from(known: Path | None, name: str, inputs: str) -> dict[str, bytes] | None:
-    """The files in `known` of the same inputs."""
-    entry = prepared.index(known).get(name) if known is not None else None
-    if known is None or entry is None or entry.inputs != inputs:
-        return None
-    _taken_over(name, known)
-    return prepared.content(known, name, entry)
-
-
-def _taken_over(name: str, folder: Path) -> None:
-    log.info("%s is taken from %s, which has the same inputs", name, folder)
-
-
-def _made(resolved: Resolved, name: str, parts: Partition) -> dict[str, bytes]:
-    """The preparation's files."""
+def _computed(resolved: Resolved, name: str, parts: Partition) -> dict[str, bytes]:
     config, kind = resolved.config, preparation(name)
     need_proxy(name, kind, parts)
     device = config.run.devices[0]
     check_device(device)
     prepare_process((device,))
     settings = settings_of(resolved, name, kind)
-    site, reference = site_of(resolved, parts), None
+    site, reference = site_before_pool(resolved, parts), None
     if config.pretrain.reference:
         everything = seeds.rng(config.seed, "reference").permutation(len(resolved.data.train_y))
         cut = round(PROXY_TEST_SHARE * len(everything))
         whole = replace(parts, proxy_train=np.sort(everything[cut:]), proxy_test=np.sort(everything[:cut]))
         reference = PreparingServer(replace(site, partition=whole), device, settings)
     server = PreparingServer(site, device, settings, reference)
-    with told_while(lambda seconds: log.info("pretrain: %s, %s so far", name, span(seconds)), SILENT_S):
-        made = kind.prepare(resolved.family, server)
-    files = {prepared.file_of(name): prepared.encoded(kind, name, made)}
-    if not (weights := given({name: made})):
+    with called_while_waiting(lambda seconds: log.info("pretrain: %s has run for %s", name, span(seconds)), LOG_S):
+        result = kind.prepare(resolved.family, server)
+    files = {prepared.file_of(name): prepared.encoded(kind, name, result)}
+    if not (weights := given({name: result})):
         return files
     try:
         return {prepared.weights_file_of(name): encode(fitting(resolved.family, weights)), **files}
     except ModelError as error:
-        raise ConfigError(f"preparation {name!r} gives weights that are not the whole network's: {error}") from error
+        raise ConfigError(f"preparation {name!r} returned weights that do not fit the network: {error}") from error
 
 
 def need_proxy(name: str, kind: Preparation, parts: Partition) -> None:
-    """Raise PartitionError if a preparation needs data and the server has none."""
+    """Raise PartitionError if a preparation needs data on the server and the server has no data."""
     if kind.needs_data and not (len(parts.proxy_train) and len(parts.proxy_test)):
         raise PartitionError(
-            f"partition.proxy leaves the server no data, which the preparation {name} needs. Raise it, set "
-            "partition.server_classes, or choose another algorithm (for flexfl set algorithm.use_apoz=false)"
+            f"partition.proxy is too small: preparation {name} requires data on the server. Increase the fraction, set "
+            "partition.server_classes, or choose another algorithm (for flexfl set algorithm.use_apoz=false)",
+            path="partition.proxy",
         )
 
 
-# ------------------------------------------------------------------------------------------------------ its inputs
 def inputs_of(resolved: Resolved, name: str, partition: Path) -> str:
-    """Digest of everything that the preparation is computed from. `partition` is the folder of that step."""
+    """Return a digest of all inputs of the preparation. `partition` is the output folder of the step partition."""
     kind, chosen = preparation(name), isinstance(resolved.algorithm, ChoosesNetwork)
     device = resolved.config.run.devices[0].partition(":")[0]
     parts = {
@@ -149,7 +124,7 @@ def inputs_of(resolved: Resolved, name: str, partition: Path) -> str:
         "seed": resolved.config.seed,
         "network": repr(resolved.family),
         **own_code.digests(resolved.config, ("model", "algorithm") if chosen else ("model",)),
-        "partition": sha256(FolderStore(partition).get(partition_files.MANIFEST)),
+        "partition": sha256(FolderStore(partition).get(MANIFEST)),
         "settings": settings_of(resolved, name, kind),
         **({} if device == "cpu" else {"device": device}),
     }
@@ -157,11 +132,11 @@ def inputs_of(resolved: Resolved, name: str, partition: Path) -> str:
 
 
 def _code(kind: Preparation) -> list[str] | None:
-    """Digests of the files in the folder that defines the preparation; None if it is defined in no file."""
+    """Return the digests of the source files in the preparation's folder. None if it is not defined in a file."""
     try:
         own = Path(inspect.getfile(type(kind)))
         for place in own.parents:
-            if place.suffix == ".whl":  # the user's own code (`run.code`), named by its sha256
+            if place.suffix == ".whl":  # the file name of the user's wheel is its sha256
                 return [place.stem]
         return [sha256(file.read_bytes()) for file in sorted(own.parent.glob("*.py"))]
     except (TypeError, OSError):
@@ -169,31 +144,77 @@ def _code(kind: Preparation) -> list[str] | None:
 
 
 def settings_of(resolved: Resolved, name: str, kind: Preparation) -> dict[str, Any]:
-    """The parameters that the preparation is given, the algorithm's with their defaults. Raises ConfigError for an
-    unknown one."""
+    """Return the values of the preparation's parameters, including defaults from the algorithm. Raises ConfigError for
+    an unknown parameter."""
     algorithm: Any = resolved.algorithm
     own = {f"algorithm.{f.name}": f.name for f in fields(algorithm) if f.name != "training"}
     others = {k: v for k, v in configs.flatten(resolved.config).items() if not k.startswith("algorithm.")}
     if unknown := [each for each in kind.settings if each not in own and each not in others]:
         raise ConfigError(
-            f"the `settings` of preparation {name} have {unknown[0]!r}, which is not a parameter of "
-            f"{resolved.config.algorithm['name']}{nearest(unknown[0], own)}"
+            f"preparation {name}: `settings` must list parameters of {resolved.config.algorithm['name']}, got "
+            f"{unknown[0]!r}{nearest(unknown[0], own)}"
         )
-    asked = {
+    named = {
         each: to_jsonable_python(getattr(algorithm, own[each]), fallback=repr) if each in own else others[each]
         for each in kind.settings
     }
-    return {k: v for k, v in others.items() if k.startswith("pretrain.")} | asked
+    return {k: v for k, v in others.items() if k.startswith("pretrain.")} | named
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    p = terminal.step_parser(__doc__ or "", partition="partition")
-    args = terminal.parsed(p, argv)
-    with unchanged(args) as resolved:
-        written = pretrain(resolved, args.partition, args.out)
-    terminal.show(str(written))
-    return 0
+# ----------------------------------------------------------------------- shared folders
+SECTIONS = ("dataset.", "partition.", "noise.", "model.", "pretrain.", "seed")
+"""Prefixes of the parameters that determine the partition and, with the algorithm's parameters, the preparations."""
+HELD_OUT = ("evaluate.on", "evaluate.held_out")
+"""Parameters that also determine the wrong labels if noise.labels is set."""
+SHARED = "shared.json"
 
 
-if __name__ == "__main__":
-    terminal.run_main(main)
+class Shared(Artifact):
+    """Contents of shared.json, which records the settings of a shared folder. The file is written last."""
+
+    settings: dict[str, Any]
+
+
+def share(resolved: Resolved, out: Path) -> Path:
+    """Write partition/, pretrain/ and shared.json into `out`, from which all runs with the same seed can copy.
+    `resolved` is one of these runs. If any of the runs needs preparations, `resolved` must be such a run."""
+    (out / SHARED).unlink(missing_ok=True)
+    partition_step.partition(resolved, out / "partition")
+    pretrain(resolved, out / "partition", out / "pretrain")
+    return Shared(settings=shared_settings(configs.flatten(resolved.config))).write(out / SHARED)
+
+
+def can_adopt(resolved: Resolved, shared: Path) -> bool:
+    """Return whether the folder already contains the results that `share` would compute for this configuration."""
+    try:
+        if Shared.read(shared / SHARED).settings != shared_settings(configs.flatten(resolved.config)):
+            return False
+        found = prepared.index(shared / "pretrain")
+    except IntegrityError:
+        return False
+    return all(
+        name in found and found[name].inputs == inputs_of(resolved, name, shared / "partition")
+        for name in resolved.algorithm.preparations
+    )
+
+
+def adopt(resolved: Resolved, shared: Path, out: Path) -> None:
+    """Copy the partition and the results of the preparations from `shared` into the run folder `out`. Results from
+    other inputs are computed again. Raises ConfigError if `shared` has other settings."""
+    known, wanted = Shared.read(shared / SHARED).settings, shared_settings(configs.flatten(resolved.config))
+    if changed := changes(known, wanted, lambda _: True):
+        raise ConfigError(f"{shared} has other settings than this run ({changed}). Run `share` again")
+    shutil.copytree(shared / "partition", out / "partition", dirs_exist_ok=True)
+    shutil.copytree(shared / "pretrain", out / "pretrain", dirs_exist_ok=True)
+    pretrain(resolved, out / "partition", out / "pretrain")
+
+
+def shared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters on which the partition and the preparations depend, except the algorithm's parameters."""
+    holds_out = config.get("noise.labels") and config.get("evaluate.on") == "clients"
+    held_out = HELD_OUT if holds_out else ()
+    return {
+        key: value
+        for key, value in config.items()
+        if key in held_out or (key.startswith(SECTIONS) and configs.moves(key) is Moves.RESULT)
+    }

@@ -1,4 +1,7 @@
-"""The measured speed of this device in training: an entry of `fleet.tiers` for the simulated clock."""
+"""Measure the memory and speed of training on this machine, for each level of the pool.
+
+`profile` measures values for an entry in `fleet.tiers`. `peaks_of` measures how much memory a run needs for each level.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,8 @@ import logging
 import math
 import os
 import platform
-import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,201 +18,119 @@ import torch
 
 import fl_engine
 from fl_engine.backends.in_process import check_device, prepare_process
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, printable
+from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure
 from fl_engine.core.text import write_yaml
-from fl_engine.core.types import Pool
-from fl_engine.fleet.devices import Tier
-from fl_engine.remote.messages import Invitation
-from fl_engine.storage.s3 import open_store
-from fl_engine.storage.store import PROBE, FolderStore, bits_per_second
-from fl_engine.storage.urls import UrlStore
-from fl_engine.training import cgroup, memory, pace, power
-from fl_engine.training.memory import Peaks, Trial
-from flexfleet.config import Config
+from fl_engine.core.types import Assignment, LocalTask, TaskContext
+from fl_engine.rounds.run import Run
+from fl_engine.training import cgroup, memory
+from fl_engine.training.memory import BATCHES, LevelTrial, Peaks, TrialSite, level_peaks
 from flexfleet.pipeline.check import first_round
-from flexfleet.pipeline.enrollment import MAILBOXES
-from flexfleet.pipeline.level_memory import trials_of
-from flexfleet.pipeline.partition import cut
+from flexfleet.pipeline.partition import cut, numerics_of
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.site import numerics_of
 
 log = logging.getLogger("flexfleet")
 
-SECONDS = 5.0
-"""How long each level is trained."""
-
 
 @dataclass(frozen=True)
-class Level:
+class LevelProfile:
     name: str
     size: float
-    """Parameters in % of the full model's."""
+    """Number of parameters as a percentage of the full model."""
     fits: bool
-    """Whether its peak fits into the memory. A level that does not fit is not timed."""
+    """True if the level's peak memory fits into the available memory. Otherwise, the speed is not measured."""
     peak_bytes: int | None
-    """Bytes at the peak of training minus those before; None if training failed."""
+    """Peak memory during training minus memory before training, in bytes. None if the training failed."""
     samples_per_second: float | None
     macs_per_sample: float | None
-    """Multiply-adds of a training step per sample, as the simulated clock counts them."""
-    joules_per_sample: float | None
+    """Multiply-adds (MACs) per sample of a training step, as the simulated clock counts them."""
 
 
 @dataclass(frozen=True)
 class Profile:
     tier: dict[str, Any]
     """An entry of `fleet.tiers`."""
-    levels: tuple[Level, ...]
+    levels: tuple[LevelProfile, ...]
     room_bytes: int
-    """Bytes that training may take."""
-    sensors: tuple[str, ...]
-    """Names of the power sensors that were read."""
-    left_out: dict[str, str]
-    """Map what was not measured to the reason."""
+    """Memory that training may use, in bytes."""
     about: dict[str, Any]
     """Configuration, machine and versions."""
 
 
 def profile(
     resolved: Resolved,
-    invitation: Invitation | None = None,
     name: str | None = None,
-    share: float = 1.0,
-    room: float | None = None,
-    seconds: float = SECONDS,
-    on: str = "cpu",
+    memory_bytes: float | None = None,
+    seconds: float = 5.0,
+    device: str = "cpu",
 ) -> Profile:
-    """Train each level of the configured pool on this machine as clients do, and measure it.
+    """Measure memory and speed while each level of the configured pool is trained on this machine.
 
     Args:
         name: Name of the tier.
-        share: Share of the tier in the fleet.
-        room: Bytes that training may take; by default what is free.
-        seconds: How long each level is trained.
-        on: A torch device.
+        memory_bytes: Maximum memory for training in bytes; None for the free memory.
+        seconds: Seconds for which each level is trained.
+        device: A torch device.
 
     Raises:
-        BadInput: `flexfleet check` refuses the configuration.
-        EnvironmentFailure: torch does not have the device, or no level can be trained.
+        BadInput: The configuration is invalid.
+        EnvironmentFailure: PyTorch does not support the device, or no level can be trained.
     """
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise ConfigError(f"--seconds must be greater than 0, got {seconds:g}")
-    if room is not None and not (math.isfinite(room) and room > 0):
-        raise ConfigError(f"--memory must be greater than 0 MB, got {room / 1e6:g}")
-    if not 0 < share <= 1:
-        raise ConfigError(f"--share must be greater than 0 and at most 1, got {share:g}")
-    check_device(on, "--device")
+    for option, value in (("--seconds", seconds), ("--memory", memory_bytes)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{option} must be greater than 0, got {value:g}", code="config.out_of_range")
+    check_device(device, "--device")
     config = resolved.config
-    run = config.run.model_copy(update={"devices": (on,)})
-    resolved = Resolved(config.model_copy(update={"run": run}), resolved.algorithm)
-    tier = Tier(name or (invitation and invitation.tier) or platform.node() or "device", share, 100.0)
-    bandwidth, left_out = _bandwidth(config, invitation)
-    levels, pool, peaks, room = _levels(resolved, None if room is None else math.ceil(room), seconds)
-    timed = [level for level in levels if level.samples_per_second is not None]
-    macs = sum(level.macs_per_sample or 0.0 for level in timed)
-    took = sum(1 / (level.samples_per_second or math.inf) for level in timed)
-    entry: dict[str, Any] = {"name": tier.name, "share": share, "memory": _shown(memory.free(room, peaks, pool), pool)}
-    entry["speed"] = float(f"{macs / took / 1e9:.4g}")
-    if bandwidth is not None:
-        entry["bandwidth"] = float(f"{bandwidth / 1e6:.4g}")
-    sensors = tuple(each.name for each in power.sensors())
-    if not sensors:
-        left_out["joules"] = "no power sensor can be read under /sys (only root can read RAPL's counters)"
-    return Profile(entry, tuple(levels), room, sensors, left_out, _about(resolved))
-
-
-def _levels(resolved: Resolved, room: int | None, seconds: float) -> tuple[list[Level], Pool, Peaks, int]:
-    config, algorithm, family = resolved.config, resolved.algorithm, resolved.family
-    parts = cut(resolved)
-    run, _, plan = first_round(resolved, parts)
-    goal, pool = resolved.data.task, run.site.pool
-    numerics = numerics_of(config, algorithm, family, goal, None)
-    # A device with data of its own trains on what it reads here.
+    here = config.run.model_copy(update={"devices": (device,)})
+    resolved = Resolved(config.model_copy(update={"run": here}), resolved.algorithm)
+    room = _free_bytes(device) if memory_bytes is None else math.ceil(memory_bytes)
+    run, _, plan = first_round(resolved, cut(resolved))
+    pool, trials = run.site.pool, trials_of(run, plan.assignments)
+    # A device with its own data trains on all its samples.
     samples = len(resolved.data.train_y) if run.site.most is not None else max(map(len, run.site.partition.clients))
-    (on,) = config.run.devices
-    prepare = partial(prepare_process, (on,))
-    room = _room(on) if room is None else room
-    trials = trials_of(run, plan.orders)
-    given = (samples, numerics, prepare)
-    found = [_peak(trial, partial(memory.measured, family, resolved.data, trial, *given, on)) for trial in trials]
-    if not any(found):
-        raise EnvironmentFailure("no level of the pool can be trained here: the errors are above")
-    base = max(before for before, _ in filter(None, found))
-    needs = [room + 1 if each is None else max(1, each[1] - each[0]) for each in found]
-    fits = [need <= room for need in needs]
-    if not any(fits):
+    prepare = partial(prepare_process, (device,))
+    site = TrialSite(resolved.family, resolved.data, samples, numerics_of(resolved), prepare, device)
+    base, found = 0, list[int | None]()
+    for trial in trials:
+        try:
+            before, peak = memory.measured(site, trial)
+        except EnvironmentFailure as error:  # the process was killed, for example because memory ran out
+            log.warning("level %s does not fit into memory: %s", trial.name, error)
+            found.append(None)
+        else:
+            log.info("training level %s requires %.1f MB", trial.name, (peak - before) / 1e6)
+            base = max(base, before)
+            found.append(max(1, peak - before))
+    needs = [room + 1 if need is None else need for need in found]
+    timed = [trial for trial, need in zip(trials, needs, strict=True) if need <= room]
+    if not timed:
         raise EnvironmentFailure(
-            f"training the smallest level takes {min(needs) / 1e6:.0f} MB, and {room / 1e6:.0f} MB are free: free "
-            "memory on this machine, or choose a smaller network"
+            f"{room / 1e6:.0f} MB of free memory are not enough to train any level (see the log). Free memory on this "
+            "machine, or choose a smaller network"
         )
-    timed = [trial for trial, fit in zip(trials, fits, strict=True) if fit]
-    paces = iter(pace.level_paces(family, goal, timed, *given, seconds, on))
-    levels = []
-    for trial, member, each, need, fit in zip(trials, pool, found, needs, fits, strict=True):
-        went = next(paces) if fit else None
-        levels.append(
-            Level(
-                name=trial.name,
-                size=100 * member.share,
-                fits=fit,
-                peak_bytes=None if each is None else need,
-                samples_per_second=None if went is None else 1 / went.seconds,
-                macs_per_sample=None if went is None else went.macs,
-                joules_per_sample=None if went is None else went.joules,
-            )
-        )
-    return levels, pool, Peaks(base, tuple(base + need for need in needs)), room
+    paces = memory.level_paces(site, timed, seconds)
+    pace_of, levels = {trial.name: pace for trial, pace in zip(timed, paces, strict=True)}, []
+    for member, need in zip(pool, found, strict=True):
+        pace = pace_of.get(member.name)
+        speed, macs = (None, None) if pace is None else (1 / pace.seconds, pace.macs)
+        levels.append(LevelProfile(member.name, 100 * member.share, pace is not None, need, speed, macs))
+    free = memory.free(room, Peaks(base, tuple(base + need for need in needs)), pool)
+    tier = {
+        "name": name or platform.node() or "device",
+        "share": 1.0,
+        "memory": math.floor(100 * free) / 100,
+        "speed": float(f"{sum(pace.macs for pace in paces) / sum(pace.seconds for pace in paces) / 1e9:.4g}"),
+    }
+    return Profile(tier, tuple(levels), room, _about(resolved))
 
 
-def _peak(trial: Trial, measured: Callable[[], tuple[int, int]]) -> tuple[int, int] | None:
-    """Bytes before and at the peak; None if the process died, for example for lack of memory."""
-    try:
-        before, peak = measured()
-    except EnvironmentFailure as error:
-        log.warning("%s does not fit: %s", trial.name, error)
-        return None
-    log.info("training %s takes %.1f MB", trial.name, (peak - before) / 1e6)
-    return before, peak
-
-
-def _room(on: str) -> int:
-    """Free bytes of the container or the system, or of a GPU."""
-    if on.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(on)[0])
+def _free_bytes(device: str) -> int:
+    """Return the free memory of the GPU, the container or the system, in bytes."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
     try:
         return cgroup.room_of_device(memory.resident_peak())
     except EnvironmentFailure as error:
         raise EnvironmentFailure(f"{error}: give --memory MB") from error
-
-
-def _shown(free: float, pool: Pool) -> float:
-    """`free` with two decimals, unless another number of levels would fit."""
-    short = round(free, 2)
-    return short if all((short > 100 * m.share) == (free > 100 * m.share) for m in pool) else free
-
-
-def _bandwidth(config: Config, invitation: Invitation | None) -> tuple[float | None, dict[str, str]]:
-    """Bits per second to the object store and back, or why it is not measured."""
-    try:
-        if invitation is not None:
-            if invitation.probe is None:
-                return None, {"bandwidth": "the invitation names a folder"}
-            probe = invitation.probe
-            return bits_per_second(UrlStore({PROBE: probe.read}, {PROBE: probe.write})), {}
-        if config.run.remote is None:
-            return None, {"bandwidth": "neither run.remote nor --invite names an object store"}
-        store = open_store(f"{config.run.remote.rstrip('/')}/{MAILBOXES}")
-        if isinstance(store, FolderStore):
-            return None, {"bandwidth": "run.remote is a folder"}
-        key = f"profile-{secrets.token_hex(8)}/{PROBE}"
-        try:
-            return bits_per_second(store, key), {}
-        finally:
-            store.delete(key)
-    except ConfigError:
-        raise
-    except FlexfleetError as error:
-        log.warning("the bandwidth cannot be measured: %s", error)
-        return None, {"bandwidth": str(error)}
 
 
 def _about(resolved: Resolved) -> dict[str, Any]:
@@ -229,31 +149,103 @@ def _about(resolved: Resolved) -> dict[str, Any]:
     }
 
 
+# ------------------------------------------------------------------------------------------------------ memory
+def peaks_of(run: Run, initial: Any) -> Peaks:
+    """Measure the peak memory of training for each level. The peak includes gradients, optimizer, teacher networks, the
+    largest batch, the samples of the largest client, and the whole data set.
+
+    Args:
+        initial: The algorithm's state before the first round.
+
+    Raises:
+        ConfigError: The algorithm lets a device train a level that needs all of the device's free memory (FlexFL's
+            `rule: authors`).
+    """
+    site, data = run.site, run.site.data
+    assignments = run.algorithm.plan(initial, run.context(0, run.begins(0, 0.0))).assignments
+    check_prunes(run, assignments)
+    trials = trials_of(run, assignments)
+    if site.most is None:
+        samples = max(map(len, site.partition.clients))
+    else:  # the server does not know how many samples devices have
+        samples = min(site.most, BATCHES * max(trial.task.batch_size for trial in trials))
+    log.info("measuring the training memory of %d levels", len(trials))
+    prepare = partial(prepare_process, ("cpu",))
+    found = level_peaks(TrialSite(site.family, data, samples, site.numerics, prepare), trials)
+    held = sum(part.nbytes for part in (data.train_x, data.train_y, data.test_x, data.test_y))
+    for trial, need in zip(trials, found.needs, strict=True):
+        log.info("training level %s requires %.1f MiB", trial.name, need / 2**20)
+    return Peaks(found.base + held, tuple(peak + held for peak in found.levels))
+
+
+def trials_of(run: Run, assignments: Sequence[Assignment]) -> list[LevelTrial]:
+    """Return one training task for each level, from the last round. Distillation has started by then if the algorithm
+    uses it.
+
+    If the server never sends a level, the task prunes the next larger level that the server sends. If there is no
+    assignment for a level, a copy of the first assignment is used.
+    """
+    pool, found = run.site.pool, []
+    for level, member in enumerate(pool):
+        sent = next((i for i in range(level, len(pool)) if pool[i].dispatched), level)
+        assignment, free = _assignment(run, assignments, sent), math.nextafter(100 * member.share, math.inf)
+        try:
+            task = _task(run, assignment, free)
+        except ClientError:
+            if sent == level:
+                raise
+            assignment = _assignment(run, assignments, level)
+            task = _task(run, assignment, free)
+        found.append(LevelTrial(member.name, assignment.spec, task))
+    return found
+
+
+def _assignment(run: Run, assignments: Sequence[Assignment], sent: int) -> Assignment:
+    """Return an assignment for the last round in which a client receives level `sent`."""
+    assignment = next((assignment for assignment in assignments if assignment.level == sent), None)
+    if assignment is None:
+        spec = run.site.pool[sent].spec
+        other = assignments[0] if assignments else Assignment(0, 0, spec, {}, 0, sent)
+        assignment = replace(other, level=sent, spec=spec)
+    return replace(assignment, round=run.options.stop - 1)
+
+
+def _task(run: Run, assignment: Assignment, free: float) -> LocalTask:
+    site = run.site
+    return run.algorithm.task(assignment, TaskContext(site.layout, site.pool, site.fleet[assignment.client], free))
+
+
+def check_prunes(run: Run, assignments: Sequence[Assignment]) -> None:
+    """Raise ConfigError if the algorithm lets a device train a level that needs all of the device's free memory."""
+    pool = run.site.pool
+    largest = max(i for i in range(len(pool)) if pool[i].dispatched)
+    for member in pool[1:largest]:
+        try:
+            task = _task(run, _assignment(run, assignments, largest), 100 * member.share)
+        except ClientError:
+            continue
+        if task.spec == member.spec:
+            raise ConfigError(
+                "agents.observe and kubernetes.observe must be simulated for this algorithm, because a device whose "
+                f"free memory equals the size of {member.name} ({100 * member.share:.2f} %) could train {member.name}. "
+                "For flexfl, you can also set algorithm.rule=closest"
+            )
+
+
 # ------------------------------------------------------------------------------------------------------ as text
 def text(found: Profile) -> str:
-    """A configuration with this tier in YAML, with the measurements as comments."""
+    """Return a YAML configuration that contains this tier. The measurements are comments."""
     a = found.about
     trained_on = "one thread" if a["device"].startswith("cpu") else f"the {a['device']}"
-    assumed = {"bandwidth": f" It is then {Tier('', 1.0, 1.0).bandwidth:g} million bits a second, which is assumed."}
     lines = [
         f"Measured by `flexfleet profile`: {a['model']} on {a['dataset']} with {a['algorithm']}; {trained_on} of a "
         f"{a['machine']}; flexfleet {a['flexfleet']}, torch {a['torch']}, Python {a['python']}.",
         f"{found.room_bytes / 1e6:,.0f} MB of memory are free for training.",
-        f"{'level':>10}{'size %':>9}{'samples/s':>12}{'peak MB':>10}{'J/sample':>11}",
-        *(_row(level) for level in found.levels),
-        *(f"No {what}: {printable(why).rstrip('.')}.{assumed.get(what, '')}" for what, why in found.left_out.items()),
-        *([f"Joules are those of {', '.join(found.sensors)}."] if found.sensors else []),
+        f"{'level':>10}{'size %':>9}{'samples/s':>12}{'peak MB':>10}",
     ]
-    comments = "".join(f"# {line}\n" for line in lines)
-    return comments + write_yaml({"fleet": {"tiers": [found.tier]}})
-
-
-def _row(level: Level) -> str:
-    def shown(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    peak = None if level.peak_bytes is None else level.peak_bytes / 1e6
-    return (
-        f"{level.name:>10}{level.size:>9.2f}{shown(level.samples_per_second, ',.1f'):>12}{shown(peak, ',.1f'):>10}"
-        f"{shown(level.joules_per_sample, '.3g'):>11}{'' if level.fits else '  does not fit'}"
-    )
+    for level in found.levels:
+        peak = None if level.peak_bytes is None else level.peak_bytes / 1e6
+        columns = ((level.samples_per_second, ",.1f", 12), (peak, ",.1f", 10))
+        values = "".join(f"{'-' if value is None else format(value, form):>{width}}" for value, form, width in columns)
+        lines.append(f"{level.name:>10}{level.size:>9.2f}{values}{'' if level.fits else '  does not fit'}")
+    return "".join(f"# {line}\n" for line in lines) + write_yaml({"fleet": {"tiers": [found.tier]}})

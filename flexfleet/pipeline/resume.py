@@ -1,183 +1,165 @@
-"""Where the rounds of a run are stored, and whether the run in a folder may be resumed."""
+"""Find the store that contains a run's rounds, and check whether a run can be resumed."""
 
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure, IntegrityError
+from fl_engine.core.contracts import Tracker, Watcher
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
 from fl_engine.core.fields import Moves
-from fl_engine.models.build import INIT
-from fl_engine.rounds.ledger import ledger_in
-from fl_engine.rounds.loop import check_end
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.s3 import open_store
-from fl_engine.storage.store import FolderStore, Store, encode, sha256
+from fl_engine.storage.store import FolderStore, Store
 from fl_engine.training.numerics import differing
 from flexfleet import config as configs
 from flexfleet.config import Config
-from flexfleet.files.artifacts import PoolFile, RunFile
+from flexfleet.files.artifacts import RunFile
 from flexfleet.files.run_folder import check_same
-from flexfleet.pipeline import own_code, warm_start
-from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline import own_code
 from flexfleet.tracking import record as track
 
 log = logging.getLogger("flexfleet")
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """Options for starting, resuming and observing a run or a central training."""
+
+    resume: bool = False
+    discard_damaged: bool = False
+    """True if a run with a damaged checkpoint may resume from the last intact commit."""
+    accept_numerics: bool = False
+    """True if the run may resume although this machine cannot produce bit-identical results."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """Tags of the MLflow run."""
+    mlflow_run_id: str | None = None
+    """ID of the MLflow run; None to create an MLflow run."""
+    observer: Tracker | None = None
+    """Additional tracker, to which all metrics of the run are passed."""
+    watcher: Watcher | None = None
+    """Watcher, to which each round is passed before it is committed."""
+
+
 def store_of(config: Config, run_id: str, out: Path) -> Store:
-    """The store of the run's ledger: the run's folder, or a place in `run.remote`."""
+    """Return the store of the run's ledger. If `run.remote` is set, the store is a prefix in it, otherwise the run's
+    folder."""
     if config.run.remote is None:
         return FolderStore(out.resolve())
     return open_store(place_of(config.run.remote, run_id), patience_s=config.run.patience_s)
 
 
 def check_recorded(store: Store, out: Path) -> None:
-    """Raise IntegrityError if there are rounds without run.json, which says what they were computed with."""
+    """Raise IntegrityError if the store contains committed rounds. Call this function if run.json is missing."""
     if commits := Checkpoints(store).commits():
         raise IntegrityError(
-            f"{out / 'run.json'} is missing, but {store.uri()} has {commits[-1] + 1} committed rounds. Restore it, or "
-            "start another run"
+            f"{out / 'run.json'} is missing, but {store.uri()} has {commits[-1] + 1} committed rounds. Restore the "
+            "file, or start another run"
         )
 
 
 def place_of(remote: str, run_id: str) -> str:
-    """The address of a run's ledger in `run.remote`."""
+    """Return the address of a run's ledger in `run.remote`."""
     return f"{remote.rstrip('/')}/{run_id}"
 
 
+FILES = ("pool_sha256", "partition_sha256", "trace_sha256")
+"""Fields of a run's record that contain digests of input files."""
+
+
 def fetch_run(store: Store, out: Path) -> None:
-    """Fetch run.json from the store for a coordinator that starts on another machine. Raises IntegrityError if `out`
-    has the run.json of another run."""
+    """Copy run.json from the store into `out` if the run was started on another machine. Raises IntegrityError if `out`
+    already contains the run.json of a different run."""
     if not store.list(track.RUN_KEY):
         return
-    stored = store.get(track.RUN_KEY)
-    if not (out / "run.json").exists():
+    stored, here = store.get(track.RUN_KEY), out / "run.json"
+    if not here.exists():
         FolderStore(out).put("run.json", stored)
         return
-    here, there = out / "run.json", store.uri(track.RUN_KEY)
-    known, found = RunFile.read(here), RunFile.of(stored, there)
-    same_run = known.token == found.token
-    if not known.token and not found.token:  # only tracked and private runs have a token
-        same_run = _computed_from(known, here) == _computed_from(found, there)
-    if not same_run:
+    known, found = RunFile.read(here), RunFile.of(stored, store.uri(track.RUN_KEY))
+    if any(getattr(known, name) != getattr(found, name) for name in ("token", *FILES)):
         raise IntegrityError(
-            f"{here} is of another run than {there}, which was begun elsewhere. Remove {out} to resume that one, or "
-            "choose another --run-id"
+            f"{here} and {store.uri(track.RUN_KEY)} belong to different runs. Remove {out} to resume the run in the "
+            "store, or choose another --run-id"
         )
 
 
-FILES = ("pool_sha256", "partition_sha256", "trace_sha256")
-"""The fields of a run's record with the digests of the files that its rounds are computed from."""
-
-
-def _computed_from(run: RunFile, where: Path | str) -> dict[str, Any]:
-    parameters = configs.flatten(began_with(run, where))
-    decide = {name: value for name, value in parameters.items() if configs.moves(name) is Moves.RESULT}
-    return decide | {name: getattr(run, name) for name in FILES}
-
-
-def began_with(run: RunFile, where: Path | str) -> Config:
-    """Return the configuration in a record."""
-    try:
-        return configs.parse_schema(run.config)
-    except ConfigError as error:
-        raise ConfigError(f"{where} has parameters of another version of flexfleet: {error}") from error
-
-
 def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
-    """The run in `out`, if any. Raises ConfigError if it may not be resumed, or has another configuration."""
+    """Return the record (run.json) of the run in `out`. Return None if `out` does not contain run.json. Raises
+    ConfigError if the run exists but `resume` is False, or if its configuration differs from `config`."""
     if not (out / "run.json").exists():
         return None
     known = RunFile.read(out / "run.json")
     if not resume:
-        raise ConfigError(f"{out} holds a run already: go on with --resume, or choose another --run-id")
-    _same_settings(known, config, out)
-    return known
-
-
-def check_begun(config: Config, store: Store, out: Path) -> None:
-    """For a pipeline's first task: raise the ConfigError with which `federate` would later refuse to resume the run in
-    `store` with these settings. Ignores a store that cannot be reached, which `federate` reports."""
-    with suppress(EnvironmentFailure):
-        if (known := track.known_file(store)) is not None:
-            _same_settings(known, config, out)
-            check_end(ledger_in(store), config.rounds)
-
-
-def _same_settings(known: RunFile, config: Config, out: Path) -> None:
-    own_code.check_same(known.code_sha256, config, out)
-    began = began_with(known, out / "run.json")
+        raise ConfigError(f"{out} already contains a run. Continue with --resume, or choose another --run-id")
+    if known.code_sha256 != (found := own_code.sha256_of(config)):
+        raise ConfigError(
+            f"run.code = {config.run.code} (sha256 {found}) has changed since {out} was started (sha256 "
+            f"{known.code_sha256}). Restore the files, or choose another --run-id",
+            path="run.code",
+        )
+    began = configs.parse_schema(known.config)
     before, now = configs.flatten(began), configs.flatten(config.settled(began))
     check_same(out, before, now, lambda name: configs.moves(name) is Moves.RESULT)
     if devices_decide(began) != devices_decide(config):
         raise ConfigError(
-            f"run.backend: {out} was started with {began.run.backend}, and with {config.run.backend} clients would "
-            "choose in another way what they train (observe). Choose another --run-id"
+            f"run.backend must be {began.run.backend} as in {out}, got {config.run.backend}. The two backends measure "
+            "free memory differently. Restore run.backend, or choose another --run-id",
+            path="run.backend",
         )
+    return known
 
 
 def same_place(known: RunFile, config: Config, run_id: str, out: Path) -> None:
-    """Raise ConfigError rather than compute a run again whose rounds are stored in another place."""
+    """Raise ConfigError if `run.remote` has changed and the new store does not contain the run's rounds."""
     before, now = known.config["run"].get("remote"), configs.public(config).run.remote
     moved = before != now or (now is not None and known.run_id != run_id)
     if moved and not Checkpoints(store_of(config, run_id, out)).commits():
         raise ConfigError(
-            f"{out} was started with run.remote = {before}, and with run.remote = {now} no round is committed. Give "
-            f"the place, and the run ID {known.run_id}, that it was started with, or copy its rounds"
+            f"run.remote = {now} does not contain the rounds of {out}. The run was started with run.remote = {before} "
+            f"(run ID {known.run_id}). Restore run.remote, or copy the rounds",
+            path="run.remote",
         )
 
 
-def same_start(resolved: Resolved, pool: Path, out: Path) -> None:
-    """Raise ConfigError if `model.init`, or the network, has other weights than the pool's folder. A source that is
-    missing or does not answer is assumed to be the same."""
-    try:
-        weights = resolved.start
-    except (DataError, EnvironmentFailure) as error:
-        log.info("model.%s cannot be compared with the weights that the run was started from: %s", INIT, error)
-        return
-    if weights is not None:
-        warm_start.check_same(
-            PoolFile.read(pool / "pool.json").weights_sha256, sha256(encode(weights)), resolved.config, out
-        )
-
-
-def tell_of_copies(known: RunFile, ledger_at: str) -> None:
-    """Warn if a private run continues in another place, because it may continue in the first place too."""
+def warn_of_copies(known: RunFile, ledger_at: str) -> None:
+    """Warn if a private run continues in another store. A copy of the run could also continue in the first store."""
     if known.ledger_at not in (None, ledger_at):
         log.warning(
-            "this private run's rounds were in %s, and continue in %s. If that was a copy, and both continue, both "
-            "draw the same noise, which the difference of their models does not have. Continue only one of them, and "
-            "publish only its models (docs/guides/privacy.md)",
+            "this private run was stored in %s, but its next rounds are stored in %s. Continue only one of the copies, "
+            "because the copies draw the same noise (docs/guides/privacy.md)",
             known.ledger_at,
             ledger_at,
         )
 
 
 def same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> None:
-    """Raise IntegrityError if the pool, the data or the code have changed since the run began; EnvironmentFailure,
-    unless `accept_numerics`, if this machine would compute other bits."""
+    """Raise IntegrityError if the pool, the data or the code has changed since the run started. If this machine cannot
+    produce bit-identical results, raise EnvironmentFailure unless `accept_numerics` is True."""
     for name in FILES:
         if getattr(known, name) != getattr(run, name):
-            raise IntegrityError(f"{out} was started with another {name.split('_')[0]}")
+            raise IntegrityError(f"{out} was started with another {name.split('_')[0]}. Restore its file")
     if known.folders_sha256 not in (None, run.folders_sha256):
-        raise IntegrityError(f"{out} was started with other data in partition.folders")
+        raise IntegrityError(f"{out} was started with other data in partition.folders. Restore the data")
     own_code.check_sources(known.sources, run.sources, out)
-    if accept_numerics:
-        return
     others = differing(known.numerics, run.numerics)
     if not others and known.noise_numerics != run.noise_numerics:
         others = f"{known.noise_numerics} there, {run.noise_numerics} here"
-    if others:
+    check_numerics(others, accept_numerics)
+
+
+def check_numerics(others: str, accept: bool) -> None:
+    """Raise EnvironmentFailure if `others` describes different numerics and `accept` is False."""
+    if others and not accept:
         raise EnvironmentFailure(
-            f"this machine would not compute the same bits as the one where the run was started ({others}). Resume "
-            "there, or give --accept-numerics"
+            f"this machine cannot produce bit-identical results ({others}). Resume on the machine that started the "
+            "run, or use --accept-numerics"
         )
 
 
 def devices_decide(config: Config) -> bool:
-    """Whether clients measure which memory is free, so that what they train does not follow from the seed."""
+    """Return whether clients measure their free memory. The measured memory then determines their sub-models."""
     observe = {"kubernetes": config.kubernetes.observe, "agents": config.agents.observe}
     return observe.get(config.run.backend) == "cgroup"

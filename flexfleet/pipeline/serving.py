@@ -1,7 +1,8 @@
-"""The model that MLflow serves for a run: predictions of any of its levels. MLflow copies this file into the model.
+"""Define the model class with which MLflow serves the levels of a run. The model predicts with any level. A copy of
+this file is stored in the model.
 
-`predict(images, params={"level": "M2"})`: uint8 images (N, C, H, W) to logits (N, classes); or samples of another shape
-and type to the task's outputs.
+`predict(images, params=dict(level="M2"))` maps uint8 images (N, C, H, W) to logits (N, classes). For samples that are
+not images, the method returns the outputs of the task.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from fl_engine.models.export import load, read
 class AnyLevel(PythonModel):  # type: ignore[misc]
     def load_context(self, context: Any) -> None:
         folders = sorted(Path(context.artifacts["levels"]).iterdir())
-        trust([read(folder).model for folder in folders])  # this model brings the network's code with it
+        trust([read(folder).model for folder in folders])  # trusted, because the model contains the network's code
         self.networks = {folder.name: load(folder) for folder in folders}
 
-    # Without types: MLflow would make a signature of them, and the model has one.
+    # Type hints are omitted, because MLflow would infer another signature from them.
     def predict(self, context, model_input, params=None):  # type: ignore[no-untyped-def]
         level = (params or {}).get("level")
         if level not in self.networks:
-            raise ValueError(f"level is one of {', '.join(self.networks)}, got {level!r}")
+            raise ValueError(f"level must be one of {', '.join(self.networks)}, got {level!r}")
         with torch.no_grad():
             network = self.networks[level]
             return network(torch.from_numpy(np.asarray(model_input, dtype=network.samples))).numpy()

@@ -1,104 +1,52 @@
-"""Drawings of runs as SVG elements for HTML pages.
+"""Plot metrics of runs as SVG elements for HTML pages.
 
-Every function returns one `<svg>` element whose ids start with the given `name`. Accuracies are drawn in %, other
-metrics unscaled; a MB is 1e6 bytes, rounds count from 1. Raises EnvironmentFailure without matplotlib.
+Every function returns an `<svg>` element in which all IDs start with `name`. Accuracies are plotted in percent, and
+other metrics without scaling. 1 MB is 1e6 bytes, and rounds are counted from 1.
 """
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from statistics import fmean
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from fl_engine.data import heat_map
-from fl_engine.rounds.at_clients import PREFIX
 from fl_engine.storage.checkpoints import Row
 from flexfleet.files.artifacts import Apoz, PoolFile
 from flexfleet.files.measure import ACCURACY, Measure
-from flexfleet.reports.figure import (
-    MOST_POINTS,
-    PLAIN,
-    band,
-    drawing,
-    inline,
-    line,
-    name_axes,
-    put_legend,
-    style,
-    thinned,
-    whole,
-)
-
-Series = tuple[str, Sequence[Row]]
-"""A run's label and its rounds."""
+from flexfleet.reports.figure import PLAIN, drawing, inline, line, name_axes, put_legend, style, whole
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")
-"""Okabe and Ito's colours without yellow, which is too faint on white. The eighth run has the first colour and another
-mark."""
+"""Colours of Okabe and Ito's palette. Yellow is omitted, because it has too little contrast on white."""
 MARKS = ("", "o", "s", "^", "D", "v", "P", "X")
 FEW = 8
-"""A curve of fewer points has a mark at each."""
+"""Curves with at least this number of points do not have markers."""
 GREY = "#7a828c"
 MOST_BANDS = 6
-"""The most runs that are drawn with bands: with more the bands hide each other."""
+"""Maximum number of labels for which a figure has bands, because more bands would hide each other."""
 MOST_BARS = 120
+MOST_POINTS = 1000
+"""Maximum number of plotted points of a curve. If a curve has more points, only every k-th point is plotted."""
 
 
 # ------------------------------------------------------------------------------------------- several runs
-def learning_curves(runs: Sequence[Series], name: str = "learning-curves", measure: Measure = ACCURACY) -> str:
-    """Draw avg as a line in a band from the lowest to the highest level, and full as a dashed line. A run of one level
-    has no avg."""
-
-    def paint(figure: Any) -> None:
-        axes = figure.add_subplot()
-        looks = _looks([len(_scored(rows)) for _, rows in runs])
-        for look, (_, rows) in zip(looks, runs, strict=True):
-            scored = _scored(rows)
-            x = [r.round + 1 for r in scored]
-            full = thinned(x, _values(scored, "full", measure))
-            axes.plot(*full, linestyle="--", **look | {"linewidth": _thin(len(x)) - 0.5})
-            if not single(scored, measure):
-                axes.plot(*thinned(x, _values(scored, "avg", measure)), **look)
-                if len(runs) <= MOST_BANDS:
-                    levels = [_levels(r, measure).values() for r in scored]
-                    low, high = ([measure.scale * f(v) for v in levels] for f in (min, max))
-                    axes.fill_between(*band(x, low, high), color=look["color"], alpha=0.14, linewidth=0)
-        name_axes(axes, "round", measure.title, whole_x=True)
-        several = not all(single(_scored(rows), measure) for _, rows in runs)
-        _legend(figure, runs, looks, avg=several, full=True, band=several and len(runs) <= MOST_BANDS)
-
-    return drawing(name, f"Test {measure.name} over the rounds, a line for each run", 3.8, paint)
-
-
-def bytes_to_accuracy(runs: Sequence[Series], name: str = "bytes-to-metric", measure: Measure = ACCURACY) -> str:
-    """Draw avg against all MB sent down and up so far; for a run of one level full, dashed."""
-
-    def paint(figure: Any) -> None:
-        axes = figure.add_subplot()
-        looks = _looks([len(_scored(rows)) for _, rows in runs])
-        for look, (_, rows) in zip(looks, runs, strict=True):
-            sent = accumulate(r.metrics["bytes_down"] + r.metrics["bytes_up"] for r in rows)
-            points = [(total / 1e6, r) for total, r in zip(sent, rows, strict=True) if "avg" in r.metrics]
-            scored = [r for _, r in points]
-            dash = "--" if single(scored, measure) else "-"
-            curve = thinned([mb for mb, _ in points], _values(scored, "avg", measure))
-            axes.plot(*curve, linestyle=dash, **look)
-        name_axes(axes, "MB sent, down + up", measure.title)
-        axes.set_xlim(left=0)
-        axes.xaxis.set_major_formatter(_mb)
-        alone = [single(_scored(rows), measure) for _, rows in runs]
-        _legend(figure, runs, looks, avg=not all(alone), full=any(alone), band=False)
-
-    return drawing(name, f"Test {measure.name} against the megabytes sent, a line for each run", 3.8, paint)
-
-
 Points = Sequence[tuple[int, float, Sequence[float]]]
-"""A round from 1, the mean MB sent so far, and every seed's value of the metric."""
+"""Points of a curve: (round, MB sent so far as a mean over the seeds, metric for each seed)."""
+
+
+def curve(runs: Sequence[Sequence[Row]], key: str) -> Points:
+    """Return a point for each round in which all runs were evaluated. The curve ends with the shortest run."""
+    totals = [list(accumulate(row.metrics["bytes_down"] + row.metrics["bytes_up"] for row in rows)) for rows in runs]
+    return [
+        (i + 1, fmean(total[i] for total in totals) / 1e6, [row.metrics[key] for row in rows])
+        for i, rows in enumerate(zip(*runs, strict=False))
+        if all(key in row.metrics for row in rows)
+    ]
 
 
 def comparison(
@@ -107,15 +55,19 @@ def comparison(
     measure: Measure = ACCURACY,
     reference: tuple[str, float] | None = None,
     clocks: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    names: tuple[str, str] = ("avg", "full"),
 ) -> str:
-    """Draw avg and full of each algorithm over the rounds, full against the MB sent, and full over the simulated time.
+    """Plot four panels: avg and full over the rounds, and full over the MB sent and over the simulated time.
 
-    Lines are means over the seeds; up to MOST_BANDS algorithms have a band from the lowest to the highest seed.
+    For each label, a line shows the mean over the seeds. If there are at most MOST_BANDS labels, bands show the range
+    over the seeds.
 
     Args:
-        curves: For each algorithm its label, the points of avg (may be empty), and the points of full.
-        reference: Name and value of a horizontal line.
-        clocks: Map labels to the simulated seconds of each point of full; without any the last drawing is left out.
+        curves: Tuple (label, points of avg, points of full) for each line.
+        reference: Name and value of a horizontal line, or None.
+        clocks: Map each label to a list with the simulated seconds for each point of full. If empty, the last panel is
+            omitted.
+        names: Names under which the two metrics are shown.
     """
     timed = any(clocks.values())
     bands = len(curves) <= MOST_BANDS and any(len(point[2]) > 1 for _, _, full in curves for point in full)
@@ -123,12 +75,15 @@ def comparison(
     def paint(figure: Any) -> None:
         from matplotlib.patches import Patch
 
-        left, right, *last = figure.subplots(1, 3 if timed else 2, sharey=True)
-        looks = _looks([len(full) for _, _, full in curves])
+        left, *others = figure.subplots(1, 3 if timed else 2, sharey=True)
+        looks = looks_of([len(full) for _, _, full in curves])
         for look, (label, avg, full) in zip(looks, curves, strict=True):
-            panels = [(left, avg, _nth(avg, 0), "-"), (left, full, _nth(full, 0), "--")]
-            panels += [(right, full, _nth(full, 1), "--")]
-            panels += [(axes, full, list(clocks.get(label, ())), "--") for axes in last]
+            columns: tuple[Sequence[float], ...] = ([point[1] for point in full], clocks.get(label, ()))
+            panels: list[tuple[Any, Points, Sequence[float], str]] = [
+                (left, avg, [point[0] for point in avg], "-"),
+                (left, full, [point[0] for point in full], "--"),
+                *((axes, full, x, "--") for axes, x in zip(others, columns, strict=False)),
+            ]
             for axes, points, x, dash in panels:
                 if not points or not x:
                     continue
@@ -137,34 +92,26 @@ def comparison(
                 axes.plot(*thinned(x, seeds.mean(axis=1)), linestyle=dash, **look | thin)
                 if bands and seeds.shape[1] > 1:
                     low, high = seeds.min(axis=1), seeds.max(axis=1)
-                    axes.fill_between(*band(x, low, high), color=look["color"], alpha=0.13, linewidth=0)
+                    axes.fill_between(*thinned(x, low, high), color=look["color"], alpha=0.13, linewidth=0)
         name_axes(left, "round", measure.title, whole_x=True)
-        name_axes(right, "MB sent, down + up", "")
-        right.set_xlim(left=0)
-        right.xaxis.set_major_formatter(_mb)
-        for axes in last:
-            name_axes(axes, "simulated seconds", "")
+        for axes, title in zip(others, ("MB sent, down + up", "simulated seconds"), strict=False):
+            name_axes(axes, title, "")
             axes.set_xlim(left=0)
-            axes.xaxis.set_major_formatter(_mb)
-        handles = [*(line(**look) for look in looks), line(color=GREY)]
-        handles += [line(color=GREY, linestyle="--", linewidth=1.2)]
-        names = [*(label for label, _, _ in curves), "avg", "full"]
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:.3g}")
+        handles = {label: line(**look) for look, (label, _, _) in zip(looks, curves, strict=True)}
+        looks_of_names = (line(color=GREY), line(color=GREY, linestyle="--", linewidth=1.2))
+        kinds = dict(zip(names, looks_of_names, strict=True))
         if reference is not None:
-            for axes in (left, right, *last):
+            for axes in (left, *others):
                 axes.axhline(measure.scale * reference[1], color=GREY, linestyle=":", linewidth=1.2)
-            handles, names = [*handles, line(color=GREY, linestyle=":", linewidth=1.2)], [*names, reference[0]]
+            kinds[reference[0]] = line(color=GREY, linestyle=":", linewidth=1.2)
         if bands:
-            handles, names = [*handles, Patch(color=GREY, alpha=0.25, linewidth=0)], [*names, "range of seeds"]
-        put_legend(figure, handles, names)
+            kinds["range of seeds"] = Patch(color=GREY, alpha=0.25, linewidth=0)
+        put_legend(figure, [*handles.values(), *kinds.values()], [*handles, *kinds])
 
-    over = "over the rounds, against the megabytes sent and" if timed else "over the rounds and"
-    against = "over the simulated time" if timed else "against the megabytes sent"
-    alt = f"Test {measure.name} {over} {against}, a line for each algorithm"
+    clock = " and over the simulated time" if timed else ""
+    alt = f"Test {measure.name} over the rounds, and against the megabytes sent{clock}: a line for each label"
     return drawing(name, alt, 4.0, paint, width=14 if timed else 10.5)
-
-
-def _nth(points: Points, n: Literal[0, 1]) -> list[float]:
-    return [point[n] for point in points]
 
 
 def study(
@@ -174,10 +121,14 @@ def study(
     labels: Mapping[str, str],
     name: str = "study",
     measure: Measure = ACCURACY,
-) -> list[str]:
-    """Draw the complete trials (number, value, parameters): in their order with the best so far, the importance of the
-    parameters (shares that add up to 1), and the values over each parameter, the most important first. `labels`: the
-    parameters' names for people."""
+) -> dict[str, str]:
+    """Plot the trials of a study (number, value, parameters), and return {title: figure}. The figures show the value of
+    each trial, the importance of each parameter, and the value plotted against each parameter.
+
+    Args:
+        logarithmic: Names of the parameters that were searched on a logarithmic scale.
+        labels: Map each parameter to its name for display.
+    """
     names = sorted(importances, key=lambda path: -importances[path])
     value = f"value ({measure.unit})" if measure.unit else "value"
 
@@ -204,7 +155,7 @@ def study(
             axes.plot(xs, [y for _, y in known], linestyle="", marker="o", color=PALETTE[0], alpha=0.7)
             if path in logarithmic:
                 axes.set_xscale("log")
-                axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")  # its own writes formulas
+                axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")  # By default, matplotlib writes powers of ten.
                 axes.xaxis.set_minor_formatter(lambda x, _: "")
             name_axes(axes, labels[path], value)
 
@@ -212,16 +163,18 @@ def study(
 
     paints = {
         "Values of the trials in the order in which they ran, and the best so far": history,
-        "What each parameter mattered": shares,
+        "Importance of the parameters": shares,
         **{f"Values of the trials over {labels[path]}": slice(path) for path in names},
     }
-    return [drawing(f"{name}-{i}", alt, 3.0, paint, width=5.0) for i, (alt, paint) in enumerate(paints.items())]
+    return {
+        title: drawing(f"{name}-{i}", title, 3.0, paint, width=5.0) for i, (title, paint) in enumerate(paints.items())
+    }
 
 
 # ------------------------------------------------------------------------------------------------ one run
 def pool_widths(pool: PoolFile, apoz: Apoz | None = None, name: str = "pool") -> str:
-    """Draw each level's width in every prunable layer, in % of the full width, and below it APoZ if it was measured.
-    Levels that only devices make are dashed."""
+    """Plot the width of each prunable layer in each level, in percent of the full width. If APoZ (average percentage of
+    zeros) was measured, it is shown in a second panel. Dashed lines are levels that the server never sends."""
     groups, n = list(pool.groups), len(pool.groups)
     colours = level_colours([m.name for m in pool.levels])
     scores = {layer.group: 100 * layer.apoz for layer in apoz.layers} if apoz else {}
@@ -231,7 +184,7 @@ def pool_widths(pool: PoolFile, apoz: Apoz | None = None, name: str = "pool") ->
         grid = figure.add_gridspec(2, 1, height_ratios=(3, 1)) if scores else figure.add_gridspec(1, 1)
         top = figure.add_subplot(grid[0])
         edges, handles = np.arange(n + 1) - 0.5, []
-        # The largest first, so that the smaller of two equal levels is visible on top.
+        # Plot the largest level first, so that the smaller of two equal levels remains visible.
         for m in reversed(pool.levels):
             share = [100 * m.widths[g] / pool.groups[g] for g in groups]
             look = {"color": colours[m.name], "linewidth": 2, "linestyle": "-" if m.dispatched else (0, (4, 1.5))}
@@ -268,71 +221,53 @@ def of_levels(
     measure: Measure = ACCURACY,
     along: str = "round",
 ) -> str:
-    """Draw each level's metric over the rounds, or over what else a row is `along`. `levels`: the whole pool, smallest
-    first, coloured as in its drawing."""
+    """Plot the metric of each level over the rounds. `levels` are all levels of the pool, from the smallest to the
+    largest. `along` is the name of the x-axis."""
     colours = level_colours(levels)
-    curves = {level: (f"{measure.name}/{level}", {"color": colours[level]}) for level in reversed(levels)}
-    alt = f"Test {measure.name} over the {along}s, a line for each level"
-    return _lines(rows, curves, name, alt, 3.2, (along, measure.title), measure.scale)
-
-
-def on_clients(rows: Sequence[Row], name: str = "on-clients", measure: Measure = ACCURACY) -> str:
-    """Draw mean, 10th percentile and worst of all clients over the rounds in which they evaluated."""
-    dashes = {"mean": ("mean", "-"), "10th percentile": ("p10", "--"), "worst": ("worst", ":")}
-    curves = {
-        label: (f"{PREFIX}{of}", {"color": PALETTE[0], "linestyle": dash}) for label, (of, dash) in dashes.items()
-    }
-    title = f"{measure.name} ({measure.unit})" if measure.unit else measure.name
-    alt = f"The clients' {measure.name} on samples of their own over the rounds"
-    return _lines(rows, curves, name, alt, 2.8, ("round", f"clients' {title}"), measure.scale)
-
-
-def evenness(rows: Sequence[Row], name: str = "uniformity") -> str:
-    """Draw the uniformity of the simulated time in each round, and of its two parts; lower is more even."""
-    curves = {
-        "in all": ("uniformity", {"color": "#4d4d4d"}),
-        "compute": ("uniformity_compute", {"color": "#0072b2"}),
-        "communication": ("uniformity_communication", {"color": "#d55e00"}),
-    }
-    alt = "How evenly the clients finish in each round, by the simulated clock"
-    return _lines(rows, curves, name, alt, 2.4, ("round", "uniformity (s)"), 1, bottom=0)
-
-
-def _lines(
-    rows: Sequence[Row],
-    curves: Mapping[str, tuple[str, Mapping[str, Any]]],
-    name: str,
-    alt: str,
-    height: float,
-    titles: tuple[str, str],
-    scale: float,
-    bottom: float | None = None,
-) -> str:
-    """Draw a line for each of the `curves` that rows have: by label, the metric's key and the line's look."""
-    having = {label: [r for r in rows if key in r.metrics] for label, (key, _) in curves.items()}
+    having = {level: [r for r in rows if f"{measure.name}/{level}" in r.metrics] for level in reversed(levels)}
 
     def paint(figure: Any) -> None:
         axes, handles = figure.add_subplot(), []
-        shown = [label for label, own in having.items() if own]
-        for label in shown:
-            key, style = curves[label]
-            own = having[label]
-            look = {**style, "marker": "o" if len(own) < FEW else "", "linewidth": _thin(len(own))}
-            axes.plot(*thinned([r.round + 1 for r in own], [scale * r.metrics[key] for r in own]), **look)
+        shown = {level: own for level, own in having.items() if own}
+        for level, own in shown.items():
+            marker = "o" if len(own) < FEW else ""
+            look = {"color": colours[level], "marker": marker, "linewidth": _line_width(len(own))}
+            values = [measure.scale * r.metrics[f"{measure.name}/{level}"] for r in own]
+            axes.plot(*thinned([r.round + 1 for r in own], values), **look)
             handles.append(line(**look))
-        name_axes(axes, *titles, whole_x=True)
-        if bottom is not None:
-            axes.set_ylim(bottom=bottom)
-        put_legend(figure, handles, shown)
+        name_axes(axes, along, measure.title, whole_x=True)
+        put_legend(figure, handles, list(shown))
 
-    return drawing(name, alt, height, paint)
+    return drawing(name, f"Test {measure.name} over the {along}s, a line for each level", 3.2, paint)
+
+
+def local_accuracy(
+    levels: Mapping[str, Mapping[int, float]], colours: Mapping[str, str], name: str = "local-accuracy"
+) -> str:
+    """Plot the distribution of local accuracy over the clients for each level, as in FedRolex, Figure 3.5. `levels`
+    maps each level to {accuracy in percent: number of clients}."""
+    edges = list(range(0, 101, 5))
+
+    def paint(figure: Any) -> None:
+        axes = figure.add_subplot()
+        for level, clients in levels.items():
+            axes.stairs(np.histogram([*clients], edges, weights=[*clients.values()])[0], edges, color=colours[level])
+        name_axes(axes, "local accuracy (%)", "clients")
+        put_legend(figure, [line(color=colours[level]) for level in levels], list(levels))
+
+    return drawing(name, "Number of clients by local accuracy, a line for each level", 2.8, paint)
 
 
 def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:
-    """Draw how many clients trained the model as sent, pruned it first, or failed; long runs as means of rounds."""
-    step = math.ceil(len(rows) / MOST_BARS)
+    """Plot how many clients trained the received model, pruned the model before training, or failed. If a run has many
+    rounds, each bar shows the mean over several rounds."""
+    bars = min(len(rows), MOST_BARS)
+
+    def means(values: Sequence[float]) -> Any:
+        return np.array([part.mean() for part in np.array_split(np.array(values), bars)])
+
     trained, pruned, failed = (
-        np.array([r.metrics[f"clients_{kind}"] for r in rows]) for kind in ("trained", "pruned", "failed")
+        means([row.metrics[f"clients_{kind}"] for row in rows]) for kind in ("trained", "pruned", "failed")
     )
     parts = {
         "trained as sent": (trained - pruned, "#56b4e9"),
@@ -341,42 +276,30 @@ def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:
     }
 
     def paint(figure: Any) -> None:
-        from matplotlib.patches import Patch
-
-        axes = figure.add_subplot()
-        starts = np.arange(0, len(rows), step)
-        edges = np.append(starts, len(rows)) + 0.5
-        base = np.zeros(len(starts))
+        axes, base, handles = figure.add_subplot(), np.zeros(bars), []
+        x = means(list(range(1, len(rows) + 1)))
         for counts, colour in parts.values():
-            top = base + np.add.reduceat(counts, starts) / np.diff(np.append(starts, len(rows)))
-            axes.stairs(top, edges, baseline=base, fill=True, color=colour, linewidth=0)
-            base = top
-        name_axes(axes, "round", "clients" if step == 1 else f"clients\n(means of {step} rounds)", whole_x=True)
-        axes.set_ylim(0, 1.08 * max(1, *base))
+            handles.append(axes.bar(x, counts, len(rows) / bars, base, color=colour))
+            base = base + counts
+        name_axes(axes, "round", "clients", whole_x=True)
         axes.yaxis.set_major_locator(whole())
         axes.margins(x=0)
         axes.grid(axis="x", visible=False)
-        put_legend(figure, [Patch(color=colour) for _, colour in parts.values()], list(parts))
+        put_legend(figure, handles, list(parts))
 
     return drawing(name, "Clients that trained, pruned or failed in each round", 2.4, paint)
 
 
 def partition_map(counts: Sequence[Sequence[int]], name: str = "partition", label: str = "class") -> str:
-    """Draw a label x client heat map; `counts` has a row for each label and a column for each client."""
+    """Plot a heat map of `counts`, which has a row for each label and a column for each client."""
     with style(PLAIN):
-        out = io.StringIO()
-        heat_map.save_figure(heat_map.heat_map(np.array(counts, dtype=np.int64), label), out, "svg")
-        return inline(out.getvalue(), name, f"How many samples of each {label} each client holds")
+        figure = heat_map.heat_map(np.array(counts, dtype=np.int64), label)
+        return inline(figure, name, f"Number of samples of each {label} at each client")
 
 
-# ---------------------------------------------------------------------------------------- what they share
-def single(rows: Sequence[Row], measure: Measure) -> bool:
-    """Return whether only one level is evaluated, so that avg is meaningless."""
-    return all(len(_levels(r, measure)) <= 1 for r in rows)
-
-
+# ---------------------------------------------------------------------------------------- shared functions
 def level_colours(levels: Sequence[str]) -> dict[str, str]:
-    """Map levels to colours from light to dark, which can be distinguished without hues."""
+    """Map levels to colours from light to dark. The colours can also be distinguished in grayscale."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
@@ -384,27 +307,14 @@ def level_colours(levels: Sequence[str]) -> dict[str, str]:
     return dict(zip(levels, map(to_hex, colormaps["viridis"](places)), strict=True))
 
 
-def _levels(row: Row, measure: Measure) -> Mapping[str, float]:
-    prefix = f"{measure.name}/"
-    return {k.removeprefix(prefix): v for k, v in row.metrics.items() if k.startswith(prefix)}
-
-
-def _scored(rows: Sequence[Row]) -> list[Row]:
-    return [r for r in rows if "avg" in r.metrics]
-
-
-def _values(rows: Sequence[Row], key: str, measure: Measure) -> list[float]:
-    return [measure.scale * r.metrics[key] for r in rows]
-
-
-def _looks(points: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the look of each run's line, by its number of points. The first 49 differ: seven colours with seven marks
-    each, of which "no mark" is one unless a run has few points."""
+def looks_of(points: Sequence[int]) -> list[dict[str, Any]]:
+    """Return a line style for each curve. `points` are the numbers of points. The first 49 styles differ in colour
+    (seven colours) or marker (seven markers). One marker is empty unless a curve has fewer than FEW points."""
     marks = MARKS[1:] if any(0 < n < FEW for n in points) else MARKS[:-1]
     return [
         {
             "color": PALETTE[i % len(PALETTE)],
-            "linewidth": _thin(n),
+            "linewidth": _line_width(n),
             "marker": marks[i // len(PALETTE) % len(marks)],
             "markevery": max(1, min(n, MOST_POINTS) // 10),
         }
@@ -412,24 +322,11 @@ def _looks(points: Sequence[int]) -> list[dict[str, Any]]:
     ]
 
 
-def _thin(points: int) -> float:
+def thinned(*columns: Sequence[float]) -> list[Sequence[float]]:
+    """Select at most MOST_POINTS points from the columns (x, y, ...) of a curve."""
+    step = math.ceil(len(columns[0]) / MOST_POINTS) or 1
+    return [column[::step] for column in columns]
+
+
+def _line_width(points: int) -> float:
     return 1.8 if points <= 100 else 1.3
-
-
-def _mb(x: float, _: int) -> str:
-    return f"{x:,.0f}" if x >= 10 else f"{x:.3g}"
-
-
-def _legend(
-    figure: Any, runs: Sequence[Series], looks: Sequence[Mapping[str, Any]], *, avg: bool, full: bool, band: bool
-) -> None:
-    """Put a legend with a line per run, and the meaning of the kinds of lines."""
-    from matplotlib.patches import Patch
-
-    handles = [line(**look) for look in looks]
-    key: dict[str, Any] = {"avg": line(color=GREY)} if avg else {}
-    if full:
-        key["full"] = line(color=GREY, linestyle="--", linewidth=1.2)
-    if band:
-        key["range of levels"] = Patch(color=GREY, alpha=0.25, linewidth=0)
-    put_legend(figure, [*handles, *key.values()], [*(label for label, _ in runs), *key])

@@ -1,4 +1,4 @@
-"""Databases that are servers, for MLflow and for studies: their addresses, and which errors say that one is away."""
+"""Check the addresses of the databases that MLflow and studies use, and detect outages of these databases."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from functools import cache
 from fl_engine.core.errors import ConfigError
 
 KINDS = ("postgresql", "mysql", "mssql")
-"""Schemes (before a +) of the database servers that MLflow supports."""
+"""Address schemes of the database servers that MLflow supports, without the driver after `+`."""
 SERVERS = (*KINDS, "mariadb", "oracle")
-"""Schemes of the database servers that SQLAlchemy, and therefore a study, supports."""
+"""Address schemes of the database servers that SQLAlchemy supports. Studies support the same database servers."""
 WHO = re.compile(r"[^:/]*(?::[^@]*)?@")
-"""User and password in what follows ://, as SQLAlchemy reads them."""
+"""Pattern of the user and password after `://`. The pattern is the same as in SQLAlchemy."""
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether the error, or an error that caused it, says that a database does not answer or is busy."""
+    """Return whether the error or one of its causes means that a database is unreachable or busy."""
     from sqlalchemy.exc import InterfaceError, OperationalError
 
     kinds = (OperationalError, InterfaceError)
@@ -25,22 +25,22 @@ def is_away(error: BaseException) -> bool:
 
 
 def cause(error: BaseException) -> BaseException:
-    """The database's own error, which Optuna wraps into one with another text."""
+    """Return the original error of the database. Optuna raises another error that contains the original error."""
     from sqlalchemy.exc import SQLAlchemyError
 
     return next((each for each in causes(error) if isinstance(each, SQLAlchemyError)), error)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, the error that caused it, and so on."""
+    """Yield the error and its chain of causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def check_spelling(name: str, address: str) -> None:
-    """Raise ConfigError if `@` or a space in the user or password of parameter `name` is not quoted. SQLAlchemy would
-    read the rest of the password as a part of the host's name, which its errors show."""
+    """Raise ConfigError if the user name or password contains a space or `@` without percent-encoding. SQLAlchemy would
+    otherwise print a part of the password as the host name. `name` is the parameter."""
     scheme, sign, rest = address.partition("://")
     kind = scheme.partition("+")[0].lower()
     if not sign or kind not in (*SERVERS, "http", "https") or not (who := WHO.match(rest)):
@@ -48,21 +48,23 @@ def check_spelling(name: str, address: str) -> None:
     has_at = kind in SERVERS and "@" in rest[who.end() :].partition("?")[0]
     if has_at or any(map(str.isspace, who[0])):
         raise ConfigError(
-            f"{name} = {kind}://... has {'an @' if has_at else 'a space'} in its user or password. Write @ as %40, a "
-            "space as %20, / as %2F, : as %3A and % as %25"
+            f"{name} = {kind}://... must not have {'@' if has_at else 'a space'} in the user or password. Write @ as "
+            "%40, a space as %20, / as %2F, : as %3A and % as %25",
+            path=name,
         )
 
 
 @cache
 def check_connection(address: str) -> None:
-    """Connect to a database server, once in a process. MLflow would repeat a first connection that fails for two
-    minutes. Raises SQLAlchemy's error."""
-    if address.partition(":")[0].partition("+")[0] not in KINDS:
+    """Test the connection to a database once in each process. MLflow would retry a failing connection for two minutes.
+    Raises SQLAlchemy's error."""
+    if address.partition(":")[0].partition("+")[0] not in (*KINDS, "sqlite"):
         return
     from mlflow.store.db.utils import create_sqlalchemy_engine
+    from sqlalchemy import inspect
 
     engine = create_sqlalchemy_engine(address)
     try:
-        engine.connect().close()
+        inspect(engine).has_table("runs")  # SQLite opens the file at the first query
     finally:
         engine.dispose()

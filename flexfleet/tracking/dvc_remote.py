@@ -1,142 +1,124 @@
-"""Files and folders in a DVC remote: pushed under the md5 of their content, and fetched by a small pointer.
+"""Push files to the DVC remote `publish.dvc`, and fetch files and data sets with DVC. A pointer is a string with the
+contents of a `.dvc` file.
 
-A pointer is the text of a `.dvc` file; the remote is `publish.dvc`. Every call uses a scratch repository of its own,
-because the lock of one repository does not admit two writers.
+Each push or pull uses a new scratch repository, because a DVC repository has one lock.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
+import os
 import re
 import shutil
-import sqlite3
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, masked
+from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure, FlexfleetError, IntegrityError, masked
 from fl_engine.core.system import hashed
 from fl_engine.core.text import read_yaml
-from fl_engine.data.files import part_of, remove, sweep
+from fl_engine.datasets import data_root
 from fl_engine.storage.s3 import check_place, setting
+from flexfleet.tracking.databases import causes
+from flexfleet.tracking.server import Client, code_of
 
-LIST = ".dir"
-"""End of a folder's sum in DVC, which is the md5 of the list of its files."""
-MD5 = re.compile(rf"[0-9a-f]{{32}}({re.escape(LIST)})?")
+MD5 = re.compile(r"[0-9a-f]{32}(\.dir)?")
+"""Pattern of a DVC checksum. The checksum of a folder is the md5 of the file list, followed by `.dir`."""
 LOGGERS = ("dvc", "dvc_data", "dvc_objects")
-"""These log each failure with a traceback, and raise it too."""
+"""Names of DVC loggers that log each failure with a traceback."""
 
 log = logging.getLogger("flexfleet")
 
 
 def push(paths: Mapping[str, Path], remote: str) -> dict[str, str]:
-    """Push files and folders under plain names, and return their pointers.
-
-    Raises:
-        ConfigError: The remote is malformed.
-        EnvironmentFailure: The remote cannot be reached.
-    """
-    with _scratch(remote) as (repo, folder):
+    """Push files and folders to the remote, and return {name: pointer}. Raises ConfigError if the address of the remote
+    is malformed, and EnvironmentFailure if the remote is unreachable."""
+    with _scratch(remote, EnvironmentFailure) as (repo, folder):
         for name, path in paths.items():
-            if path.is_dir():
-                shutil.copytree(path, folder / name)
-            else:
-                shutil.copyfile(path, folder / name)
-        with _explained(remote, EnvironmentFailure):
-            repo.add([str(folder / name) for name in paths])
-            repo.push(targets=[str(folder / name) for name in paths])
+            copy = shutil.copytree if path.is_dir() else shutil.copyfile
+            copy(path, folder / name)
+        repo.add([str(folder / name) for name in paths])
+        repo.push(targets=[str(folder / name) for name in paths])
         return {name: (folder / f"{name}.dvc").read_text("utf-8") for name in paths}
 
 
 def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
-    """Fetch what the pointers name into `out`, and replace what is there.
-
-    Raises:
-        ConfigError: A text is not a pointer, or the remote is a folder that does not exist.
-        IntegrityError: The remote lacks something, or has other content.
-    """
-    wanted = {name: checksum(text) for name, text in pointers.items()}
+    """Create the folder `out`, and fetch files and folders into it. Raises ConfigError if a pointer is malformed, or if
+    the remote folder does not exist. Raises IntegrityError without creating `out` if content is missing."""
+    for text in pointers.values():
+        checksum(text)
     if "://" not in remote and not Path(remote).is_dir():
-        raise ConfigError(f"publish.dvc: the folder {place_of(remote)} does not exist")
-    with _scratch(remote) as (repo, folder):
+        raise ConfigError(f"publish.dvc: {place_of(remote)} must be an existing folder", path="publish.dvc")
+    with _scratch(remote, IntegrityError) as (repo, folder):
         for name, text in pointers.items():
             (folder / f"{name}.dvc").write_text(text, encoding="utf-8")
-        with _explained(remote, IntegrityError):
-            repo.pull(targets=[str(folder / f"{name}.dvc") for name in pointers])
-        fetched = []
-        for name, expected in wanted.items():
-            if not (folder / name).exists() or (actual := md5(folder / name)) != expected:
-                found = f"md5 {actual}" if (folder / name).exists() else "nothing"
-                raise IntegrityError(f"{name}: {masked(remote)} has {found}, expected md5 {expected}")
-            target = out / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if target.is_dir():
-                shutil.rmtree(target)
-            shutil.move(folder / name, target)
-            fetched.append(target)
-        return fetched
+        repo.pull(targets=[str(folder / f"{name}.dvc") for name in pointers])
+        out.mkdir(parents=True)
+        return [Path(shutil.move(folder / name, out / name)) for name in pointers]
 
 
 def hand_on(path: Path, name: str, remote: str | None, pointer: Path) -> None:
-    """Push a step's output, and write its pointer for the following tasks; an empty file if there is no remote."""
+    """Push the output of a step, and write the pointer for later tasks. The pointer is empty if `remote` is None."""
     pointer.parent.mkdir(parents=True, exist_ok=True)
     pointer.write_text("" if remote is None else push({name: path}, remote)[name], encoding="utf-8")
 
 
 def checksum(pointer: str) -> str:
-    """The md5 that a pointer names; for a folder it ends in `.dir`. Raises ConfigError."""
+    """Return the checksum that a pointer contains (see MD5). Raises ConfigError if the pointer is malformed."""
     try:
         (out,) = read_yaml(pointer)["outs"]
         if MD5.fullmatch(out["md5"]):
             return str(out["md5"])
     except (yaml.YAMLError, KeyError, TypeError, ValueError):
         pass
-    raise ConfigError(f"not a .dvc pointer: {pointer[:80]!r}")
-
-
-def md5(path: Path) -> str:
-    """The md5 that DVC computes: of a file's content; for a folder, of the list of its files."""
-    if path.is_file():
-        return hashed(path, hashlib.md5(usedforsecurity=False)).hexdigest()
-    files = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
-    listed = json.dumps([{"md5": md5(path / name), "relpath": name} for name in files])
-    return hashlib.md5(listed.encode(), usedforsecurity=False).hexdigest() + LIST
+    raise ConfigError(f"{pointer[:80]!r} is not a .dvc pointer. Push the files again")
 
 
 # ------------------------------------------------------------------------------------------------ DVC itself
 @contextmanager
-def _scratch(remote: str) -> Iterator[tuple[Any, Path]]:
-    try:
-        from dvc.repo import Repo
-    except ImportError as error:
-        raise EnvironmentFailure("publish.dvc wants dvc: pip install 'flexfleet[data]'") from error
-    for name in LOGGERS:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+def _scratch(remote: str, missing: type[FlexfleetError]) -> Iterator[tuple[Any, Path]]:
+    """Yield a temporary DVC repository and its folder. Raises `missing` if content is missing or DVC fails. Raises
+    EnvironmentFailure for network and file system errors. Reasons are read from DVC's log, because DVC's exception
+    contains only the number of failed transfers."""
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+    from dvc_objects.errors import ObjectFormatError
+
+    logged = BufferingHandler(capacity=10**6)
+    for logger in map(logging.getLogger, LOGGERS):
+        logger.setLevel(logging.ERROR)
+        logger.propagate, logger.handlers = False, [logged]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch).resolve()
         try:
             Repo.init(str(folder), no_scm=True).close()
             core = {"analytics": False, "remote": "here", "site_cache_dir": str(folder / ".dvc" / "site")}
-            # DVC writes its configuration files in ASCII, so a path with an umlaut cannot be stored in one.
+            # DVC's configuration files must be ASCII, so options with paths are passed as arguments.
             with Repo(str(folder), config={"core": core, "remote": {"here": _remote(remote)}}) as repo:
                 yield repo, folder
-        except sqlite3.Error as error:  # of the files in which DVC keeps what it has seen
-            raise EnvironmentFailure(f"DVC cannot write into the temporary folder {folder.parent}: {error}") from error
+        except FlexfleetError:
+            raise
+        except Exception as error:
+            reason = next((record.exc_info[1] for record in logged.buffer if record.exc_info), None) or error
+            is_missing = isinstance(reason, DvcException | ObjectFormatError | FileNotFoundError)
+            kind = missing if isinstance(error, DvcException | ObjectFormatError) and is_missing else EnvironmentFailure
+            text = " ".join(masked(str(reason)).split())
+            raise kind(f"DVC at {masked(remote)}: {type(reason).__name__}: {text}") from error
 
 
 def place_of(remote: str) -> str:
-    """The remote's address, or a folder's whole path."""
+    """Return the address of the remote. If the remote is a folder, return its absolute path."""
     return remote if "://" in remote else str(Path(remote).resolve())
 
 
 def _remote(remote: str) -> dict[str, Any]:
-    """The remote's options. With `verify` DVC computes the md5 of what the remote sends."""
+    """Return the remote's options for DVC. With the option `verify`, DVC checks the md5 of downloaded files."""
     check_place("publish.dvc", remote)
     if "://" not in remote:
         return {"url": place_of(remote), "verify": True}
@@ -150,81 +132,112 @@ def _remote(remote: str) -> dict[str, Any]:
     return {"url": remote, "verify": True, **{key: value for key, value in given.items() if value}}
 
 
-@contextmanager
-def _explained(remote: str, kind: type[FlexfleetError]) -> Iterator[None]:
-    """Turn errors of DVC into `kind`, and those of file systems into EnvironmentFailure. If transfers fail, DVC raises
-    an error with their number and logs the reasons."""
-    from dvc.exceptions import CheckoutError, DvcException
-    from dvc_objects.errors import ObjectFormatError
-
-    with _heard() as causes:
-        try:
-            yield
-        except DvcException as error:
-            if causes:
-                is_missing = isinstance(causes[0], FileNotFoundError)
-                raise (kind if is_missing else EnvironmentFailure)(_told(remote, causes[0])) from error
-            if isinstance(error, CheckoutError):
-                names = ", ".join(Path(each).name for each in error.target_infos)
-                raise kind(f"DVC at {masked(remote)}: {names} is missing or damaged there") from error
-            raise kind(f"DVC at {masked(remote)}: {masked(str(error))}") from error
-        except FlexfleetError:
-            raise
-        except ObjectFormatError as error:
-            raise IntegrityError(f"DVC at {masked(remote)}: {error}") from error
-        except sqlite3.Error:  # `_scratch` reports it
-            raise
-        except Exception as error:  # the file systems' own
-            raise EnvironmentFailure(_told(remote, error)) from error
+# ------------------------------------------------------------------------------------------------ runs
+OF_RUN = ("partition", "pool", "model.safetensors", "report.html")
+"""Files and subfolders of a run folder that are pushed."""
+POINTERS = "dvc"
+"""Name of the subfolder with pointers. It exists in the run's folder and in the MLflow artifacts."""
 
 
-def _told(remote: str, error: BaseException) -> str:
-    return f"DVC at {masked(remote)}: {type(error).__name__}: {masked(str(error))}"
+def push_run(out: Path, remote: str) -> dict[str, str]:
+    """Push the files of a finished run, and write their pointers into its folder. Returns tags with the checksums."""
+    pointers = push({name: out / name for name in OF_RUN}, remote)
+    for name, text in pointers.items():
+        (out / POINTERS).mkdir(exist_ok=True)
+        (out / POINTERS / f"{name}.dvc").write_text(text, encoding="utf-8")
+    return {"dvc.remote": place_of(remote), **{f"dvc.{name}": checksum(text) for name, text in pointers.items()}}
 
 
-@contextmanager
-def _heard() -> Iterator[list[BaseException]]:
-    """Collect the errors that DVC logs inside, without showing them."""
-    heard: list[BaseException] = []
+def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
+    """Create the folder `out`, and fetch the files that a run has pushed. The pointers are read from the MLflow run.
 
-    class Ear(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.exc_info and record.exc_info[1] is not None:
-                heard.append(record.exc_info[1])
-
-    loggers = [logging.getLogger(name) for name in LOGGERS]
-    before = [(logger.level, logger.propagate, logger.handlers) for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-        logger.propagate, logger.handlers = False, [Ear()]
+    Raises:
+        ConfigError: The run does not exist in MLflow or has not pushed files, or `out` already exists.
+        EnvironmentFailure: MLflow is unreachable.
+        IntegrityError: The content that the run pushed is missing in the remote. `out` is not created.
+    """
+    client = Client(uri)
+    if out.exists():
+        raise ConfigError(f"{out} exists already. Choose another --out, or remove the folder")
     try:
-        yield heard
-    finally:
-        for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
-            logger.setLevel(level)
-            logger.propagate, logger.handlers = propagate, handlers
+        tags = client.get_run(mlflow_run_id).data.tags
+    except EnvironmentFailure as error:
+        if code_of(error) not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise
+        raise ConfigError(f"the run {mlflow_run_id} does not exist in MLflow: {error}") from error
+    if "dvc.remote" not in tags:
+        raise ConfigError(f"the run {mlflow_run_id} has not pushed any files, because publish.dvc was null")
+    with tempfile.TemporaryDirectory() as scratch:
+        got = client.download_artifacts(mlflow_run_id, POINTERS, scratch)
+        pointers = {path.stem: path.read_text("utf-8") for path in sorted(Path(got).iterdir())}
+    return pull(pointers, tags["dvc.remote"], out)
 
 
-# ------------------------------------------------------------------------------------------------ created once
-class Taken(Exception):
-    """Another process was quicker."""
+# ------------------------------------------------------------------------------------------------ DVC data sets
+REV = re.compile(r"(?P<repo>.+)@(?P<rev>[^@:]+):(?P<path>[^:]+)")
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+"""Subclasses of OSError that are raised for a wrong path. Other OSErrors mean that the network or the disk failed."""
 
 
-@contextmanager
-def made_once(path: Path) -> Iterator[Path]:
-    """Yield a path to write, which is renamed to `path` if no error is raised inside. Raises Taken if a folder that is
-    not empty has that name by then; a file or an empty folder is replaced."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sweep([path])
-    part = part_of(path)
+def folder_of(root: str | None) -> Path:
+    """Return the folder that contains the files of a data set. `root` is `dataset.root`: a folder, or `repo@rev:path`
+    to fetch a path from a DVC repository.
+
+    Raises:
+        DataError: The folder, repository, revision or path does not exist.
+        EnvironmentFailure: The network or the disk fails.
+        IntegrityError: The content does not match the checksum that DVC recorded.
+    """
+    match = None if root is None else REV.fullmatch(root)
+    if root is None or match is None or not is_fetched(root):
+        return data_root(root)
+    from dvc.api import DVCFileSystem
+
+    what = f"dataset.root = {masked(root)}"
     try:
-        yield part
-        try:
-            part.rename(path)
-        except OSError as error:
-            if not path.exists():
-                raise
-            raise Taken from error
-    finally:
-        with suppress(OSError):  # it was renamed
-            remove(part)
+        files = DVCFileSystem(match["repo"], rev=match["rev"])
+        name = f"{match['repo']}@{files.repo.get_rev()}:{match['path']}"
+        cached = data_root() / "dvc" / hashlib.sha256(name.encode()).hexdigest()[:24]
+        if not cached.exists():
+            log.info("%s: fetching", what)
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cached.parent) as scratch:
+                part = Path(scratch) / cached.name
+                _get(files, match["path"], part)
+                with suppress(OSError):  # another process created the folder first
+                    part.rename(cached)
+        return cached
+    except FlexfleetError as error:
+        raise type(error)(f"{what}: {error}") from error
+    except Exception as error:  # DVC, git and file systems raise errors without a common class
+        raise _unavailable(what, error) from error
+
+
+def is_fetched(root: str) -> bool:
+    """Return whether `root` names a path in a DVC repository, and is not an existing folder."""
+    return REV.fullmatch(root) is not None and not Path(root).exists()
+
+
+def _unavailable(what: str, error: BaseException) -> FlexfleetError:
+    """Return a FlexfleetError with the message of the original error, which is the last cause of `error`."""
+    chain = list(causes(error))
+    failed = any(isinstance(each, OSError) and not isinstance(each, MISSING) for each in chain)
+    message = f"{what} is not available: {type(chain[-1]).__name__}: {masked(str(chain[-1]))}"
+    return EnvironmentFailure(message) if failed else DataError(message, path="dataset.root")
+
+
+def _get(files: Any, path: str, part: Path) -> None:
+    """Copy a file or folder from a DVC repository to `part`. Raises IntegrityError if a checksum differs, because DVC
+    itself does not compare checksums."""
+    files.get(path, str(part), recursive=True)
+    for name in files.find(path):
+        # The md5 is missing for files in git and for files that were added with DVC 2.
+        recorded = (files.info(name).get("dvc_info") or {}).get("md5")
+        if recorded is None:
+            continue
+        found = hashed(part / os.path.relpath(name, path), hashlib.md5(usedforsecurity=False)).hexdigest()
+        if found != recorded:
+            raise IntegrityError(
+                f"{name} has the md5 {found}, expected {recorded}. If the change is intended, run dvc add. "
+                "Otherwise delete the file from the remote and run dvc push"
+            )

@@ -1,22 +1,21 @@
-"""MLflow's server or database: its address, a client of it, and its errors as flexfleet's errors."""
+"""Connect to MLflow's server or database, and raise flexfleet's errors instead of MLflow's errors."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from fl_engine.core.errors import (
     ConfigError,
-    EnvironmentFailure,
     Refused,
     Unreachable,
     UnreachableAddress,
@@ -25,26 +24,24 @@ from fl_engine.core.errors import (
     masked,
     printable,
 )
-from fl_engine.storage.outage import LONGEST_PAUSE_S, Outage
-from flexfleet.config.form_fields import platform_uri
-from flexfleet.files.progress import span, told_while
+from fl_engine.storage.outage import waiting
+from flexfleet.config.dotted import platform_uri
+from flexfleet.files.progress import called_while_waiting, span
 from flexfleet.tracking import databases
 
 log = logging.getLogger("flexfleet")
 
 PARENT = "mlflow.parentRunId"
-"""Tag with a run's parent: MLflow shows the run below it."""
+"""MLflow tag that contains the ID of the parent run."""
 KIND = {"mlflow.experimentKind": "custom_model_development"}
-"""Tag of an experiment: MLflow's UI then shows runs and their charts, not its pages for language models."""
-DELETED = "deleted"
-"""The stage of an experiment or run that was deleted and can be restored."""
+"""Tag of an experiment. The tag prevents MLflow's UI from showing its pages for language models."""
 SQLITE = "sqlite:///"
 SCHEMES = ("http", "https", "sqlite", *databases.KINDS, "databricks", "file")
-"""Schemes of the addresses that MLflow supports without plugins."""
+"""Address schemes that MLflow supports without plugins."""
 HOST_AND_PORT = re.compile(r"[A-Za-z0-9._-]+:\d+(/.*)?")
-"""An address whose http:// was forgotten."""
+"""Pattern of a server address in which `http://` is missing."""
 SILENT_S = 10.0
-"""Seconds after which waiting for a server is logged."""
+"""Seconds after which the first log line about a slow server is written."""
 SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
@@ -52,8 +49,8 @@ SETTINGS = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""MLflow's settings where the environment has none: two retries, since `Patient` waits for longer outages; no progress
-bars; no link on stdout, which would show the password of the address; nothing sent to MLflow's makers."""
+"""Default settings of MLflow. MLflow itself makes only a few retries, because `Client` waits during longer outages.
+MLflow must not print links, because a link would contain the password of the address."""
 NOISY = {
     "alembic": logging.WARNING,
     "mlflow.store.model_registry": logging.WARNING,
@@ -61,229 +58,159 @@ NOISY = {
     "mlflow.store.db.utils": logging.CRITICAL,
     "urllib3.connectionpool": logging.ERROR,
 }
-"""Levels of loggers that would log each table, version and retry."""
+"""Map loggers to log levels, because these loggers would otherwise log each table, version and retry."""
 
 
-def client_of(uri: str) -> Any:
-    """Return MLflow's client, without its noise. Creates a missing SQLite file.
+class Client:
+    """MLflow's client with retries. MLflow's own log lines are suppressed. A missing SQLite file is created.
 
-    Raises:
-        ConfigError: The address cannot be used.
-        EnvironmentFailure: mlflow is not installed.
+    All methods raise Unreachable if the server does not respond for `patience_s` seconds, and Refused for other errors.
+    `check` is called before each retry. `check` must raise an error to end the retries. A rejected call is repeated
+    once, because another process may have inserted the same entry.
     """
-    for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
-    try:
+
+    def __init__(self, uri: str, patience_s: float = 0.0, check: Callable[[], object] = lambda: None) -> None:
+        """Connect to `uri`. Raises ConfigError if the address cannot be used."""
+        for name, value in SETTINGS.items():
+            os.environ.setdefault(name, value)
         import mlflow
-    except ImportError as error:
-        raise EnvironmentFailure(
-            "tracking.mlflow is set, but mlflow is not installed: pip install 'flexfleet[tracking]', "
-            "or --set tracking.mlflow=null"
-        ) from error
-    for name, level in NOISY.items():
-        logging.getLogger(name).setLevel(level)
-    databases.check_spelling("tracking.mlflow", uri)
-    with usable(uri):
-        _create_sqlite(uri)
-        databases.check_connection(address(uri))
-        return Shared(mlflow.MlflowClient(tracking_uri=address(uri)))
+
+        for name, level in NOISY.items():
+            logging.getLogger(name).setLevel(level)
+        databases.check_spelling("tracking.mlflow", uri)
+        with first_calls(uri), explained(uri, "the connection"):
+            _create_sqlite(uri)
+            databases.check_connection(address(uri))
+            self._client = mlflow.MlflowClient(tracking_uri=address(uri))
+        self.uri, self._patience_s, self._check = uri, patience_s, check
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            def request() -> Any:
+                with explained(self.uri, name):
+                    return method(*args, **kwargs)
+
+            wait = partial(waiting, request, self._patience_s, f"MLflow at {masked(self.uri)}", self._check)
+            try:
+                return wait()
+            except Refused as error:
+                if code_of(error) != "BAD_REQUEST":  # MLflow's error code for database errors other than outages
+                    raise
+                return wait()
+
+        return call
 
 
 # ------------------------------------------------------------------------------------------------- the platform
-@dataclass(frozen=True)
-class Platform:
-    """What the environment says about MLflow besides the server's address; each part may be missing."""
-
-    experiment: str | None = None
-    """Name of the experiment."""
-    parent: str | None = None
-    """The MLflow run of the pipeline whose task this is."""
-
-
 def is_platforms(uri: str) -> bool:
     return masked(uri).rstrip("/") == platform_uri()
 
 
 def platform_experiment(uri: str | None) -> str | None:
-    """The ID of the experiment that the environment names, if `uri` is the environment's server."""
+    """Return MLFLOW_EXPERIMENT_ID. Return None if `uri` is not the server in MLFLOW_TRACKING_URI."""
     return os.environ.get("MLFLOW_EXPERIMENT_ID") or None if uri is not None and is_platforms(uri) else None
 
 
 def address(uri: str) -> str:
-    """The address that MLflow is called with. It has the password of the environment's address, which configurations
-    leave out, and the whole path of a SQLite file, because MLflow caches connections by address even if the working
-    directory changes."""
+    """Return the address for MLflow's client. A password is read from MLFLOW_TRACKING_URI, not from the configuration.
+    Paths of SQLite files are made absolute, because MLflow caches connections by address."""
     if uri.startswith(SQLITE) and not uri.startswith((f"{SQLITE}/", f"{SQLITE}:")) and uri != SQLITE:
         named, sign, options = uri.removeprefix(SQLITE).partition("?")
         return SQLITE + os.path.abspath(named) + sign + options
     return os.environ["MLFLOW_TRACKING_URI"] if is_platforms(uri) and masked(uri) == uri else uri
 
 
-def platform_of(uri: str) -> Platform:
-    """Experiment and parent of runs, if `uri` is the environment's server. Kubeflow's MLflow plugin makes a run for
-    each task, as a child of the pipeline's run; flexfleet reads only the parent of the task's run.
-
-    Raises:
-        ConfigError: The server does not have what the environment names.
-        UnreachableAddress: The server does not answer.
-    """
+def platform_of(uri: str) -> tuple[str | None, str | None]:
+    """Return a tuple (experiment name, parent run ID) from the platform. Both are None if `uri` is not in
+    MLFLOW_TRACKING_URI. Kubeflow's MLflow plugin creates a child run for each task. The ID of the parent run is a tag
+    of this child run. Raises the errors of `first_calls`."""
     experiment, task = platform_experiment(uri), os.environ.get("MLFLOW_RUN_ID")
     if not is_platforms(uri) or not (experiment or task):
-        return Platform()
-    client = client_of(uri)
-    with usable(uri):
-        try:
-            return Platform(
-                str(client.get_experiment(experiment).name) if experiment else None,
-                client.get_run(task).data.tags.get(PARENT) if task else None,
-            )
-        except errors() as error:
-            if is_away(error):
-                raise
-            raise ConfigError(
-                f"{masked(uri)} does not know what the environment names, MLFLOW_EXPERIMENT_ID = {experiment!r} and "
-                f"MLFLOW_RUN_ID = {task!r}: {first_line(error)}. Unset them, or give another tracking.mlflow"
-            ) from error
+        return None, None
+    client = Client(uri)
+    with first_calls(uri):
+        name = str(client.get_experiment(experiment).name) if experiment else None
+        return name, client.get_run(task).data.tags.get(PARENT) if task else None
 
 
-class Shared:
-    """MLflow's client for several processes that write at the same time. MLflow checks whether an entry exists and
-    then inserts it without a lock. If the database refuses an entry that another process has just inserted, this calls
-    again and finds that entry."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._client, name)
-
-        def twice(*args: Any, **kwargs: Any) -> Any:
-            from mlflow.exceptions import MlflowException
-
-            try:
-                return call(*args, **kwargs)
-            except MlflowException as error:
-                if error.error_code != "BAD_REQUEST":  # MLflow's code for all database errors but outages
-                    raise
-            return call(*args, **kwargs)
-
-        return twice
-
-
-class Patient:
-    """MLflow's client for an address that worked before. A call waits for a server or database that is away for at
-    most `patience_s` seconds, and then raises Unreachable.
-
-    `check` is called before each new try. It raises an error if this process must not log any more.
-    """
-
-    def __init__(self, uri: str, patience_s: float, check: Callable[[], object] = lambda: None) -> None:
-        self.uri = uri
-        self._client, self._patience_s, self._check = client_of(uri), patience_s, check
-
-    def __getattr__(self, name: str) -> Any:
-        call, server = getattr(self._client, name), f"MLflow at {masked(self.uri)}"
-
-        def waiting(*args: Any, **kwargs: Any) -> Any:
-            outage, pause = Outage(server, self._patience_s), 0.5
-            while True:
-                try:
-                    found = call(*args, **kwargs)
-                except errors() as error:
-                    if not is_away(error):
-                        raise
-                    gone = f"{server} does not answer"
-                    if outage.failed(Unreachable(gone), f"waiting for up to {self._patience_s:.0f} s"):
-                        raise Unreachable(f"{gone}: {first_line(error)}") from error
-                else:
-                    outage.ended()
-                    return found
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_S)
-                self._check()
-
-        return waiting
+def active_run() -> tuple[str, str, str] | None:
+    """Return a tuple (address, experiment name, run ID) for the MLflow run that is active in this process. Return None
+    without an active run."""
+    mlflow = sys.modules.get("mlflow")
+    run = None if mlflow is None else mlflow.active_run()
+    if mlflow is None or run is None:
+        return None
+    return mlflow.get_tracking_uri(), mlflow.get_experiment(run.info.experiment_id).name, run.info.run_id
 
 
 def check_address(uri: str) -> None:
-    """Raise ConfigError if the address cannot be MLflow's, without asking a server."""
+    """Raise ConfigError if the address is malformed or its scheme is unknown. No request is sent to the server."""
     databases.check_spelling("tracking.mlflow", uri)
     scheme, sign, rest = uri.partition("://")
     kind = scheme.partition("+")[0].lower()
     known = {*SCHEMES, *(plugin.name for plugin in entry_points(group="mlflow.tracking_store"))}
-    host = re.split("[/?#]", rest)[0].rpartition("@")[2]
     wrong = None
     if sign and kind not in known:
-        wrong = f"the scheme {printable(scheme)!r} is none of {', '.join(sorted(known))}{did_you_mean(kind, known)}"
-    elif kind in ("http", "https") and host[:1] in ("", ":"):
-        wrong = "it has no host"
-    elif kind in ("http", "https") and "#" in rest:
-        wrong = f"it is the address of a page. Give the server's, {masked(uri).partition('#')[0]}"
+        wrong = f"{printable(scheme)!r} is not one of {', '.join(sorted(known))}{did_you_mean(kind, known)}"
+    elif kind in ("http", "https") and (re.match("([^/?#]*@)?[:/?#]|$", rest) or "#" in rest):
+        wrong = "it must be the address of a server, such as http://mlflow:5000"
     elif HOST_AND_PORT.fullmatch(uri) and not Path(uri).exists():
-        wrong = f"it has no scheme. For a server give http://{uri}, for a folder ./{uri}"
+        wrong = f"it has no scheme. Write http://{uri} for a server, or ./{uri} for a folder"
     if wrong is not None:
-        raise ConfigError(f"tracking.mlflow = {masked(uri)!r} cannot be used: {wrong}")
+        raise ConfigError(f"tracking.mlflow = {masked(uri)!r} cannot be used: {wrong}", path="tracking.mlflow")
 
 
-def connect(uri: str, experiment: str) -> tuple[Any, str]:
-    """Return a client and the ID of the experiment, which is created if it is missing.
-
-    Raises:
-        ConfigError: The address cannot be used, or the experiment is deleted.
-        EnvironmentFailure: mlflow is not installed.
-    """
-    client = client_of(uri)
-    from mlflow.exceptions import MlflowException
-
-    with usable(uri):
+def connect(uri: str, experiment: str) -> tuple[Client, str]:
+    """Return a tuple (client, experiment ID). If the experiment does not exist, it is created. Raises ConfigError if
+    the address cannot be used."""
+    client = Client(uri)
+    with first_calls(uri):
         known = client.get_experiment_by_name(experiment)
         if known is None:
             try:
                 return client, str(client.create_experiment(experiment, tags=KIND))
-            except MlflowException:  # another process has just created it
+            except Refused:  # another process may have created it
                 known = client.get_experiment_by_name(experiment)
                 if known is None:
                     raise
-    if known.lifecycle_stage == DELETED:
-        raise ConfigError(
-            f"tracking.experiment: {experiment!r} is deleted in MLflow at {masked(uri)}. Restore it with `mlflow "
-            f"experiments restore --experiment-id {known.experiment_id}`, or choose another experiment"
-        )
     return client, str(known.experiment_id)
-
-
-def experiment_of(uri: str, run_id: str) -> str:
-    """The ID of a run's experiment. Raises ConfigError if the server does not have the run."""
-    client = client_of(uri)
-    with usable(uri):
-        return str(client.get_run(run_id).info.experiment_id)
 
 
 # ------------------------------------------------------------------------------------------------------ errors
 @contextmanager
-def usable(uri: str) -> Iterator[None]:
-    """Around the first calls: raise a ConfigError that names the address, UnreachableAddress if nobody answers."""
+def first_calls(uri: str) -> Iterator[None]:
+    """Log slow calls. Raises ConfigError if the server rejects a call, or UnreachableAddress if it does not respond."""
     try:
-        with told_while(lambda s: log.warning("waiting for MLflow at %s, %s so far", masked(uri), span(s)), SILENT_S):
+        with called_while_waiting(
+            lambda s: log.warning("waiting for MLflow at %s for %s", masked(uri), span(s)), SILENT_S
+        ):
             yield
-    except errors() as error:
-        kind = UnreachableAddress if is_away(error) else ConfigError
-        raise kind(f"tracking.mlflow = {masked(uri)!r} cannot be used: {first_line(error)}") from error
+    except (Refused, Unreachable) as error:
+        kind = UnreachableAddress if isinstance(error, Unreachable) else ConfigError
+        raise kind(f"tracking.mlflow cannot be used: {error}", path="tracking.mlflow") from error
 
 
 @contextmanager
-def answering(uri: str, what: str = "does not take measurements any more") -> Iterator[None]:
-    """Around calls of `Patient`: raise Unreachable if the server does not answer, Refused for its other errors.
-    `what` says what the server does not do."""
+def explained(uri: str, what: str) -> Iterator[None]:
+    """Raise Unreachable or Refused instead of MLflow's errors. `what` is the request."""
     try:
         yield
-    except errors() as error:
-        said = f"MLflow at {masked(uri)} {what}: {first_line(error)}"
-        raise (Unreachable if is_away(error) else Refused)(said) from error
+    except _errors() as error:
+        server = f"MLflow at {masked(uri)}"
+        if is_away(error):
+            raise Unreachable(f"{server} does not answer: {first_line(error)}") from error
+        raise Refused(f"{server} refused {what}: {first_line(error)}") from error
+
+
+def code_of(error: Exception) -> str | None:
+    """Return MLflow's error code for this error, such as RESOURCE_DOES_NOT_EXIST."""
+    return getattr(error.__cause__, "error_code", None)
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether MLflow's server or database did not answer, or answered that it is broken."""
+    """Return whether the error means that the server or database of MLflow has failed or does not respond."""
     from mlflow.exceptions import MlflowException
     from requests.exceptions import InvalidURL, RequestException, SSLError
 
@@ -298,8 +225,8 @@ def is_away(error: BaseException) -> bool:
     return isinstance(error, MlflowException) and int(error.get_http_status_code()) >= 500
 
 
-def errors() -> tuple[type[Exception], ...]:
-    """What MLflow raises: its own exceptions, and others for a missing driver or a text that is not an address."""
+def _errors() -> tuple[type[Exception], ...]:
+    """Return the exception classes that MLflow raises, including errors for missing drivers and wrong addresses."""
     from mlflow.exceptions import MlflowException
 
     errors: tuple[type[Exception], ...] = (MlflowException, OSError, ImportError, ValueError)
@@ -311,9 +238,8 @@ def errors() -> tuple[type[Exception], ...]:
 
 
 def _create_sqlite(uri: str) -> None:
-    """Create a missing SQLite file with MLflow's tables. MLflow creates its tables in many steps, and a kill or a
-    second run in between leaves an unusable database. Therefore the tables are created in another file, which gets the
-    name in one step."""
+    """If the SQLite file does not exist, create it with MLflow's tables. The tables are created in a temporary file,
+    because an interrupted creation leaves an unusable database."""
     path = Path(uri.removeprefix(SQLITE))
     if not uri.startswith(SQLITE) or "?" in uri or path.exists():
         return
@@ -323,9 +249,5 @@ def _create_sqlite(uri: str) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".mlflow-") as scratch:
         made = Path(scratch) / "new.db"
         mlflow.MlflowClient(tracking_uri=f"{SQLITE}{made}").search_experiments()
-        try:
-            os.link(made, path)  # unlike a rename, never replaces a file that another run has created
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without hard links
-            os.replace(made, path)
+        with suppress(FileExistsError):
+            os.link(made, path)  # unlike a rename, a link cannot replace the file of another process

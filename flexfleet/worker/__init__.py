@@ -1,1 +1,1 @@
-"""The program of a worker, which executes assignments: `flexfleet agent` on a device, or the container of a pod."""
+"""The worker program, which executes assignments. The program runs as `flexfleet agent` or in a pod."""

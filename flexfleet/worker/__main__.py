@@ -1,7 +1,7 @@
-"""Execute assignments on this machine, until the server is silent.
+"""Execute assignments on this machine until the server sends no new messages.
 
-Exit codes: 0: the server was silent for too long, or one lease is over (--once); 42: the device was revoked, or cannot
-take part; 143: SIGTERM, or its terminal was closed.
+Exit code 0: no new message until the timeout, or the assignment has ended (--once). Exit code 42: the device was
+revoked or cannot run assignments. Exit code 143: SIGTERM, or the terminal was closed.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fl_engine.core.errors import FlexfleetError, Stopped
-from fl_engine.core.text import at_home, path_of
+from fl_engine.core.text import path_of
 from flexfleet.files import terminal
 from flexfleet.files.signals import stopping_at_once
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--invite", type=at_home, required=True, metavar="FILE", help="the invitation: a file, or an https address"
-    )
+    p.add_argument("--invite", required=True, metavar="FILE", help="file or https address of the invitation")
     p.add_argument(
         "--folder", type=path_of, metavar="DIR",
-        help="where the device stores its key (default: $STATE_DIRECTORY, else ~/.local/state/flexfleet/NAME)",
+        help="folder for the device's key (default: $STATE_DIRECTORY or ~/.local/state/flexfleet/NAME)",
     )  # fmt: skip
     p.add_argument(
-        "--device", metavar="NAME", help="the torch device that trains here, e.g. cuda (default: the processor)"
+        "--device", metavar="NAME", help="torch device for training, for example cuda (default: the CPU)"
     )  # fmt: skip
     p.add_argument("--once", action="store_true", help="end after one assignment")
 
@@ -36,27 +34,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(p)
     terminal.add_loudness(p)
-    args = terminal.parsed(p, argv)
+    return serve(terminal.parsed(p, argv))
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Run a worker. Returns the exit code."""
     try:
-        # The first process of a container ignores SIGTERM without a handler. Importing torch takes seconds, and kills
-        # the process on some processors, which `run_main` reports.
+        # Without a handler, the first process of a container ignores SIGTERM. Set the handler before importing torch,
+        # which takes seconds. `run_main` reports a crash of the import.
         with stopping_at_once():
             from flexfleet.worker.server import run
 
-            return run(args)
+            run(args)
     except Stopped:
         return 143
     except FlexfleetError as error:
-        if where := os.environ.get("FLEXFLEET_TERMINATION_LOG"):  # Kubernetes shows it as the reason
+        if where := os.environ.get("FLEXFLEET_TERMINATION_LOG"):  # Kubernetes shows this file
             Path(where).write_text(str(error)[:2000], "utf-8")
         raise
+    return 0
 
 
 if __name__ == "__main__":
     try:
         terminal.run_main(main)
     except SystemExit as end:
-        # Tearing down torch takes seconds, in which a pod would delay those of the next round.
+        # Skip the shutdown of torch, which takes seconds and would delay the pods of the next round.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(end.code if isinstance(end.code, int) else 1)

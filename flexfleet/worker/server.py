@@ -1,9 +1,8 @@
-"""The loop of a worker: it reads messages, executes leases and sends heartbeats.
+"""Runs the worker's loop: reads messages, executes assignments and sends heartbeats.
 
-A device stores its state in its folder, so it may be killed at any time and restarted by the same command. The main
-thread trains; a second thread sends heartbeats and polls messages. If the lease has ended, or the assignment takes too
-long, the second thread replaces the whole process (`exec`), even if the main thread hangs. The process is also replaced
-after RECYCLE assignments, so that its memory stays constant.
+A device stores its state in a folder, so it may be killed at any time and restarted with the same command. The main
+thread trains. A second thread sends heartbeats and polls messages. If the lease has ended or the assignment takes too
+long, the second thread replaces the process (`exec`), even if the main thread hangs.
 """
 
 from __future__ import annotations
@@ -19,41 +18,40 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-import filelock
-
 from fl_engine.backends.in_process import check_device
-from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, Stopped
+from fl_engine.core.errors import ClientError, EnvironmentFailure, FlexfleetError, IntegrityError
 from fl_engine.remote.messages import MOST_S, Lease, Message, pause
 from fl_engine.storage import code
 from fl_engine.storage.outage import waiting
 from fl_engine.storage.store import FolderStore
 from fl_engine.training import cgroup
-from flexfleet.files.signals import stopping_at_once
+from flexfleet.files.run_folder import folder_lock
 from flexfleet.worker.execute import Prepared, execute, prepare
 from flexfleet.worker.mailbox import HEARTBEATS, WorkerMailbox, device_of
 
 log = logging.getLogger("flexfleet")
 
 SILENCE_S = 604_800.0
-"""Seven days, after which no URL is valid any more."""
-POD_SILENCE_S = PATIENCE_S = 600.0
-"""How long a pod waits for a silent coordinator, and a worker for a store that does not answer."""
-RECYCLE = 200
-"""Number of assignments after which the process is replaced."""
+"""Seconds without a message after which a device ends. All URLs expire after seven days."""
+POD_SILENCE_S = 3600.0
+"""Seconds without a message after which a pod ends. The coordinator writes no messages during merging and evaluation,
+which can take most of an hour for a large model."""
+PATIENCE_S = 600.0
+"""Seconds for which a worker waits for a store that does not respond."""
 STARTS_S = 10.0
-"""Seconds after the start in which a pod's first message may be missing."""
+"""Seconds after the start during which a missing message is not logged."""
 IDLE_S = 10.0, 600.0
-"""The least and the most seconds between two heartbeats of an idle worker."""
+"""Minimum and maximum seconds between two heartbeats of an idle worker."""
 REPORT_S = 600.0
-"""Seconds between two log lines about messages that cannot be read."""
+"""Minimum seconds between two log lines about unreadable messages."""
 TOO_OLD = ". The URLs of this device may have expired; then invite it again (`flexfleet invite` on the server)"
 PROCESS, DONE = "FLEXFLEET_WORKER", "FLEXFLEET_WORKER_DONE"
-"""Environment: this process's id, which Kubernetes sets to the pod's UID; and the last lease that is over."""
+"""Environment variables for the ID of this process (on Kubernetes, the pod's UID) and the ID of the last lease."""
 
 
 class Working:
-    """Sends heartbeats and polls messages while the main thread executes a lease. Replaces the process if the lease is
-    over."""
+    """Sends heartbeats and polls messages while the main thread executes assignments. Replaces the process if the lease
+    is withdrawn or expires."""
 
     def __init__(self, mailbox: WorkerMailbox, message: Message, lease: Lease, restart: Callable[[str], NoReturn]):
         self._mailbox, self._every, self._lease = mailbox, message.lease_s / HEARTBEATS, lease
@@ -67,34 +65,31 @@ class Working:
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:  # wait if the process is being replaced
+        with self._lock:  # Another thread may be replacing the process.
             self._over.set()
 
     def _serve(self) -> None:
-        self._mailbox.beat("working", over=self._over)
+        self._mailbox.send_heartbeat("working", over=self._over)
         while not self._over.wait(self._every):
             try:
-                self._look()
-            except Exception:  # only this thread can end an assignment that hangs
-                log.exception("cannot read the message")
-
-    def _look(self) -> None:
-        if why := self._ended():
-            with self._lock:
-                if not self._over.is_set():
-                    os.environ[DONE] = self._lease.id
-                    self._restart(why)
+                why = self._ended()
+                with self._lock:
+                    if why and not self._over.is_set():
+                        os.environ[DONE] = self._lease.id
+                        self._restart(why)
+            except Exception:  # Keep the thread alive, because only this thread can end an assignment that hangs.
+                log.exception("polling the message failed")
 
     def _ended(self) -> str | None:
         if time.monotonic() > self._until:
-            return f"the assignment has taken more than {self._lease.seconds:.0f} s"
-        self._mailbox.beat("working", over=self._over)
+            return f"the assignment exceeded its time limit of {self._lease.seconds:.0f} s"
+        self._mailbox.send_heartbeat("working", over=self._over)
         try:
             message = self._mailbox.read()
         except ClientError as error:
             return str(error)
         except FlexfleetError as error:
-            log.warning("cannot read the message: %s", error)
+            log.warning("the message could not be read: %s", error)
             return None
         if message.lease is not None and message.lease.id == self._lease.id:
             return None
@@ -102,29 +97,28 @@ class Working:
 
 
 class Server:
-    """Executes leases, one after the other. `restart` replaces the process."""
+    """Executes the assignments of one lease at a time. `restart` replaces the process."""
 
     def __init__(self, mailbox: WorkerMailbox, restart: Callable[[str], NoReturn], device: str | None = None) -> None:
         self._mailbox, self._restart, self._device = mailbox, restart, device
         self._done = os.environ.get(DONE, "")
-        self._began, self._orders = time.monotonic(), 0
+        self._began = time.monotonic()
         self._prepared: tuple[str, Prepared] | None = None
         self._failed = ""
-        """The lease whose failure the coordinator may not have read yet. Until then no other heartbeat is sent."""
+        """ID of the last failed lease. No heartbeat is sent until the coordinator has read the failure."""
         self._warned = -math.inf
 
     def serve(self, silence_s: float, once: bool) -> None:
-        """Serve until the coordinator has been silent for `silence_s`: it has written no message, and its lock has not
-        changed. `once`: until one lease is over. Raises ClientError if the device was revoked."""
-        began = heard = looked = time.monotonic()
+        """Execute assignments until no new message arrives for `silence_s` seconds, or until one lease has ended if
+        `once` is set. Raises ClientError if the device was revoked."""
+        began = last_new = time.monotonic()
         number, about, sent = -1, None, -math.inf
-        sign: bytes | None = None
         while True:
             message = self._read()
             now = time.monotonic()
             if message is not None:
                 if message.number != number:
-                    number, heard = message.number, now
+                    number, last_new = message.number, now
                 if about != (about := (message.run, message.site, message.lease and message.lease.id)):
                     sent = -math.inf
                 lease = message.lease
@@ -132,28 +126,21 @@ class Server:
                     ok = self._execute(message, lease)
                     if once:
                         if not ok:
-                            raise EnvironmentFailure("the assignment failed; the reason is above")
+                            raise EnvironmentFailure("the assignment failed. The log above contains the reason")
                         return
-                    if self._orders >= RECYCLE:
-                        os.environ[DONE] = self._done
-                        self._restart(f"{self._orders} clients have a result")
-                    # The time of the assignment does not count as silence.
-                    began = heard = time.monotonic()
+                    # Restart the timeout, because the assignment's duration does not count.
+                    began = last_new = time.monotonic()
                     sent = -math.inf
                     continue
                 if lease is None or lease.id != self._failed:
                     self._failed = ""
-            if now - looked > silence_s / 10 and (found := self._sign()) is not None:
-                # The first value of the lock is not a change.
-                heard, looked = (heard if sign in (None, found) else now), now
-                sign = found
-            if now - heard > silence_s:
-                log.info("the server has been silent for %.0f s", now - heard)
+            if now - last_new > silence_s:
+                log.info("no new message from the server for %.0f s", now - last_new)
                 return
             idle = now - began
             if not self._failed and now - sent >= min(max(IDLE_S[0], idle / 2), IDLE_S[1]):
                 sent = now
-                self._mailbox.beat("idle")
+                self._mailbox.send_heartbeat("idle")
             time.sleep(pause(idle, min(MOST_S, self._mailbox.lease_s / 2, silence_s / 10)))
 
     def _read(self) -> Message | None:
@@ -163,21 +150,13 @@ class Server:
             now = time.monotonic()
             if now - self._began > STARTS_S and now - self._warned >= REPORT_S:
                 self._warned = now
-                log.warning("cannot read the message: %s%s", error, TOO_OLD if "HTTP 403" in str(error) else "")
+                log.warning("the message could not be read: %s%s", error, TOO_OLD if "HTTP 403" in str(error) else "")
             return None
         self._warned = -math.inf
         return message
 
-    def _sign(self) -> bytes | None:
-        """Return the coordinator's lock; None if it cannot be read."""
-        try:
-            return self._mailbox.sign()
-        except (ConfigError, EnvironmentFailure, IntegrityError) as error:
-            log.debug("cannot read the coordinator's lock: %s", error)
-            return None
-
     def _execute(self, message: Message, lease: Lease) -> bool:
-        """Execute a lease, and return whether all its assignments have a result."""
+        """Execute the assignments of a lease. Returns True if all assignments have a result."""
         error = None
         with Working(self._mailbox, message, lease, self._restart):
             try:
@@ -185,7 +164,7 @@ class Server:
             except (FlexfleetError, OSError, MemoryError) as problem:
                 error = f"{type(problem).__name__}: {problem}"
                 log.warning("%s, round %d: %s", message.run, lease.assignment.round + 1, error)
-            except Exception as problem:  # a bug, of ours or in the run's own code, must not end the worker
+            except Exception as problem:  # A bug in flexfleet or in the user's code must not end the worker.
                 error = f"{type(problem).__name__}: {problem}"
                 log.exception("%s, round %d", message.run, lease.assignment.round + 1)
                 self._prepared = None
@@ -194,31 +173,30 @@ class Server:
         if error is not None:
             self._mailbox.failed(error)
         self._mailbox.lease = None
-        self._orders += len(lease.assignment.clients)
         return error is None
 
     def _train(self, message: Message, lease: Lease) -> None:
-        started, given, pod = time.monotonic(), lease.assignment, self._mailbox.device.pod
+        started, assigned, pod = time.monotonic(), lease.assignment, self._mailbox.device.pod
         if self._device is not None:
-            given = given.model_copy(update={"device": self._device})
-            lease = lease.model_copy(update={"assignment": given})
-        self._mailbox.check_own(given)
-        store = given.open()
+            assigned = assigned.model_copy(update={"device": self._device})
+            lease = lease.model_copy(update={"assignment": assigned})
+        self._mailbox.check_own(assigned)
+        store = assigned.open()
         if self._prepared is None or self._prepared[0] != message.site:
-            self._prepared = None  # free its memory before the next one is loaded
-            self._prepared = message.site, prepare(given, store, pod)
+            self._prepared = None  # Free memory before loading the next site.
+            self._prepared = message.site, prepare(assigned, store, pod)
         prepared = self._prepared[1]
         self._mailbox.numerics = prepared.numerics
-        # A pod has a memory limit, so its node's free memory must not be used instead.
+        # A pod must have a memory limit, but a device may run without a limit.
         room = cgroup.room if pod else cgroup.room_of_device
         execute(lease, self._mailbox.device.key, message.site, store, prepared, room)
-        clients = ", ".join(map(str, given.clients))
+        clients = ", ".join(map(str, assigned.clients))
         seconds = time.monotonic() - started
-        log.info("%s, round %d, client %s: results sent after %.1f s", message.run, given.round + 1, clients, seconds)
+        log.info("%s, round %d, client %s: sent results in %.1f s", message.run, assigned.round + 1, clients, seconds)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serve, and return the exit code."""
+def run(args: argparse.Namespace) -> None:
+    """Run a worker with the options of `flexfleet agent`. Raises ConfigError if another process uses the folder."""
     if args.device is not None:
         check_device(args.device, "--device")
     device, folder = device_of(args.invite, args.folder)
@@ -228,32 +206,22 @@ def run(args: argparse.Namespace) -> int:
         log.info("replacing this process: %s", why)
         sys.stdout.flush()
         sys.stderr.flush()
-        code.clear()  # last, because the main thread may still import from it
-        os.execv(sys.executable, [sys.executable, "-m", "flexfleet.worker", *_again(args)])
+        flags = [f"--{name}" for name in ("once", "quiet", "verbose") if getattr(args, name)]
+        named = [f"--{name}={value}" for name in ("folder", "device") if (value := getattr(args, name))]
+        code.clear()  # Clear last, because the main thread may still import from the code.
+        command = [sys.executable, "-m", "flexfleet.worker", f"--invite={args.invite}", *named, *flags]
+        os.execv(sys.executable, command)
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:
-        with filelock.FileLock(folder / ".lock", timeout=0), stopping_at_once():
-            mailbox = WorkerMailbox(FolderStore(folder, 0o600), device, process)
-            log.info("%s waits for assignments; its folder is %s", device.name, folder)
-            try:
-                Server(mailbox, restart, args.device).serve(POD_SILENCE_S if device.pod else SILENCE_S, args.once)
-            except ClientError:
-                if mailbox.revoked:  # only this reason is signed
-                    mailbox.forget()
-                raise
-            finally:  # also after signals, so that another worker gets the assignment at once
-                mailbox.beat("gone")
-                log.info("%d requests to the store since the start", mailbox.requests)
-    except filelock.Timeout:
-        raise ConfigError(f"another process uses {folder}. Wait for it, or set --folder") from None
-    except Stopped:
-        return 143
-    return 0
-
-
-def _again(args: argparse.Namespace) -> list[str]:
-    """Return the same options as a list."""
-    flags = [f"--{name}" for name in ("once", "quiet", "verbose") if getattr(args, name)]
-    named = [f"--{name}={value}" for name in ("folder", "device") if (value := getattr(args, name))]
-    return [f"--invite={args.invite}", *named, *flags]
+    with folder_lock(folder):
+        mailbox = WorkerMailbox(FolderStore(folder, 0o600), device, process)
+        log.info("%s is waiting for assignments (folder %s)", device.name, folder)
+        try:
+            Server(mailbox, restart, args.device).serve(POD_SILENCE_S if device.pod else SILENCE_S, args.once)
+        except ClientError:
+            if mailbox.revoked:  # An unsigned message may have caused another error.
+                mailbox.forget()
+            raise
+        finally:  # Even after a signal, send the heartbeat, so that the coordinator reassigns the lease at once.
+            mailbox.send_heartbeat("gone")
+            log.info("sent %d requests to the store", mailbox.requests)

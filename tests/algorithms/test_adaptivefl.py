@@ -1,29 +1,42 @@
 """AdaptiveFL against its paper (Jia et al., DAC 2024): the pool of Table 1 to the last parameter, the search on the
-device, and which selection each variant is. The selection's own arithmetic is in `test_curiosity.py`."""
+device, which selection each variant is, and the selection by hand (Sec. 3.3, Alg. 1).
+
+The seven models, S3 S2 S1 M3 M2 M1 L1, are the indices 0 to 6; the selection's tables have a row per type (S, M, L) or
+per model, and a column per client."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_engine.algorithms import AdaptiveFL
+from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import ClientError
-from fl_engine.core.types import FULL, Device, Pool, TaskContext, WorkOrder
-from fl_engine.models.aep_mlp import AepMLP
+from fl_engine.core.types import FULL, Assignment, Device, Pool, PoolModel, SubmodelSpec, Tables, TaskContext
+from fl_engine.models.chains import VGG16, AepMLP, SmallCNN
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.models.vgg16 import VGG16
-from fl_engine.testing.tiny import SEED, TRAINING, context_of, start_of, tiny_pool, tiny_site
+from fl_engine.selection import Curiosity
+from fl_engine.testing.tiny import (
+    SEED,
+    TRAINING,
+    context_of,
+    failure_of,
+    learned,
+    picked,
+    start_of,
+    tiny_pool,
+    tiny_site,
+)
 
 VGG = VGG16((3, 32, 32), 10)
 SMALL = SmallCNN((1, 16, 16), 4, width=0.25)
@@ -35,7 +48,6 @@ def vgg_pool() -> Pool:
     return tiny_pool(AdaptiveFL(), VGG)
 
 
-# ================================================================================================== the pool
 TABLE_1 = [
     # name, r_w, I, parameters, multiply-adds; as printed: millions of parameters and of FLOPs.
     ("S3", 0.40, 4, 5_667_148, 139_070_568, "5.67", "139.07"),
@@ -48,8 +60,6 @@ TABLE_1 = [
 ]
 
 CONVS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
-SIDES = (32, 32, 16, 16, 8, 8, 8, 4, 4, 4, 2, 2, 2)
-"""Of the map that each convolution puts out."""
 
 
 def widths_of(ratio: float, start: int) -> list[int]:
@@ -57,27 +67,11 @@ def widths_of(ratio: float, start: int) -> list[int]:
     return [n if k <= start else int(ratio * n) for k, n in enumerate((*CONVS, 4096, 4096), 1)]
 
 
-def cost_of(widths: list[int]) -> tuple[int, int]:
-    """Parameters and multiply-adds of such a VGG16 (3x32x32, ten classes), layer by layer."""
-    params = macs = 0
-    inside = 3
-    for out, side in zip(widths[:13], SIDES, strict=True):
-        params += 9 * inside * out + out + 2 * out  # kernel, bias, scale and shift of the batch norm
-        macs += side * side * (9 * inside * out + 4 * out)
-        inside = out
-    for out in (*widths[13:], 10):
-        params += inside * out + out
-        macs += inside * out
-        inside = out
-    return params, macs
-
-
 @pytest.mark.parametrize("row", TABLE_1, ids=lambda row: row[0])
-def test_table_1_holds_to_the_last_parameter(row: tuple[str, float, int, int, int, str, str]) -> None:
+def test_pool_of_table_1_to_the_last_parameter(row: tuple[str, float, int, int, int, str, str]) -> None:
     name, ratio, start, params, macs, printed_params, printed_flops = row
     (found,) = (m for m in vgg_pool() if m.name == name)
     assert (found.params, found.macs) == (params, macs)
-    assert cost_of(widths_of(ratio, start)) == (params, macs), "counted without the engine"
     layout = VGG.layout()
     groups = [g for g in layout.groups if g != "classes"]
     assert [layout.width(found.spec, g) for g in groups] == widths_of(ratio, start)
@@ -108,52 +102,21 @@ MOBILENETV2 = {
 }
 
 
-def resnet18_params(widths: Sequence[int]) -> int:
-    """Stem and four stages of two blocks; each stage's first block has a projection. No convolution has a bias."""
-
-    def conv_bn(inside: int, out: int, side: int) -> int:
-        return side * side * inside * out + 2 * out
-
-    total, inside = conv_bn(3, widths[0], 3), widths[0]
-    for out in widths[1:]:
-        total += conv_bn(inside, out, 3) + conv_bn(inside, out, 1) + 3 * conv_bn(out, out, 3)
-        inside = out
-    return total + 10 * inside + 10
-
-
-def mobilenetv2_params(widths: Sequence[int]) -> int:
-    """Stem, seven stages of inverted residuals (the first expands once, the others six times), head, classifier; all
-    convolutions have a bias."""
-
-    def conv_bn(inside: int, out: int, side: int) -> int:
-        return side * side * inside * out + out + 2 * out
-
-    total, inside = conv_bn(3, widths[0], 3), widths[0]
-    for out, depth, t in zip(widths[1:8], (1, 2, 3, 4, 3, 3, 1), (1, 6, 6, 6, 6, 6, 6), strict=True):
-        for _ in range(depth):
-            hidden = t * inside
-            total += conv_bn(inside, hidden, 1) + conv_bn(1, hidden, 3) + conv_bn(hidden, out, 1)
-            inside = out
-    return total + conv_bn(inside, widths[8], 1) + 10 * widths[8] + 10
-
-
 @pytest.mark.parametrize(
-    ("family", "rows", "count", "shares"),
+    ("family", "rows", "shares"),
     [
-        (ResNet18((3, 32, 32), 10), RESNET18, resnet18_params, "18.63 21.00 25.50 46.34 47.94 51.01 100.00"),
-        (MobileNetV2((3, 32, 32), 10), MOBILENETV2, mobilenetv2_params, "22.48 23.06 24.64 48.64 49.04 50.07 100.00"),
+        (ResNet18((3, 32, 32), 10), RESNET18, "18.63 21.00 25.50 46.34 47.94 51.01 100.00"),
+        (MobileNetV2((3, 32, 32), 10), MOBILENETV2, "22.48 23.06 24.64 48.64 49.04 50.07 100.00"),
     ],
     ids=["resnet18", "mobilenetv2"],
 )
-def test_the_seven_sizes_of_the_authors_code(family: ModelFamily, rows: Any, count: Any, shares: str) -> None:
+def test_sizes_of_the_authors_code(family: ModelFamily, rows: Any, shares: str) -> None:
     pool, layout = tiny_pool(AdaptiveFL(), family), family.layout()
     groups = [layer.group for layer in family.prunable()]
     found = {m.name: (m.params, tuple(layout.width(m.spec, g) for g in groups)) for m in pool}
     assert found == rows
     assert list(found) == SEVEN
     assert " ".join(f"{100 * m.share:.2f}" for m in pool) == shares
-    for params, widths in rows.values():
-        assert count(widths) == params, "counted without the engine"
 
 
 SEVEN = ["S3", "S2", "S1", "M3", "M2", "M1", "L1"]
@@ -191,7 +154,6 @@ def test_s1_and_m1_have_at_most_30_and_60_percent(
         assert {name: share for name, share in found.items() if name[0] == level} == pytest.approx(expected)
 
 
-# ============================================================================== the search on the device, Sec. 3.2
 SPLIT = {row[0]: widths_of(row[1], row[2]) for row in TABLE_1}
 SIZE = {row[0]: 100 * (row[3] / 33_646_666) for row in TABLE_1}
 """In % of the full model."""
@@ -204,8 +166,8 @@ def is_inside(small: str, large: str) -> bool:
 def trained_by(algorithm: AdaptiveFL, received: str, free: float) -> str:
     pool = vgg_pool()
     (sent,) = (m for m in pool if m.name == received)
-    order = WorkOrder(0, 0, sent.spec, {}, 1, SEVEN.index(received))
-    task = algorithm.task(order, TaskContext(VGG.layout(), pool, Device(0, "any", 110.0, 8.0), free))
+    assignment = Assignment(0, 0, sent.spec, {}, 1, SEVEN.index(received))
+    task = algorithm.task(assignment, TaskContext(VGG.layout(), pool, Device(0, "any", 110.0, 8.0), free))
     return next(m.name for m in pool if m.spec == task.spec)
 
 
@@ -220,32 +182,150 @@ def test_device_trains_the_largest_inner_model_that_fits(received: str, free: fl
     assert trained_by(AdaptiveFL(), received, free) == (expected_of(received, free) or "S3")
 
 
-@pytest.mark.parametrize("received", SEVEN)
-def test_a_device_below_the_smallest_model_trains_it_or_fails(received: str) -> None:
-    """S3 has 16.8 %, and is inside all others."""
-    assert trained_by(AdaptiveFL(on_too_small="train"), received, 10.0) == "S3"
-    with pytest.raises(ClientError):
-        trained_by(AdaptiveFL(on_too_small="fail"), received, 10.0)
-    assert trained_by(AdaptiveFL(on_too_small="fail"), received, 17.0) == "S3"
-
-
-# ================================================================================================ the variants
-def plans(algorithm: AdaptiveFL, rounds: int, tables: Any = None) -> list[Any]:
+def test_greed_sends_the_full_model_to_uniform_distinct_clients() -> None:
+    """20 clients, 5 a round: each is selected in a quarter of the rounds."""
+    algorithm, rounds, clients = AdaptiveFL(TRAINING, variant="greed"), 400, Counter[int]()
     site = tiny_site(algorithm, SMALL)
     state = start_of(algorithm, site)
-    state = state if tables is None else replace(state, tables=tables)
-    return [algorithm.plan(state, context_of(site, round, SEED)) for round in range(rounds)]
-
-
-def test_greed_sends_the_full_model_to_uniform_distinct_clients() -> None:
-    """20 clients, 5 a round, whatever they can hold: each comes in a quarter of the rounds."""
-    rounds = 400
-    clients: Counter[int] = Counter()
-    for plan in plans(AdaptiveFL(TRAINING, variant="greed"), rounds):
-        asked = [o.client for o in plan.orders]
-        assert len(set(asked)) == len(asked) == 5
-        assert {(SEVEN[o.level], o.spec) for o in plan.orders} == {("L1", FULL)}
-        clients.update(asked)
+    for round in range(rounds):
+        assignments = algorithm.plan(state, context_of(site, round, SEED)).assignments
+        assert len({each.client for each in assignments}) == len(assignments) == 5
+        assert {(SEVEN[each.level], each.spec) for each in assignments} == {("L1", FULL)}
+        clients.update(each.client for each in assignments)
     assert len(clients) == 20
-    for count in clients.values():
-        assert abs(count / rounds - 0.25) < 0.09, "four standard deviations"
+    assert all(abs(count / rounds - 0.25) < 0.09 for count in clients.values()), "four standard deviations"
+
+
+S3, S2, S1, M3, M2, M1, L1 = range(7)
+
+
+def pool_of(models: int) -> Pool:
+    return tuple(
+        PoolModel(
+            name=f"m{i}",
+            spec=SubmodelSpec.of({"g": i + 1}) if i < models - 1 else FULL,
+            params=i + 1,
+            share=(i + 1) / models,
+            macs=i + 1,
+            dispatched=True,
+            reported=True,
+        )
+        for i in range(models)
+    )
+
+
+def fleet_of(clients: int) -> tuple[Device, ...]:
+    return tuple(Device(c, "any", 110.0, 0.0) for c in range(clients))
+
+
+def tables_of(curiosity: Sequence[Sequence[float]], resource: Sequence[Sequence[float]]) -> Tables:
+    by_type, by_model = zip(*curiosity, strict=True), zip(*resource, strict=True)
+    return {
+        "curiosity": tuple(tuple(float(v) for v in row) for row in by_type),
+        "resource": tuple(tuple(float(v) for v in row) for row in by_model),
+    }
+
+
+def column(tables: Tables, name: str, client: int) -> list[float]:
+    return [row[client] for row in tables[name]]
+
+
+START = (1, 1, 1, 1, 1, 1, 1)
+LATER = (5, 0, 2, 4, 1, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("before", "sent", "curiosity", "resource"),
+    [
+        # Its type counts as sent and as brought back; T_r as of an update pruned below S3, whatever was sent.
+        (START, S3, (3, 1, 1), (4, 0, 0, 0, 0, 0, 0)),
+        (START, M2, (1, 3, 1), (4, 0, 0, 0, 0, 0, 0)),
+        (LATER, L1, (1, 1, 3), (8, 0, 0, 1, 0, 0, 0)),
+    ],
+)
+def test_a_failure_counts_as_a_visit(
+    before: Sequence[int], sent: int, curiosity: Sequence[int], resource: Sequence[int]
+) -> None:
+    tables = tables_of([(1, 1, 1)] * 2, [before, LATER])
+    failed = failure_of(Assignment(0, 0, FULL, {}, 0, sent))
+    found = Curiosity().learn(tables, Assignment(0, 0, FULL, {}, 0, sent), failed, 0.0)
+    assert column(found, "curiosity", 0) == list(curiosity)
+    assert column(found, "resource", 0) == list(resource)
+    assert column(found, "resource", 1) == list(LATER)
+
+
+def algorithm_1(t_c: list[int], t_r: list[int], sent: int, back: int, p: int) -> None:
+    """Lines 12 to 26 as they are printed, for one client."""
+    models = len(t_r)
+
+    def kind(model: int) -> int:
+        return 2 if model == models - 1 else model // p
+
+    t_c[kind(sent)] += 1
+    t_c[kind(back)] += 1
+    if sent == back:
+        for t in range(sent, models):
+            t_r[t] += 1
+        t_r[models - 1] += p - 1
+    else:
+        t_r[back] += p
+        for tau, t in enumerate(range(back, models)):
+            t_r[t] = max(t_r[t] - tau, 0)
+
+
+@law
+@given(p=st.integers(1, 4), data=st.data())
+def test_learning_equals_algorithm_1(p: int, data: st.DataObject) -> None:
+    models, clients = 2 * p + 1, 3
+    selector = Curiosity(per_type=p)
+    tables = selector.init(fleet_of(clients), pool_of(models))
+    t_c, t_r = [[1, 1, 1] for _ in range(clients)], [[1] * models for _ in range(clients)]
+    for _ in range(data.draw(st.integers(1, 20))):
+        client, sent = data.draw(st.integers(0, clients - 1)), data.draw(st.integers(0, models - 1))
+        back = data.draw(st.integers(0, sent))
+        tables = learned(selector, tables, sent, back, client)
+        algorithm_1(t_c[client], t_r[client], sent, back, p)
+    assert tables == tables_of(t_c, t_r)
+    assert (np.asarray(tables["curiosity"]) >= 1).all()
+    assert (np.asarray(tables["resource"]).sum(axis=0) > 0).all(), "else R_s would divide by nothing"
+
+
+# Client a is new; b was sent L1 and brought back S3 from ones, (4, 0, ...); c brought back L1 whole, (1, ..., 1, 4).
+# The curiosity columns are made up, of squares.
+THREE = tables_of(
+    curiosity=[(4, 1, 1), (1, 9, 4), (9, 4, 16)],
+    resource=[(1, 1, 1, 1, 1, 1, 1), (4, 0, 0, 0, 0, 0, 0), (1, 1, 1, 1, 1, 1, 4)],
+)
+F = Fraction
+R_S = {
+    # S: (7+6+5)/(3*7), (4+0+0)/(3*4), (10+9+8)/(3*10); M: (4+3+2)/21, 0, (7+6+5)/30; L: 1/7, 0, 4/10.
+    "S": (F(6, 7), F(1, 3), F(9, 10)),
+    "M": (F(3, 7), F(0), F(3, 5)),
+    "L": (F(1, 7), F(0), F(2, 5)),
+}
+R_C = {
+    # 1/sqrt of 4, 1, 9; of 1, 9, 4; of 1, 4, 16.
+    "S": (F(1, 2), F(1), F(1, 3)),
+    "M": (F(1), F(1, 3), F(1, 2)),
+    "L": (F(1), F(1, 2), F(1, 4)),
+}
+R = {
+    # min(1/2, R_s) * R_c: 1/2 * 1/2, 1/3 * 1, 1/2 * 1/3; 3/7 * 1, 0, 1/2 * 1/2; 1/7 * 1, 0, 2/5 * 1/4.
+    "S": (F(1, 4), F(1, 3), F(1, 6)),
+    "M": (F(3, 7), F(0), F(1, 4)),
+    "L": (F(1, 7), F(0), F(1, 10)),
+}
+
+
+@pytest.mark.parametrize(("score", "expected"), [("s", R_S), ("c", R_C), ("cs", R)])
+def test_the_rewards_of_three_clients(score: Any, expected: dict[str, tuple[Fraction, ...]]) -> None:
+    found = Curiosity(score=score).rewards(THREE)
+    for model, kind in enumerate("SSSMMML"):
+        assert found[model].tolist() == pytest.approx([float(v) for v in expected[kind]], rel=1e-12), kind
+
+
+def test_model_without_reward_is_not_drawn() -> None:
+    tables = tables_of([(1, 1, 1)] * 2, [(4, 0, 0, 0, 0, 0, 0), (2, 3, 0, 0, 0, 0, 0)])
+    rng = seeds.rng(3, "curiosity test")
+    models = {m for _ in range(200) for _, m in picked(Curiosity(), tables, fleet_of(2), pool_of(7), rng, 2)}
+    assert models == {S3, S2, S1}

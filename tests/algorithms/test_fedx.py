@@ -1,10 +1,12 @@
-"""FedX: which sub-network and how many bits a device gets, the merge by hand, and the server's training after it."""
+"""FedX: sub-network and bits of each tier, the merge by hand, and the server's training after the merge. Quantized
+FedAvg: one sub-network, sent quantised; nothing else moves, and it is what is reported."""
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,22 +14,39 @@ import pytest
 import torch
 
 from fl_engine.aggregation.privacy import Private
-from fl_engine.algorithms import FedX
+from fl_engine.algorithms import FedX, QuantizedFedAvg
 from fl_engine.algorithms.fedx import Assigned
-from fl_engine.algorithms.fine_tuning import FineTuning, fine_tuned, tuned
+from fl_engine.algorithms.fine_tuning import FineTuning
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import seeds
-from fl_engine.core.errors import ConfigError, PoolError
+from fl_engine.core.costs import count_params
+from fl_engine.core.errors import BadInput
 from fl_engine.core.slicing import take
-from fl_engine.core.types import FULL, Codecs, Params, RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.core.types import FULL, Assignment, Codecs, Params, RoundPlan, SubmodelSpec
+from fl_engine.core.widths import prefix
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site
 from fl_engine.preparation.submodel_search import Candidate
 from fl_engine.preparation.supernet import Supernet
+from fl_engine.rounds.options import RoundsConfig
+from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
-from fl_engine.selection import Curiosity, Oort, ResourceTable, Uniform
+from fl_engine.selection import Oort, ResourceTable, Uniform
 from fl_engine.selection.capacity import level_of
-from fl_engine.testing.tiny import TRAINING, TinyNet, assert_same_bits, context_of, start_of, tiny_site, update_of
+from fl_engine.storage.store import FolderStore, tensor_bytes
+from fl_engine.testing import rounds
+from fl_engine.testing.models import kept_mask
+from fl_engine.testing.tiny import (
+    SEED,
+    TRAINING,
+    TinyNet,
+    assert_same_bits,
+    context_of,
+    start_of,
+    tiny_pool,
+    tiny_site,
+    update_of,
+)
 
 SOME = {"weak": Assigned("small", 11), "medium": Assigned("small", 9), "strong": Assigned("large", 8)}
 
@@ -62,7 +81,7 @@ def with_server(site: Site) -> Site:
     return replace(site, partition=parts)
 
 
-def test_a_network_of_nested_sub_networks_brings_its_own() -> None:
+def test_network_with_nested_sub_networks_uses_them() -> None:
     family = NestedNet()
     before = fedx().pool(family, {}, None)  # type: ignore[arg-type]
     assert [m.name for m in before] == ["small", "medium", "large"]
@@ -74,13 +93,13 @@ def test_a_network_of_nested_sub_networks_brings_its_own() -> None:
     assert pool[1].tiers == (("weak", Codecs(Qsgd(bits=11))),)
 
 
-def test_two_tiers_may_have_one_sub_network_in_other_bits() -> None:
+def test_tiers_share_a_sub_network_in_different_bits() -> None:
     pool = fedx(assigned=SOME).pool(TinyNet(), {}, None)  # type: ignore[arg-type]
     small, medium, large = pool
     assert small.tiers == (("weak", Codecs(Qsgd(bits=11))), ("medium", Codecs(Qsgd(bits=9))))
     assert small.codecs == Codecs(Qsgd(bits=11)) and large.codecs == Codecs(Qsgd(bits=8))
     assert (medium.dispatched, medium.tiers, medium.codecs) == (False, (), None)
-    sized = coding.sized(pool, TinyNet(), Codecs())
+    sized = coding.add_sizes(pool, TinyNet(), Codecs())
     assert sized[0].bytes < 4 * small.params == sized[0].bytes_up, "returned as trained"
     both = fedx(assigned=SOME, up="quantised", bucket=None).pool(TinyNet(), {}, None)  # type: ignore[arg-type]
     assert both[0].codecs == Codecs(Qsgd(bits=11, bucket=None), Qsgd(bits=11, bucket=None))
@@ -88,8 +107,8 @@ def test_two_tiers_may_have_one_sub_network_in_other_bits() -> None:
     plain = {**SOME, "weak": Assigned("small")}
     algorithm = fedx(assigned=plain)
     site = tiny_site(algorithm)
-    sent = coding.sent(algorithm.plan(start_of(algorithm, site), context_of(site, 0)), site.pool, Codecs(), 0)
-    of = {(site.fleet[o.client].tier, site.pool[o.level].name): o.codecs for o in sent.orders}
+    sent = coding.encode_plan(algorithm.plan(start_of(algorithm, site), context_of(site, 0)), site.pool, Codecs(), 0)
+    of = {(site.fleet[o.client].tier, site.pool[o.level].name): o.codecs for o in sent.assignments}
     assert of["weak", "small"] in (None, Codecs()) and of["medium", "small"] == Codecs(Qsgd(bits=9))
 
 
@@ -104,60 +123,49 @@ def test_level_sends_one_sub_network_to_all(level: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "path"),
     [
-        ({"assigned": {"weak": Assigned("smal")}}, "algorithm.assigned.weak.level: there is no sub-network 'smal'"),
-        ({"assigned": SOME, "level": "small"}, "algorithm.assigned and algorithm.level both say"),
-        ({"widths": (0.5, 1.0)}, "in algorithm.names as many different names, are expected"),
+        ({"assigned": {"weak": Assigned("smal")}}, "algorithm.assigned.weak.level"),
+        ({"assigned": SOME, "level": "small"}, "algorithm.level"),
+        ({"seconds": 0.5, "aggregation": Private()}, "algorithm.seconds"),
+        ({"assigned": {**SOME, "weak": Assigned("large", 8)}}, "algorithm.assigned"),
     ],
 )
-def test_bad_sub_networks_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(PoolError, match=re.escape(message)):
-        fedx(**options).pool(TinyNet(), {}, None)  # type: ignore[arg-type]
-
-
-def test_private_aggregation_refuses_a_search_by_seconds() -> None:
-    algorithm = fedx(seconds=0.5, aggregation=Private())
-    with pytest.raises(ConfigError, match=r"set algorithm\.seconds=null"):
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], path: str) -> None:
+    algorithm = fedx(**options)
+    with pytest.raises(BadInput) as caught:
         start_of(algorithm, tiny_site(algorithm))
-    for known in (replace(algorithm, seconds=None), replace(algorithm, assigned=SOME)):
-        assert start_of(known, tiny_site(known))
+    assert caught.value.path == path
 
 
-SELECTIONS = (Uniform(), Uniform(model="random"), Uniform(model="largest"), Oort(), ResourceTable(), Curiosity())
-
-
-@pytest.mark.parametrize("selection", SELECTIONS, ids=lambda s: f"{s.name} {getattr(s, 'model', '')}")
-def test_tier_decides_the_level_whatever_the_selection(selection: Any) -> None:
+@pytest.mark.parametrize("selection", [Uniform(model="largest"), Oort(), ResourceTable()], ids=lambda s: s.name)
+def test_tier_decides_the_level_for_every_selection(selection: Any) -> None:
     algorithm = fedx(assigned=SOME, selection=selection)
     site = tiny_site(algorithm)
     state = start_of(algorithm, site)
     level = {"weak": 0, "medium": 0, "strong": 2}
-    seen = set()
-    for round in range(12):
-        for order in algorithm.plan(state, context_of(site, round)).orders:
-            tier = site.fleet[order.client].tier
-            assert order.level == level[tier] == level_of(site.fleet[order.client], site.pool)
-            assert order.codecs == Codecs(Qsgd(bits=SOME[tier].bits or 0))
-            seen.add(tier)
-    assert len(seen) > 1
+    for round in range(6):
+        for assignment in algorithm.plan(state, context_of(site, round)).assignments:
+            tier = site.fleet[assignment.client].tier
+            assert assignment.level == level[tier] == level_of(site.fleet[assignment.client], site.pool)
+            assert assignment.codecs == Codecs(Qsgd(bits=SOME[tier].bits or 0))
 
 
-def test_what_a_client_receives_is_quantised_in_its_tiers_bits() -> None:
+def test_payload_is_quantised_in_the_tiers_bits() -> None:
     algorithm = fedx(assigned=SOME)
     site = tiny_site(algorithm)
     state = start_of(algorithm, site)
-    plan = coding.sent(algorithm.plan(state, context_of(site, 0)), site.pool, Codecs(), site.seed)
+    plan = coding.encode_plan(algorithm.plan(state, context_of(site, 0)), site.pool, Codecs(), site.seed)
     layout, errors = site.family.layout(), dict[str, float]()
-    for order in plan.orders:
-        exact = take(state.params, layout, order.spec)["fc.linear.weight"]
-        away = (order.payload["fc.linear.weight"] - exact).norm() / exact.norm()
-        errors[site.fleet[order.client].tier] = float(away)
-        assert order.encoded is not None and coding.codec_up(order) is None
+    for assignment in plan.assignments:
+        exact = take(state.params, layout, assignment.spec)["fc.linear.weight"]
+        away = (assignment.payload["fc.linear.weight"] - exact).norm() / exact.norm()
+        errors[site.fleet[assignment.client].tier] = float(away)
+        assert assignment.encoded is not None and coding.codec_up(assignment) is None
     assert 0 < errors["weak"] < errors["medium"], "11 and 9 bits of the same sub-network"
 
 
-def test_the_merge_by_hand() -> None:
+def test_merge_by_hand() -> None:
     """Three clients, four values of the hidden layer's bias: the small network has the first two, the large all four.
     Each counts alike, whatever it holds (Eq. 4)."""
     algorithm = fedx(widths=(0.5, 1.0), names=("small", "large"), assigned={"a": Assigned("small")})
@@ -167,22 +175,22 @@ def test_the_merge_by_hand() -> None:
     name = "fc.linear.bias"
     state = replace(state, params={**state.params, name: torch.tensor([9.0, 9.0, 9.0, 9.0])})
     values = ((0, [1.0, 2.0]), (0, [3.0, 4.0]), (1, [5.0, 6.0, 7.0, 8.0]))
-    orders, updates = [], []
+    assignments, updates = [], []
     for client, (level, value) in enumerate(values):
         spec = site.pool[level].spec
-        order = WorkOrder(0, client, spec, take(state.params, site.layout, spec), seed=client, level=level)
-        payload = {**order.payload, name: torch.tensor(value)}
-        orders.append(order)
-        updates.append(update_of(order, spec, payload, examples=10 ** (client + 1)))
-    merged = algorithm.merge(state, RoundPlan(0, tuple(orders)), updates, ServerSite(site))
+        assignment = Assignment(0, client, spec, take(state.params, site.layout, spec), seed=client, level=level)
+        payload = {**assignment.payload, name: torch.tensor(value)}
+        assignments.append(assignment)
+        updates.append(update_of(assignment, spec, payload, examples=10 ** (client + 1)))
+    merged = algorithm.merge(state, RoundPlan(0, tuple(assignments)), updates, ServerSite(site))
     assert merged.params[name].tolist() == [(1 + 3 + 5) / 3, (2 + 4 + 6) / 3, 7.0, 8.0]
     untouched = {n: t for n, t in state.params.items() if n != name}
     for n, tensor in untouched.items():
         torch.testing.assert_close(merged.params[n], tensor)
 
 
-def test_the_server_fine_tunes_what_was_merged() -> None:
-    tuning = FineTuning(lr=0.1, gamma=0.5, start="previous", batch_size=3)
+def test_server_fine_tunes_the_merged_model() -> None:
+    tuning = FineTuning(lr=0.1, gamma=0.5, batch_size=3)
     algorithm = fedx(assigned=SOME)
     site = with_server(tiny_site(algorithm))
     state, server = start_of(algorithm, site), ServerSite(site)
@@ -190,52 +198,88 @@ def test_the_server_fine_tunes_what_was_merged() -> None:
         plan = algorithm.plan(state, context_of(site, round))
         updates = [
             update_of(o, o.spec, {n: t + 0.1 * o.client for n, t in o.payload.items()}, o.client + 1)
-            for o in plan.orders
+            for o in plan.assignments
         ]
         merged = algorithm.merge(state, plan, updates, server)
-        tuned = replace(algorithm, fine_tuning=tuning).merge(state, plan, updates, server)
-        seed = seeds.derive(plan.orders[0].seed, "fine-tuning", round)
-        assert_same_bits(tuned.params, fine_tuned(tuning, server, merged.params, state.params, seed))
-        assert any(not torch.equal(tuned.params[name], t) for name, t in merged.params.items())
-        assert_same_bits(
-            replace(algorithm, fine_tuning=tuning).merge(state, plan, updates, server).params, tuned.params
-        )
+        found = replace(algorithm, fine_tuning=tuning).merge(state, plan, updates, server)
+        seed = seeds.derive(plan.assignments[0].seed, "fine-tuning", round)
+        assert_same_bits(found.params, server.train(tuning.task(seed), merged.params))
+        assert any(not torch.equal(found.params[name], t) for name, t in merged.params.items())
 
 
 @pytest.mark.parametrize("secret", [True, False])
 def test_fine_tuning_seed_hides_the_first_client(secret: bool) -> None:
     private = Private(clip=1.0, noise_multiplier=1.0, secret_selection=secret)
     algorithm = fedx(assigned=SOME)
+    tuning = replace(algorithm, fine_tuning=FineTuning(lr=0.1, batch_size=3), aggregation=private)
     site = with_server(tiny_site(algorithm))
     state, server = start_of(algorithm, site), ServerSite(site)
     merged = replace(state, params={name: tensor + 0.1 for name, tensor in state.params.items()})
 
     def after(first: int, noise_seed: bytes) -> Params:
         plan = algorithm.plan(state, context_of(site, 0))
-        orders = (replace(plan.orders[0], seed=first), *plan.orders[1:])
-        plan = replace(plan, orders=orders, noise_seed=noise_seed)
-        return tuned(FineTuning(lr=0.1, batch_size=3), private, state, merged, plan, server).params
+        assignments = (replace(plan.assignments[0], seed=first), *plan.assignments[1:])
+        plan = replace(plan, assignments=assignments, noise_seed=noise_seed)
+        return dict(tuning.tuned(state, merged, plan, server).params)
 
     one = after(1, bytes(32))
     assert any(not torch.equal(one[n], t) for n, t in after(2, bytes(32)).items()) is not secret
     assert any(not torch.equal(one[n], t) for n, t in after(1, bytes([1] * 32)).items()) is secret
 
 
-def test_updates_that_make_the_server_diverge_do_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_diverging_fine_tuning_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
     """As long as an update may be, without a bound on norms."""
     algorithm = fedx(assigned=SOME)
     site = with_server(tiny_site(algorithm))
     state, server = start_of(algorithm, site), ServerSite(site)
     plan = algorithm.plan(state, context_of(site, 0))
-    updates = [update_of(o, o.spec, {n: torch.full_like(t, 9e8) for n, t in o.payload.items()}) for o in plan.orders]
+    updates = [
+        update_of(o, o.spec, {n: torch.full_like(t, 9e8) for n, t in o.payload.items()}) for o in plan.assignments
+    ]
     tuned = replace(algorithm, fine_tuning=FineTuning(lr=0.1)).merge(state, plan, updates, server)
     assert_same_bits(tuned.params, algorithm.merge(state, plan, updates, server).params)
-    assert "round 1: not fine-tuned: training on the server diverged (learning rate 0.1)" in caplog.text
+    assert "not fine-tuned" in caplog.text
 
 
-def test_a_tier_that_cannot_hold_its_sub_network_is_named() -> None:
-    algorithm = fedx(assigned={**SOME, "weak": Assigned("large", 8)})
-    with pytest.raises(
-        ConfigError, match=r"tier 'weak' is assigned large, which needs 100.0 %.* its devices hold 35 %"
-    ):
-        start_of(algorithm, tiny_site(algorithm))
+@pytest.mark.parametrize(("level", "width"), [("small", 0.5), ("medium", 0.75), ("large", 1.0)])
+def test_the_sub_network_is_the_whole_pool(level: Any, width: float) -> None:
+    family = TinyNet()
+    (model,) = tiny_pool(QuantizedFedAvg(level=level, bits=9), family)
+    assert (model.name, model.spec) == (level, prefix(family.layout(), width))
+    assert model.dispatched and model.reported and not model.static_bn
+    assert model.share == count_params(family, model.spec) / count_params(family)
+    assert model.codecs == Codecs(down=Qsgd(bits=9))
+
+
+def test_weights_are_quantised_on_the_way_down_only() -> None:
+    algorithm = QuantizedFedAvg(training=TRAINING, level="medium", bits=8)
+    site = tiny_site(algorithm)
+    state, spec = start_of(algorithm, site), site.pool[0].spec
+    plan = coding.encode_plan(algorithm.plan(state, context_of(site, 0)), site.pool, Codecs(), SEED)
+    plain = take(state.params, site.layout, spec)
+    for assignment in plan.assignments:
+        assert assignment.codecs == Codecs(down=Qsgd(bits=8))
+        for name, tensor in assignment.payload.items():
+            step = math.sqrt(512) * float(plain[name].abs().max()) / 255  # at most: a bucket's norm over its levels
+            assert float((tensor - plain[name]).abs().max()) <= step
+            assert not torch.equal(tensor, plain[name])
+        assert tensor_bytes(assignment.travels) < tensor_bytes(plain) * 0.32, "9 of 32 bits, and norms"
+        assert coding.encode_update(assignment, spec, assignment.payload, site.layout) is None, "as they are"
+
+
+def test_only_the_sub_network_moves_and_is_reported(tmp_path: Path) -> None:
+    algorithm = QuantizedFedAvg(training=replace(TRAINING, fraction=0.5), level="small", bits=9)
+    site = tiny_site(algorithm)
+    run = Run(algorithm, site, RoundsConfig(stop=6, commit_every=1))
+    final, rows = rounds.federated(run, FolderStore(tmp_path))
+    start, spec = start_of(algorithm, site).params, site.pool[0].spec
+    for name, tensor in final.params.items():
+        kept = kept_mask(site.layout, spec, name, tensor.shape)
+        assert torch.equal(tensor[~kept], start[name][~kept]), name
+        assert not torch.equal(tensor[kept], start[name][kept]), name
+    for row in rows:
+        assert row.metrics["full"] == row.metrics["avg"] == row.metrics["accuracy/small"]
+        assert row.metrics["bits_up"] == 32 * site.pool[0].params * row.metrics["clients_trained"]
+        assert row.metrics["bits_down"] < 11 * site.pool[0].params * len(row.clients), "10 bits a number, and norms"
+        assert row.metrics["seconds_encode"] > 0
+    assert rows[-1].metrics["loss/small"] < rows[0].metrics["loss/small"]

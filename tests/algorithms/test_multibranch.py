@@ -14,9 +14,9 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ClientError
 from fl_engine.core.types import Device, Pick, Pool, RoundContext, TaskContext
-from fl_engine.models import MODELS
 from fl_engine.models.resnet import ResNet34
-from fl_engine.testing.tiny import SEED, TRAINING, context_of, paper_pool, start_of, tiny_site
+from fl_engine.testing.tiny import SEED, TRAINING, first_plan, paper_pool, tiny_site
+from tests.harness.networks import SMALL
 
 BLOCKS = tuple(str(i) for i in range(1, 17))
 PAPER = (64, 128, 256, 512)
@@ -69,34 +69,15 @@ def test_the_ten_branches_of_mb_resnet34(channels: Any) -> None:
     assert all(m.reported and m.dispatched for m in pool)
 
 
-def test_the_first_branch_by_hand() -> None:
-    """Stem 3*64*9 + 128; two blocks of two 64*64*9 + 128 each; the head's two convolutions alike; linear 64*10 + 10."""
-    _, pool = pool_of(ResNet34((3, 32, 32), 10, channels=PAPER))
-    convolution = 64 * 64 * 9 + 2 * 64
-    assert pool[0].params == 3 * 64 * 9 + 2 * 64 + 4 * convolution + 2 * convolution + 64 * 10 + 10
-
-
 def test_the_last_branch_is_the_network_without_early_exits() -> None:
     family = ResNet34((3, 9, 9), 5, width=0.1)
     network, pool = pool_of(family)
     assert pool[-1].params == count_params(family) < count_params(network)
 
 
-SAMPLES: dict[str, tuple[tuple[int, ...], int]] = {
-    "small_cnn": ((1, 8, 8), 10),
-    "vgg16": ((3, 32, 32), 10),
-    "preresnet18": ((3, 32, 32), 100),
-    "mobilenetv2": ((1, 28, 28), 62),
-    "widar_resnet18": ((22, 20, 20), 9),
-    "aep_mlp": ((18,), 1),
-}
-
-
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", ["vgg16", "preresnet18", "mobilenetv2", "widar_resnet18", "aep_mlp"])
 def test_every_branch_of_every_network_costs_less_than_the_next(name: str) -> None:
-    shape, outputs = SAMPLES[name]
-    kind: Any = MODELS[name]
-    _, pool = pool_of(kind(shape, outputs))
+    _, pool = pool_of(SMALL[name])
     assert all(a.params < b.params and a.macs < b.macs for a, b in pairwise(pool))
 
 
@@ -132,11 +113,11 @@ def test_mu_weighs_the_speed_and_not_the_bandwidth() -> None:
 def test_a_device_without_room_fails_or_trains_the_smallest() -> None:
     algorithm = MultiBranch(training=TRAINING, exits=("conv", "fc"))
     site = tiny_site(algorithm)
-    orders = algorithm.plan(start_of(algorithm, site), context_of(site, 0)).orders
-    none = [(o, TaskContext(site.layout, site.pool, site.fleet[o.client], 0.0)) for o in orders]
-    assert {o.level for o in orders} >= {0, 1}
-    for order, context in none:
-        if order.level == 0:
-            assert algorithm.task(order, context).spec == site.pool[0].spec
+    assignments = first_plan(algorithm, site).assignments
+    none = [(o, TaskContext(site.layout, site.pool, site.fleet[o.client], 0.0)) for o in assignments]
+    assert {o.level for o in assignments} >= {0, 1}
+    for assignment, context in none:
+        if assignment.level == 0:
+            assert algorithm.task(assignment, context).spec == site.pool[0].spec
         with pytest.raises(ClientError):
-            replace(algorithm, on_too_small="fail" if order.level == 0 else "train").task(order, context)
+            replace(algorithm, on_too_small="fail" if assignment.level == 0 else "train").task(assignment, context)

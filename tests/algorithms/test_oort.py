@@ -1,5 +1,5 @@
-"""Oort: each formula by hand, whom it asks over several rounds, what a lie is worth, and that every algorithm takes
-it."""
+"""Oort: each formula by hand, whom it asks over several rounds, what a lie is worth; levels, times and kills in a
+run."""
 
 from __future__ import annotations
 
@@ -16,21 +16,88 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fl_engine.algorithms import FedAvg, FlexFL
+from fl_engine.algorithms.training import Training
 from fl_engine.core import seeds
 from fl_engine.core.clients import LARGEST_LOSS
-from fl_engine.core.types import FULL, ClientUpdate, WorkOrder
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.types import (
+    FULL,
+    Assignment,
+    ClientFailure,
+    ClientUpdate,
+    Device,
+    Pool,
+    RoundContext,
+    Stage,
+    Tables,
+)
+from fl_engine.exchange.client import execute
+from fl_engine.rounds.options import RoundsConfig
+from fl_engine.rounds.run import Run
 from fl_engine.selection import Oort
-from fl_engine.selection.oort import Candidates, rms_loss
-from fl_engine.selection.oort_state import ASKED, CLIENT, LAST, NOBODY, SECONDS, UTILITY, Pacer
-from tests.harness.oort import FULL_ONLY, POOL, after, answer, asked, column, context, failure, fleet_of
+from fl_engine.selection.capacity import holds
+from fl_engine.selection.oort import CLIENT, LAST, NO_CLIENTS, SECONDS, SELECTED, UTILITY, Candidates, Pacer, rms_loss
+from fl_engine.storage.checkpoints import Checkpoints
+from fl_engine.storage.store import encode
+from fl_engine.testing import rounds
+from fl_engine.testing.algorithms import AlgorithmSuite
+from fl_engine.testing.tiny import SEED, TRAINING, paper_pool, start_of, tiny_site
 
 law = settings(max_examples=25)
-PACES: dict[str, Any] = {"step": 2, "delta": 5.0, "flat": 0.1, "sharp": 5.0}
+PACES: dict[str, Any] = {"step": 2, "delta": 5.0}
 NO_PACE = Oort(pacer_start=100.0)
 """Nobody is too slow."""
 
 
-# --------------------------------------------------------------------------------------------------- the utility
+_, POOL = paper_pool()
+FULL_ONLY = (POOL[-1],)
+
+
+def fleet_of(clients: int, speed: Sequence[float] = ()) -> tuple[Device, ...]:
+    speeds = speed or (1e9,) * clients
+    return tuple(Device(c, "any", 110.0, 0.0, speed=speeds[c]) for c in range(clients))
+
+
+def context(
+    round: int, fleet: tuple[Device, ...], samples: Sequence[int], pool: Pool = FULL_ONLY, **more: Any
+) -> RoundContext:
+    known: dict[str, Any] = {"available": fleet, "samples": tuple(samples), "draws": tuple(samples), **more}
+    return RoundContext(round, SEED, fleet, pool=pool, **known)
+
+
+def asked(oort: Oort, tables: Tables, now: RoundContext, count: int, draw: int = 0) -> list[int]:
+    picks = oort.pick(tables, now, count, seeds.rng(draw, "test", now.round))
+    return [client for client, _ in picks]
+
+
+def answer(
+    oort: Oort, tables: Tables, round: int, client: int, utility: float, seconds: float = 1.0, level: int = 0
+) -> Tables:
+    """One sample, whose loss is the utility."""
+    update = ClientUpdate(round, client, FULL, {}, 1, {"rms_loss": utility})
+    return oort.learn(tables, Assignment(round, client, FULL, {}, 0, level), update, seconds)
+
+
+def failure(oort: Oort, tables: Tables, round: int, client: int, stage: Stage, seconds: float = 0.0) -> Tables:
+    said = ClientFailure(round, client, stage, "made up", elapsed=seconds)
+    return oort.learn(tables, Assignment(round, client, FULL, {}, 0, 0), said, seconds)
+
+
+def after(oort: Oort, rounds: Sequence[dict[int, float]], clients: int) -> Tables:
+    """The tables after rounds with these utilities."""
+    tables = oort.init(fleet_of(clients), FULL_ONLY)
+    for round, utilities in enumerate(rounds):
+        for client, utility in sorted(utilities.items()):
+            tables = answer(oort, tables, round, client, utility)
+    return tables
+
+
+def column(oort: Oort, tables: Tables, round: int, which: int) -> dict[int, float]:
+    clients, _ = oort.known(tables, round)
+    return {int(c): float(v) for c, v in zip(clients[CLIENT], clients[which], strict=True)}
+
+
 class Client:
     def __init__(self, *losses: float) -> None:
         self.losses = torch.tensor(losses)
@@ -45,14 +112,6 @@ def test_a_client_reports_the_root_mean_square_of_its_losses() -> None:
     assert math.isnan(rms_loss(nothing)), "no value within the declared bounds: the client fails"
 
 
-def test_the_server_multiplies_it_by_the_samples_that_it_knows() -> None:
-    update = ClientUpdate(0, 3, FULL, {}, 7, {"rms_loss": 2.0})
-    tables = Oort().learn(Oort().init(fleet_of(4), FULL_ONLY), WorkOrder(0, 3, FULL, {}, 0, 0), update, 4.5)
-    assert column(Oort(), tables, 1, UTILITY) == {3: 14.0}
-    assert column(Oort(), tables, 1, SECONDS) == {3: 4.5}
-
-
-# ----------------------------------------------------------------------------------------------------- the score
 def test_the_score_by_hand() -> None:
     """Five clients in round 5. Of U = 10 .. 1000 the floor(4 * 0.9) = third from 0 is the clip, 40; least 9.99."""
     utility, last = np.asarray([10.0, 20, 30, 40, 1000]), np.asarray([1.0, 2, 3, 4, 1])
@@ -69,7 +128,6 @@ def test_slow_clients_lose_by_the_square_of_their_time() -> None:
     assert Oort().slow(np.asarray([40.0]), math.inf).tolist() == [1.0]
 
 
-# ----------------------------------------------------------------------------------------------------- the pacer
 def paced(percentile: float, brought: Sequence[float], **more: Any) -> list[float]:
     """The percentile before each round."""
     known = dict(enumerate(brought))
@@ -90,22 +148,19 @@ def test_t_is_a_percentile_of_the_times() -> None:
     assert Pacer(0, 100.0).preferred(seconds) == math.inf
 
 
-def test_the_time_of_an_order_by_hand() -> None:
+def test_estimated_time_of_an_assignment_by_hand() -> None:
     """Of a device with 10^9 multiply-adds and 10^6 bytes a second: three times the forward pass of each sample that is
     drawn, and the model both ways. What the last order took counts if it was of the same model, and only then."""
     (model,) = FULL_ONLY
     fleet = tuple(replace(d, bandwidth=1e6) for d in fleet_of(2))
     now = context(0, fleet, [70, 30], FULL_ONLY, draws=(20, 40))
-    (first, second) = Candidates.of(now, np.asarray(NOBODY), "largest").seconds
+    (first, second) = Candidates.of(now, np.asarray(NO_CLIENTS), "largest").seconds
     moved = (model.bytes + model.bytes_up) / 1e6
     assert model.bytes_up == model.bytes
     assert (first, second) == pytest.approx((3 * model.macs * 20 / 1e9 + moved, 3 * model.macs * 40 / 1e9 + moved))
     for level, expected in ((0, 7.5), (1, first)):
         known = np.asarray([[0.0], [1.0], [1.0], [1.0], [7.5], [float(level)]])
         assert Candidates.of(now, known, "largest").seconds.tolist() == pytest.approx([expected, second])
-
-
-# ----------------------------------------------------------------------------------------------- exploration, draws
 
 
 def test_the_round_is_divided_by_epsilon() -> None:
@@ -115,20 +170,6 @@ def test_the_round_is_divided_by_epsilon() -> None:
     for round, new in ((0, 9), (1, 8), (55, 3)):
         found = asked(oort, tables, context(round, fleet, [5] * 20), 10)
         assert len(found) == 10 and sum(c >= 10 for c in found) == new
-
-
-def test_oort_explores_in_proportion_to_samples() -> None:
-    """Two of ten, window 2: of the four largest (40, 30, 20, 10) one is drawn first, then another of the rest."""
-    oort, fleet = replace(NO_PACE, explore_window=2.0), fleet_of(10)
-    samples = [1, 40, 1, 30, 9, 20, 8, 10, 7, 6]
-    found = Counter(
-        tuple(asked(oort, oort.init(fleet, FULL_ONLY), context(0, fleet, samples), 2, d)) for d in range(3000)
-    )
-    p = {1: 0.4, 3: 0.3, 5: 0.2, 7: 0.1}
-    expected = {(a, b): p[a] * p[b] / (1 - p[a]) + p[b] * p[a] / (1 - p[b]) for a in p for b in p if a < b}
-    assert set(found) == set(expected)
-    chi = sum((found[pair] - 3000 * share) ** 2 / (3000 * share) for pair, share in expected.items())
-    assert chi < 20.515, "five degrees of freedom, once in a thousand"
 
 
 def scored(cut_off: float, pool: float, count: int, draws: int = 2000) -> Counter[int]:
@@ -150,92 +191,17 @@ def test_the_cut_off_by_hand() -> None:
 
 
 def test_rest_of_oorts_round_is_drawn_uniformly() -> None:
-    """Half of 4. Oort's two are the two largest, 8 and 9, which are the only ones preferred; the others come alike."""
-    oort = replace(NO_PACE, preferred=0.5, exploration=0.0, exploration_min=0.0, uncertainty=0.0)
+    """Oort selects half of 4 clients: 8 and 9, whose scores are the largest. In the first round ln R is 0."""
+    oort = replace(NO_PACE, preferred=0.5, exploration=0.0, exploration_min=0.0)
     tables = after(oort, [{**dict.fromkeys(range(5), 0.0), 8: 9.0, 9: 9.0}], 10)
     found = Counter[int]()
     for d in range(1500):
-        four = asked(oort, tables, context(1, fleet_of(10), [5] * 10), 4, d)
+        four = asked(oort, tables, context(0, fleet_of(10), [5] * 10), 4, d)
         assert len(set(four)) == 4 and {8, 9} <= set(four)
         found.update(four)
     assert all(found[c] / 1500 == pytest.approx(2 / 8, abs=0.06) for c in range(8))
     nobody = replace(oort, preferred=0.0)
-    assert len(asked(nobody, tables, context(1, fleet_of(10), [5] * 10), 4)) == 4
-
-
-# ---------------------------------------------------------------------------------------------- several rounds
-
-
-def test_oort_tables_equal_plain_loops_after_many_rounds() -> None:
-    """40 rounds of late, failed and merged answers: the same clients, pacer and scores, one client and round at a
-    time."""
-    oort, fleet, rng = Oort(pacer_step=3, pacer_flat=0.3, pacer_sharp=1.0), fleet_of(12), np.random.default_rng(5)
-    tables, plain, history, percentile = oort.init(fleet, FULL_ONLY), dict[int, dict[str, float]](), list[float](), 30.0
-    moved = Counter[float]()
-    for round in range(40):
-        clients, pacer = oort.known(tables, round)
-        names = {"utility": UTILITY, "asked": ASKED, "last": LAST, "seconds": SECONDS}
-        assert clients[CLIENT].tolist() == sorted(plain)
-        for name, row in names.items():
-            assert clients[row].tolist() == pytest.approx([plain[c][name] for c in sorted(plain)]), name
-        assert pacer.percentile == percentile
-        if plain:
-            known = sorted(plain)
-            ordered = sorted(plain[c]["utility"] for c in known)
-            clip, least = ordered[int((len(ordered) - 1) * 0.9)], 0.999 * ordered[0]
-            by_hand = [
-                (min(plain[c]["utility"], clip) - least) / max(clip - least, 1e-4)
-                + math.sqrt(0.1 * math.log(round + 1) / plain[c]["last"])
-                for c in known
-            ]
-            assert oort.scores(clients[UTILITY], clients[LAST], round + 1).tolist() == pytest.approx(by_hand)
-        answers: dict[int, tuple[str, float, float]] = {}
-        for client in asked(oort, tables, context(round, fleet, [5] * 12), 4, round):
-            kind = str(rng.choice(["merged", "merged", "merged", "straggle", "train"]))
-            answers[client] = (kind, float(rng.lognormal(round / 8, 1)), float(rng.integers(1, 9)))
-            if kind == "merged":
-                tables = answer(oort, tables, round, client, *answers[client][1:])
-            else:
-                late = answers[client][2] if kind == "straggle" else 0.0
-                tables = failure(oort, tables, round, client, kind, late)  # type: ignore[arg-type]
-        merged = {c: u for c, (kind, u, _) in answers.items() if kind == "merged"}
-        old = [u for c, u in merged.items() if c in plain]
-        history.append(sum(old) / len(old) if old else 0.0)
-        for client, (kind, utility, seconds) in answers.items():
-            was = plain.setdefault(client, {"utility": 0.0, "asked": 0.0, "last": 0.0, "seconds": 0.0})
-            was["asked"] += 1
-            was["last"] = round + 1
-            if kind == "merged":
-                was |= {"utility": utility, "seconds": seconds}
-            elif kind == "train":
-                was["utility"] = 0.0
-            else:
-                was["seconds"] = seconds
-                if merged:
-                    was["utility"] = sum(merged.values()) / len(merged)
-        if len(history) >= 6 and len(history) % 3 == 0:
-            before, now = sum(history[-6:-3]), sum(history[-3:])
-            change = 5.0 if abs(now - before) <= 0.3 * before else -5.0 if abs(now - before) >= before else 0.0
-            moved[change] += 1
-            percentile = min(100.0, max(5.0, percentile + change))
-    assert len(plain) == 12 and len(moved) == 3, "all cases came"
-
-
-def test_the_blacklist_by_hand() -> None:
-    """Asked 3, 2, 2, 1, 0, ... times. More than 1: clients 0, 1, 2, of which 20 % of ten clients, 2, are barred."""
-    rounds = [{0: 1.0, 1: 1.0, 2: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}, {0: 1.0}]
-    oort = replace(NO_PACE, blacklist_after=1, blacklist_most=0.2)
-    tables, fleet = after(oort, rounds, 10), fleet_of(10)
-    clients, _ = oort.known(tables, 3)
-    assert oort.blacklist(clients, 10).tolist() == [0, 1]
-    assert replace(oort, blacklist_most=1.0).blacklist(clients, 10).tolist() == [0, 1, 2]
-    assert replace(oort, blacklist_after=2).blacklist(clients, 10).tolist() == [0]
-    assert asked(oort, tables, context(3, fleet, [5] * 10), 10) == list(range(2, 10))
-    off = replace(oort, blacklist_after=None)
-    assert asked(off, tables, context(3, fleet, [5] * 10), 10) == list(range(10))
-
-
-# ---------------------------------------------------------------------------------------------------- edge cases
+    assert len(asked(nobody, tables, context(0, fleet_of(10), [5] * 10), 4)) == 4
 
 
 @law
@@ -246,8 +212,7 @@ def test_the_blacklist_by_hand() -> None:
 def test_oort_picks_distinct_available_clients_in_order(
     clients: int, count: int, rounds: int, seed: int, preferred: float, data: st.DataObject
 ) -> None:
-    after_ = data.draw(st.none() | st.integers(1, 3))
-    oort = Oort(preferred=preferred, blacklist_after=after_, pacer_step=1)
+    oort = Oort(preferred=preferred, pacer_step=1)
     fleet, samples = fleet_of(clients), data.draw(st.lists(st.integers(1, 9), min_size=clients, max_size=clients))
     tables = oort.init(fleet, POOL)
     for round in range(rounds):
@@ -259,9 +224,7 @@ def test_oort_picks_distinct_available_clients_in_order(
         assert json.dumps(tables) == before
         found = [client for client, _ in picks]
         assert found == sorted(set(found)) and set(found) <= {d.client for d in here}
-        assert len(found) <= min(count, len(here))
-        if after_ is None:
-            assert len(found) == min(count, len(here))
+        assert len(found) == min(count, len(here))
         for client in found:
             said = data.draw(st.floats(0, 1e6) | st.sampled_from(["drop", "straggle"]))
             if isinstance(said, str):
@@ -272,8 +235,7 @@ def test_oort_picks_distinct_available_clients_in_order(
         assert oort.known(stored, round + 1)[0].tolist() == oort.known(tables, round + 1)[0].tolist()
 
 
-# ----------------------------------------------------------------------------------------------------------- lies
-def test_the_largest_lie_is_worth_the_clip_and_moves_nobody_else() -> None:
+def test_largest_lie_is_worth_the_clip() -> None:
     honest, last = np.linspace(1, 20, 20), np.full(21, 3.0)
     with_lie = Oort().scores(np.append(honest, 1e12), last, 10)
     assert with_lie[-1] == with_lie[18] == with_lie.max(), "as much as an ordinary client, no more"
@@ -282,15 +244,76 @@ def test_the_largest_lie_is_worth_the_clip_and_moves_nobody_else() -> None:
     assert two[0] == two[1], "also where few are known"
 
 
-def test_oort_asks_lying_client_no_more_often_than_honest_ones() -> None:
-    """40 clients, 4 a round, 300 rounds. Client 0 lies; clients 1 to 5 honestly have the largest utility."""
-    oort, fleet = NO_PACE, fleet_of(40)
-    tables, times = oort.init(fleet, FULL_ONLY), Counter[int]()
-    for round in range(300):
-        for client in asked(oort, tables, context(round, fleet, [5] * 40), 4, round):
-            times[client] += 1
-            said = LARGEST_LOSS if client == 0 else 10.0 if client < 6 else 1.0 + client / 40
-            tables = answer(oort, tables, round, client, said)
-    most = max(times[c] for c in range(1, 6))
-    assert times[0] < 1.25 * most and times[0] < 150, f"{times[0]} of 300 rounds, the others {most}"
-    assert min(times[c] for c in range(1, 6)) > max(times[c] for c in range(6, 40)), "utility still counts"
+def test_results_of_a_round_by_hand() -> None:
+    """Clients 0 and 1 are merged with 4 and 8, 2 is a straggler (their mean, 6), and 3 fails (0). All count as
+    selected, and only 3 has no time."""
+    oort = Oort()
+    tables = answer(oort, oort.init(fleet_of(4), FULL_ONLY), 0, 0, 4.0, 2.0)
+    tables = answer(oort, tables, 0, 1, 8.0, 3.0)
+    tables = failure(oort, failure(oort, tables, 0, 2, "straggle", 9.0), 0, 3, "train")
+    assert column(oort, tables, 1, UTILITY) == {0: 4.0, 1: 8.0, 2: 6.0, 3: 0.0}
+    assert column(oort, tables, 1, SECONDS) == {0: 2.0, 1: 3.0, 2: 9.0, 3: 0.0}
+    assert set(column(oort, tables, 1, SELECTED).values()) == set(column(oort, tables, 1, LAST).values()) == {1.0}
+
+
+def test_oort_sends_the_largest_model_that_fits() -> None:
+    memory = [20.0, 25.0, 25.1, 49.0, 51.0, 100.0, 110.0]
+    fleet = tuple(Device(c, "any", r, 0.0) for c, r in enumerate(memory))
+    largest = Oort(model="largest")
+    picks = Oort().pick(largest.init(fleet, POOL), context(0, fleet, [5] * 7, POOL), 7, seeds.rng(0, "t"))
+    assert picks == [(2, 0), (3, 0), (4, 2), (5, 2), (6, 4)], "M2' and M3' are never sent"
+    for client, level in picks:
+        assert holds(fleet[client], POOL[level].share)
+    assert largest.pick({**largest.init(fleet, POOL)}, context(0, fleet, [5] * 7, POOL), 7, seeds.rng(0, "t")) == [
+        (c, 4) for c in range(7)
+    ]
+    with pytest.raises(ConfigError, match=r"fleet\.tiers"):
+        Oort().init(fleet, POOL)
+
+
+def test_estimate_equals_the_simulated_time(memory_store: Any) -> None:
+    for drop_last in (False, True):
+        training = Training(fraction=1.0, epochs=2, batch_size=3, lr=0.05, drop_last=drop_last)
+        algorithm = FedAvg(training=training, eligible="all", selection=Oort(model="largest"))
+        site = tiny_site(algorithm, sizes=[4 + c % 9 for c in range(20)])
+        run = Run(algorithm, site, RoundsConfig(stop=1))
+        expected = Candidates.of(run.context(0, 0.0), np.asarray(NO_CLIENTS), "capacity").seconds.tolist()
+        plan = algorithm.plan(start_of(algorithm, site), run.context(0, 0.0))
+        assert len(plan.assignments) == 20
+        for assignment in plan.assignments:
+            result = execute(algorithm, assignment, site)
+            assert isinstance(result, ClientUpdate)
+            if holds(site.fleet[assignment.client], 1.0):
+                took = run.times(result, assignment, 0.0)
+                assert took is not None and took.total == pytest.approx(expected[assignment.client])
+
+
+class TestFlexFLWithOort(AlgorithmSuite):
+    @pytest.fixture
+    def algorithm(self) -> FlexFL:
+        return FlexFL(training=TRAINING, selection=Oort())
+
+
+def federated(algorithm: Any, store: Any, stop: int, **options: Any) -> bytes:
+    site = tiny_site(algorithm)
+    config = RoundsConfig(stop=stop, evaluate_every=1000, commit_every=1, keep_updates=True, **options)
+    return encode(rounds.federated(Run(algorithm, site, config), store)[0].params)
+
+
+def test_over_provision_is_its_over_commitment(memory_store: Any) -> None:
+    """Six of 20 are asked for five updates; the slowest comes too late, and is known afterwards."""
+    algorithm = FedAvg(training=TRAINING, eligible="all", selection=Oort(model="largest"))
+    federated(algorithm, memory_store, 2, over_provision=1.3)
+    (row, _) = Checkpoints(memory_store).rows()
+    assert len(row.clients) == 6 and row.metrics["clients_late"] == 1.0
+    (late,) = (line for line in row.clients if "failure" in line)
+    tables = Checkpoints(memory_store).read(1)[1]["tables"]
+    known, _ = algorithm.selection.known(tables, 2)
+    (took,) = known[SECONDS, known[CLIENT] == late["client"]]
+    assert took == late["seconds_simulated"] == max(line["seconds_simulated"] for line in row.clients)
+
+
+@pytest.mark.long
+def test_killed_run_selects_the_same_clients(killed_at_writes: Any) -> None:
+    algorithm = FedAvg(training=TRAINING, eligible="all", selection=Oort(model="largest", pacer_step=1))
+    killed_at_writes(lambda store: federated(algorithm, store, 5, over_provision=1.3), 11)

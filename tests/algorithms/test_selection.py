@@ -7,19 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Selector
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Device
 from fl_engine.selection import SELECTIONS, ByCapacity, Curiosity, Oort, ResourceTable, Uniform
-from fl_engine.selection.capacity import round_size
-from fl_engine.selection.tiers import tiers
-from fl_engine.testing.checks import check_silent, times_asked
-from fl_engine.testing.plugins import LargestUtility
-from fl_engine.testing.tiny import paper_pool, picked, tiny_fleet
+from fl_engine.selection.capacity import round_size, tiers
+from fl_engine.testing.rounds import check_silent
+from fl_engine.testing.tiny import paper_pool, picked
+from tests.harness.plugins import LargestUtility
 
 
 def devices(**tiers: int) -> tuple[Device, ...]:
@@ -47,20 +44,6 @@ def test_levels_are_drawn_uniformly_from_25_50_and_100() -> None:
     assert len(clients) == 100
 
 
-def test_devices_of_a_level_are_drawn_uniformly() -> None:
-    """M1 goes to anybody, M2 to the 60 that can hold it, M3 to the 30 strong ones."""
-    fleet = devices(weak=40, medium=30, strong=30)
-    rounds = draw(fleet, 1, 6000)
-    tiers = Counter((level, fleet[client].tier) for ((client, level),) in rounds)
-    expected = {
-        ("M1", "weak"): 0.4, ("M1", "medium"): 0.3, ("M1", "strong"): 0.3,
-        ("M2", "medium"): 0.5, ("M2", "strong"): 0.5, ("M3", "strong"): 1.0,
-    }  # fmt: skip
-    assert set(tiers) == set(expected)
-    for key, share in expected.items():
-        assert tiers[key] / 2000 == pytest.approx(share, abs=0.05)
-
-
 def test_a_capacity_equal_to_the_size_is_too_little() -> None:
     """r <= size is insufficient: a device of exactly 50 % is sent M1."""
     _, pool = paper_pool()
@@ -81,8 +64,9 @@ BY_CAPACITY = [ResourceTable(), ByCapacity(), Oort()]
 @pytest.mark.parametrize("selection", BY_CAPACITY, ids=lambda s: s.name)
 def test_selection_refuses_tiers_that_would_never_train(selection: Any) -> None:
     _, pool = paper_pool()
-    with pytest.raises(ConfigError, match=r"^fleet\.tiers: .*watch.*mote"):
+    with pytest.raises(ConfigError) as error:
         selection.init(MIXED, pool)
+    assert error.value.path == "fleet.tiers"
     with pytest.raises(ConfigError):
         selection.init(fleet_of(("mote", 25.0)), pool)
 
@@ -104,7 +88,7 @@ def test_uniform_asks_all_and_by_capacity_those_that_hold_one() -> None:
     ("fraction", "clients", "k"),
     [(0.1, 100, 10), (0.1, 5, 1), (0.1, 19, 1), (0.3, 10, 3), (0.29, 100, 29), (1.0, 7, 7), (0.5, 5, 2), (0.999, 9, 8)],
 )
-def test_the_number_asked_is_max_1_f_times_devices(fraction: float, clients: int, k: int) -> None:
+def test_round_size_is_max_1_fraction_times_clients(fraction: float, clients: int, k: int) -> None:
     assert round_size(fraction, clients) == k
 
 
@@ -121,24 +105,12 @@ EACH: list[Selector] = [
 
 
 @pytest.mark.parametrize("selector", EACH, ids=str)
-def test_a_silent_client_is_asked_no_more_often(selector: Selector) -> None:
+def test_silent_client_is_not_selected_more_often(selector: Selector) -> None:
     check_silent(selector, PAPER_POOL)
 
 
 def test_every_registered_selection_is_held_to_this() -> None:
     assert set(SELECTIONS.values()) <= {type(each) for each in EACH}
-
-
-def test_curiosity_asks_silent_clients_least() -> None:
-    """Three of 20: less often than any client that answers."""
-    fleet = tiny_fleet(20)
-    asked = times_asked(Curiosity(per_type=2), PAPER_POOL, fleet, range(3))
-    assert max(asked[client] for client in range(3)) < min(asked[client] for client in range(3, 20))
-
-
-FEW = st.lists(st.tuples(st.sampled_from([1e9, 2e9, 5e9, 2e11]), st.floats(1e3, 1e9)), min_size=1, max_size=60)
-COUNTS = st.integers(1, 12)
-MUS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 1e6])
 
 
 def test_tiers_by_hand() -> None:
@@ -150,18 +122,3 @@ def test_tiers_by_hand() -> None:
     assert tiers(speed, bandwidth, 4, mu=0.0) == [3, 0, 2, 1]
     assert tiers(speed, bandwidth, 4, mu=1e6) == [0, 2, 1, 3], "the speed alone"
     assert tiers(speed, bandwidth, 2, mu=0.5) == [1, 0, 1, 0]
-
-
-@given(FEW, COUNTS, MUS)
-def test_tiers_are_even_and_in_the_order_of_capability(
-    clients: list[tuple[float, float]], count: int, mu: float
-) -> None:
-    speed, bandwidth = zip(*clients, strict=True)
-    found = tiers(speed, bandwidth, count, mu)
-    sizes = Counter(found)
-    assert set(found) <= set(range(count)) and count - 1 in found
-    assert max(sizes.values()) - min(sizes[tier] for tier in range(count)) <= 1
-    for i, (p, s) in enumerate(clients):
-        for j, (q, t) in enumerate(clients):
-            if p >= q and s >= t and (p, s) != (q, t) and mu > 0 and p > q:
-                assert found[i] >= found[j], "no slower in anything, and faster in one thing"

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.preparation.submodel_search import Candidate, Kind, Rule, search, spread
+from fl_engine.preparation.submodel_search import Candidate, Kind, search, spread
 
 PARAMS = {"small": 100, "medium": 200, "large": 400}
-WHOLE = 0.90
-"""Accuracy of the whole network."""
 ACCURACY = {
     ("small", 4): 0.50, ("small", 8): 0.80, ("small", 11): 0.84,
     ("medium", 4): 0.60, ("medium", 8): 0.85, ("medium", 11): 0.86,
@@ -28,7 +26,7 @@ def of(level: str, bits: int) -> Candidate:
 
 
 def chosen(kinds: list[Kind], **rule: float) -> dict[str, tuple[str, int]]:
-    found, _ = search(kinds, PARAMS, BITS, of, WHOLE, Rule(**rule))
+    found, _ = search(kinds, PARAMS, BITS, of, **rule)
     return {tier: (each.level, each.bits) for tier, each in found.items()}
 
 
@@ -46,14 +44,9 @@ def chosen(kinds: list[Kind], **rule: float) -> dict[str, tuple[str, int]]:
         # medium takes the weak 6 s, large the strong 1.5 s.
         ({"limit": 5.0}, ("small", 11), ("large", 8)),
         ({"limit": 6.0}, ("medium", 11), ("large", 8)),
-        # In the order of parameters times bits, the first that loses at most 0.05 is medium in 8 bits (1,600).
-        ({"accept": 0.05}, ("medium", 8), ("medium", 8)),
-        ({"accept": 0.10}, ("small", 8), ("small", 8)),
-        # None loses as little as 0.005: as without.
-        ({"accept": 0.005}, ("medium", 11), ("large", 8)),
     ],
 )
-def test_what_a_tier_takes_by_hand(rule: dict[str, float], weak: tuple[str, int], strong: tuple[str, int]) -> None:
+def test_choice_of_each_tier_by_hand(rule: dict[str, float], weak: tuple[str, int], strong: tuple[str, int]) -> None:
     assert chosen([WEAK, STRONG], **rule) == {"weak": weak, "strong": strong}
 
 
@@ -66,7 +59,7 @@ ACCURACIES = st.floats(0, 1, allow_nan=False).map(lambda x: round(x, 3))
     limit=st.sampled_from([None, 0.3, 1.0, 9.0]),
     most=st.sampled_from([4, 8, 16]),
 )
-def test_it_is_the_brute_force_search(scores: list[float], delta: float, limit: float | None, most: int) -> None:
+def test_search_equals_brute_force(scores: list[float], delta: float, limit: float | None, most: int) -> None:
     """Nothing feasible is more accurate by more than delta; nothing that accurate has fewer bits."""
     table = dict(zip(ACCURACY, scores, strict=True))
 
@@ -74,7 +67,7 @@ def test_it_is_the_brute_force_search(scores: list[float], delta: float, limit: 
         return of(level, bits).model_copy(update={"accuracy": table[level, bits]})
 
     kind = Kind("strong", most, STRONG.seconds)
-    found = search([kind], PARAMS, BITS, measure, WHOLE, Rule(limit, delta))[0]["strong"]
+    found = search([kind], PARAMS, BITS, measure, limit, delta)[0]["strong"]
     able = [(n, b) for n, b in table if b <= most and (limit is None or STRONG.seconds[n] <= limit)]
     top = max(table[each] for each in able)
     good = [each for each in able if table[each] >= top - delta - 1e-9]
@@ -83,7 +76,7 @@ def test_it_is_the_brute_force_search(scores: list[float], delta: float, limit: 
 
 
 @given(count=st.integers(1, 300), most=st.integers(1, 40), always=st.sets(st.integers(0, 299), max_size=3))
-def test_some_of_many_at_equal_distances(count: int, most: int, always: set[int]) -> None:
+def test_spread_keeps_equal_distances(count: int, most: int, always: set[int]) -> None:
     names = [str(i) for i in range(count)]
     kept = spread(names, most, [str(i) for i in always])
     assert list(kept) == sorted(kept, key=int), "in their order"

@@ -1,4 +1,4 @@
-"""The options that algorithms of sub-models share, by hand: masks, scaler, static statistics, weights."""
+"""The options that algorithms of sub-models share, by hand: rows that a client holds, and weights."""
 
 from __future__ import annotations
 
@@ -8,96 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from fl_engine.algorithms import Decoupled, DepthFL, FedAvg, HeteroFL, ScaleFL
 from fl_engine.algorithms.pooled import kernels
 from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import (
-    FULL,
     HEAD,
-    SGD,
+    Assignment,
     Axis,
     ClientUpdate,
-    Distillation,
-    LocalTask,
-    Params,
     RoundPlan,
     Slot,
     SubmodelSpec,
-    WorkOrder,
 )
 from fl_engine.exchange.client import Site
 from fl_engine.rounds.server import ServerSite
-from fl_engine.tasks import Classification
-from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, context_of, start_of, tiny_site
-from fl_engine.training.local import Job, train
-
-NET = TinyNet()
-START = initial_params(NET, 1)
-PART = SubmodelSpec.of({"conv": 2, "hidden": 16})
-"""A quarter of the convolution's channels, half of the hidden ones."""
-LABELS = torch.tensor([0, 1, 3, 1, 0, 3, 3, 1])
-"""Class 2 does not occur."""
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_site
 
 
-def samples() -> Tensor:
-    return torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(8))
-
-
-def gradient(spec: SubmodelSpec = FULL, **changes: Any) -> Params:
-    task = LocalTask(spec, SGD(1.0), epochs=1, batch_size=8, drop_last=True, seed=11, **changes)
-    start = take(START, NET.layout(), spec)
-    (found,) = train(NET, Classification(4), [Job(task, start, samples(), LABELS)])
-    return {name: start[name] - tensor for name, tensor in found.params.items()}
-
-
-def by_hand(params: Params, conv_by: float = 1.0, hidden_by: float = 1.0) -> Tensor:
-    """The logits of TinyNet, with outputs divided."""
-    conv = F.conv2d(samples(), params["conv.conv.weight"], params["conv.conv.bias"], padding=1) / conv_by
-    flat = F.max_pool2d(F.relu(conv), 2).flatten(1)
-    hidden = F.relu(F.linear(flat, params["fc.linear.weight"], params["fc.linear.bias"]) / hidden_by)
-    more = F.linear(hidden, params["extra.linear.weight"], params["extra.linear.bias"]) / hidden_by
-    return F.linear(hidden + F.relu(more), params["classifier.weight"], params["classifier.bias"])
-
-
-def leaves(spec: SubmodelSpec = FULL) -> Params:
-    cut = take(START, NET.layout(), spec)
-    return {name: tensor.detach().clone().requires_grad_(True) for name, tensor in cut.items()}
-
-
-def assert_gradient(found: Params, loss: Tensor, params: Params) -> None:
-    expected = torch.autograd.grad(loss, list(params.values()))
-    for name, each in zip(params, expected, strict=True):
-        torch.testing.assert_close(found[name], each, rtol=1e-4, atol=1e-6)
-
-
-# ---------------------------------------------------------------------------------------------------- the scaler
-def test_each_layer_is_divided_by_its_own_share() -> None:
-    params = leaves(PART)
-    loss = F.cross_entropy(by_hand(params, 2 / 8, 16 / 32), LABELS)
-    assert_gradient(gradient(PART, scaler="by_layer"), loss, params)
-    alone = leaves(FULL)
-    assert_gradient(gradient(FULL, scaler="by_layer"), F.cross_entropy(by_hand(alone), LABELS), alone)
-
-
-# ----------------------------------------------------------------------------------------------------- the masks
-def test_a_teacher_s_absent_classes_are_masked_too() -> None:
-    """FlexFL's loss, with logits of class 2 at 0 in the student and in its teacher, a part of it."""
-    params, present = leaves(), torch.tensor([True, True, False, True])
-    student = torch.where(present, by_hand(params), 0.0)
-    within = {name: tensor.detach() for name, tensor in take(params, NET.layout(), PART).items()}
-    teacher = torch.where(present, by_hand(within), 0.0)
-    tau = 3.0
-    kl = F.kl_div((student / tau).log_softmax(1), (teacher / tau).softmax(1), reduction="none").mean() * tau**2
-    loss = F.cross_entropy(student, LABELS) + 10.0 * kl
-    found = gradient(distillation=Distillation((PART,), 10.0, tau), mask_labels=True)
-    assert_gradient(found, loss, params)
-    assert not found["classifier.weight"][2].any()
-
-
-def test_feddyn_remembers_the_rows_that_a_client_holds() -> None:
+def test_feddyn_stores_only_rows_that_a_client_holds() -> None:
     """One client of twenty returns rows 0 and 3 of the classifier, moved by 2. alpha = .5: g = -1 there and 0 in the
     others; h = -.5 / 20 * 2 = -.05; w = w + 2 - h / alpha = w + 2.1."""
     algorithm = DepthFL(training=TRAINING, alpha=0.5, mask_labels=True)
@@ -106,7 +35,7 @@ def test_feddyn_remembers_the_rows_that_a_client_holds() -> None:
     held = SubmodelSpec.of({**spec.kept, "classes": (0, 3)}, spec.blocks)
     payload = {name: t + 2 for name, t in take(state.params, site.layout, held).items()}
     update = ClientUpdate(0, 5, held, payload, 8, {"loss": 1.0, "steps": 4.0})
-    plan = RoundPlan(0, (WorkOrder(0, 5, spec, take(state.params, site.layout, spec), 0, 2),))
+    plan = RoundPlan(0, (Assignment(0, 5, spec, take(state.params, site.layout, spec), 0, 2),))
     after = algorithm.merge(state, plan, [update], ServerSite(site))
     for name, rows in (("classifier.bias", [0, 3]), ("fc.linear.bias", list(range(32)))):
         moved = after.params[name] - state.params[name]
@@ -118,16 +47,19 @@ def test_feddyn_remembers_the_rows_that_a_client_holds() -> None:
         assert not memory[others].any()
     again = algorithm.merge(
         after,
-        RoundPlan(0, (WorkOrder(0, 5, spec, take(after.params, site.layout, spec), 0, 2),)),
+        RoundPlan(0, (Assignment(0, 5, spec, take(after.params, site.layout, spec), 0, 2),)),
         [replace(update, payload=take(after.params, site.layout, held))],
         ServerSite(site),
     )
     assert_same_bits({"b": again.params["classifier.bias"][[1, 2]]}, {"b": state.params["classifier.bias"][[1, 2]]})
-    orders = algorithm.plan(after, context_of(site, 1, SEED)).orders
-    assert all(order.memory[n].shape == order.payload[n].shape for order in orders for n in order.memory)
+    assignments = algorithm.plan(after, context_of(site, 1, SEED)).assignments
+    assert all(
+        assignment.memory[n].shape == assignment.payload[n].shape
+        for assignment in assignments
+        for n in assignment.memory
+    )
 
 
-# -------------------------------------------------------------------------------------------------- the weights
 def brings(site: Site, level: int, client: int, value: float, steps: float, samples: int) -> ClientUpdate:
     spec = site.pool[level].spec
     payload = {n: torch.full_like(t, value) for n, t in take(initial_params(site.family, 0), site.layout, spec).items()}
@@ -146,16 +78,16 @@ EXPECTED = {
 
 @pytest.mark.parametrize("weighting", EXPECTED)
 @pytest.mark.parametrize("kind", [HeteroFL, ScaleFL, FedAvg, Decoupled], ids=lambda k: k.__name__)
-def test_the_five_weightings(kind: Any, weighting: Any) -> None:
+def test_weightings_by_hand(kind: Any, weighting: Any) -> None:
     more = {"widths": (0.5, 1.0), "targets": (99.0, 100.0), "exits": ("fc",)} if kind is ScaleFL else {}
     more = {"widths": (0.5, 1.0)} if kind in (HeteroFL, Decoupled) else more
     algorithm = kind(training=TRAINING, weighting=weighting, **more)
     site = tiny_site(algorithm)
     state, largest = start_of(algorithm, site), len(site.pool) - 1
     level = 0 if kind in (HeteroFL, ScaleFL) else largest  # of B
-    orders = tuple(WorkOrder(0, client, site.pool[i].spec, {}, 0, i) for client, i in ((0, largest), (1, level)))
+    assignments = tuple(Assignment(0, client, site.pool[i].spec, {}, 0, i) for client, i in ((0, largest), (1, level)))
     updates = [brings(site, largest, 0, 1.0, 1.0, 1000), brings(site, level, 1, 4.0, 4.0, 1)]
-    merged = algorithm.merge(state, RoundPlan(0, orders), updates, ServerSite(site)).params
+    merged = algorithm.merge(state, RoundPlan(0, assignments), updates, ServerSite(site)).params
     expected: dict[str, float] = {}
     if level == largest:
         expected = {"model_size": EXPECTED["uniform"], "hybrid": EXPECTED["updates"]}

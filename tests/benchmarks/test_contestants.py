@@ -9,6 +9,7 @@ from itertools import islice
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import __main__ as harness
 from benchmarks import naive, ours
@@ -17,24 +18,23 @@ from fl_engine.backends import InProcess
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.slicing import initial_params, take
-from fl_engine.core.types import ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
+from fl_engine.core.types import FULL, Assignment, ClientResult, ClientUpdate, Params, RoundPlan, SubmodelSpec
 from fl_engine.exchange.client import execute
-from fl_engine.models import aep_mlp, wisdm_lstm
 from fl_engine.rounds import loop as rounds
-from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.ledger import Ledger
+from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
-from fl_engine.rounds.terms import RoundsConfig
-from fl_engine.storage.store import MemoryStore
 from fl_engine.tasks import Classification
-from fl_engine.testing.tiny import Memory, context_of, tiny_pool
-from fl_engine.training import networks as trained
+from fl_engine.testing.tiny import Memory, context_of, start_of, tiny_pool
 from fl_engine.training.losses import self_distillation
 from fl_engine.training.numerics import Numerics
+from tests.harness.networks import Watched
+from tests.harness.stores import MemoryStore
 
 
-def order_of(order: WorkOrder, samples: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seeds.derive(order.seed, "order"))
+def assignment_of(assignment: Assignment, samples: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seeds.derive(assignment.seed, "order"))
     return [torch.randperm(samples, generator=generator)]
 
 
@@ -48,29 +48,36 @@ def assert_close(left: Params, right: Params) -> None:
         torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.fixture
-def no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its masks are everyone's own."""
-    monkeypatch.setattr(aep_mlp, "DROPOUT", 0.0)
-    monkeypatch.setattr(wisdm_lstm, "DROPOUT", 0.0)
-    monkeypatch.setattr(trained, "_free", {})
+def without_dropout(net: nn.Module) -> nn.Module:
+    """Return the network without dropout, whose masks each implementation draws itself."""
+    for layer in net.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+    return net
+
+
+class NoDropout(Watched):
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        return without_dropout(self.inner.module(spec))
 
 
 @pytest.mark.parametrize(("name", "samples"), [("W1", 100), ("W2", 10), ("W3", 40), ("W5", 10), ("W6", 70), ("W7", 70)])
-def test_a_client_of_the_naive_loop_learns_what_ours_does(name: str, samples: int, no_dropout: None) -> None:
+def test_a_client_of_the_naive_loop_learns_what_ours_does(name: str, samples: int) -> None:
     w = replace(WORKLOADS[name], samples=samples)
     algorithm, site = ours.site_of(name, w)
+    site = replace(site, family=NoDropout(site.family))
     start = initial_params(site.family, ours.SEED)
-    state = algorithm.init(start, site.family.layout(), site.fleet, site.pool, ServerSite(site))
-    order = algorithm.plan(state, context_of(site, 0, ours.SEED)).orders[0]
-    update = execute(algorithm, order, site)
+    state = start_of(algorithm, site, start)
+    assignment = algorithm.plan(state, context_of(site, 0, ours.SEED)).assignments[0]
+    update = execute(algorithm, assignment, site)
     assert isinstance(update, ClientUpdate)
 
     client = naive.Client(w, naive.plan_of(name, w))
+    client.nets = [without_dropout(net) for net in client.nets]
     net = 0 if w.algorithm == "fedavg" else [m.spec for m in site.pool].index(update.spec)
     names = list(client.nets[net].state_dict())
     weights = positional(take(start, site.family.layout(), update.spec), names)
-    found = client.train(naive.Pick(order.client, net), weights, order_of(order, samples))
+    found = client.train(naive.Pick(assignment.client, net), weights, assignment_of(assignment, samples))
     assert_close(found, update.payload)
     assert not torch.equal(next(iter(found.values())), next(iter(weights.values())))
 
@@ -80,7 +87,7 @@ def test_a_round_of_the_naive_loop_is_ours() -> None:
     w = WORKLOADS["W3"]
     algorithm, site = ours.site_of("W3", w, Numerics("batched", 100))
     start = initial_params(site.family, ours.SEED)
-    state = algorithm.init(start, site.family.layout(), site.fleet, site.pool, ServerSite(site))
+    state = start_of(algorithm, site, start)
     plan = algorithm.plan(state, context_of(site, 0, ours.SEED))
     merged = algorithm.merge(
         state, plan, sorted(InProcess(site).run(algorithm, plan), key=lambda o: o.client), ServerSite(site)
@@ -88,12 +95,12 @@ def test_a_round_of_the_naive_loop_is_ours() -> None:
 
     client = naive.Client(w, naive.plan_of("W3", w))
     weights = positional(start, list(client.nets[0].state_dict()))
-    updates = (client.train(naive.Pick(o.client), weights, order_of(o, w.samples)) for o in plan.orders)
+    updates = (client.train(naive.Pick(o.client), weights, assignment_of(o, w.samples)) for o in plan.assignments)
     assert_close(naive.average(weights, updates), merged)
 
 
 @pytest.mark.parametrize("name", ["W4", "W5"])
-def test_the_naive_loop_does_the_rounds_of_a_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_naive_loop_does_the_rounds_of_a_run(name: str) -> None:
     """Also when the selection has learned (AdaptiveFL's): the same clients train the same levels, here of a narrow
     network on few samples."""
     w = replace(WORKLOADS[name], samples=2, batch=2)
@@ -103,17 +110,16 @@ def test_the_naive_loop_does_the_rounds_of_a_run(name: str, monkeypatch: pytest.
     specs, seen = [m.spec for m in site.pool], list[list[tuple[int, int]]]()
 
     class Seen(InProcess):
-        def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
+        def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[ClientResult]:
             outcomes = sorted(super().run(algorithm, plan), key=lambda each: each.client)
             seen.append([(each.client, specs.index(each.spec)) for each in outcomes if isinstance(each, ClientUpdate)])
             return iter(outcomes)
 
     run = Run(algorithm, site, RoundsConfig(stop=6, evaluate_every=10**9))
     initial = algorithm.init(initial_params(family, ours.SEED), site.layout, site.fleet, site.pool, run.server)
-    rounds.federate(run, initial, Seen(site), ledger_in(MemoryStore(), None), Memory())
+    rounds.federate(run, initial, Seen(site), Ledger(MemoryStore(), None), Memory())
 
-    monkeypatch.setattr(ours, "site_of", lambda name, w: (algorithm, site))
-    picks = islice(naive.plan_of(name, w).rounds, 6)
+    picks = islice(naive.plan_like(algorithm, site).rounds, 6)
     assert [[(pick.client, pick.net) for pick in of_round] for of_round in picks] == seen
     assert [len(of_round) for of_round in seen] == [w.per_round] * 6
 
@@ -124,9 +130,7 @@ def test_the_naive_loop_distils_like_ours() -> None:
     algorithm, site = ours.site_of("W4", w)
     site = replace(site, family=replace(site.family, width=0.1))
     site = replace(site, pool=tiny_pool(algorithm, site.family))
-    state = algorithm.init(
-        initial_params(site.family, 0), site.family.layout(), site.fleet, site.pool, ServerSite(site)
-    )
+    state = start_of(algorithm, site)
     x = torch.rand(10, *w.shape)
     specs = [m.spec for m in site.pool]
     nets = [site.family.module(spec).eval() for spec in specs]

@@ -29,10 +29,8 @@ from fl_engine.remote.kubernetes import jobs
 from fl_engine.remote.kubernetes.cluster import Cluster, _connect
 from flexfleet.config import Config, load_config
 from flexfleet.pipeline.federate import federate
-from flexfleet.pipeline.model_pool import model_pool
-from flexfleet.pipeline.partition import partition
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.pretrain import pretrain
+from tests.harness.prepared import model_of, prepare
 
 NAMESPACE = f"flexfleet-test-{uuid.uuid4().hex[:6]}"
 Model = Callable[..., bytes]
@@ -168,10 +166,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Config], Pat
         key = config.model_dump_json(include={"dataset", "partition", "model", "seed"})
         if key not in known:
             out = known[key] = tmp_path_factory.mktemp("prepared")
-            resolved = Resolved.of(config)
-            partition(resolved, out / "partition")
-            pretrain(resolved, out / "partition", out / "pretrain")
-            model_pool(resolved, out / "pretrain", out / "pool")
+            prepare(Resolved.of(config), out)
         return known[key]
 
     return of
@@ -184,9 +179,7 @@ def expected(settings: tuple[str, ...], prepared: Callable[[Config], Path], tmp_
     def of(*sets: str) -> bytes:
         own = (s for s in settings if not s.startswith(("run.", "kubernetes.")))
         config = load_config(None, (*own, *sets))
-        inputs, out = prepared(config), tmp_path / "expected"
-        federate(Resolved.of(config), inputs / "partition", inputs / "pool", out)
-        return (out / "model.safetensors").read_bytes()
+        return model_of(Resolved.of(config), prepared(config), tmp_path / "expected")
 
     return of
 

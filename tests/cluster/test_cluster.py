@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,79 +19,79 @@ from fl_engine.remote.kubernetes.cluster import Cluster
 from fl_engine.rounds.run import Run
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.s3 import open_store
+from fl_engine.storage.store import Store
 from fl_engine.training.memory import Peaks
 from flexfleet.config import Config, load_config
+from tests.k8s.pods import failures, model
 
+Api = Callable[..., Any]
+Model = Callable[..., bytes]
 Rounds = Callable[..., Path]
 Settings = tuple[str, ...]
 
 
-Api = Callable[..., Any]
+def store_of(settings: Settings, name: str) -> Store:
+    remote = next(s.partition("=")[2] for s in settings if s.startswith("run.remote="))
+    return open_store(f"{remote}/{name}")
 
 
 def rows(settings: Settings, name: str) -> list[Row]:
-    remote = next(s.partition("=")[2] for s in settings if s.startswith("run.remote="))
-    return Checkpoints(open_store(f"{remote}/{name}")).rows()
+    return Checkpoints(store_of(settings, name)).rows()
 
 
-def model(out: Path) -> bytes:
-    return (out / "model.safetensors").read_bytes()
-
-
-def when(condition: Callable[[], Any], then: Callable[[Any], None], seconds: float = 300) -> threading.Thread:
-    """Do something in a thread as soon as a condition holds."""
-
-    def wait() -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            found = condition()
-            if found:
-                then(found)
-                return
-            time.sleep(0.5)
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    return thread
-
-
-def running(api: Api, namespace: str) -> list[str]:
+def running(api: Api, namespace: str) -> list[Any]:
     pods = api("GET", f"/api/v1/namespaces/{namespace}/pods")["items"]
-    return [pod["metadata"]["name"] for pod in pods if pod["status"].get("phase") == "Running"]
+    return [pod for pod in pods if pod["status"].get("phase") == "Running"]
+
+
+@contextmanager
+def beside(watch: Callable[[], bool], seconds: float = 300) -> Iterator[None]:
+    """Call `watch` twice a second until it returns True. The test fails if it never does."""
+    end, done, stop = time.monotonic() + seconds, threading.Event(), threading.Event()
+
+    def look() -> None:
+        while time.monotonic() < end and not stop.wait(0.5):
+            if watch():
+                done.set()
+                return
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(60)
+    assert done.is_set(), "what the test waited for did not happen"
 
 
 def test_run_has_the_bits_of_one_process_and_leaves_nothing(
-    rounds: Rounds, settings: Settings, expected: Callable[..., bytes], cluster: Cluster
+    rounds: Rounds, settings: Settings, expected: Model, cluster: Cluster
 ) -> None:
     """All nodes must be of one kind; otherwise the log reports the difference."""
     out = rounds("plain")
     assert [row.metrics["clients_trained"] for row in rows(settings, "plain")] == [3.0, 3.0, 3.0]
     assert model(out) == expected()
-    run = jobs.run_label("plain", open_store(_remote(settings, "plain")).uri())
+    run = jobs.run_label("plain", store_of(settings, "plain").uri())
     assert cluster.select("jobs", {jobs.RUN: run}) == []
     assert cluster.get("secrets", f"{run}-keys") is None
 
 
-def _remote(settings: Settings, name: str) -> str:
-    return next(s.partition("=")[2] for s in settings if s.startswith("run.remote=")) + f"/{name}"
+def test_killed_pod_changes_no_bit(rounds: Rounds, expected: Model, namespace: str, api: Api) -> None:
+    def kill() -> bool:
+        pods = running(api, namespace)
+        for pod in pods[:1]:
+            path = f"/api/v1/namespaces/{namespace}/pods/{pod['metadata']['name']}"
+            api("DELETE", path, {"gracePeriodSeconds": 0}, missing=404)
+        return bool(pods)
 
-
-def test_killed_pod_changes_no_bit(rounds: Rounds, expected: Callable[..., bytes], namespace: str, api: Api) -> None:
-    killed: list[str] = []
-
-    def kill(pods: list[str]) -> None:
-        killed.append(pods[0])
-        api("DELETE", f"/api/v1/namespaces/{namespace}/pods/{pods[0]}", {"gracePeriodSeconds": 0}, missing=404)
-
-    thread = when(lambda: running(api, namespace), kill)
-    out = rounds("pod-killed", "rounds.stop=1")
-    thread.join(10)
-    assert killed
+    with beside(kill):
+        out = rounds("pod-killed", "rounds.stop=1")
     assert model(out) == expected("rounds.stop=1")
 
 
 def test_killed_coordinator_continues_with_its_jobs(
-    rounds: Rounds, settings: Settings, prepared: Callable[[Config], Path], expected: Callable[..., bytes],
+    rounds: Rounds, settings: Settings, prepared: Callable[[Config], Path], expected: Model,
     tmp_path: Path, namespace: str, api: Api,
 ) -> None:  # fmt: skip
     config = load_config(None, settings)
@@ -102,7 +102,9 @@ def test_killed_coordinator_continues_with_its_jobs(
         str(inputs / "pool"), "--out", str(out), *sets,
     ]  # fmt: skip
     process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
-    when(lambda: running(api, namespace), lambda _: os.kill(process.pid, signal.SIGKILL)).join(300)
+    while process.poll() is None and not running(api, namespace):
+        time.sleep(0.5)
+    process.kill()
     assert process.wait(60) == -signal.SIGKILL
     assert model(rounds("killed", resume=True)) == expected()
 
@@ -122,7 +124,7 @@ def test_pod_killed_for_memory_trains_a_smaller_sub_model(
     sets = ("kubernetes.observe=cgroup", f"kubernetes.pools={pools}", "training.fraction=1.0", "rounds.stop=1")
     rounds("oom", *sets, "kubernetes.quorum=0.1")
     (row,) = rows(settings, "oom")
-    said = [line["failure"] for line in row.clients if "failure" in line]
+    said = failures(row).values()
     assert said and all("OOMKilled" in failure for failure in said)
     assert row.metrics["clients_trained"] > 0
 
@@ -132,7 +134,7 @@ def test_pool_without_nodes_is_named(rounds: Rounds, settings: Settings) -> None
     sets = (f"kubernetes.pools={pool}", "run.patience_s=20", "kubernetes.quorum=0.1")
     rounds("nowhere", *sets, "training.fraction=1.0", "rounds.stop=1")
     (row,) = rows(settings, "nowhere")
-    said = [line["failure"] for line in row.clients if "failure" in line]
+    said = failures(row).values()
     assert said and all("weak" in failure and "Unschedulable" in failure for failure in said)
 
 

@@ -7,21 +7,20 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from fl_engine.core.contracts import Algorithm, Backend
-from fl_engine.core.types import Outcome, RoundPlan
+from fl_engine.core.types import ClientResult, RoundPlan
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import key_of
-from fl_engine.remote.leases import Assigner
-from fl_engine.remote.mailboxes import Mailboxes
+from fl_engine.remote.leases import RemoteRun
 from fl_engine.remote.messages import Lease
 from fl_engine.remote.provisioner import Enrolled
-from fl_engine.remote.registry import Registry
-from fl_engine.remote.scheduler import Remote
+from fl_engine.remote.registry import Mailboxes, Registry
+from fl_engine.remote.scheduler import WorkerBackend
 from fl_engine.remote.settings import AgentsConfig
 from fl_engine.testing.backends import BackendSuite, Make
 from flexfleet.worker.execute import Prepared, execute
-from tests.conftest import MemoryStore
 from tests.harness.played import Clock, Played, played_clock
+from tests.harness.stores import MemoryStore
 
 
 class OnPlayed:
@@ -30,7 +29,7 @@ class OnPlayed:
     def __init__(self, site: Site, workers: int, clock: Clock, room: int) -> None:
         store, mailboxes, registry = MemoryStore(), Mailboxes(MemoryStore()), Registry(MemoryStore())
         mailbox = Mailbox(store, site.rules, key_of(b"k" * 32))
-        provisioner, options = Enrolled(site.fleet, registry, 600.0), AgentsConfig()
+        provisioner = Enrolled(site.fleet, registry, mailboxes, AgentsConfig())
         provisioner.room = room
 
         def turn() -> bool:
@@ -43,12 +42,11 @@ class OnPlayed:
             execute(lease, worker.key, message.site, store, Prepared(self._algorithm, site, ""), lambda taken: 0)
             worker.done = lease.id
 
-        assigner = Assigner(mailbox, mailboxes, options, 60.0)
-        self._inner = Remote(assigner, "a", site.fleet, provisioner, should_stop=turn)
+        self._inner = WorkerBackend(RemoteRun("a", site.fleet, mailbox, provisioner, should_stop=turn))
         self._workers = [Played(mailboxes, mailboxes.invite(registry, "any", None), clock, act) for _ in range(workers)]
         self.durable = self._inner.durable
 
-    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[ClientResult]:
         self._algorithm = algorithm
         return self._inner.run(algorithm, plan)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import struct
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+
+from fl_engine.data.downloads import RemoteFile
 
 
 def idx(values: NDArray[np.uint8]) -> bytes:
@@ -29,6 +32,16 @@ def idx_files(root: Path, files: Sequence[str], samples: tuple[int, int], classe
         labels = (np.arange(count) % classes).astype(np.uint8)
         for file, values in zip(part, (images, labels), strict=True):
             write(root / file, gzip.compress(idx(values), 1, mtime=0))
+
+
+def cifar10_files(root: Path, records: int) -> Path:
+    """Write five training files and a test file, and return their folder."""
+    rng, folder = np.random.default_rng(0), root / "cifar10" / "cifar-10-batches-bin"
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+        table = rng.integers(0, 256, (records, 3073), dtype=np.uint8)
+        table[:, 0] = np.arange(records) % 10
+        write(folder / f"{name}.bin", table.tobytes())
+    return folder
 
 
 def cifar100_files(root: Path, records: tuple[int, int]) -> None:
@@ -96,11 +109,7 @@ Rectangle = tuple[int, int, int, int, int]
 
 
 def visdrone_files(
-    root: Path,
-    part: str,
-    images: Mapping[str, Sequence[Rectangle]],
-    size: tuple[int, int] = (96, 64),
-    yolo: bool = False,
+    root: Path, part: str, images: Mapping[str, Sequence[Rectangle]], size: tuple[int, int] = (96, 64)
 ) -> Path:
     """Write a grey picture with white rectangles for each name, and return the part's folder."""
     folder, (width, height) = root / "visdrone" / f"VisDrone2019-DET-{part}", size
@@ -109,16 +118,12 @@ def visdrone_files(
         for category, left, top, across, down in rectangles:
             pixels[max(0, top) : top + down, max(0, left) : left + across] = 255
             score = int(0 < category < 11)
-            shares = ((left + across / 2) / width, (top + down / 2) / height, across / width, down / height)
-            if yolo:
-                lines.append(f"{category} {' '.join(map(repr, shares))}")
-            else:
-                lines.append(f"{left},{top},{across},{down},{score},{category},0,1")
+            lines.append(f"{left},{top},{across},{down},{score},{category},0,1")
         out = io.BytesIO()
         Image.fromarray(pixels).save(out, "JPEG", quality=95)
         write(folder / "images" / f"{name}.jpg", out.getvalue())
         text = "".join(f"{line}\n" for line in lines)
-        write(folder / ("labels" if yolo else "annotations") / f"{name}.txt", text.encode())
+        write(folder / "annotations" / f"{name}.txt", text.encode())
     return folder
 
 
@@ -178,6 +183,12 @@ def epic_sounds_files(root: Path, train: Sequence[tuple[str, int, int, int]], te
         sound = np.random.default_rng(number).integers(-20_000, 20_000, 72_000).astype(np.int16)
         write(folder / "audio" / f"{video}.wav", wav(sound))
     return folder
+
+
+def remote(path: Path, algorithm: str = "md5") -> RemoteFile:
+    """Return a file as one to download."""
+    digest = hashlib.new(algorithm, path.read_bytes()).hexdigest()
+    return RemoteFile(path.as_uri(), path.name, f"{algorithm}:{digest}")
 
 
 def write(path: Path, content: bytes) -> Path:

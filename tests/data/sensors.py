@@ -11,17 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_engine.datasets import aep, casas, uthar, widar, wisdm
+from tests.data.made import write
 
 AEP_ROWS = 60
 UTHAR_SAMPLES = (21, 14)
 NAMES = ("date", "Appliances", "lights", *(f"{what}{room}" for room in range(1, 10) for what in ("T", "RH_")),
          "T_out", "Press_mm_hg", "RH_out", "Windspeed", "Visibility", "Tdewpoint", "rv1", "rv2")  # fmt: skip
-
-
-def put(path: Path, content: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return path
 
 
 # --------------------------------------------------------------------------------------------------------- AEP
@@ -39,7 +34,7 @@ def aep_table(rows: int = AEP_ROWS) -> bytes:
 
 
 def write_aep(root: Path, rows: int = AEP_ROWS) -> None:
-    put(root / aep.FILES[0], aep_table(rows))
+    write(root / aep.FILES[0], aep_table(rows))
 
 
 # ------------------------------------------------------------------------------------------------------- WISDM
@@ -60,7 +55,7 @@ def write_wisdm(
     for subject in subjects:
         for i, sensor in enumerate(wisdm.SENSORS):
             name = f"data_{subject}_{sensor}_{device}.txt"
-            put(root / wisdm.RAW / device / sensor / name, wisdm_lines(subject, readings, 5 * i))
+            write(root / wisdm.RAW / device / sensor / name, wisdm_lines(subject, readings, 5 * i))
 
 
 # ------------------------------------------------------------------------------------------------------- CASAS
@@ -89,7 +84,7 @@ def casas_lines(days: int = 3) -> bytes:
 
 def write_casas(root: Path, days: int = 3) -> None:
     for file in casas.FILES:
-        put(root / file, casas_lines(days))
+        write(root / file, casas_lines(days))
 
 
 # ------------------------------------------------------------------------------------------------------ UT-HAR
@@ -111,7 +106,7 @@ def uthar_files(samples: tuple[int, int] = UTHAR_SAMPLES) -> dict[str, bytes]:
 
 def write_uthar(root: Path, samples: tuple[int, int] = UTHAR_SAMPLES) -> None:
     for name, content in uthar_files(samples).items():
-        put(root / uthar.FOLDER / name, content)
+        write(root / uthar.FOLDER / name, content)
 
 
 # ------------------------------------------------------------------------------------------------------- Widar
@@ -130,4 +125,4 @@ def write_widar(root: Path, users: int = 6, gestures: Sequence[int] = (*widar.GE
             for take in range(user):
                 part = "train" if take else "test"  # Widardata's own split, which FedAIoT does not keep
                 path = root / widar.FOLDER / part / f"{gesture}-Draw-{gesture}" / f"user{user}-{gesture}-{take}.csv"
-                put(path, widar_lines(take))
+                write(path, widar_lines(take))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from fl_engine.core.errors import DataError
-from fl_engine.core.samples import Data
-from fl_engine.datasets import data_root, epic_sounds
-from fl_engine.testing.datasets import DatasetSuite
+from fl_engine.datasets import epic_sounds
 from tests.data import made
 
 TRAIN = [("P01_01", 1000, 13_000, 4), ("P01_02", 0, 72_000, 43), ("P22_107", 5, 6, 0)]
@@ -92,60 +87,3 @@ def test_segments_become_spectrograms_of_their_sound(sounds: Path, caplog: pytes
     sound = np.frombuffer(audio(sounds, "P01_02").read_bytes()[44:], dtype="<i2") / 32768
     assert np.array_equal(data.train_x[1, 0], epic_sounds.log_mel(sound[12_012:59_988]).astype(np.float32))
     assert torch.equal(data.normalise(data.train_x), data.train_x)
-
-
-NOISE = np.zeros(72_000, dtype=np.int16)
-WRONG_SOUND: dict[str, bytes] = {
-    "another rate": made.wav(NOISE, rate=16_000),
-    "two channels": made.wav(NOISE, channels=2),
-    "cut off": made.wav(NOISE)[:20_000],
-}
-
-
-@pytest.mark.parametrize("content", WRONG_SOUND.values(), ids=list(WRONG_SOUND))
-def test_other_sound_is_refused(sounds: Path, content: bytes) -> None:
-    audio(sounds, "P01_01").write_bytes(content)
-    with pytest.raises(DataError):
-        epic_sounds.load(sounds)
-
-
-ROW = made.annotations([("P01_01", 0, 9, 4)])
-WRONG_ROWS: dict[str, bytes] = {
-    "no rows": (ROW.splitlines()[0] + "\r\n").encode(),
-    "a path": ROW.replace(",P01_01,", ",../../P01,").encode(),
-    "another's video": ROW.replace(",P01_01,", ",P02_01,").encode(),
-    "a class too high": ROW.replace("sound,4", "sound,44").encode(),
-    "no time": ROW.replace(",0,9,", ",9,9,").encode(),
-    "no text": b"\xff\xfe",
-}
-
-
-@pytest.mark.parametrize("content", WRONG_ROWS.values(), ids=list(WRONG_ROWS))
-def test_other_annotations_are_refused(sounds: Path, content: bytes) -> None:
-    path = sounds / epic_sounds.FILES[1]
-    path.write_bytes(content)
-    with pytest.raises(DataError) as error:
-        epic_sounds.load(sounds)
-    assert str(path) in str(error.value)
-
-
-class TestMadeSounds(DatasetSuite):
-    @pytest.fixture(scope="module")
-    def load(self, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Data]:
-        root = tmp_path_factory.mktemp("sounds")
-        rows = [("P01_01", 100 * label, 100 * label + 500, label) for label in range(44)]
-        made.epic_sounds_files(root, rows, rows)
-        return partial(epic_sounds.load, root)
-
-
-@pytest.mark.parametrize(("file", "rows"), zip(epic_sounds.FILES, (60_055, 8_035), strict=False))
-def test_the_real_annotations_have_the_published_numbers(file: str, rows: int) -> None:
-    """Table 2.1 of FedAIoT has the 60,055; each row is a sample."""
-    path = data_root() / file
-    if not path.is_file():
-        pytest.skip(f"no real annotations: {path} is not there")
-    found = epic_sounds.segments(path)
-    assert len(found) == rows
-    assert {segment.label for segment in found} == set(range(44))
-    if rows == 8_035:
-        assert found[0] == epic_sounds.Segment("P01", "P01_11", 49_656, 71_832, 34)

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.datasets import DATASETS, data_root, shakespeare
+from fl_engine.datasets import shakespeare
 from fl_engine.tasks import NextToken
 from tests.data import made
 
 FIRST = ["Before we proceed any further,\n", "hear me speak.\n", "You are all resolved\n", "rather to die?\n"]
 ALL = ["Speak, speak.\n", "Ay\n", "No\n", "Ay\n", "Resolved! & so\n"]
 TEST = ["Resolved, a$\n", "Speak\n"]
+LETTERS = "".join(sorted({*"".join(FIRST + ALL)} & {*"".join(TEST)} | {" "}))
+"""The vocabulary in the order of the tokens."""
 
 
 @pytest.fixture
@@ -26,17 +28,11 @@ def play(tmp_path: Path) -> Data:
     return shakespeare.load(tmp_path, None)
 
 
-def spoken(data: Data) -> str:
-    """Return the vocabulary in the order of the tokens."""
-    return "".join(sorted({*"".join(FIRST + ALL)} & {*"".join(TEST)} | {" "}))
-
-
 def test_each_character_follows_the_eighty_before_it(play: Data) -> None:
-    letters = spoken(play)
-    assert play.task.outputs == len(letters)
+    assert play.task.outputs == len(LETTERS)
 
     def read(text: str) -> str:
-        return "".join(character if character in letters else " " for character in text)
+        return "".join(character if character in LETTERS else " " for character in text)
 
     parts = ((play.train_x, play.train_y, FIRST + ALL), (play.test_x, play.test_y, TEST))
     for x, y, lines in parts:
@@ -44,8 +40,8 @@ def test_each_character_follows_the_eighty_before_it(play: Data) -> None:
         for line in lines:
             for k, character in enumerate(line):
                 window = (" " * 80 + line)[k : k + 80]
-                assert "".join(letters[token] for token in x[at]) == read(window)
-                assert letters[y[at]] == read(character)
+                assert "".join(LETTERS[token] for token in x[at]) == read(window)
+                assert LETTERS[y[at]] == read(character)
                 at += 1
         assert len(x) == len(y) == at
 
@@ -58,11 +54,10 @@ def test_a_role_is_a_client_and_its_last_fifth_is_for_tests(play: Data) -> None:
 
 
 def test_what_one_part_lacks_is_unknown(play: Data) -> None:
-    letters = spoken(play)
-    assert "$" not in letters and "B" not in letters and "&" not in letters
-    assert letters[play.train_y[0]] == " ", "the B of Before"
+    assert "$" not in LETTERS and "B" not in LETTERS and "&" not in LETTERS
+    assert LETTERS[play.train_y[0]] == " ", "the B of Before"
     for y in (play.train_y, play.test_y):
-        assert (y.bincount(minlength=len(letters)) > 0).all()
+        assert (y.bincount(minlength=len(LETTERS)) > 0).all()
 
 
 # ----------------------------------------------------------------------------------- the next character everywhere
@@ -90,13 +85,8 @@ def test_each_character_follows_the_one_before_it(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, bytes] = {
-    "no text": b"",
-    "no UTF-8": b"A:\n\xff\n",
-    "no roles": b"To be, or not to be\n",
     "a block without a role": b"A:\nx\n\ny\n",
-    "nothing to test on": b"A:\na\nb\nc\nd\n",
     "too many characters": f"A:\n{(''.join(map(chr, range(0x4E00, 0x4F10))) + chr(10)) * 5}".encode(),
-    "too long": bytes(2**23 + 1),
 }
 
 
@@ -115,21 +105,3 @@ def test_a_text_that_is_missing_or_another_one_is_named(tmp_path: Path) -> None:
     made.shakespeare_file(tmp_path)
     with pytest.raises(DataError):
         shakespeare.load(tmp_path)
-
-
-def test_the_real_text_has_the_lines_and_the_roles_that_it_has() -> None:
-    """The conformance suite checks this data set too."""
-    if missing := DATASETS["shakespeare"].missing(data_root()):
-        pytest.skip(f"no real text: {missing[0]} is not there")
-    data = shakespeare.load(data_root())
-    assert (len(data.train_x), len(data.test_x), data.task.outputs) == (827_298, 200_539, 62)
-    assert data.natural_client is not None
-    assert int(data.natural_client.max()) == 298
-
-
-def test_the_real_text_in_pieces() -> None:
-    if missing := DATASETS["shakespeare_text"].missing(data_root()):
-        pytest.skip(f"no real text: {missing[0]} is not there")
-    data = shakespeare.load_text(data_root())
-    assert (len(data.train_x), len(data.test_x), data.task.outputs) == (10_493, 2_627, 65 + 3)
-    assert (int((data.train_y != 0).sum()), int((data.test_y != 0).sum())) == (827_298, 200_539)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import yaml
 
-from flexfleet.config.form_fields import SHORT
-from tests.harness.warm import interpret
+from flexfleet.config.dotted import SHORT
+from tests.harness.forking import interpret
 
 QUICK = (
     "dataset.name=digits",
@@ -40,7 +40,7 @@ FEW_SEEDS = """
 from flexfleet.cli import main as cli
 from flexfleet.files import terminal
 from flexfleet.experiments import nightly
-nightly.REFERENCE_SEEDS, nightly.REFERENCE_TURNS, nightly.TURNS = (0, 1, 2), 2, 2
+nightly.REFERENCE_SEEDS = (0, 1, 2)
 terminal.run_main(cli.dispatch)
 """
 WHOLE_SUITE = """

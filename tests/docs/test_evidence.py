@@ -27,10 +27,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.uniformity import told
+from benchmarks.uniformity import as_markdown
 from flexfleet.experiments.ranking import firsts, rows
 from flexfleet.files.measure import Measure
-from flexfleet.reports.report import NONE
+from flexfleet.reports.finished_run import NONE
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "evidence.md").read_text()
@@ -49,14 +49,9 @@ def tables(page: str) -> Iterator[tuple[str, list[list[str]]]]:
         yield found[1] or "", [line for line in lines if not all(set(cell) <= set("-: ") for cell in line)]
 
 
-def of_central(found: dict[str, Any]) -> dict[str, Any]:
-    """The central training's figures, where a label has them."""
-    return {"last": {"full": found["full"]}, "best": {"full": found["best"]}, "highest": found["highest"]}
-
-
 def values(comparison: dict[str, Any], label: str, figure: str) -> list[Value] | None:
     """What a cell has to print; None if the results have no such figure."""
-    of = of_central(comparison["central"]) if label == "central" else comparison["results"][label]
+    of = comparison["central"] if label == "central" else comparison["results"][label]
     scale = Measure(comparison.get("metric", "accuracy")).scale
 
     def spread(found: dict[str, float | None] | None, scale: float = 1) -> list[Value] | None:
@@ -75,27 +70,24 @@ def values(comparison: dict[str, Any], label: str, figure: str) -> list[Value] |
             return [(mb / own, None)]
         case ["own"]:  # where all devices hold one sub-network, its value
             return spread(of["devices"] or of["last"]["full"], 100)
-        case ["highest", which]:
-            return spread(of["highest"][-1][which], scale)
         case ["highest", which, percent]:
             (one,) = [one for one in of["highest"] if one["share"] == int(percent)]
             return spread(one[which], scale)
-        case [("last" | "best") as when, ("avg" | "full") as which]:
-            return spread(of[when][which], scale)
+        case ["last", which]:
+            return spread(of["full"] if label == "central" else of["last"][which], scale)
         case ["to", percent, spent]:
             (one,) = [one for one in of["reached"] if math.isclose(one["accuracy"], float(percent) / 100)]
             return spread(one[spent])
+        case ["reach", percent]:
+            (one,) = [one for one in of["reached"] if math.isclose(one["accuracy"], float(percent) / 100)]
+            mb = one["mb_down"]["mean"] + one["mb_up"]["mean"]
+            return [(mb, None), (one["seconds_simulated"]["mean"], None)]
         case ["phases", name]:
             return spread(of["phases"][name], 1e-6 if name.startswith("bits") else 1) if of["phases"][name] else None
         case ["level", level, metric]:
             return [(100 * of["runs"][0]["levels"][level][metric], None)]
-        case ["run", seed, *path]:
-            (found,) = [run for run in of["runs"] if run["seed"] == int(seed)]
-            for name in path:
-                found = found[name]
-            return [(scale * found if path[-1] in ("avg", "full") else found, None)]
         case [name]:
-            return spread(of[name], 100 if name in ("waste", "local_avg", "local_full") else 1)
+            return spread(of[name], 100 if name == "waste" or name.startswith(("local_", "clients_")) else 1)
     raise AssertionError(f"no figure is called {figure}")
 
 
@@ -164,7 +156,7 @@ def wrong(page: str) -> list[str]:
             continue
         if about == "uniformity":
             found = json.loads((DOCS / "evidence" / "uniformity.json").read_text())["found"]
-            known = [row for _, each in tables(told(found) + "\n") for row in each]
+            known = [row for _, each in tables(as_markdown(found) + "\n") for row in each]
             lines += [f"{title}: {row} is not in uniformity.json" for row in cells if row not in known]
             continue
         given = dict(re.findall(r"^(results|rows|columns): (.*)$", about, re.MULTILINE))
@@ -187,7 +179,7 @@ def wrong(page: str) -> list[str]:
     return lines
 
 
-def test_each_number_in_a_table_is_in_the_results_that_it_names() -> None:
+def test_numbers_in_evidence_tables_equal_results() -> None:
     assert len(list(tables(PAGE))) > 10
     assert wrong(PAGE) == []
 
@@ -202,7 +194,7 @@ def test_each_comparison_has_the_command_that_makes_it() -> None:
 def test_uniformity_has_the_command_that_makes_it() -> None:
     found = json.loads((DOCS / "evidence" / "uniformity.json").read_text())
     assert found["command"] == "python -m benchmarks.uniformity --json"
-    page = re.sub("^(?=.*correlation|[|] mu)", "<!-- uniformity -->\n", told(found["found"]), flags=re.MULTILINE)
+    page = re.sub("^(?=.*correlation|[|] mu)", "<!-- uniformity -->\n", as_markdown(found["found"]), flags=re.MULTILINE)
     assert wrong(page) == [] and len(wrong(re.sub("1([0-9])", r"2\1", page))) > 10
 
 
@@ -217,7 +209,7 @@ BOUND_PAGE = (DOCS / "guides" / "bad-clients.md").read_text()
 BOUND: dict[str, Any] = json.loads((DOCS / "robustness" / "bound.json").read_text())
 HONEST = {
     "digits, FlexFL; HeteroFL": ("digits flexfl", "digits heterofl"),
-    "digits, FlexFL, one client a round; two": ("digits flexfl 1 client a round", "digits flexfl 2"),
+    "digits, FlexFL, one client per round; two clients": ("digits flexfl 1 client a round", "digits flexfl 2"),
     "digits, most clients with few samples, FlexFL; HeteroFL": (
         "digits, most with few samples flexfl", "digits, most with few samples heterofl"
     ),
@@ -228,14 +220,14 @@ HONEST = {
 ATTACKED = {
     "change times 90": "change x 90",
     "just below the bound in every round": "just below the bound",
-    "just below the bound, turned around": "just below, turned around",
-    "just below what is taken every time": "all that is taken",
-    "just below that, turned around": "all that is taken, turned around",
-    "its own change, turned around": "its own change, turned around",
+    "just below the bound, reversed": "just below, turned around",
+    "longest change that is accepted in every round": "all that is taken",
+    "longest accepted change, reversed": "all that is taken, turned around",
+    "honest change, reversed": "its own change, turned around",
 }
 
 
-def test_what_the_bound_costs_honest_runs_is_as_measured() -> None:
+def test_honest_runs_with_a_bound_equal_measurements() -> None:
     assert sum(len(names) for names in HONEST.values()) == len(BOUND["honest"])
     for row, names in HONEST.items():
         found = [BOUND["honest"][name] for name in names]
@@ -244,7 +236,7 @@ def test_what_the_bound_costs_honest_runs_is_as_measured() -> None:
         assert f"| {row} | {off} | {on} | {refused} |" in BOUND_PAGE
 
 
-def test_which_attacks_the_bound_stops_is_as_measured() -> None:
+def test_attacks_stopped_by_a_bound_equal_measurements() -> None:
     for row, attack in ATTACKED.items():
         flexfl, heterofl = (BOUND["attacked"][f"digits {name}, {attack}"] for name in ("flexfl", "heterofl"))
         caught = [f"{run['caught']} of {run['attacks']}" for run in (flexfl, heterofl) if run["caught"]]

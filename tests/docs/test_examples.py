@@ -8,12 +8,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.harness.wheel import ROOT
+
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "examples").glob("*.ipynb"))
 SECONDS = 60
 """Of one core's work."""
@@ -21,6 +24,33 @@ SECONDS = 60
 
 def code(path: Path) -> list[dict[str, Any]]:
     return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+MEASURE = "import time, flexfleet; print(flexfleet.__file__, time.process_time())"
+"""A cell that is run after the notebook's own: where the package came from, and the seconds that a core has worked."""
+
+
+@pytest.fixture(scope="session")
+def executed(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """By a notebook's name, its file with results; in the same folder, `<name>.measured` has what MEASURE said."""
+    nbformat = pytest.importorskip("nbformat", reason="notebooks need nbclient: pip install 'flexfleet[dev]'")
+    out = tmp_path_factory.mktemp("executed")
+    execute_for_the_site = run_path(str(ROOT / "docs" / "examples.py"))["execute"]
+
+    @cache
+    def execute(name: str) -> Path:
+        notebook = nbformat.read(ROOT / "examples" / f"{name}.ipynb", as_version=4)
+        notebook.cells.append(nbformat.v4.new_code_cell(MEASURE))
+        nbformat.write(notebook, out / f"{name}.ipynb")
+        folder = tmp_path_factory.mktemp(name)
+        env = {"PYTHONPATH": str(installed), "IPYTHONDIR": str(folder)}
+        done = execute_for_the_site(out / f"{name}.ipynb", folder, **env)
+        (measured,) = done.cells.pop()["outputs"]
+        (out / f"{name}.measured").write_text(measured["text"])
+        nbformat.write(done, out / f"{name}.ipynb")
+        return out / f"{name}.ipynb"
+
+    return execute
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

@@ -7,11 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+
+import flexfleet as ff
 
 ROOT = Path(__file__).parents[2]
 FLOWER = "docs/guides/from-flower.md"
@@ -54,8 +58,7 @@ def test_the_data_set_and_the_network_of_the_guides_go_together(
         "check", "--json", sets=["dataset.name=mydata:SOURCE", "dataset.root=.", "model={name: mynet:Net}",
         "partition.rule=iid", "partition.clients=5", "partition.minimum=5", "training.batch_size=10",
         "tracking.mlflow=null"],
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     assert (done.json["dataset"], done.json["train"], done.json["model"]) == ("mine", 140, "mynet:Net")
     found: dict[str, Any] = {}
     exec(used, found)
@@ -73,3 +76,27 @@ def test_the_flower_program_runs(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
     (said,) = re.findall(r"^\{0: .*\}$", ran.stdout, re.MULTILINE)
     assert "2: {'accuracy'" in said
+
+
+OPTIONS = {"tracking.mlflow": None, "pretrain.epochs": 1, "dataset.train_samples": 240, "dataset.test_samples": 60}
+
+
+def smaller(call: Callable[..., Any], **less: Any) -> Callable[..., Any]:
+    def wrapped(*args: Any, **given: Any) -> Any:
+        few = {"rounds": 1, "clients": 4, "local_epochs": 1, "options": OPTIONS, "progress": False, **less}
+        return call(*args, **{**given, **few})
+
+    return wrapped
+
+
+def test_blocks_about_comparisons_run_on_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    calls = {"compare": smaller(ff.compare), "tune": smaller(ff.tune, trials=2, held_out=(7,)), "run": smaller(ff.run)}
+    monkeypatch.setitem(sys.modules, "flexfleet", SimpleNamespace(**{**vars(ff), **calls}))
+    blocks = cells(ROOT / "docs/guides/python-compare.md")
+    names: dict[str, Any] = {}
+    exec("\n".join(blocks), names)  # what a reader types, one block after the other
+    assert names["found"].labels == ("flexfl", "no_kd") and names["found"].seeds == (0, 1, 2)
+    assert names["rates"].labels == ("heterofl-lr0.05", "heterofl-lr0.1")
+    assert str(names["found"].paired("flexfl", "no_kd")).startswith("avg of flexfl - no_kd: mean")
+    assert set(names["study"].best) == {"training.lr", "training.batch_size"}

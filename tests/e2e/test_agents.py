@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from fl_engine.remote.messages import Heartbeat, Invitation, Message
 from fl_engine.storage.store import FolderStore, Store
 from tests.harness.moto_server import moto
+from tests.harness.processes import until
 from tests.harness.way import Way
 
 SLOW = {"slow": 30.0}
@@ -27,19 +27,11 @@ LEASE = ("agents.lease_s=3", "agents.attempts=100", "rounds.stop=3")
 PATIENCE_S = 120.0
 
 
-def until(condition: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + PATIENCE_S
-    while not (found := condition()):
-        assert time.monotonic() < end, f"{what} did not happen within {PATIENCE_S:.0f} s"
-        time.sleep(0.01)
-    return found
-
-
 @dataclass
 class Scene:
     """A run's folder and its devices."""
 
-    nursery: Any
+    fork_server: Any
     cwd: Path
     sets: list[str]
     mailboxes: Store
@@ -48,13 +40,12 @@ class Scene:
     others: list[Any] = field(default_factory=list)
 
     def flexfleet(self, *argv: str, sets: Sequence[str] = ()) -> Any:
-        child = self.nursery.start("flexfleet", *argv, cwd=self.cwd, sets=sets, env=self.env)
+        child = self.fork_server.start("flexfleet", *argv, cwd=self.cwd, sets=sets, env=self.env)
         self.others.append(child)
         return child
 
     def invite(self, *argv: str) -> list[Path]:
-        done = self.flexfleet("invite", "--json", *argv, sets=self.sets).wait(PATIENCE_S)
-        assert done.code == 0, done.err
+        done = self.flexfleet("invite", "--json", *argv, sets=self.sets).wait(PATIENCE_S).ok()
         return [self.cwd / name for name in done.json["invitations"]]
 
     def agent(self, invitation: Path, *argv: str) -> Any:
@@ -62,7 +53,7 @@ class Scene:
         given = ("agent", "--invite", str(invitation), "--folder", str(self.cwd / f"device-{name}"), *argv)
         # A device has no credentials, whatever the server has.
         gone = {variable: "" for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL")}
-        self.devices[name] = self.nursery.start("flexfleet", *given, cwd=self.cwd, env=gone, faults=SLOW)
+        self.devices[name] = self.fork_server.start("flexfleet", *given, cwd=self.cwd, env=gone, faults=SLOW)
         return self.devices[name]
 
     def run(self, *argv: str) -> Any:
@@ -71,8 +62,7 @@ class Scene:
 
     def expected(self, device: str = "cpu") -> str:
         sets = [*self.sets, *LEASE, f"run.devices=[{device}]"]
-        done = self.flexfleet("run", "--json", "--run-id", f"one-{device}", sets=sets).wait(PATIENCE_S)
-        assert done.code == 0, done.err
+        done = self.flexfleet("run", "--json", "--run-id", f"one-{device}", sets=sets).wait(PATIENCE_S).ok()
         return str(done.json["model_sha256"])
 
     def message(self, name: str) -> Message:
@@ -96,16 +86,14 @@ class Scene:
 
 
 @pytest.fixture
-def scene(nursery: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    found = Scene(nursery, tmp_path, list(quick), FolderStore(tmp_path / "runs" / ".agents"))
+def scene(fork_server: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    found = Scene(fork_server, tmp_path, list(quick), FolderStore(tmp_path / "runs" / ".agents"))
     with closing(found):
         yield found
 
 
 def finished(run: Any) -> dict[str, Any]:
-    done = run.wait(PATIENCE_S)
-    assert done.code == 0, done.err
-    return dict(done.json)
+    return dict(run.wait(PATIENCE_S).ok().json)
 
 
 def test_killed_and_hung_devices_give_the_bits_of_one_process(scene: Scene) -> None:
@@ -113,16 +101,16 @@ def test_killed_and_hung_devices_give_the_bits_of_one_process(scene: Scene) -> N
     for invitation in scene.invite("--count", "3"):
         scene.agent(invitation)
     run = scene.run()
-    killed = until(scene.at_work, "an order at work")
+    killed = until(scene.at_work, "an assignment at work")
     scene.devices.pop(killed).kill()
     hung = until(scene.at_work, "another order at work")
     before = scene.message(hung).lease
     assert before is not None
     scene.devices[hung].send(signal.SIGSTOP)
-    until(lambda: f"{hung} is silent for" in run.err, "the end of the hung device's lease")
+    until(lambda: f"{hung} has sent no heartbeat for" in run.err, "the end of the hung device's lease")
     scene.devices[hung].send(signal.SIGCONT)  # its late answer goes to a place that nobody looks at
     assert finished(run)["model_sha256"] == expected
-    assert f"{killed} is silent for" in run.err
+    assert f"{killed} has sent no heartbeat for" in run.err
     left = [p for p in (scene.cwd / "runs" / "a" / "rounds").rglob("*") if p.is_file() and before.id in p.parts]
     assert not left or {p.parent.name for p in left} == {before.id}, "the late answer replaced nothing"
 
@@ -141,9 +129,8 @@ def test_revoked_device_ends_and_the_others_continue(scene: Scene) -> None:
     for invitation in scene.invite("--count", "2"):
         scene.agent(invitation)
     run = scene.run()
-    revoked = until(scene.at_work, "an order at work")
-    done = scene.flexfleet("invite", "--revoke", revoked, sets=scene.sets).wait(PATIENCE_S)
-    assert done.code == 0, done.err
+    revoked = until(scene.at_work, "an assignment at work")
+    scene.flexfleet("invite", "--revoke", revoked, sets=scene.sets).wait(PATIENCE_S).ok()
     assert finished(run)["model_sha256"] == expected
     ended = scene.devices.pop(revoked).wait(PATIENCE_S)
     assert ended.code == 42 and "was revoked" in ended.err
@@ -160,7 +147,7 @@ def test_restarted_device_continues_with_assignments(scene: Scene) -> None:
     expected = scene.expected()
     scene.agent(invitation)
     run = scene.run()
-    name = until(scene.at_work, "an order at work")
+    name = until(scene.at_work, "an assignment at work")
     scene.devices[name].send(signal.SIGTERM)
     assert scene.devices.pop(name).wait(PATIENCE_S).code == 143
     until(lambda: f"{name} has ended" in run.err, "the order's return")
@@ -182,7 +169,12 @@ def bucket() -> Iterator[tuple[Any, tuple[str, int], dict[str, str]]]:
 
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_device_cut_off_during_an_assignment_changes_no_bit(
-    nursery: Any, quick: Sequence[str], tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+    fork_server: Any,
+    quick: Sequence[str],
+    tmp_path: Path,
+    bucket: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    comes_back: bool,
 ) -> None:
     """The device has URLs only. Another device executes its assignment. If it returns, it gets other assignments,
     and its late results change nothing."""
@@ -197,7 +189,7 @@ def test_device_cut_off_during_an_assignment_changes_no_bit(
         place = tmp_path.name  # the server of another case may have the same bucket
         sets = [*quick, f"run.remote=s3://runs/{place}", f"agents.endpoint={way.url}"]
         mailboxes = S3Store(f"s3://runs/{place}/.agents")
-        scene = opened.enter_context(closing(Scene(nursery, tmp_path, sets, mailboxes, env, devices)))
+        scene = opened.enter_context(closing(Scene(fork_server, tmp_path, sets, mailboxes, env, devices)))
         files = scene.invite("--count", "2")
         for file in files:
             text = file.read_text()
@@ -210,11 +202,11 @@ def test_device_cut_off_during_an_assignment_changes_no_bit(
         expected = scene.expected()
         scene.sets = sets
         run = scene.run()
-        name = until(scene.at_work, "an order at work")
+        name = until(scene.at_work, "an assignment at work")
         lost = scene.message(name).lease
         assert lost is not None
         way.cut_off(scene.devices[name].pid)
-        until(lambda: f"{name} is silent for" in run.err, "the end of the lease")
+        until(lambda: f"{name} has sent no heartbeat for" in run.err, "the end of the lease")
         if comes_back:
             way.let_back(scene.devices[name].pid)
             until(lambda: scene.message(name).lease not in (None, lost), "an order for the device that is back")

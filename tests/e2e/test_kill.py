@@ -16,148 +16,107 @@ import pytest
 
 from flexfleet.files.artifacts import History
 from flexfleet.files.signals import stop_on_signals
+from tests.harness.processes import until
 
 SETS = ("rounds.stop=10", "rounds.commit_every=1", "training.epochs=3")
+Start = Callable[..., Any]
 
 
-def sets_for(quick: Sequence[str], *more: str) -> list[str]:
-    return [*quick, *SETS, *more]
+def starting(fork_server: Any, quick: Sequence[str], cwd: Path) -> Start:
+    """Return a function that starts the run `a` in `cwd`."""
+
+    def start(*argv: str, sets: Sequence[str] = (), run_id: str = "a") -> Any:
+        given = ("run", "--json", "--run-id", run_id, *argv)
+        return fork_server.start("flexfleet", *given, cwd=cwd, sets=[*quick, *SETS, *sets])
+
+    return start
+
+
+@pytest.fixture
+def start(fork_server: Any, quick: Sequence[str], tmp_path: Path) -> Start:
+    return starting(fork_server, quick, tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of the run."""
+    return tmp_path / "runs" / "a"
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nursery: Any, quick: Sequence[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an undisturbed run."""
-    cwd = tmp_path_factory.mktemp("undisturbed")
-    done = nursery.start("flexfleet", "run", "--json", "--run-id", "a", cwd=cwd, sets=sets_for(quick)).wait()
-    assert done.code == 0, done.err
-    return cwd / "runs" / "a"
+def undisturbed(fork_server: Any, quick: Sequence[str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The sha256 of the model of an undisturbed run."""
+    done = starting(fork_server, quick, tmp_path_factory.mktemp("undisturbed"))().wait().ok()
+    return str(done.json["model_sha256"])
 
 
-def sha_of(run: Path) -> str:
-    return History.read(run / "history.json").model_sha256
-
-
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until, f"{what} did not happen within {timeout_s} s"
-        time.sleep(0.002)
-
-
-def writes(run: Path) -> int:
-    """Return the newest modification time in ns of the files in the rounds."""
-    times = []
-    for path in (run / "rounds").rglob("*"):
-        try:
-            times.append(path.stat().st_mtime_ns)
-        except FileNotFoundError:  # deleted between the two looks
-            continue
-    return max(times, default=0)
-
-
-def test_typed_command_survives_a_kill(nursery: Any, quick: Sequence[str], undisturbed: Path, tmp_path: Path) -> None:
+def test_typed_command_survives_a_kill(
+    start: Start, run: Path, quick: Sequence[str], undisturbed: str, tmp_path: Path
+) -> None:
     """It runs in a new interpreter, and resumes in another kind of process."""
-    run, sets = tmp_path / "runs" / "a", sets_for(quick)
     command = [sys.executable, "-m", "flexfleet.cli.main", "run", "--json", "--run-id", "a"]
-    command += [part for pair in sets for part in ("--set", pair)]
+    command += [part for pair in (*quick, *SETS) for part in ("--set", pair)]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for(lambda: writes(run) > 0, "a round")
+    until((run / "rounds").exists, "a round")
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    done = nursery.start("flexfleet", "run", "--json", "--run-id", "a", "--resume", cwd=tmp_path, sets=sets).wait()
-    assert done.json["model_sha256"] == sha_of(undisturbed)
+    assert start("--resume").wait().json["model_sha256"] == undisturbed
 
 
-def test_kill_while_mlflow_creates_tables_is_survived(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
+def test_kill_while_mlflow_creates_tables_is_survived(start: Start, tmp_path: Path) -> None:
     """MLflow creates its tables for seconds in the first run. Then two runs start at once, each with half of the
     tables."""
-    sets = [*quick, "rounds.stop=1", "tracking.mlflow=sqlite:///mlflow.db"]
-
-    def start(run_id: str) -> Any:
-        return nursery.start("flexfleet", "run", "--json", "--run-id", run_id, "--resume", cwd=tmp_path, sets=sets)
+    sets = ["rounds.stop=1", "tracking.mlflow=sqlite:///mlflow.db"]
 
     def written() -> int:
         return sum(path.stat().st_size for path in tmp_path.glob("*mlflow.db*") if path.exists())
 
-    child = start("a")
-    wait_for(lambda: written() > 250_000, "half of the tables")
+    child = start("--resume", sets=sets)
+    until(lambda: written() > 250_000, "half of the tables")
     child.send(signal.SIGKILL)
     assert child.wait().code == -signal.SIGKILL
-    for done in [child.wait() for child in (start("a"), start("b"))]:
+    for done in [child.wait() for child in [start("--resume", sets=sets, run_id=run_id) for run_id in "ab"]]:
         assert done.code == 0, done.err[-500:]
 
 
-def test_second_process_of_a_run_is_refused(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
+def test_second_process_of_a_run_is_refused(start: Start, run: Path) -> None:
     """A killed process leaves no lock."""
-    run = tmp_path / "runs" / "a"
-
-    def start(*sets: str) -> Any:
-        argv = ("flexfleet", "run", "--json", "--run-id", "a", "--resume")
-        return nursery.start(*argv, cwd=tmp_path, sets=[*quick, *sets])
-
-    first = start("training.epochs=1000000")
-    wait_for((run / "run.json").exists, "the beginning of the rounds")
-    second = start("training.epochs=1000000").wait()
+    first = start("--resume", sets=["training.epochs=1000000"])
+    until((run / "run.json").exists, "the beginning of the rounds")
+    second = start("--resume", sets=["training.epochs=1000000"]).wait()
     first.send(signal.SIGKILL)
     first.wait()
     assert second.code == 2
     assert "another process" in second.err
     shutil.rmtree(run / "rounds", ignore_errors=True)
     (run / "run.json").unlink()
-    assert start().wait().code == 0
+    assert start("--resume").wait().code == 0
 
 
-def interrupted(nursery: Any, quick: Sequence[str], tmp_path: Path, number: signal.Signals) -> Any:
-    """Return how a run ends that gets a signal after the commit of its first round."""
-    run = tmp_path / "runs" / "a"
-    sets = sets_for(quick, "rounds.stop=200", "rounds.keep_updates=true")
-    child = nursery.start("flexfleet", "run", "--json", "--run-id", "a", cwd=tmp_path, sets=sets)
-    wait_for((run / "rounds" / "00000" / "COMMITTED").exists, "the first commit")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 3), (signal.SIGINT, 130)])
+def test_stopped_run_resumes_after_its_last_round(start: Start, run: Path, number: signal.Signals, code: int) -> None:
+    child = start(sets=["rounds.keep_updates=true", "rounds.stop=200"])
+    until((run / "rounds" / "00000" / "COMMITTED").exists, "the first commit")
     child.send(number)
-    return child.wait()
-
-
-def goes_on(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
-    """Resume the run; committed rounds are not repeated."""
-    committed = len(list((tmp_path / "runs" / "a" / "rounds").glob("*/COMMITTED")))
-    stop = committed + 1
-    done = nursery.start(
-        "flexfleet", "run", "--json", "--run-id", "a", "--resume", cwd=tmp_path,
-        sets=sets_for(quick, f"rounds.stop={stop}", "rounds.keep_updates=true"),
-    ).wait()  # fmt: skip
-    assert done.code == 0, done.err
+    done = child.wait()
+    assert done.code == code and "--resume" in done.err and "Traceback" not in done.err
+    committed = len(list((run / "rounds").glob("*/COMMITTED")))
+    done = start("--resume", sets=["rounds.keep_updates=true", f"rounds.stop={committed + 1}"]).wait().ok()
     assert f"resuming after round {committed}" in done.err
-    assert len(History.read(tmp_path / "runs" / "a" / "history.json").rounds) == stop
+    assert len(History.read(run / "history.json").rounds) == committed + 1
 
 
-def test_sigterm_stops_resumably_with_exit_code_3(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
-    done = interrupted(nursery, quick, tmp_path, signal.SIGTERM)
-    assert done.code == 3
-    assert "--resume" in done.err
-    assert "Traceback" not in done.err
-    goes_on(nursery, quick, tmp_path)
-
-
-def test_ctrl_c_stops_resumably_with_exit_code_130(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
-    done = interrupted(nursery, quick, tmp_path, signal.SIGINT)
-    assert "Traceback" not in done.err
-    assert done.err.endswith("\ninterrupted: the same command with --resume goes on\n")
-    goes_on(nursery, quick, tmp_path)
-    assert done.code == 130
-
-
-def test_second_ctrl_c_ends_at_once(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
+def test_second_ctrl_c_ends_at_once(start: Start, run: Path) -> None:
     """The first Ctrl-C waits for the running client, which takes an hour here."""
-    sets = sets_for(quick, "training.epochs=100000")
-    child = nursery.start("flexfleet", "run", "--json", "--run-id", "a", cwd=tmp_path, sets=sets)
-    wait_for((tmp_path / "runs" / "a" / "run.json").exists, "the beginning of the rounds")
+    child = start(sets=["training.epochs=100000"])
+    until((run / "run.json").exists, "the beginning of the rounds")
     time.sleep(0.3)
     child.send(signal.SIGINT)
     time.sleep(0.3)
     for _ in range(10):  # two that arrive during one long call of a kernel are one to Python
         child.send(signal.SIGINT)
         with suppress(AssertionError):
-            wait_for(lambda: "interrupted" in child.err, "the end", timeout_s=10)
+            until(lambda: "interrupted" in child.err, "the end", patience_s=10)
             break
     done = child.wait()
     assert done.code == 130
@@ -166,13 +125,10 @@ def test_second_ctrl_c_ends_at_once(nursery: Any, quick: Sequence[str], tmp_path
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 3), (signal.SIGINT, 130)])
-def test_signal_before_the_rounds_ends_the_command(
-    nursery: Any, quick: Sequence[str], tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_signal_before_the_rounds_ends_the_command(start: Start, run: Path, number: signal.Signals, code: int) -> None:
     """Pre-training may take an hour, and must not delay the end."""
-    sets = sets_for(quick, "pretrain.epochs=100000")
-    child = nursery.start("flexfleet", "run", "--json", "--run-id", "a", cwd=tmp_path, sets=sets)
-    wait_for((tmp_path / "runs" / "a" / "partition" / "partition.json").exists, "the partition step")
+    child = start(sets=["pretrain.epochs=100000"])
+    until((run / "partition" / "partition.json").exists, "the partition step")
     time.sleep(0.2)
     child.send(number)
     done = child.wait()

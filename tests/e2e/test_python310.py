@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +59,27 @@ def python310() -> str:
     pytest.skip(f"no Python 3.10 with {NEEDS} ({lacks}): `make test-python310` makes one")
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def there(python310: str, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """The command line with Python 3.10."""
+    given = {"cwd": tmp_path, "env": environment(), "capture_output": True, "text": True, "timeout": 600}
+    return lambda *argv: subprocess.run([python310, "-m", "flexfleet", *argv], check=False, **given)  # type: ignore[call-overload]
+
+
 def test_an_agent_of_python_3_10_gives_the_bits_of_the_server_s(
-    python310: str, nursery: Any, quick: Sequence[str], tmp_path: Path
+    python310: str, fork_server: Any, quick: Sequence[str], tmp_path: Path
 ) -> None:
     def flexfleet(*argv: str, sets: Sequence[str] = ()) -> Any:
-        return nursery.start("flexfleet", *argv, cwd=tmp_path, sets=[*quick, "rounds.stop=2", *sets])
+        return fork_server.start("flexfleet", *argv, cwd=tmp_path, sets=[*quick, "rounds.stop=2", *sets])
 
-    done = flexfleet("invite").wait(120)
-    assert done.code == 0, done.err
+    done = flexfleet("invite").wait(120).ok()
     with (tmp_path / "log").open("w+") as told:
-        given = ["-m", "flexfleet.cli.main", "agent", "--invite", "invitations/device-1.json", "--folder", "device"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-        agent = subprocess.Popen([python310, *given], cwd=tmp_path, env=environment, stderr=told)
+        given = ["-m", "flexfleet", "agent", "--invite", "invitations/device-1.json", "--folder", "device"]
+        agent = subprocess.Popen([python310, *given], cwd=tmp_path, env=environment(), stderr=told)
         try:
             done = flexfleet("run", "--json", "--run-id", "a", sets=["run.backend=agents"]).wait(300)
         finally:
@@ -90,38 +99,22 @@ MISTAKES = (
 )
 
 
-def test_every_command_for_devices_runs_on_python_3_10(python310: str, tmp_path: Path) -> None:
+def test_every_command_for_devices_runs_on_python_3_10(there: Callable[..., Any]) -> None:
     """All commands but `agent` and `profile`, which have tests of their own."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-
-    def flexfleet(*argv: str) -> subprocess.CompletedProcess[str]:
-        given = [python310, "-m", "flexfleet", *argv]
-        return subprocess.run(
-            given, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
-        )
-
     given = {"completion": ["bash"], "init": ["new"], "list": ["algorithms"]}
     for command in sorted(set(ON_DEVICES) - {"agent", "profile"}):
-        done = flexfleet(command, *given.get(command, ()))
+        done = there(command, *given.get(command, ()))
         assert done.returncode == 0 and done.stdout, f"{command}: {done.stderr}"
     for text in MISTAKES:
-        done = flexfleet("check", "--set", text)
+        done = there("check", "--set", text)
         assert done.returncode == 2 and "Traceback" not in done.stderr, f"{text}: {done.stderr}"
 
 
-def test_a_profile_is_taken_on_python_3_10(python310: str, quick: Sequence[str], tmp_path: Path) -> None:
+def test_a_profile_is_taken_on_python_3_10(there: Callable[..., Any], quick: Sequence[str]) -> None:
     sets = [part for pair in (*quick, "algorithm.name=all_large") for part in ("--set", pair)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-
-    def flexfleet(*argv: str) -> subprocess.CompletedProcess[str]:
-        given = [python310, "-m", "flexfleet.cli.main", *argv, *sets]
-        return subprocess.run(
-            given, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=600
-        )
-
-    done = flexfleet("profile", "--seconds", "0.2", "--out", "tier.yaml")
+    done = there("profile", "--seconds", "0.2", "--out", "tier.yaml", *sets)
     assert done.returncode == 0, done.stderr
-    done = flexfleet("check", "--config", "tier.yaml")
+    done = there("check", "--config", "tier.yaml", *sets)
     assert done.returncode == 0 and done.stdout.startswith("ok: "), done.stderr
-    done = flexfleet("run")
-    assert done.returncode == 6 and "needs Python 3.11 or newer, and this is 3.10" in done.stderr
+    done = there("run", *sets)
+    assert done.returncode == 6 and "needs Python 3.11 or newer" in done.stderr

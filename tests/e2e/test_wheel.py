@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-
-import pytest
 
 import fl_engine
 from tests.harness.wheel import run
@@ -26,7 +23,7 @@ def test_the_wheel_holds_what_it_should(wheel: Path) -> None:
     for package in ("fl_engine", "flexfleet"):
         modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / package).rglob("*.py")}
         assert modules <= names, f"{package}: {sorted(modules - names)}"
-    assert {"flexfleet/reports/report.html", "fl_engine/py.typed"} <= names
+    assert {"flexfleet/reports/report.html", "fl_engine/py.typed", "flexfleet/py.typed"} <= names
     assert {"fl_engine/remote/kubernetes/worker-job.yaml", "flexfleet/kubeflow/compiled/tune.yaml"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any("__pycache__" in name or name.startswith("tests/") for name in names)
@@ -51,34 +48,3 @@ def test_the_wheel_runs_outside_the_checkout(installed: Path, quick: Sequence[st
     found = json.loads(command("-m", "flexfleet.cli.main", "run", "--json", "--run-id", "a", *sets))
     assert found["status"] == "finished"
     assert "<svg" in (tmp_path / found["report"]).read_text(), "the page's template came with the wheel"
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A folder with packages `components` and `pipelines` of its own."""
-    for name in ("components", "pipelines"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise SystemExit('somebody else's package')\n")
-        for module in ("run", "common", "compile", "partition"):
-            (tmp_path / name / f"{module}.py").write_text("raise SystemExit('somebody else's module')\n")
-    return tmp_path
-
-
-def test_it_works_beside_components_and_pipelines_of_a_project(
-    installed: Path, project: Path, quick: Sequence[str]
-) -> None:
-    def command(*argv: str) -> str:
-        done = run(*argv, cwd=project, PYTHONPATH=f"{project}{os.pathsep}{installed}")
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    where = command("-c", "import flexfleet; from flexfleet.pipeline.run import run; print(flexfleet.__path__[0])")
-    assert where.strip() == str(installed / "flexfleet")
-    script = str(installed / "bin" / "flexfleet")
-    assert "--follow" in command(script, "submit", "--help")
-    short = [pair for pair in (*quick, "rounds.stop=1", "tracking.mlflow=null") if not pair.startswith("algorithm.")]
-    sets = [part for pair in short for part in ("--set", pair)]
-    chosen = ("--set", "algorithm.name=heterofl")
-    assert json.loads(command(script, "run", "--json", "--run-id", "a", *sets, *chosen))["status"] == "finished"
-    asked = ("--algorithms", "heterofl,all_large", "--seeds", "0", "--id", "both", "--json")
-    assert json.loads(command(script, "compare", *asked, *sets))["labels"] == ["heterofl", "all_large"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,8 @@ from torch import nn
 
 import flexfleet as ff
 from fl_engine.algorithms import HeteroFL
-from fl_engine.data import heat_map
 from flexfleet.api.tuning import study_of
 from flexfleet.config.schema import TuneConfig
-from flexfleet.experiments import tune_report
 from tests.harness.from_python import OPTIONS, SMALL
 
 SPACE = {"learning_rate": {"low": 0.01, "high": 0.5, "log": True}, "training.batch_size": [10, 20]}
@@ -27,13 +25,8 @@ SEARCH: dict[str, Any] = {"trials": 3, "metric": "full", "held_out": (7, 8), "sp
 
 
 @pytest.fixture(scope="module", autouse=True)
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    here = tmp_path_factory.mktemp("studies")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(here)
-        patch.setattr(heat_map, "draw", lambda *_: None)
-        patch.setattr(tune_report.plots, "study", lambda *_, **__: [])  # drawings have tests of their own
-        yield here / "runs"
+def store(module_folder: Path) -> Path:
+    return module_folder / "runs"
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +34,12 @@ def study(store: Path) -> ff.Study:
     return ff.tune("heterofl", id="lr", **SEARCH, **SMALL)
 
 
-def test_it_is_the_study_of_the_command_line(study: ff.Study, flexfleet: Callable[..., Any]) -> None:
+def test_tune_gives_the_study_of_the_command_line(study: ff.Study, flexfleet: Callable[..., Any]) -> None:
     sets = [f"{key}={json.dumps(value)}" for key, value in OPTIONS.items()]
     sets += ["partition.clients=4", "rounds.stop=1", "training.epochs=1", "algorithm.name=heterofl", "tune.trials=3"]
     sets += ["tune.metric=full", "tune.held_out=[7,8]", "run.store=by_command"]
     sets += ["tune.space={training.lr: {low: 0.01, high: 0.5, log: true}, training.batch_size: {choices: [10, 20]}}"]
-    done = flexfleet("tune", "--id", "lr", "--json", sets=sets)
-    assert done.code == 0, done.err
+    done = flexfleet("tune", "--id", "lr", "--json", sets=sets).ok()
     assert done.json == json.loads((study.folder / "tune.json").read_text())
 
 
@@ -62,24 +54,22 @@ def test_a_study_has_what_its_folder_has(study: ff.Study) -> None:
     assert list(study.table["seed"]) == [7, 8]
     assert study.gain == pytest.approx(study.table["gain"].mean())
     assert list(study.table["gain"]) == list(study.table["best"] - study.table["default"])
-    assert study.report.is_file() and "study.html" in study._repr_html_()
+    assert study.report.is_file()
     assert "held-out seeds 7, 8" in str(study) and "lr" in repr(study)
     assert study.config["training"]["lr"] == (study.best if study.better else study.default)["training.lr"]
     assert set(study.importance) == set(study.best)
 
 
-def test_a_study_is_found_again(study: ff.Study) -> None:
+def test_load_study_takes_folder_and_id(study: ff.Study) -> None:
     for place in ("lr", study.folder, str(study.folder), study):
         assert ff.load_study(place).best == study.best
-    with pytest.raises(ff.ConfigError, match="there is no folder nowhere, nor runs/nowhere"):
+    with pytest.raises(ff.ConfigError):
         ff.load_study("nowhere")
-    with pytest.raises(ff.ConfigError, match="exists already: go on with resume=True, or choose another id"):
+    with pytest.raises(ff.ConfigError, match=r"resume=True.* id"):
         ff.tune("heterofl", id="lr", **SEARCH, **SMALL)
-    with pytest.raises(ff.ConfigError, match="resume=True needs id"):
-        ff.tune("heterofl", resume=True, **SEARCH, **SMALL)
 
 
-def test_a_resumed_study_makes_the_trials_that_are_missing(study: ff.Study) -> None:
+def test_resumed_study_runs_missing_trials(study: ff.Study) -> None:
     (study.folder / "tune.json").rename(study.folder / "before.json")
     more = ff.tune("heterofl", id="lr", resume=True, **{**SEARCH, "trials": 4}, **SMALL)
     assert len(more.trials) == 4
@@ -87,19 +77,19 @@ def test_a_resumed_study_makes_the_trials_that_are_missing(study: ff.Study) -> N
     (study.folder / "before.json").rename(study.folder / "tune.json")
 
 
-def test_what_a_cell_defines_is_tuned_in_this_process(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_of_a_notebook_is_tuned_in_this_process(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True)
     class FromACell(HeteroFL):
         boost: int = 1
 
     FromACell.__module__, FromACell.__qualname__ = "__main__", "FromACell"
-    monkeypatch.setattr(sys.modules["__main__"], "FromACell", FromACell, raising=False)
+    monkeypatch.setitem(vars(sys.modules["__main__"]), "FromACell", FromACell)  # as the cell does
     search = {**SEARCH, "trials": 2, "held_out": (), "space": {"algorithm.boost": (1, 3)}}
     found = ff.tune(FromACell, id="cell", **search, **SMALL)
     assert found.best["algorithm.boost"] in (1, 2, 3) and len(found.table) == 0
-    with pytest.raises(ff.ConfigError, match=r"FromACell is defined in this notebook.*2 processes side by side"):
+    with pytest.raises(ff.ConfigError) as error:
         ff.tune(FromACell, id="two", jobs=2, **search, **SMALL)
-    assert not (store / "two").exists()
+    assert error.value.code == "config.own_code" and not (store / "two").exists()
 
 
 # ------------------------------------------------------------------------------------------------ what diverges
@@ -138,7 +128,7 @@ def test_diverged_trial_is_an_outcome_and_the_study_continues(store: Path) -> No
     for line in told["tried"]:
         rate, why = line["params"]["algorithm.server.lr"], line["why"]
         assert (rate == 1e30) == (line["outcome"] == "diverged") == (line["value"] is None)
-        assert (why or "").startswith("the model has diverged" if rate == 1e30 else "")
+        assert (why or "").startswith("the model " if rate == 1e30 else "")
     diverged = f"{outcomes.count('diverged')} diverged"
     assert diverged in str(found) and diverged in found.report.read_text()
     assert list(found.trials["outcome"]) == outcomes
@@ -146,20 +136,13 @@ def test_diverged_trial_is_an_outcome_and_the_study_continues(store: Path) -> No
     assert [line["outcome"] for line in json.loads((again.folder / "tune.json").read_text())["tried"]] == outcomes
 
 
-def test_unbeaten_default_is_trained_once_per_held_out_seed(store: Path) -> None:
-    found = numbers("once", [0.1, 1e30], lr=0.1, trials=1, held_out=(7,))
-    assert [run.name for run in (found.folder / "held-out").iterdir()] == ["default-s7"]
-    assert list(found.table["best"]) == list(found.table["default"]) and found.gain == 0
-    assert found.best == {"algorithm.server.lr": 0.1} and not found.better
-
-
-# --------------------------------------------------------------------------------------------- what is asked
-def asked(space: Any = None, given: Any = None, **keywords: Any) -> TuneConfig:
+# --------------------------------------------------------------------------------------------- arguments
+def tune_section(space: Any = None, given: Any = None, **keywords: Any) -> TuneConfig:
     return study_of(space, given or {}, {"algorithm": "flexfl", **keywords}).tune
 
 
 def test_ranges() -> None:
-    found = asked(
+    found = tune_section(
         {"algorithm.kd_weight": (1, 20), "local_epochs": (1, 5), "training.lr": (0.1, 1), "training.momentum": [0, 0.9],
          "partition.rule": ["iid", "dirichlet"], "training.weight_decay": {"low": 1e-5, "high": 1e-2, "log": True}}
     ).space  # fmt: skip
@@ -169,39 +152,18 @@ def test_ranges() -> None:
     assert found["training.weight_decay"].log
 
 
-def test_what_is_not_given_is_the_files(tmp_path: Path) -> None:
-    file = tmp_path / "params.yaml"
-    file.write_text("tune: {trials: 7, metric: full, seeds: [3], workers: 2}")
-    found = asked(None, {}, config=file)
-    assert (found.trials, found.metric, found.seeds, found.workers) == (7, "full", (3,), 2)
-    found = asked(None, {"trials": 30, "seeds": range(4, 6)}, config=file)
-    assert (found.trials, found.seeds, found.metric) == (30, (4, 5), "full")
-
-
-BAD: dict[str, tuple[Callable[[], Any], str]] = {
-    "one end": (lambda: asked({"training.lr": (0.1,)}), r"\(low, high\)"),
-    "a number": (lambda: asked({"training.lr": 0.1}), r"a \[list\] of choices"),
-    "the wrong way round": (lambda: asked({"training.lr": (1.0, 0.1)}), "low below high"),
-    "twice": (lambda: asked(None, {"trials": 3}, options={"tune.trials": 4}), "is given twice"),
-    "in a section": (lambda: asked(None, {"trials": 3}, options={"tune": {"trials": 4}}), "is given twice"),
-    "a space in a section": (
-        lambda: asked(
-            {"training.lr": (0.1, 1.0)}, options={"tune": {"space": {"training.epochs": {"choices": [1, 2]}}}}
-        ),
-        "is given twice",
-    ),
-    "a parameter by two names": (
-        lambda: asked({"training.lr": (0.1, 1.0), "learning_rate": (0.2, 0.3)}),
-        r"training\.lr is given twice",
-    ),
-    "what cannot be searched": (lambda: ff.tune(space={"seed": (1, 3)}, id="bad", **SMALL), "cannot be searched"),
-    "seeds that are not new": (lambda: ff.tune(space=SPACE, held_out=(0,), id="bad", **SMALL), "held_out"),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input_is_refused_before_anything_is_written(what: str, store: Path) -> None:
-    call, said = BAD[what]
-    with pytest.raises(ff.ConfigError, match=said):
-        call()
-    assert not (store / "bad").exists()
+@pytest.mark.parametrize(
+    ("space", "given", "options"),
+    [
+        ({"training.lr": (0.1,)}, {}, {}),
+        ({"training.lr": 0.1}, {}, {}),
+        ({"training.lr": (1.0, 0.1)}, {}, {}),
+        ({"training.lr": (0.1, 1.0), "learning_rate": (0.2, 0.3)}, {}, {}),
+        (None, {"trials": 3}, {"tune": {"trials": 4}}),
+        ({"training.lr": (0.1, 1.0)}, {}, {"tune": {"space": {"training.epochs": {"choices": [1, 2]}}}}),
+    ],
+)
+def test_wrong_space_is_refused(space: Any, given: Any, options: Any) -> None:
+    with pytest.raises(ff.ConfigError) as error:
+        tune_section(space, given, options=options)
+    assert error.value.path is not None

@@ -1,20 +1,17 @@
-"""`flexfleet central`: the same bits after a stop and a kill, figures beside those of federated runs, refusals."""
+"""`flexfleet central`: the same bits after a stop and a kill, metrics like those of federated runs, errors."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import mlflow
 import pytest
-from torch import Tensor
 
 from fl_engine.core import seeds
 from fl_engine.core.slicing import initial_params
@@ -22,10 +19,10 @@ from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import assert_same_bits
 from fl_engine.training.central import train_centrally
 from fl_engine.training.numerics import flushes_now
-from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History, Result
-from flexfleet.pipeline import central as runs_central
+from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History, RunResult
 from flexfleet.pipeline.central import task_of
 from flexfleet.pipeline.prepare import Resolved
+from tests.harness.processes import refused, until
 
 pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
 
@@ -35,27 +32,20 @@ SETS = (
 )  # fmt: skip
 
 
-def weights(run: str) -> dict[str, Tensor]:
-    return decode((Path("runs") / run / "model.safetensors").read_bytes(), run)
-
-
-def test_it_trains_with_the_engine_and_tells_what_a_run_tells(flexfleet: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "flexfleet"):
-        done = flexfleet("central", "--json", "--run-id", "a", sets=SETS)
-    assert done.code == 0, done.err
-    found, folder = Result.model_validate(done.json), Path("runs/a")
-    assert Result.read(folder / "result.json") == found
-    assert "epoch 4 of 4: loss " in caplog.text and done.out.count("\n") == 1
+def test_central_writes_the_files_of_a_run(flexfleet: Any) -> None:
+    done = flexfleet("central", "--json", "--run-id", "a", sets=SETS).ok()
+    found, folder = RunResult.model_validate(done.json), Path("runs/a")
+    assert RunResult.read(folder / "result.json") == found
 
     resolved = Resolved.load(None, SETS)
     start = initial_params(resolved.family, seeds.derive(0, "init"))
     epochs = list(train_centrally(resolved.family, resolved.data, task_of(resolved.config), start))
-    assert_same_bits(weights("a"), epochs[-1].params)
+    assert_same_bits(decode((folder / "model.safetensors").read_bytes(), "a"), epochs[-1].params)
     history, evaluation = History.read(folder / "history.json"), EvaluationFile.read(folder / "evaluation.json")
     assert history.model_sha256 == found.model_sha256
-    values = [row["metrics"]["full"] for row in history.rounds]
+    values = [row.metrics["full"] for row in history.rounds]
     assert values == [epoch.score.value for epoch in epochs] and found.metrics["full"] == values[-1]
-    assert {"avg", "accuracy/full", "loss/full", "train_loss", "seconds_round"} <= set(history.rounds[0]["metrics"])
+    assert {"avg", "accuracy/full", "loss/full", "train_loss", "seconds_round"} <= set(history.rounds[0].metrics)
     assert evaluation.full == found.metrics["levels"]["full"] == values[-1] > 0.5
     assert found.metrics["best"]["full"] == found.metrics["highest"]["100"]["full"] == max(values)
     assert found.metrics["highest"]["50"]["full"] == max(values[:2])
@@ -81,18 +71,16 @@ sys.exit(main())
 
 
 @pytest.mark.long
-def test_a_killed_one_goes_on_with_the_same_bits(flexfleet: Any) -> None:
+def test_killed_central_resumes_with_the_same_bits(flexfleet: Any) -> None:
     slow = [*SETS, "central.epochs=20"]
-    whole = flexfleet("central", "--json", "--run-id", "whole", sets=slow)
-    assert whole.code == 0, whole.err
+    whole = flexfleet("central", "--json", "--run-id", "whole", sets=slow).ok()
     command = [sys.executable, "-c", SLOWLY, "central", "--run-id", "cut", "--resume"]
     command += [word for each in slow for word in ("--set", each)]
     codes = []
     for number in (signal.SIGTERM, signal.SIGKILL):
         process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
         before = commits()
-        while process.poll() is None and commits() <= before:
-            time.sleep(0.01)
+        until(lambda before=before: commits() > before, "a commit")
         process.send_signal(number)
         codes.append(process.wait())
     assert codes == [3, -signal.SIGKILL]
@@ -104,13 +92,12 @@ def test_a_killed_one_goes_on_with_the_same_bits(flexfleet: Any) -> None:
     assert once_more.json == again.json
 
 
-def test_mlflow_has_it_beside_the_federated_runs(flexfleet: Any, quick: Any, mlflow_uri: str) -> None:
+def test_central_is_tracked_beside_federated_runs(flexfleet: Any, quick: Any, mlflow_uri: str) -> None:
     sets = [*SETS[:-1], f"tracking.mlflow={mlflow_uri}"]
     central = flexfleet("central", "--json", "--run-id", "c", "--tag", "of=both", sets=sets)
     again = flexfleet("central", "--json", "--run-id", "c", "--resume", sets=sets)
     assert central.json["mlflow_run_id"] == again.json["mlflow_run_id"]
-    given = [each for each in quick if not each.startswith("tracking.")]
-    federated = flexfleet("run", "--json", "--run-id", "f", sets=[*given, f"tracking.mlflow={mlflow_uri}"])
+    federated = flexfleet("run", "--json", "--run-id", "f", sets=[*quick, f"tracking.mlflow={mlflow_uri}"])
     client = mlflow.MlflowClient(mlflow_uri)
     one, other = (client.get_run(done.json["mlflow_run_id"]) for done in (central, federated))
     assert one.info.experiment_id == other.info.experiment_id
@@ -125,71 +112,40 @@ def test_mlflow_has_it_beside_the_federated_runs(flexfleet: Any, quick: Any, mlf
     assert one.data.params["central.lr"] == "0.05" and "algorithm.name" not in one.data.params
 
 
-def test_central_flushes_denormals_and_refuses_other_runs(flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-    evaluate = runs_central.evaluate
-
-    def noted(*given: Any) -> Any:
-        seen.append(flushes_now())
-        return evaluate(*given)
-
-    monkeypatch.setattr(runs_central, "evaluate", noted)
+def test_central_flushes_denormals_and_refuses_other_runs(flexfleet: Any) -> None:
+    assert not flushes_now()
     assert flexfleet("central", "--json", "--run-id", "a", sets=SETS).code == 0
     file = Path("runs/a/central.json")
     told = json.loads(file.read_text())
-    assert seen == [True] and told["numerics"].pop("flush_denormal") is True
+    assert flushes_now() and told["numerics"].pop("flush_denormal") is True
     file.write_text(json.dumps(told))
-    refused = flexfleet("central", "--json", "--run-id", "a", "--resume", sets=SETS)
-    assert refused.code == 6 and "flush_denormal: None there, True here" in refused.err
+    assert flexfleet("central", "--json", "--run-id", "a", "--resume", sets=SETS).code == 6
+
+
+@pytest.mark.parametrize("sets", [("central.lr=0.1",), ("seed=3",), ("model.width=0.25",)])
+def test_central_with_other_settings_is_not_resumed(flexfleet: Any, sets: tuple[str, ...]) -> None:
+    flexfleet("central", "--run-id", "a", sets=[*SETS, "central.epochs=1"]).ok()
+    done = flexfleet("central", "--run-id", "a", "--resume", sets=[*SETS, "central.epochs=1", *sets])
+    assert done.code == 2 and sets[0].partition("=")[0] in done.err
 
 
 @pytest.mark.parametrize(
-    ("sets", "said"),
+    ("sets", "code"),
     [
-        (("central.lr=0.1",), "was started with another configuration (central.lr: 0.05 -> 0.1)"),
-        (("seed=3",), "seed: 0 -> 3"),
-        (("model.width=0.25",), "model.width: 0.5 -> 0.25"),
+        (["central.augment=[{name: turn}]"], 2),
+        (["partition.rule=local", "partition.folders=.", "dataset.train_samples=null"], 2),
+        (["central.lr=1e30"], 7),
     ],
 )
-def test_another_training_does_not_go_on(flexfleet: Any, sets: tuple[str, ...], said: str) -> None:
-    first = flexfleet("central", "--run-id", "a", sets=[*SETS, "central.epochs=1"])
-    assert first.code == 0, first.err
-    refused = flexfleet("central", "--run-id", "a", "--resume", sets=[*SETS, "central.epochs=1", *sets])
-    assert refused.code == 2 and said in refused.err and "choose another --run-id" in refused.err
-    assert flexfleet("central", "--run-id", "a", sets=SETS).code == 2, "without --resume"
+def test_central_refuses_bad_input(flexfleet: Any, sets: list[str], code: int) -> None:
+    refused(flexfleet("central", "--run-id", "bad", "--resume", sets=[*SETS, *sets]), code)
 
 
-def test_bad_input_is_one_line(flexfleet: Any) -> None:
-    for sets, said in (
-        (["central.augment=[{name: turn}]"], "central.augment"),
-        (
-            ["partition.rule=local", "partition.folders=.", "dataset.train_samples=null"],
-            "nobody has all training samples",
-        ),
-        (["central.lr=1e30"], "epoch 1 (learning rate 1e+30)"),
-    ):
-        done = flexfleet("central", "--run-id", "bad", "--resume", sets=[*SETS, *sets])
-        code = 7 if sets == ["central.lr=1e30"] else 2  # training that diverges has an exit code of its own
-        assert (done.code, said in done.err) == (code, True), done.err
-        assert len([line for line in done.err.splitlines() if line.startswith("error: ")]) == 1
-
-
-def test_damaged_commits_are_refused_and_may_be_left(flexfleet: Any) -> None:
-    whole = flexfleet("central", "--json", "--run-id", "a", sets=SETS)
-    state = next(Path("runs/a").glob("rounds/*/state.safetensors"))
-    state.write_bytes(state.read_bytes()[:-1] + b"x")
-    refused = flexfleet("central", "--run-id", "a", "--resume", sets=SETS)
-    assert refused.code == 4 and "is damaged" in refused.err
-    again = flexfleet("central", "--json", "--run-id", "a", "--resume", "--discard-damaged", sets=SETS)
-    assert again.json["model_sha256"] == whole.json["model_sha256"]
-
-
-def test_a_federated_run_keeps_to_itself(finished: Any, flexfleet: Any) -> None:
-    done = flexfleet("central", "--run-id", "a", "--resume", sets=SETS)
-    assert done.code == 2 and "holds a federated run" in done.err
+def test_central_and_federated_runs_refuse_each_other(finished: Any, flexfleet: Any) -> None:
+    assert flexfleet("central", "--run-id", "a", "--resume", sets=SETS).code == 2
     flexfleet("central", "--run-id", "c", sets=SETS)
     before = sorted(Path("runs/c").rglob("*"))
     done = flexfleet("run", "--run-id", "c", "--resume", sets=SETS)
-    assert done.code == 2 and "holds a central training" in done.err and sorted(Path("runs/c").rglob("*")) == before
+    assert done.code == 2 and sorted(Path("runs/c").rglob("*")) == before
     listed = flexfleet("status", "--json")
     assert [run["run_id"] for run in json.loads(listed.out)["runs"]] == ["a"]

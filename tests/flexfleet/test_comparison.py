@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.chains import SmallCNN
 from fl_engine.storage.checkpoints import Row
 from fl_engine.testing.tiny import tiny_pool
 from flexfleet.config import Config, Range, algorithm, load_config
-from flexfleet.experiments import comparison_curves, comparison_report
-from flexfleet.experiments.comparison_file import ComparisonFile, LabelScore, Spread, Summary, spread
-from flexfleet.experiments.comparison_tables import cell
-from flexfleet.experiments.row_differences import differences, options_of
-from flexfleet.experiments.tune_conclusion import beats
-from flexfleet.experiments.tune_report import Tuned, markdown, told
+from flexfleet.experiments import comparison_report, summarise
+from flexfleet.experiments.comparison_file import ComparisonFile, Spread, spread
+from flexfleet.experiments.comparison_tables import cell, differences
+from flexfleet.experiments.tune_report import Tuned, beats, text
 from flexfleet.files.measure import highest
-from flexfleet.reports import report
+from flexfleet.reports.finished_run import NONE
+from tests.harness.comparisons import summary
 
 
 def rows(*measured: tuple[float | None, float], simulated: bool = True) -> tuple[Row, ...]:
@@ -42,7 +40,7 @@ def near(found: Spread | None, mean: float, std: float | None) -> bool:
     return found is not None and found.model_dump() == {"mean": pytest.approx(mean), "std": pytest.approx(std)}
 
 
-def test_highest_value_until_half_four_fifths_and_all_rounds() -> None:
+def test_highest_value_within_shares_of_the_rounds() -> None:
     """With five rounds, 50 % are the first three and 80 % the first four."""
     slow, fast = ([row.metrics for row in rows] for rows in (SLOW, FAST))
     assert highest(slow, "full") == {50: 0.4, 80: 0.5, 100: 0.5}
@@ -52,9 +50,9 @@ def test_highest_value_until_half_four_fifths_and_all_rounds() -> None:
     assert highest(fast[:1], "full") == {50: 0.4, 80: 0.4, 100: 0.4}
 
 
-def test_rounds_mb_and_seconds_to_an_accuracy() -> None:
+def test_cost_until_an_accuracy_is_reached() -> None:
     """SLOW reaches 40 % in round 2 after 2 MB, FAST in round 1 after 2 MB."""
-    found = comparison_curves.reached((0, 1), (SLOW, FAST), 0.4)
+    found = summarise.reached((0, 1), (SLOW, FAST), 0.4)
     assert (found.accuracy, found.seeds) == (0.4, (0, 1))
     assert near(found.rounds, 1.5, 0.5**0.5)
     assert near(found.mb, 2, 0)
@@ -62,26 +60,24 @@ def test_rounds_mb_and_seconds_to_an_accuracy() -> None:
     assert near(found.seconds_simulated, 15, 50**0.5)
 
 
-def test_an_accuracy_that_some_seeds_reach_or_none() -> None:
-    some = comparison_curves.reached((5, 7), (SLOW, FAST), 0.55)
+def test_accuracy_that_only_some_seeds_reach() -> None:
+    some = summarise.reached((5, 7), (SLOW, FAST), 0.55)
     assert (some.seeds, some.rounds, some.mb) == ((7,), Spread(mean=3, std=None), Spread(mean=6, std=None))
-    none = comparison_curves.reached((5, 7), (SLOW, FAST), 0.8)
+    none = summarise.reached((5, 7), (SLOW, FAST), 0.8)
     assert (none.seeds, none.rounds, none.mb, none.seconds, none.seconds_simulated) == ((), None, None, None, None)
     # What is not evaluated is not known: round 3 of SLOW may have been there, round 4 is the first that is.
-    assert comparison_curves.reached((0,), (SLOW,), 0.45).rounds == Spread(mean=4, std=None)
-    assert comparison_curves.reached((0,), (SLOW,), 0.5).rounds == Spread(mean=4, std=None), (
-        "the accuracy itself counts"
-    )
+    assert summarise.reached((0,), (SLOW,), 0.45).rounds == Spread(mean=4, std=None)
+    assert summarise.reached((0,), (SLOW,), 0.5).rounds == Spread(mean=4, std=None), "the accuracy itself counts"
 
 
-def test_the_simulated_clock_is_optional() -> None:
-    assert comparison_curves.simulated(SLOW) == 50
+def test_simulated_clock_is_optional() -> None:
+    assert summarise.simulated(SLOW) == 50
     untimed = rows((0.5, 1), (0.6, 1), simulated=False)
-    assert comparison_curves.simulated(untimed) is None
-    assert comparison_curves.simulated((*SLOW[:1], *untimed)) is None, "a part of the rounds is no sum"
-    assert comparison_curves.reached((0,), (untimed,), 0.5).seconds_simulated is None
+    assert summarise.simulated(untimed) is None
+    assert summarise.simulated((*SLOW[:1], *untimed)) is None, "a part of the rounds is no sum"
+    assert summarise.reached((0,), (untimed,), 0.5).seconds_simulated is None
     idle = untimed[0].model_copy(update={"metrics": untimed[0].metrics | {"clients_trained": 0.0}})
-    assert comparison_curves.simulated((*SLOW[:1], idle)) == 10, "nobody trained: nobody was waited for"
+    assert summarise.simulated((*SLOW[:1], idle)) == 10, "nobody trained: nobody was waited for"
 
 
 @pytest.mark.parametrize(
@@ -94,13 +90,10 @@ def test_the_simulated_clock_is_optional() -> None:
         (1.0, (0.8, 0.85, 0.9, 0.95)),
     ],
 )
-def test_the_accuracies_to_reach_where_none_are_given(best: float, targets: tuple[float, ...]) -> None:
-    @dataclass(frozen=True)
-    class Fake:
-        rows: tuple[Row, ...]
-
-    runs: Any = {"a": [Fake(rows((best / 2, 1)))], "b": [Fake(rows((best, 1), (best / 3, 1)))]}
-    assert comparison_curves.default_targets(runs) == targets
+def test_default_accuracies_to_reach(best: float, targets: tuple[float, ...]) -> None:
+    measured = {"a": rows((best / 2, 1)), "b": rows((best, 1), (best / 3, 1))}
+    runs: Any = {label: [SimpleNamespace(rows=each)] for label, each in measured.items()}
+    assert summarise.default_targets(runs) == targets
 
 
 def test_means_and_sample_standard_deviations() -> None:
@@ -110,48 +103,24 @@ def test_means_and_sample_standard_deviations() -> None:
     assert spread([1.0, None]) is None
     assert cell(Spread(mean=0.8523, std=0.0051), 100) == "85.23 ± 0.51"
     assert cell(Spread(mean=1234.5, std=None)) == "1,234.50"
-    assert cell(None) == report.NONE
+    assert cell(None) == NONE
 
 
 # ------------------------------------------------------------------------------------- tables of what it took
-def summary(runs: tuple[tuple[Row, ...], ...], to: tuple[float, ...], even: float | None = None) -> Summary:
-    """Of runs with the seeds 0, 1, ..."""
-    nothing, seeds = Spread(mean=0.0, std=None), tuple(range(len(runs)))
-    score = LabelScore(round=nothing, avg=None, full=nothing)
-    return Summary(
-        algorithm="all_large",
-        settings={},
-        levels=(100.0,),
-        last=score,
-        best=score,
-        mb_down=nothing,
-        mb_up=nothing,
-        waste=nothing,
-        seconds=nothing,
-        seconds_simulated=spread([comparison_curves.simulated(each) for each in runs]),
-        uniformity=None if even is None else Spread(mean=even, std=0.25),
-        reached=tuple(comparison_curves.reached(seeds, runs, target) for target in to),
-        reached_avg=tuple(comparison_curves.reached(seeds, runs, target, "avg") for target in to),
-        runs=(),
-    )
-
-
-def compared(**results: Summary) -> ComparisonFile:
-    return ComparisonFile(id="x", labels=tuple(results), seeds=(0, 1), rounds=5, settings={}, results=results)
-
-
-def test_costs_to_reach_accuracies_have_a_table_each() -> None:
+def test_cost_to_reach_accuracies() -> None:
     """40 % after (2, 1) rounds of 10 s and (2, 2) MB; 60 % in the second seed only, after 3 rounds; 80 % never."""
-    c = compared(a=summary((SLOW, FAST), (0.4, 0.6, 0.8)))
-    *_, both, rounds, clock, mb = comparison_report.tables(c)
-    assert both.title == "MB down / up to reach an accuracy with the full model"
-    assert both.rows == (("a", "1.50 ± 0.00 / 0.50 ± 0.00", "4.50 / 1.50 (1/2)", report.NONE),)
-    assert rounds.title == "Rounds to reach an accuracy with the full model"
-    assert rounds.head == ("algorithm", "40 %", "60 %", "80 %")
-    assert rounds.rows == (("a", "1.5 ± 0.7", "3.0 (1/2)", report.NONE),)
-    assert clock.title == "Simulated s to reach an accuracy with the full model"
-    assert clock.rows == (("a", "15.0 ± 7.1", "30.0 (1/2)", report.NONE),)
-    assert mb.rows == (("a", "2.00 ± 0.00", "6.00 (1/2)", report.NONE),)
+    reached = tuple(summarise.reached((0, 1), (SLOW, FAST), target) for target in (0.4, 0.6, 0.8))
+    clock = spread([summarise.simulated(each) for each in (SLOW, FAST)])
+    results = {"a": summary("all_large", reached=reached, seconds_simulated=clock)}
+    c = ComparisonFile(id="x", labels=("a",), seeds=(0, 1), rounds=5, settings={}, results=results)
+    table = comparison_report.tables(c)[-1]
+    assert table.title == "Cost to reach an accuracy with the full model"
+    assert table.head == ("algorithm", "to reach", "seeds", "rounds", "simulated s", "MB down", "MB up")
+    assert table.rows == (
+        ("a", "40 %", "2 of 2", "1.5 ± 0.7", "15.0 ± 7.1", "1.50 ± 0.00", "0.50 ± 0.00"),
+        ("a", "60 %", "1 of 2", "3.0", "30.0", "4.50", "1.50"),
+        ("a", "80 %", "0 of 2", NONE, NONE, NONE, NONE),
+    )
     found = comparison_report.metrics(c)
     assert [found[f"seeds_to_{to}/a"] for to in ("0.4", "0.6", "0.8")] == [2, 1, 0]
     assert (found["rounds_to_0.4/a"], found["seconds_simulated_to_0.4/a"]) == (1.5, 15)
@@ -160,32 +129,13 @@ def test_costs_to_reach_accuracies_have_a_table_each() -> None:
     assert not any(name.startswith(("rounds_to_0.8", "seconds_simulated_to_0.8")) for name in found)
 
 
-def test_avg_is_a_target_too() -> None:
-    """avg is .1 below full: SLOW never exceeds 40 %, FAST has 40 % after 2 rounds of 2 MB, 75 % of them down."""
-    c = compared(a=summary((SLOW, FAST), (0.4, 0.6)))
-    tables = {t.title: t for t in comparison_report.tables(c) if t.title.endswith("to reach an accuracy with avg")}
-    both, rounds, clock, mb = tables.values()
-    assert [title.split(" to reach")[0] for title in tables] == ["MB down / up", "Rounds", "Simulated s", "MB"]
-    assert rounds.rows == (("a", "3.0 ± 1.4", "3.0 (1/2)"),)
-    assert clock.rows == (("a", "30.0 ± 14.1", "30.0 (1/2)"),)
-    assert mb.rows == (("a", "4.00 ± 0.00", "6.00 (1/2)"),)
-    assert both.rows == (("a", "3.00 ± 0.00 / 1.00 ± 0.00", "4.50 / 1.50 (1/2)"),)
-    found = comparison_report.metrics(c)
-    assert (found["mb_down_to_0.4/a"], found["mb_up_to_0.4/a"]) == (1.5, 0.5), "with the full model"
-
-
-def test_the_clock_of_a_curve_is_the_mean_over_the_seeds() -> None:
+def test_clock_of_a_curve_is_the_mean_over_seeds() -> None:
     """Rounds 1, 2, 4 and 5 of SLOW are scored; the other seed's rounds take twice as long."""
     later = tuple(row.model_copy(update={"metrics": row.metrics | {"seconds_simulated": 20.0}}) for row in SLOW)
-
-    @dataclass(frozen=True)
-    class Fake:
-        rows: tuple[Row, ...]
-
-    runs: Any = [Fake(SLOW), Fake(later)]
-    assert comparison_curves.clock(runs, "full") == [15, 30, 60, 75]
-    untimed: Any = [Fake(rows((0.5, 1), simulated=False))]
-    assert comparison_curves.clock(untimed, "full") == []
+    runs: Any = [SimpleNamespace(rows=each) for each in (SLOW, later)]
+    assert summarise.clock(runs, "full") == [15, 30, 60, 75]
+    untimed: Any = [SimpleNamespace(rows=rows((0.5, 1), simulated=False))]
+    assert summarise.clock(untimed, "full") == []
 
 
 FAMILY = SmallCNN((1, 8, 8), 10)
@@ -202,7 +152,7 @@ def _pool(config: Config) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------- what is found
-def test_defaults_that_differ_are_found_and_equal_ones_are_not() -> None:
+def test_differences_include_defaults() -> None:
     apart = found(heterofl=["heterofl"], fedrolex=["fedrolex"], flexfl=["flexfl"])
     assert apart == {
         "algorithm.weighting": {"heterofl": "examples", "fedrolex": "uniform", "flexfl": "examples"},
@@ -213,18 +163,7 @@ def test_defaults_that_differ_are_found_and_equal_ones_are_not() -> None:
     }, "widths are equal, and overlap, rounding, rule, kd_weight are options of one row"
 
 
-def test_training_precision_and_data_of_a_row_are_found() -> None:
-    sets = ["training.epochs=2", "run.precision=bf16", "partition.alpha=0.7", "algorithm.server={name: yogi, lr: 0.02}"]
-    apart = found(plain=["fedavg"], other=["fedavg", *sets, "run.store=elsewhere", "seed=0"])
-    assert apart == {
-        "training.epochs": {"plain": 5, "other": 2},
-        "run.precision": {"plain": "fp32", "other": "bf16"},
-        "partition.alpha": {"plain": load_config(None, []).partition.alpha, "other": 0.7},
-        "algorithm.server": {"plain": "average", "other": {"name": "yogi", "lr": 0.02}},
-    }, "where runs are kept is no difference"
-
-
-def test_what_an_algorithm_makes_of_a_setting_counts() -> None:
+def test_differences_use_the_algorithms_own_training() -> None:
     """FedSGD trains one step on all samples, whatever the section says; a selection is told although it is null."""
     apart = found(fedsgd=["fedsgd"], all_large=["all_large", "algorithm.eligible=capable"], adaptivefl=["adaptivefl"])
     assert apart["training.epochs"] == {"fedsgd": 1, "all_large": 5, "adaptivefl": 5}
@@ -232,15 +171,6 @@ def test_what_an_algorithm_makes_of_a_setting_counts() -> None:
         assert apart["algorithm.selection"][label] == {"name": "uniform", "model": "largest"}
     assert apart["algorithm.selection"]["adaptivefl"]["name"] == "curiosity"
     assert apart["algorithm.eligible"] == {"fedsgd": "all", "all_large": "capable"}, "AdaptiveFL has no such option"
-
-
-def test_every_option_of_a_row_is_looked_at() -> None:
-    config = load_config(None, ["algorithm.name=fedx"])
-    options = options_of(config, algorithm(config), _pool(config))
-    for key in ("algorithm.fine_tuning", "algorithm.bits", "training.lr", "partition.rule", "run.precision"):
-        assert key in options
-    assert not {"algorithm.name", "seed", "run.store", "run.backend", "tracking.mlflow"} & options.keys()
-    json.dumps(options)
 
 
 FOUND = Tuned(
@@ -256,13 +186,12 @@ FOUND = Tuned(
 
 
 @pytest.mark.parametrize("gain", [-0.004, 0.0, 0.004, None])
-def test_a_setting_that_is_not_better_is_no_gain_and_not_shown(gain: float | None) -> None:
+def test_setting_that_is_not_better_is_not_shown(gain: float | None) -> None:
     worse = FOUND.model_copy(update={"gain": gain, "better": False})
-    first, *_, last = told(worse, Path("runs/a")).splitlines()
+    first, *_, last = text(worse, Path("runs/a")).splitlines()
     assert first.startswith("Nothing better than the default was found") and "31.42" not in first
     assert "over the default" not in first and last.endswith("params.yaml (the default)")
     assert ("may be noise" in first) == (gain == 0.004)
-    assert "```" not in markdown(worse, "{}\n")
 
 
 @pytest.mark.parametrize(
@@ -278,5 +207,5 @@ def test_a_setting_that_is_not_better_is_no_gain_and_not_shown(gain: float | Non
     ],
     ids=["better", "within the noise", "worse", "one seed", "best diverged", "default diverged", "both diverged"],
 )
-def test_the_best_setting_has_to_beat_the_noise(best: Any, default: Any, better: bool) -> None:
+def test_best_setting_must_beat_the_noise(best: Any, default: Any, better: bool) -> None:
     assert beats(best, default) is better

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fl_engine.core.errors import DataError, EnvironmentFailure, IntegrityError
-from flexfleet.tracking import data_repository
+from flexfleet.tracking import dvc_remote
 
 
 @pytest.fixture(scope="module")
@@ -49,20 +47,17 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_data_set_is_fetched_by_revision_or_pointer(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_set_is_fetched_by_revision(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
-    old = data_repository.folder_of(f"{repository}@v1:set")
+    old = dvc_remote.folder_of(f"{repository}@v1:set")
     assert (old / "a.txt").read_text() == "one" and old.is_relative_to(tmp_path)
-    assert (data_repository.folder_of(f"{repository}@main:set") / "a.txt").read_text() == "two"
-    assert (data_repository.folder_of(str(repository / "set.dvc")) / "a.txt").read_text() == "two"
+    assert (dvc_remote.folder_of(f"{repository}@main:set") / "a.txt").read_text() == "two"
     (old / "a.txt").touch()
-    assert data_repository.folder_of(f"{repository}@v1:set") == old, "not fetched twice"
-    for root in (f"{repository}@v3:set", f"{repository}@v1:other", str(repository / "other.dvc")):
+    assert dvc_remote.folder_of(f"{repository}@v1:set") == old, "not fetched twice"
+    for root in (f"{repository}@v3:set", f"{repository}@v1:other"):
         with pytest.raises(DataError, match=r"dataset\.root"):
-            data_repository.folder_of(root)
-    assert data_repository.folder_of(None) == tmp_path and data_repository.folder_of("/some/data") == Path("/some/data")
+            dvc_remote.folder_of(root)
+    assert dvc_remote.folder_of(None) == tmp_path and dvc_remote.folder_of("/some/data") == Path("/some/data")
 
 
 @pytest.mark.parametrize(
@@ -71,27 +66,19 @@ def test_data_set_is_fetched_by_revision_or_pointer(
         ("{}/nothing@v1:set", DataError),
         ("http://a:secret@127.0.0.1:9/repo@v1:set", EnvironmentFailure),
         ("{}@v1:set", EnvironmentFailure),
-        ("{}/set.dvc", EnvironmentFailure),
     ],
 )
 def test_failing_network_or_disk_is_told_from_bad_input(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str, kind: type[Exception]
 ) -> None:
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
-    monkeypatch.setattr(data_repository, "_get", full)
+    monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path / ("x" * 300)))  # a name that no disk can hold
     with pytest.raises(kind, match=r"dataset\.root") as told:
-        data_repository.folder_of(root.format(repository))
+        dvc_remote.folder_of(root.format(repository))
     assert "secret" not in str(told.value)
 
 
-@pytest.mark.parametrize("root", ["{}@v2:set", "{}/set.dvc"])
-def test_damaged_file_of_a_remote_is_refused(
-    root: str, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_file_of_a_remote_is_refused(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = f"{repository}@v2:set"
     monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
     remote, cache = repository.parent / "remote", repository / ".dvc" / "cache"
     sent = next(path for path in remote.rglob("*") if path.is_file() and path.read_bytes() == b"two")
@@ -100,8 +87,8 @@ def test_damaged_file_of_a_remote_is_refused(
         sent.chmod(0o644)
         sent.write_bytes(b"owt")
         with pytest.raises(IntegrityError, match=r"set/a\.txt"):
-            data_repository.folder_of(root.format(repository))
+            dvc_remote.folder_of(root)
     finally:
         sent.write_bytes(b"two")
         shutil.rmtree(cache, ignore_errors=True)
-    assert (data_repository.folder_of(root.format(repository)) / "a.txt").read_text() == "two"
+    assert (dvc_remote.folder_of(root) / "a.txt").read_text() == "two"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,27 @@ from optuna.exceptions import StorageInternalError
 
 from fl_engine.core.errors import ConfigError, Refused, Unreachable, UnreachableAddress
 from flexfleet.config import Config
-from flexfleet.experiments import tune_storage
-from flexfleet.tracking import server
+from flexfleet.experiments import tune_storage, tune_worker
+from flexfleet.tracking import databases, server
 from flexfleet.tracking.trackers import MLflow
 from tests.harness import postgres
-from tests.harness.outages import FIRST, interrupted_and_resumed, opened
-from tests.harness.outages import asked_anew as asked_anew  # a fixture
 from tests.harness.postgres import Postgres
 
 pytest.importorskip("psycopg", reason="psycopg, PostgreSQL's driver, is not installed (the extra `dev` has it)")
 
-pytestmark = pytest.mark.usefixtures("asked_anew")
+FIRST: dict[str, Callable[[str], Any]] = {
+    "MLflow": lambda url: MLflow(url, "e", "name", {}),
+    "a study": lambda url: tune_storage.open_study(Config(tune={"storage": url}), Path("folder"), "a"),
+}
+"""The first calls of a database, by who makes them."""
 
 
-# ------------------------------------------------------------------------------------------------------ errors
+@pytest.fixture(autouse=True)
+def _no_address_is_known(own_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLEXFLEET_TUNE_STORAGE", raising=False)
+    databases.check_connection.cache_clear()
+
+
 @pytest.mark.parametrize("who", FIRST)
 def test_database_that_never_answered_is_an_unreachable_address(who: str) -> None:
     with socket.socket() as bound:
@@ -56,9 +62,9 @@ def test_kind_of_a_database_error_tells_outages_from_refusals(
     wrapped = MlflowException(str(error), error_code=BAD_REQUEST)
     wrapped.__cause__ = error
     for raised in (error, wrapped):
-        with pytest.raises(later), server.answering("postgresql://host/db"):
+        with pytest.raises(later), server.explained("postgresql://host/db", "it"):
             raise raised
-        with pytest.raises(first), server.usable("postgresql://host/db"):
+        with pytest.raises(first), server.first_calls("x"), server.explained("postgresql://host/db", "it"):
             raise raised
     with pytest.raises(later, match="said"), tune_storage.answering(Config()):
         raise StorageInternalError("An exception is raised during the commit.") from error
@@ -79,30 +85,33 @@ def test_unquoted_password_is_refused_and_not_shown(who: str, url: str) -> None:
     assert not re.search("pl4n|xyzzy|host", str(error.value))
 
 
-# ------------------------------------------------------------------------------------------------------ studies
-def test_study_creates_the_folder_of_its_file_when_it_begins() -> None:
-    with pytest.raises(sqlalchemy.exc.OperationalError):
-        opened("sqlite:///new/folder/study.db", begun=True)
-    assert not Path("new").exists()
-    opened("sqlite:///new/folder/study.db").enqueue_trial({"x": 1.0})
-    assert len(opened("sqlite:///new/folder/study.db", begun=True).trials) == 1
-
-
 def test_outage_of_a_study_stops_the_worker_and_costs_no_try(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The database goes away within a trial, whose values are tried again when the study is resumed."""
     file, away = tmp_path / "study.db", tmp_path / "away.db"
+    config = Config(tune={"storage": f"sqlite:///{file}", "trials": 1})
+    monkeypatch.setattr(tune_worker, "searched", lambda *_: ({}, None))
+    monkeypatch.setattr(tune_worker, "_pools", lambda *_: [])
+    tune_storage.open_study(config, tmp_path, "outage").enqueue_trial({"training.lr": 0.5})
 
-    def leave() -> None:
+    def cut_off(config: Config, study: Any, trial: Any, ready: Any) -> float:
         file.rename(away)
         file.mkdir()
+        tune_worker.Reporter(trial, "avg").metrics([(1, {"avg": 0.5})])
+        pytest.fail("the database stored it")
 
-    def come_back() -> None:
-        file.rmdir()
-        away.rename(file)
+    monkeypatch.setattr(tune_worker, "_trial", cut_off)
+    with pytest.raises(Unreachable):
+        tune_worker.work(config, tmp_path, "outage")
+    file.rmdir()
+    away.rename(file)
+    monkeypatch.setattr(tune_worker, "_trial", lambda *_: 0.5)
+    assert tune_worker.work(config, tmp_path, "outage") == [1]
+    (first, again) = tune_storage.open_study(config, tmp_path, "outage").trials
+    assert (first.state.name, again.state.name) == ("FAIL", "COMPLETE")
+    assert again.system_attrs["fixed_params"] == {"training.lr": 0.5}
+    assert again.user_attrs[tune_worker.DEATHS] == 1
 
-    interrupted_and_resumed(f"sqlite:///{file}", tmp_path, monkeypatch, leave, come_back)
 
-
-# --------------------------------------------------------------------------------------------- a real PostgreSQL
 @pytest.fixture(scope="module")
 def of_module() -> Iterator[Postgres]:
     if postgres.programs() is None:
@@ -121,35 +130,15 @@ def pg(of_module: Postgres) -> Iterator[Postgres]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("who", FIRST)
-def test_wrong_password_is_reported_at_once_and_not_shown(who: str, of_module: Postgres) -> None:
-    with pytest.raises(ConfigError, match="password authentication failed") as error:
-        FIRST[who](of_module.url("admin:pl4nted-wrong"))
-    assert "pl4nted" not in str(error.value)
-
-
-@pytest.mark.long
 def test_outage_of_mlflows_database_loses_no_metric(pg: Postgres) -> None:
     run = MLflow(pg.url(database="mlflow"), "e", "outage", {})
     run.metrics([(1, {"avg": 0.5, "seconds_round": 1.0})])
-    pg.stop(signal.SIGQUIT)
+    pg.stop("immediate")
     run.metrics([(2, {"avg": 0.6, "seconds_round": 1.0})])
     with pytest.raises(Unreachable) as error:
         run.finish("FINISHED")
     assert "pl4nted" not in str(error.value)
     pg.start()
     run.finish("FINISHED")
-    history = server.client_of(run.uri).get_metric_history(run.run_id, "avg")
+    history = server.Client(run.uri).get_metric_history(run.run_id, "avg")
     assert [(each.step, each.value) for each in history] == [(1, 0.5), (2, 0.6)]
-
-
-@pytest.mark.long
-def test_restart_of_a_studys_database_stops_nothing(pg: Postgres) -> None:
-    study: Any = opened(pg.url())
-    trial = study.ask()
-    trial.report(0.1, 1)
-    pg.stop()
-    pg.start()
-    trial.report(0.2, 2)
-    study.tell(trial, 0.2)
-    assert opened(pg.url()).trials[-1].intermediate_values == {1: 0.1, 2: 0.2}

@@ -1,13 +1,9 @@
-"""params.yaml says what the defaults are; `dvc repro` runs what a change concerns, and nothing else."""
+"""`dvc repro` runs what a change concerns, and nothing else."""
 
 from __future__ import annotations
 
-import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,74 +12,26 @@ import pytest
 import yaml
 from dvc.repo import Repo
 
-from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.training import Training
 from fl_engine.core.errors import Stopped
 from fl_engine.core.fields import Moves
-from fl_engine.models import SmallCNN
 from fl_engine.preparation import PREPARATIONS
 from fl_engine.rounds import loop
-from flexfleet.config import Config, flatten, load_config, moves
+from flexfleet.config import Config, flatten, moves
 from flexfleet.files.artifacts import History
-from flexfleet.pipeline import model_pool, partition, pretrain, retry, share
+from flexfleet.pipeline import __main__ as steps
+from flexfleet.pipeline import pretrain, retry
 from flexfleet.pipeline.prepare import Resolved
 from tests.harness.imports import ROOT, reach
+from tests.harness.prepared import prepare
 
 STAGES = ["partition", "pretrain", "model_pool", "federate", "evaluate", "report"]
 
 
-# ------------------------------------------------------------------------------------------------ params.yaml
-def test_params_are_the_defaults() -> None:
-    assert load_config(ROOT / "params.yaml") == Config()
-
-
-def test_params_list_every_parameter_in_order() -> None:
-    def names(value: Any) -> Any:
-        return [(k, names(v)) for k, v in value.items()] if isinstance(value, dict) else None
-
-    listed = yaml.safe_load((ROOT / "params.yaml").read_text())
-    assert names(listed) == names(Config().model_dump(mode="json"))
-
-
-@pytest.mark.parametrize(("section", "kind"), [("algorithm", FlexFL), ("model", SmallCNN)])
-def test_options_in_comments_are_the_defaults_too(section: str, kind: Any) -> None:
-    text = (ROOT / "params.yaml").read_text()
-    part = re.search(rf"^{section}:\n(?:  .*\n)+", text, re.MULTILINE)
-    assert part is not None
-    listed = yaml.safe_load(re.sub(r"^  # (?=\w+: )", "  ", part[0], flags=re.MULTILINE))[section]
-    own = [f for f in fields(kind) if f.name not in ("training", "input_shape", "outputs")]
-    start = ["init"] if section == "model" else []  # every network's, beside its own options
-    assert list(listed) == ["name", *start, *(f.name for f in own)]
-    for f in own:
-        found = listed[f.name]
-        if is_dataclass(f.default):  # {name: average} stands for Average()
-            assert found == {"name": getattr(f.default, "name")}  # noqa: B009 - any of them
-        else:
-            assert found == (list(f.default) if isinstance(f.default, tuple) else f.default)
-
-
 # -------------------------------------------------------------------------------------------------- dvc repro
-def test_every_stage_starts_in_a_new_interpreter() -> None:
-    assert list(stages()) == STAGES
-    for stage in stages().values():
-        python, *module = stage["cmd"].split()[:3]
-        assert python == "python"
-        done = subprocess.run([sys.executable, *module, "--help"], capture_output=True, text=True)
-        assert done.returncode == 0 and "--out" in done.stdout, done.stderr
-
-
 def stages() -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
     return found
-
-
-def test_dvc_keeps_all_that_a_stage_writes() -> None:
-    written = {}
-    for stage in stages().values():
-        for each in (*stage["outs"], *stage.get("metrics", ())):
-            written |= each if isinstance(each, dict) else {each: {}}
-    assert "work/evaluate/evaluation.json" in written and "work/report" in written
-    assert [name for name, options in written.items() if not options.get("cache", True)] == []
 
 
 def lacks(names: Iterable[str], listed: Iterable[str], mark: str) -> list[str]:
@@ -94,35 +42,25 @@ def lacks(names: Iterable[str], listed: Iterable[str], mark: str) -> list[str]:
 UNLISTED = {"schema_version": "it has one value"}
 
 
-def test_the_rounds_depend_on_every_parameter_that_changes_them() -> None:
-    nothing = (Moves.EXECUTION, Moves.PLACE)
-    names = [name for name in flatten(Config()) if moves(name) not in nothing and name not in UNLISTED]
-    assert lacks(names, stages()["federate"]["params"], ".") == []
-
-
-def test_partition_stage_depends_on_held_out_samples() -> None:
-    assert lacks(share.HELD_OUT, stages()["partition"]["params"], ".") == []
-
-
-def test_pretraining_depends_on_what_preparations_are_given() -> None:
-    names = [name for kind in PREPARATIONS.values() for name in kind.settings]
-    assert "training.epochs" in names
-    assert lacks(names, stages()["pretrain"]["params"], ".") == []
-
-
-def test_the_report_depends_on_what_is_published_and_is_given_it() -> None:
-    report = stages()["report"]
-    names = [name for name in flatten(Config()) if name.startswith("publish.")]
-    assert names and lacks(names, report["params"], ".") == []
-    assert "--config params.yaml" in report["cmd"]
+def test_stages_depend_on_every_parameter_that_changes_their_output() -> None:
+    names = [name for name in flatten(Config()) if name not in UNLISTED]
+    wanted = {
+        "federate": [name for name in names if moves(name) not in (Moves.EXECUTION, Moves.PLACE)],
+        "partition": pretrain.HELD_OUT,
+        "pretrain": [name for kind in PREPARATIONS.values() for name in kind.settings],
+        "report": [name for name in names if name.startswith("publish.")],
+    }
+    for stage, expected in wanted.items():
+        assert expected and lacks(expected, stages()[stage]["params"], ".") == [], stage
+    assert "--config params.yaml" in stages()["report"]["cmd"]
 
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_depends_on_all_code_that_it_imports(name: str) -> None:
     stage = stages()[name]
-    module = stage["cmd"].split()[2]
-    files = {file for file in reach([module]) if (ROOT / file).read_text()}
-    assert f"{module.replace('.', '/')}.py" in files
+    module = steps.STEPS[stage["cmd"].split()[3]][0].partition(".")[0]
+    files = {file for file in reach([f"flexfleet.pipeline.{module}"]) if (ROOT / file).read_text()}
+    assert f"flexfleet/pipeline/{module}.py" in files
     assert lacks(files, stage["deps"], "/") == []
 
 
@@ -183,15 +121,12 @@ def test_a_stage_fails_if_its_parameters_changed_while_it_ran(
     def meanwhile(changes: dict[str, Any]) -> Any:
         def work(*given: Any) -> Any:
             edit(Path("params.yaml"), changes)
-            if callable(given[-1]):
-                given[-1]()  # the check, where the work calls it itself
 
-        monkeypatch.setattr(module, {"federate": "federate_for_dvc", "report": "finish"}.get(name, name), work)
-        monkeypatch.setattr(module.terminal, "show", lambda _: None)
-        return step(module.main, *command[3:])
+        monkeypatch.setattr(import_module(f"flexfleet.pipeline.{module}"), function, work)
+        return step(steps.main, *words)
 
-    command = stages()[name]["cmd"].split()
-    module: Any = import_module(command[2])
+    words = stages()[name]["cmd"].split()[3:]
+    module, _, function = steps.STEPS[words[0]][0].partition(".")
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "params.yaml", tmp_path)
     if name != "report":
@@ -210,15 +145,13 @@ def test_a_stage_fails_if_its_parameters_changed_while_it_ran(
 def job(tmp_path: Path, quick: Sequence[str]) -> tuple[Config, Path, Path]:
     """A configuration, its partition and its pool."""
     resolved = Resolved.load(ROOT / "params.yaml", quick)
-    partition.partition(resolved, tmp_path / "partition")
-    pretrain.pretrain(resolved, tmp_path / "partition", tmp_path / "pretrain")
-    model_pool.model_pool(resolved, tmp_path / "pretrain", tmp_path / "pool")
+    prepare(resolved, tmp_path)
     return resolved.config, tmp_path / "partition", tmp_path / "pool"
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
     """Every run stops when it has committed this many rounds more."""
-    original = loop.play
+    original = loop.run_round
     left = rounds
 
     def stopping(*args: Any) -> Any:
@@ -228,7 +161,7 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
         left -= 1
         return original(*args)
 
-    monkeypatch.setattr(loop, "play", stopping)
+    monkeypatch.setattr(loop, "run_round", stopping)
 
 
 def test_interrupted_rounds_are_resumed_by_their_configuration(
@@ -259,44 +192,6 @@ def test_interrupted_rounds_are_resumed_by_their_configuration(
     assert History.read(found / "history.json").model_sha256 == whole.model_sha256
     assert not unfinished.exists()
     assert sorted(p.name for p in out.iterdir()) == sorted(retry.OUTCOME)
-
-
-@pytest.mark.parametrize("files", [0, 3])
-def test_kill_while_rounds_are_deleted_blocks_no_later_run(
-    tmp_path: Path, job: tuple[Config, Path, Path], monkeypatch: pytest.MonkeyPatch, files: int
-) -> None:
-    config, parts, pool = job
-    out, unfinished = tmp_path / "federate", tmp_path / "federate.unfinished"
-
-    def killed(folder: Path) -> None:
-        for path in sorted((p for p in folder.rglob("*") if p.is_file()), reverse=True)[:files]:
-            path.unlink()
-        raise Stopped("as by a kill")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", killed)
-        with pytest.raises(Stopped):
-            retry.federate_for_dvc(Resolved.of(config), parts, pool, out)
-    first = History.read(out / "history.json").model_sha256
-    shutil.rmtree(out)  # as DVC does before it runs a stage
-    found = retry.federate_for_dvc(Resolved.of(config), parts, pool, out)
-    assert History.read(found / "history.json").model_sha256 == first
-    assert not unfinished.exists()
-
-
-def test_the_identity_depends_on_what_decides_the_model(job: tuple[Config, Path, Path]) -> None:
-    config, parts, pool = job
-
-    def name(**changes: Any) -> str:
-        return retry.identity(Resolved.of(config.model_copy(update=changes)), parts, pool)
-
-    elsewhere = config.tracking.model_copy(update={"mlflow": "http://here:5000"})
-    quicker = config.rounds.model_copy(update={"commit_every": 7})
-    assert name(tracking=elsewhere, rounds=quicker) == name()
-    assert name(seed=1) != name()
-    before = name()
-    (pool / "pool.json").write_text((pool / "pool.json").read_text().replace('"M1"', '"N1"'))
-    assert name() != before
 
 
 def test_identity_depends_on_the_content_of_named_files(

@@ -13,7 +13,6 @@ import pytest
 import flexfleet as ff
 from fl_engine.core.errors import Diverged, NothingMerged
 from flexfleet.config import load_config
-from flexfleet.experiments.compare import RunsFailed
 from flexfleet.files.run_status import Tally, tally_of
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.retry import federate_in
@@ -28,12 +27,10 @@ ENDINGS = {
 
 
 @pytest.fixture(autouse=True)
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def runs(tmp_path: Path, own_folder: None) -> Path:
     return tmp_path / "runs"
 
 
-# ------------------------------------------------------------------------------------------------ a command
 @pytest.mark.parametrize("name", ENDINGS)
 def test_run_without_merged_update_says_so(
     name: str, flexfleet: Any, quick: Sequence[str], runs: Path, mlflow_template: Path
@@ -61,7 +58,6 @@ def test_run_without_merged_update_says_so(
     assert not client.search_registered_models()
 
 
-# --------------------------------------------------------------------------------------------- from Python
 def test_result_of_a_diverged_run_says_so(caplog: pytest.LogCaptureFixture) -> None:
     ended: list[str] = []
 
@@ -76,17 +72,6 @@ def test_result_of_a_diverged_run_says_so(caplog: pytest.LogCaptureFixture) -> N
     assert any("no update was merged" in record.getMessage() for record in caplog.records)
 
 
-def test_comparison_with_a_diverged_run_has_no_table(runs: Path) -> None:
-    wild = {"algorithm": "all_large", "training.lr": 1e6}
-    for resume in (False, True):
-        with pytest.raises(RunsFailed) as failed:
-            ff.compare({"wild": wild, "calm": "all_large"}, seeds=(0,), id="compared", resume=resume, **SMALL)
-        assert failed.value.exit_code == 7
-    assert (runs / "compared" / "calm-s0" / "result.json").is_file()
-    assert not (runs / "compared" / "comparison.json").exists()
-
-
-# ------------------------------------------------------------------------------------------- steps and tasks
 @pytest.mark.parametrize("name", ["rate", "drop"])
 def test_rounds_of_a_pipeline_fail_without_update(
     name: str, quick: Sequence[str], flexfleet: Any, runs: Path, tmp_path: Path
@@ -101,7 +86,6 @@ def test_rounds_of_a_pipeline_fail_without_update(
     assert not out.exists()
 
 
-# --------------------------------------------------------------------------------------------------- counting
 def round_with(merged: int, failed: int, **counts: int) -> dict[str, float]:
     return {"clients_trained": merged, "clients_failed": failed, **counts}
 
@@ -109,7 +93,6 @@ def round_with(merged: int, failed: int, **counts: int) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("rounds", "status", "said"),
     [
-        ([round_with(6, 0)], "finished", "0 of 6 updates failed"),
         (
             [round_with(1, 5, clients_dropped=2, clients_late=3), round_with(4, 2, clients_dropped=2)],
             "finished",
@@ -123,7 +106,6 @@ def round_with(merged: int, failed: int, **counts: int) -> dict[str, float]:
         ),
         ([round_with(0, 0)], "nothing_merged", "0 of 0 updates failed"),
         ([round_with(6, 0), round_with(6, 0, diverged=1)], "diverged", "0 of 12 updates failed"),
-        ([round_with(6, 0, diverged=1), round_with(6, 0)], "finished", "0 of 12 updates failed"),
     ],
 )
 def test_tally_gives_status_and_main_reason(rounds: list[dict[str, float]], status: str, said: str) -> None:

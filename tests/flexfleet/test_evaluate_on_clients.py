@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import mlflow
 import pytest
+import torch
 
-from flexfleet.files.artifacts import EvaluationFile, History
+import flexfleet as ff
+from fl_engine.core.errors import ConfigError
+from flexfleet.files.artifacts import EvaluationFile
 from flexfleet.pipeline.partition import cut
 from flexfleet.pipeline.prepare import Resolved
+from tests.harness.alike import run_of
+from tests.harness.run_folders import rounds_of
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -19,38 +26,35 @@ ON = ("evaluate.on=clients", "evaluate.held_out=0.3", "rounds.stop=2", "run.devi
 
 
 def measured(run: Path) -> list[dict[str, float]]:
-    rows = History.read(run / "history.json").rounds
+    rows = rounds_of(run)
     return [{k: v for k, v in row["metrics"].items() if k.startswith(("on_clients/", "bytes_"))} for row in rows]
 
 
 def test_a_run_tells_what_its_clients_measured(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path, mlflow_uri: str, no_drawings: None
 ) -> None:
-    tracked = (*quick, *ON, f"tracking.mlflow={mlflow_uri}")
-    one = flexfleet("run", "--json", "--run-id", "one", sets=tracked)
-    assert one.code == 0, one.err
-    two = flexfleet("run", "--json", "--run-id", "two", sets=[*quick, *ON, "run.backend=processes"])
-    assert two.code == 0, two.err
+    one = run_of(flexfleet, "one", [*quick, *ON, f"tracking.mlflow={mlflow_uri}"])
+    two = run_of(flexfleet, "two", [*quick, *ON, "run.backend=processes"])
     runs = tmp_path / "runs"
-    assert measured(runs / "one") == measured(runs / "two") and one.json["metrics"] == two.json["metrics"]
-    assert one.json["model_sha256"] == two.json["model_sha256"]
+    assert measured(runs / "one") == measured(runs / "two")
+    assert (one["metrics"], one["model_sha256"]) == (two["metrics"], two["model_sha256"])
 
-    told = one.json["metrics"]["on_clients"]
+    told = one["metrics"]["on_clients"]
     last = measured(runs / "one")[-1]
     assert (told["asked"], told["failed"], told["all"]["clients"]) == (6, 0, 6)
     assert told["all"]["worst"] == min(each["worst"] for each in told["tiers"].values()) == last["on_clients/worst"]
     assert sum(each["clients"] for each in told["levels"].values()) == 6
     assert told == EvaluationFile.read(runs / "one" / "evaluation.json").model_dump()["on_clients"]
-    assert "local" in one.json["metrics"] and told["levels"].keys() <= one.json["metrics"]["levels"].keys()
+    assert "local" in one["metrics"] and told["levels"].keys() <= one["metrics"]["levels"].keys()
 
-    logged = mlflow.MlflowClient(mlflow_uri).get_run(one.json["mlflow_run_id"]).data.metrics
+    logged = mlflow.MlflowClient(mlflow_uri).get_run(one["mlflow_run_id"]).data.metrics
     assert logged["final/on_clients/p10"] == told["all"]["p10"] == logged["on_clients/p10"]
     tier = next(iter(told["tiers"]))
     assert logged[f"on_clients/spread/tier/{tier}"] == told["tiers"][tier]["spread"]
 
 
 def test_held_out_samples_change_the_model_and_stay_on_resume(flexfleet: Any, quick: Sequence[str]) -> None:
-    assert flexfleet("run", "--run-id", "a", sets=[*quick, *ON]).code == 0
+    run_of(flexfleet, "a", [*quick, *ON])
     refused = flexfleet("run", "--run-id", "a", "--resume", sets=[*quick, *ON, "evaluate.held_out=0.2"])
     assert refused.code == 2 and "evaluate.held_out" in refused.err
     refused = flexfleet("check", sets=[*quick, "evaluate.on=client"])
@@ -62,5 +66,34 @@ def test_a_check_counts_the_samples_that_clients_train_on(flexfleet: Any, quick:
     largest = max(map(len, cut(Resolved.load(None, sets)).clients))
     sets += [f"algorithm.most_samples={largest - 1}"]
     assert flexfleet("check", sets=sets).code == 2
-    done = flexfleet("check", sets=[*sets, "evaluate.on=clients"])
-    assert done.code == 0, done.err
+    flexfleet("check", sets=[*sets, "evaluate.on=clients"]).ok()
+
+
+def test_personal_model_is_the_one_that_the_client_evaluated(own_folder: Path) -> None:
+    options = {"evaluate.on": "clients", "evaluate.held_out": 0.3, "partition.clients": 4, "tracking.mlflow": None}
+    result = ff.run(algorithm="fedper", rounds=2, client_fraction=1.0, options=options, progress=False)
+    rows = [row for row in result.clients.to_dict("records") if row["round"] == 2]
+    assert [row["client"] for row in rows] == [0, 1, 2, 3] and all(0 <= row["accuracy"] <= 1 for row in rows)
+    assert fmean(row["accuracy"] for row in rows) == pytest.approx(result.metrics["on_clients"]["all"]["mean"])
+
+    heads = [result.personal(client).state_dict() for client in range(4)]
+    own = [name for name in heads[0] if not torch.equal(heads[0][name], heads[1][name])]
+    assert {name.split(".")[-1] for name in own} == {"weight", "bias"} and len(own) == 2
+    kept = result.metrics["kept_by_clients"]
+    assert len(kept) == 2 and ", ".join(kept) in (result.folder / "report.html").read_text()
+    x, y = result.client_data(2)
+    assert len(x) == len(y) == len(result.partition[2]) and result.personal(2)(x).shape == (len(y), 10)
+    for wrong in (4, -1, True, "0"):
+        with pytest.raises(ConfigError) as error:
+            result.client_data(wrong)  # type: ignore[arg-type]
+        assert error.value.path == "client"
+
+
+def test_comparison_has_the_metrics_of_the_clients(own_folder: Path) -> None:
+    options = {"evaluate.on": "clients", "partition.clients": 4, "tracking.mlflow": None}
+    found = ff.compare(["fedavg", "fedper"], seeds=[0], rounds=2, options=options, id="own", progress=False)
+    run = found.runs["fedper", 0]
+    summary = json.loads((found.folder / "comparison.json").read_text())["results"]["fedper"]
+    assert summary["clients_mean"]["mean"] == run.metrics["on_clients"]["all"]["mean"]
+    assert summary["clients_p10"]["mean"] <= summary["clients_mean"]["mean"]
+    assert (found.folder / "clients.svg").read_text().strip() in (found.folder / "comparison.html").read_text()

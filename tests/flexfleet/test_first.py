@@ -1,19 +1,19 @@
-"""Who is first: Student's paired t test of the highest against each other label, adjusted by Holm's method."""
+"""Student's paired t test, adjusted by Holm's method: of the highest label against all others, and of two labels."""
 
 from __future__ import annotations
 
 import math
-from statistics import fmean
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from fl_engine.core.errors import ConfigError
+from flexfleet.api.comparing import Paired, paired
 from flexfleet.experiments import comparison_file, comparison_report
-from flexfleet.experiments.comparison_file import ComparisonFile, LabelScore, OneRun, Spread, Summary
-from flexfleet.experiments.ranking import FEWEST, First, firsts, notes, rows
+from flexfleet.experiments.comparison_file import ComparisonFile, OneRun
+from flexfleet.experiments.ranking import FEWEST, First, firsts, holm, notes, rows
 from flexfleet.files.measure import Measure
+from tests.harness.comparisons import summary
 
 A = [10.0, 20.0, 30.0]
 NEAR = [a - d for a, d in zip(A, (1, 2, 3), strict=True)]
@@ -31,7 +31,7 @@ def p_of(t: float) -> float:
     return 1 - t / math.sqrt(2 + t * t)
 
 
-def test_by_hand() -> None:
+def test_first_by_hand() -> None:
     """A is (1, 2, 3) above `near`: mean 2, std 1, t = 2 sqrt 3, p .074. It is (9.9, 10, 10.1) above `far`: mean 10, std
     .1, t = 100 sqrt 3, p 3.3e-5, by Holm twice that. So A is not first beside both, and first beside `far` alone."""
     found = of(near=NEAR, a=A, far=FAR)
@@ -47,22 +47,10 @@ def test_by_hand() -> None:
     assert alone.behind["far"].p_holm == alone.behind["far"].p
 
 
-def test_holm_counts_the_labels_below_the_highest() -> None:
-    """Differences of mean d and std 1 over three seeds have t = d sqrt 3. At d = 5 p is .013; of four such labels the
-    smallest p times four is above 5 %, of three it is below."""
-    others = {f"x{i}": [a - 5 - e for a, e in zip(A, (-1, 0, 1), strict=True)] for i in range(4)}
-    p = p_of(5 * math.sqrt(3))
-    assert 3 * p < 0.05 < 4 * p
-    three = of(a=A, **{name: others[name] for name in ("x0", "x1", "x2")})
-    assert three.first and three.behind["x0"].p_holm == pytest.approx(3 * p)
-    four = of(a=A, **others)
-    assert not four.first and four.not_told_apart == tuple(others)
-
-
 def test_too_few_seeds_and_missing_figures_make_no_claim() -> None:
     assert FEWEST == 3 and firsts({"full": {"a": A[:2], "b": NEAR[:2]}}) is None
-    found = firsts({"avg": {"a": A, "large": [None] * 3}, "full": {"a": A, "large": FAR}})
-    assert found is not None and list(found) == ["full"], "one label alone has avg"
+    found = firsts({"local_avg": {"a": A, "large": [None] * 3}, "full": {"a": A, "large": FAR}})
+    assert found is not None and list(found) == ["full"], "one label alone has local_avg"
     for seeds in (1, 2):
         assert notes(None, seeds) == ["Fewer than 3 seeds: there is no paired test, so no row is called first."]
     assert notes(None, 3) == [], "an older comparison"
@@ -76,50 +64,20 @@ def test_equal_differences_have_no_test_and_show_nothing() -> None:
     assert rows({"full": found}, ["b"], Measure()) == (("b", "10.00 ± 0.00, no spread"),)
 
 
-@given(
-    values=st.integers(3, 6).flatmap(
-        lambda seeds: st.lists(
-            st.lists(st.floats(0, 1, width=32), min_size=seeds, max_size=seeds), min_size=2, max_size=5
-        )
-    ),
-    data=st.data(),
-)
-def test_the_order_of_rows_and_seeds_does_not_matter(values: list[list[float]], data: st.DataObject) -> None:
-    labels = {f"x{i}": each for i, each in enumerate(values)}
-    names = data.draw(st.permutations(list(labels)))
-    order = data.draw(st.permutations(range(len(values[0]))))
-    found, other = of(**labels), of(**{name: [labels[name][i] for i in order] for name in names})
-    assert (found.highest, found.first, set(found.not_told_apart)) == (
-        other.highest,
-        other.first,
-        set(other.not_told_apart),
-    )
-    assert {n: b.mean for n, b in found.behind.items()} == pytest.approx({n: b.mean for n, b in other.behind.items()})
-    assert fmean(labels[found.highest]) == max(map(fmean, values))
-    assert all(each.mean >= -1e-12 for each in found.behind.values())
-    assert found.first == all(each.p_holm is not None and each.p_holm < 0.05 for each in found.behind.values())
-
-
 # ------------------------------------------------------------------------------------------- in a comparison
 def compared(**full: list[float]) -> ComparisonFile:
-    """Labels of one level: each has full, and no avg. The best round's is .1 above the last one's."""
-    nothing = Spread(mean=0.0, std=None)
+    """Labels of one level. The best round's is .1 above the last one's."""
 
     def run(seed: int, value: float) -> OneRun:
         zero = dict.fromkeys(("mb_down", "mb_up", "waste", "seconds"), 0.0)
-        best = {"round": 2.0, "avg": None, "full": value + 0.1}
+        best = {"round": 2.0, "avg": value + 0.1, "full": value + 0.1}
         about = {"run_id": f"r{seed}", "model_sha256": "0" * 64, "mlflow_run_id": None, "seconds_simulated": None}
-        return OneRun(seed=seed, avg=None, full=value, best=best, **zero, **about)
+        return OneRun(seed=seed, avg=value, full=value, best=best, **zero, **about)
 
-    score = LabelScore(round=nothing, avg=None, full=nothing)
-    costs = dict.fromkeys(("mb_down", "mb_up", "waste", "seconds"), nothing)
     results = {
-        label: Summary(
-            algorithm=label, settings={}, levels=(100.0,), last=score, best=score, **costs, seconds_simulated=None,
-            reached=(), runs=tuple(run(seed, value) for seed, value in enumerate(values)),
-        )
+        label: summary(label, runs=tuple(run(seed, value) for seed, value in enumerate(values)))
         for label, values in full.items()
-    }  # fmt: skip
+    }
     seeds = tuple(range(len(next(iter(full.values())))))
     first = firsts(comparison_file.by_seed(results))
     return ComparisonFile(
@@ -165,3 +123,41 @@ def test_labels_are_compared_within_a_case() -> None:
     assert varied(*fleets) == base.model_copy(update={"results": varied(*fleets).results}), "a row may have its fleet"
     assert [case.labels for case in varied(*fleets, at=True).cases] == [("a", "far"), ("a2", "far2", "alone")]
     assert ComparisonFile.model_validate_json(c.model_dump_json()) == c and "cases" not in base.model_dump()
+
+
+# --------------------------------------------------------------------------------- two labels, from Python
+def test_holm_by_hand() -> None:
+    # 4 x 0.01, 3 x 0.02, 2 x 0.03 = 0.06 and so is the one before, 1 x 0.04 is smaller than that.
+    assert holm([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([0.02]) == [0.02]
+    assert holm([]) == []
+
+
+def test_interval_and_p_by_hand() -> None:
+    """Differences 1, 2, 3: mean 2, standard error 1 / sqrt 3, t = 2 sqrt 3, half the width 4.302653 / sqrt 3."""
+    found = paired({"a": [2.0, 4.0, 6.0], "b": [1.0, 2.0, 3.0]}, (0, 1, 2), "a", "b", "full")
+    assert found.differences == (1.0, 2.0, 3.0)
+    assert found.mean == 2.0
+    assert found.interval == pytest.approx((2 - 2.484137, 2 + 2.484137), abs=1e-5)
+    assert found.p == pytest.approx(1 - math.sqrt(12) / math.sqrt(14))  # 2 degrees of freedom, t^2 = 12
+    assert found.p_holm == found.p
+    assert found.pairs == 1
+
+
+def test_one_seed_and_equal_differences_have_no_test() -> None:
+    for a, b, mean in (([0.5], [0.25], 0.25), ([0.3, 0.4], [0.2, 0.3], 0.1), ([0.3, 0.4], [0.3, 0.4], 0.0)):
+        found = paired({"a": a, "b": b}, range(len(a)), "a", "b")
+        assert found.mean == pytest.approx(mean) and "No test" in str(found)
+        assert (found.interval, found.p, found.p_holm) == (None, None, None)
+    far = paired({"a": [1 + k * 1e-9 for k in range(9)], "b": [0.0] * 9}, range(9), "a", "b")
+    assert far.p is not None and far.p < 1e-12 and "p < 1e-12" in str(far)
+
+
+def test_labels_without_the_metric_are_in_no_pair() -> None:
+    values: dict[str, list[float | None]] = {"a": [0.1, 0.3], "b": [0.2, 0.1], "large": [None, None]}
+    found: Paired = paired(values, (0, 1), "a", "b")
+    assert found.pairs == 1
+    for wrong in ("large", "lage", "a"):
+        with pytest.raises(ConfigError):
+            paired(values, (0, 1), "a", wrong)

@@ -6,9 +6,9 @@ import logging
 import random
 import signal
 import sys
-from collections.abc import Iterator
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,18 +22,11 @@ from tests.harness.from_python import SMALL
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("isolated"))
-        yield
-
-
-@pytest.fixture(scope="module")
-def plain(store: None) -> ff.Result:
+def plain(module_folder: Path) -> ff.Result:
     return ff.run(**SMALL)
 
 
-def test_the_process_is_as_before(store: None) -> None:
+def test_the_process_is_as_before(module_folder: Path) -> None:
     def now() -> list[Any]:
         legacy: Any = np.random.get_state()
         return [
@@ -53,15 +46,6 @@ def test_the_process_is_as_before(store: None) -> None:
         assert now() == before
     finally:
         torch.set_num_threads(threads)
-
-
-def _float64() -> None:
-    torch.set_default_dtype(torch.float64)
-
-
-def precisions() -> dict[str, str]:
-    at: Any = torch.backends
-    return {name: attrgetter(name)(at).fp32_precision for name in OPERATIONS}
 
 
 OPERATIONS = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn", "cuda.matmul", "cudnn.conv", "cudnn.rnn")
@@ -104,7 +88,7 @@ def test_isolated_run_has_default_algorithms_and_restores_them(warns: bool) -> N
 @pytest.mark.parametrize(
     ("setting", "undo"),
     [
-        (_float64, lambda: torch.set_default_dtype(torch.float32)),
+        (lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)),
         OLDER_NAMES,
         (
             lambda: setattr(torch.backends.mkldnn, "enabled", False),
@@ -120,7 +104,8 @@ def test_what_the_host_has_set_changes_no_bit(plain: ff.Result, setting: Any, un
     def now() -> list[Any]:
         return [
             torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled,
-            torch.get_default_device(), torch.is_grad_enabled(), precisions(),
+            torch.get_default_device(), torch.is_grad_enabled(),
+            [attrgetter(name)(torch.backends).fp32_precision for name in OPERATIONS],
         ]  # fmt: skip
 
     here = now()

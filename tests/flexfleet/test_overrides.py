@@ -1,8 +1,10 @@
-"""What a pipeline's form says becomes the configuration that params.yaml would, or one clear error."""
+"""Short options, `--set` and forms of pipelines become the same configuration, or an error with the parameter."""
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +17,17 @@ from fl_engine.algorithms.flexfl import FlexFL
 from fl_engine.core.errors import ConfigError, holds_password
 from fl_engine.core.text import read_yaml, write_yaml
 from fl_engine.storage.s3 import check_place, open_store
-from flexfleet.config import Config, flatten, load_config, parse
-from flexfleet.config.form import (
-    MOST_RUNS,
-    PARAMETERS,
-    comparison_from,
-    config_from,
-    overrides_of,
-    run_folder,
-    run_name,
-    whole,
-    write_config,
-)
-from flexfleet.config.overrides import parse_sets
+from flexfleet.cli import main as cli
+from flexfleet.config import Config, flatten, load_config
+from flexfleet.config.comparison_runs import entries_from, label_overrides
+from flexfleet.config.dotted import SHORT, parse_sets
+from flexfleet.config.form import MOST_RUNS, comparison_from, config_from, restore_integers, run_name
 from flexfleet.experiments import tune
 from flexfleet.pipeline.check import check
-from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.prepare import Resolved, config_of
+from tests.harness.settings import refused_at
+
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,10 +35,6 @@ ROOT = Path(__file__).parents[2]
 @dataclass(frozen=True)
 class Mine(FlexFL):
     """An algorithm of the user's own."""
-
-
-def test_nothing_given_is_the_defaults() -> None:
-    assert config_from({}, {}) == Config()
 
 
 def test_parameters_and_advanced_do_what_set_does() -> None:
@@ -85,125 +78,80 @@ def test_plain_data_are_read_as_they_were_written(value: object) -> None:
     assert repr(parse_sets([f"a.b={in_line(value)}"])) == repr({"a.b": value})
 
 
-@pytest.mark.parametrize("text", ODD)
-def test_configuration_with_an_odd_text_survives_the_file(text: str, tmp_path: Path) -> None:
-    config = parse({"tracking": {"experiment": text}})
-    assert load_config(write_config(config, tmp_path / "params.yaml")) == config
-    assert load_config(None, overrides_of("", "runs", {"tracking.experiment": text})).tracking.experiment == text
-
-
-@pytest.mark.parametrize("value", ["!!int []", "!!timestamp 5", "!!binary [a]"])
-def test_a_tag_that_lies_is_no_valid_yaml(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"--set .*not valid YAML"):
-        parse_sets([f"a={value}"])
-
-
-def test_every_parameter_has_its_own_place() -> None:
-    assert len(set(PARAMETERS.values())) == len(PARAMETERS)
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [(5.0, 5), (-2.0, -2), (0.5, 0.5), (5, 5), (True, True), ("5.0", "5.0"), (None, None)],
 )
 def test_whole_numbers(before: object, after: object) -> None:
     for given, expected in ((before, after), ({"a": [before, {"b": before}]}, {"a": [after, {"b": after}]})):
-        assert (whole(given), repr(whole(given))) == (expected, repr(expected))
-    assert whole(float("inf")) == float("inf")
+        assert (restore_integers(given), repr(restore_integers(given))) == (expected, repr(expected))
+    assert restore_integers(float("inf")) == float("inf")
+
+
+FORM = dict.fromkeys(SHORT, "") | {"dataset": "digits", "model": "small_cnn", "algorithm": "flexfl", "clients": 6}
+FORM |= {"partition_rule": "iid", "dirichlet_alpha": 0.6, "rounds": 3, "client_fraction": 0.3, "local_epochs": 1}
+FORM |= {"learning_rate": 0.05, "seed": 0}
 
 
 @pytest.mark.parametrize(
-    ("parameters", "advanced", "message"),
+    ("parameters", "advanced", "path"),
     [
-        ({"client": 5}, {}, r"unknown parameter 'client' \(did you mean 'clients'\?\)"),
-        ({}, {"algorithm.kd_wight": 5}, r"unknown parameter 'algorithm.kd_wight' \(did you mean 'kd_weight'\?\)"),
-        ({"clients": 0}, {}, r"partition.clients: .* greater than or equal to 1, got 0"),
-        ({"algorithm": "fedavgg"}, {}, r"no algorithm named 'fedavgg'"),
-        ({}, {"partition.clients": 5}, r"'partition.clients' is the parameter 'clients', set it there"),
-        ({}, {"partition": {"minimum": 5}}, r'advanced takes dotted names, \{"partition.minimum": value\}'),
-        ({}, {"seed.x": 5}, r"seed.x: 'seed' is a value, not a section"),
+        ({"client": 5}, {}, "client"),
+        ({}, {"algorithm.kd_wight": 5}, "algorithm.kd_wight"),
+        ({"clients": 0}, {}, "partition.clients"),
+        ({}, {"partition.clients": 5}, "partition.clients"),
+        ({}, {"run.remote": "s3://bucket/runs"}, "run.remote"),
+        ({}, {"tune.trials": 3}, "tune.trials"),
+        ({}, {"partition": {"minimum": 5}}, "partition"),
+        ({}, {"seed.x": 5}, "seed"),
+        ({}, ["rounds.stop"], "advanced"),
+        ({}, '{"rounds.stop": 3}', "advanced"),
+        ({}, None, "advanced"),
     ],
 )
-def test_bad_input_is_a_clear_error(parameters: dict[str, object], advanced: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        config_from(parameters, advanced)
+def test_form_names_the_wrong_parameter(parameters: dict[str, object], advanced: Any, path: str) -> None:
+    with refused_at(path):
+        config_from({**FORM, **parameters}, advanced)
 
 
 @pytest.mark.parametrize(
-    ("field", "listed", "path", "own"),
-    [
-        ("dataset", "casas", "dataset.name", "digits"),
-        ("model", "vgg16", "model.name", "resnet18"),
-        ("algorithm", "fedavg", "algorithm.name", f"{__name__}:Mine"),
-    ],
+    ("field", "own"), [("dataset", "casas"), ("model", "resnet18"), ("algorithm", f"{__name__}:Mine")]
 )
-def test_advanced_replaces_a_name_of_the_forms_lists(field: str, listed: str, path: str, own: str) -> None:
-    assert flatten(config_from({field: listed}, {path: own}))[path] == own
+def test_advanced_replaces_a_name_of_the_forms_lists(field: str, own: str) -> None:
+    assert flatten(config_from(FORM, {SHORT[field]: own}))[SHORT[field]] == own
 
 
-def test_the_resolved_configuration_survives_the_file(tmp_path: Path) -> None:
-    config = config_from({"learning_rate": 1e-5, "mlflow_uri": ""}, {"algorithm.targets": [10.0, 100.0]})
-    assert load_config(write_config(config, tmp_path / "new" / "config")) == config
-
-
-def test_label_may_override_a_field_of_the_form() -> None:
+def test_label_of_a_form_has_its_own_settings() -> None:
     advanced = {"b:partition.alpha": 0.1, "b:algorithm.kd_weight": 0, "training.momentum": 0.9}
     runs = comparison_from({"dirichlet_alpha": 0.3}, advanced, "a=flexfl,b=flexfl", "0", "x")
     assert [run.config.partition.alpha for run in runs] == [0.3, 0.1]
     assert [run.config.training.momentum for run in runs] == [0.9, 0.9]
-    with pytest.raises(ConfigError, match="'dirichlet_alpha', set it there"):
-        comparison_from({}, {"partition.alpha": 0.1}, "a=flexfl", "0", "x")
+    with refused_at("partition.alpha"):
+        comparison_from({"dirichlet_alpha": 0.3}, {"partition.alpha": 0.1}, "a=flexfl", "0", "x")
 
 
 def test_run_names_and_folders() -> None:
     config = config_from({"store_uri": "/mnt/runs", "seed": 3}, {})
     assert run_name("", "8d1f", config) == "flexfl-s3-8d1f"
-    assert run_folder(config, run_name("mine", "8d1f", config)) == Path("/mnt/runs/mine")
+    assert config.run.store == "/mnt/runs"
     for bad in ("../mine", "a/b", ".hidden", ".."):
-        with pytest.raises(ConfigError, match="run_id is a plain name"):
+        with pytest.raises(ConfigError):
             run_name(bad, "8d1f", config)
     config = config_from({"store_uri": "s3://bucket/runs"}, {})
-    assert (config.run.remote, run_folder(config, "mine")) == ("s3://bucket/runs", Path("runs/mine"))
-    with pytest.raises(ConfigError, match=r"'run\.remote' is the parameter 'store_uri'"):
-        config_from({}, {"run.remote": "s3://bucket/runs"})
-    with pytest.raises(ConfigError, match=r"set run\.remote=s3://bucket/prefix"):
-        load_config(None, ("run.store=s3://bucket/runs",))
+    assert (config.run.remote, config.run.store) == ("s3://bucket/runs", "runs")
 
 
-@pytest.mark.parametrize("given", [[], ["rounds.stop"], "rounds.stop", '{"rounds.stop": 3}', 3.0, True, None])
-def test_advanced_that_is_no_object_is_said(given: Any) -> None:
-    for refused in (
-        lambda: config_from({}, given),
-        lambda: comparison_from({}, given, "flexfl", "0", "a"),
-        lambda: overrides_of("", "runs", given),
-    ):
-        with pytest.raises(
-            ConfigError, match=r'^advanced is one JSON object of dotted names, as \{"alg.*\}, or .*, got'
-        ):
-            refused()
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "s3:/b", "s3:b", "s3//b", "http://s3.example.com/b",
-        "gs://b", "file:///mnt/runs", "minio:9000/b", " s3://b",
-    ],
-)  # fmt: skip
-def test_what_was_meant_as_an_address_is_no_folder(address: str) -> None:
+@pytest.mark.parametrize("address", ["s3:/b", "s3//b", "http://s3.example.com/b", "file:///mnt/runs", "minio:9000/b"])
+def test_malformed_address_is_not_a_folder(address: str) -> None:
     for refused in (
         lambda: config_from({"store_uri": address}, {}),
         lambda: comparison_from({"store_uri": address}, {}, "flexfl", "0", "a"),
-        lambda: overrides_of("", address, {}),
         lambda: check_place("store_uri", address),
+        lambda: load_config(None, [f"run.store={in_line(address)}"]),
+        lambda: open_store(address),
     ):
-        with pytest.raises(ConfigError, match=r"store_uri"):
+        with pytest.raises(ConfigError):
             refused()
-    if not address.startswith(" "):
-        with pytest.raises(ConfigError, match=r"run\.store: a folder of this machine is expected"):
-            load_config(None, [f"run.store={in_line(address)}"])
-        with pytest.raises(ConfigError, match=r"is s3://bucket/prefix"):
-            open_store(address)
 
 
 @pytest.mark.parametrize("name", ["run.remote", "run.secrets", "publish.dvc"])
@@ -212,20 +160,13 @@ def test_parameters_of_places_refuse_malformed_addresses(name: str) -> None:
         check(Resolved.of(load_config(None, [f"{name}=s3:/b"])))
 
 
-def test_comparison_with_too_many_runs_is_refused() -> None:
-    seeds = ",".join(map(str, range(MOST_RUNS // 2 + 1)))
-    with pytest.raises(ConfigError, match=r"2 algorithms with 41 seeds are 82 runs, and a pipeline makes at most 80"):
-        comparison_from({}, {}, "flexfl,all_large", seeds, "a")
-    assert len(comparison_from({}, {}, "flexfl,all_large", seeds.rpartition(",")[0], "a")) == MOST_RUNS
-
-
-def test_a_study_has_no_more_workers_than_a_pipeline_can_gather(tmp_path: Path) -> None:
-    most = config_from({}, {"tune.workers": MOST_RUNS + 1})
-    with pytest.raises(ConfigError, match=r"tune.workers is 81, and a pipeline has at most 80"):
-        tune.prepare(most, "a", tmp_path, "job")
+def test_pipeline_refuses_too_many_runs_and_workers(tmp_path: Path) -> None:
+    seeds = ",".join(map(str, range(MOST_RUNS + 1)))
+    with pytest.raises(ConfigError, match="got 81"):
+        comparison_from({}, {}, "flexfl", seeds, "a")
+    with refused_at("tune.workers"):
+        tune.prepare(config_from({}, {"tune.workers": MOST_RUNS + 1}), "a", tmp_path, "job")
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match=r"set tune\.storage"):  # the next thing that is checked
-        tune.prepare(config_from({}, {"tune.workers": MOST_RUNS}), "a", tmp_path, "job")
 
 
 @pytest.mark.parametrize(
@@ -236,15 +177,86 @@ def test_a_study_has_no_more_workers_than_a_pipeline_can_gather(tmp_path: Path) 
         "mysql+pymysql://:secret@host/db", "a http://host and http://me:secret@host",
     ],
 )  # fmt: skip
-def test_a_password_is_seen_however_it_is_written(address: str) -> None:
+def test_form_refuses_passwords(address: str) -> None:
     assert holds_password(address)
     for refused in (
         lambda: config_from({"mlflow_uri": address}, {}),
         lambda: config_from({}, {"tune.space": {"model.name": {"choices": ["a", address]}}}),
         lambda: comparison_from({}, {"flexfl:algorithm.x": address}, "flexfl", "0", "a"),
-        lambda: overrides_of(address, "runs", {}),
-        lambda: overrides_of("", "runs", {"tracking.experiment": address}),
     ):
-        with pytest.raises(ConfigError, match="holds a password, and Kubeflow shows parameters") as error:
+        with pytest.raises(ConfigError, match="must not contain a password") as error:
             refused()
         assert "secret" not in str(error.value)
+
+
+VALUES = {
+    "dataset": "mnist", "model": "vgg16", "algorithm": "heterofl", "clients": "7", "partition_rule": "iid",
+    "dirichlet_alpha": "0.25", "rounds": "3", "client_fraction": "0.5", "local_epochs": "2", "learning_rate": "1e-3",
+    "seed": "9", "mlflow_uri": "null", "store_uri": "elsewhere",
+}  # fmt: skip
+
+
+def parsed(*argv: str) -> argparse.Namespace:
+    args = cli.parser().parse_args(argv)
+    cli.terminal.settle(args)
+    return args
+
+
+# ------------------------------------------------------------------------------------------- short options
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_short_options_set_their_dotted_names(command: str) -> None:
+    given = [word for name, value in VALUES.items() for word in (f"--{name.replace('_', '-')}", value)]
+    sets = [word for name, value in VALUES.items() for word in ("--set", f"{SHORT[name]}={value}")]
+    config = config_of(parsed(command, *given))
+    assert config == config_of(parsed(command, *sets)) != Config()
+
+
+def test_an_address_with_a_scheme_is_the_remote_place() -> None:
+    config = config_of(parsed("check", "--store-uri", "s3://bucket/runs", "--set", "run.store=here"))
+    assert (config.run.remote, config.run.store) == ("s3://bucket/runs", "here")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--rounds", "5", "--set", "rounds.stop=5"),
+        ("--rounds", "5", "--set", "rounds={stop: 5}"),
+        ("--rounds", "5", "--rounds", "5"),
+        ("--algorithm", "heterofl", "--set", "algorithm={name: heterofl}"),
+        ("--store-uri", "s3://b/p", "--set", "run.remote=s3://b/q"),
+        ("--faults", "drop=0.1", "--set", "rounds.faults=drop=0.1"),
+    ],
+)
+def test_a_parameter_given_twice_is_an_error(argv: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="set twice"):
+        parsed("run", *argv)
+
+
+# ------------------------------------------------------------------------------------------- sections
+def test_a_section_is_merged_into_what_stands() -> None:
+    """`algorithm={on_too_small: fail}` over heterofl ran flexfl once."""
+    config = load_config(None, ["algorithm.name=heterofl", "algorithm={on_too_small: fail}"])
+    assert config.algorithm == {"name": "heterofl", "on_too_small": "fail"}
+    config = load_config(None, ["training={lr: 0.5}", "training.epochs=2"])
+    assert (config.training.lr, config.training.epochs, config.training.batch_size) == (0.5, 2, 10)
+
+
+def test_another_name_drops_the_options_of_the_old_one(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("algorithm: {name: fedprox, mu: 0.5}\ntraining: {schedule: {name: cosine, floor: 0.1}}\n")
+    assert load_config(file, ["algorithm={name: heterofl}"]).algorithm == {"name": "heterofl"}
+    assert load_config(file, ["algorithm={name: fedprox}"]).algorithm == {"name": "fedprox", "mu": 0.5}
+    assert load_config(file, ["algorithm={mu: 0.25}"]).algorithm == {"name": "fedprox", "mu": 0.25}
+    assert load_config(file, ["training={schedule: {name: constant}}"]).training == Config().training
+    assert load_config(file, ["training.schedule.name=constant"]).training == Config().training
+
+
+def test_a_label_of_a_comparison_takes_sections_too() -> None:
+    sets = parse_sets(["b:algorithm={on_too_small: fail}", "training={lr: 0.5}", "b:training={lr: 0.25}"])
+    names = {"a": "heterofl", "b": "heterofl"}
+    a, b = entries_from(label_overrides(names, sets), (0,), partial(load_config, None), "x")
+    assert a.config.algorithm == {"name": "heterofl"} and a.config.training.lr == 0.5
+    assert b.config.algorithm == {"name": "heterofl", "on_too_small": "fail"} and b.config.training.lr == 0.25
+    for hidden in ("b:algorithm={name: flexfl}", "algorithm={name: flexfl}"):
+        with refused_at("algorithm.name"):
+            label_overrides(names, parse_sets([hidden]))

@@ -1,4 +1,4 @@
-"""Algorithms and networks of the user, by `package.module:NAME`."""
+"""Algorithms, networks, losses and optimizers of the user, by package.module:NAME."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ from typing import Any
 
 import pytest
 
+from flexfleet.files.artifacts import RunFile
+from tests.harness import processes
+from tests.harness.plugins import OBJECTIVE, OPTIMIZER
 from tests.harness.settings import refused
 
-PLUGIN = '''
-from dataclasses import dataclass
+pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
 
-from fl_engine.algorithms import FedAvg
+PLUGIN = '''
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from fl_engine.algorithms import FedAvg, HeteroFL
 from fl_engine.algorithms.pooled import PooledState
 from fl_engine.algorithms.training import Training
 
@@ -58,7 +66,27 @@ class Remembers(FedAvg):
         return Remembered(**vars(super().init(params, layout, fleet, pool, server)))
 
 
+@dataclass(frozen=True)
+class Deaf(HeteroFL):
+    def task(self, assignment, ctx):
+        return replace(super().task(assignment, ctx), objective=None)
+
+
 NOT_AN_ALGORITHM = 3
+
+
+def focal(model, x, y, start):
+    """Lin et al., ICCV 2017, with gamma = 2."""
+    log_p = F.log_softmax(model(x), 1).gather(1, y[:, None])
+    return (-((1 - log_p.exp()) ** 2) * log_p).mean()
+
+
+def rounded(model, x, y, start):
+    return model(x).argmax(1).float().mean()
+
+
+def adam(parameters, lr):
+    return torch.optim.AdamW(parameters, lr / 10)
 '''
 
 
@@ -69,17 +97,14 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "ownpackage" / "things.py").write_text(PLUGIN)
     (tmp_path / "ownpackage" / "broken.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.chdir(tmp_path)
     for name in ("ownpackage", "ownpackage.things", "ownpackage.broken"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return "ownpackage.things"
 
 
 def test_algorithm_without_a_base_class_runs(flexfleet: Any, plugin: str, quick: Sequence[str]) -> None:
-    kept = [each for each in quick if not each.startswith("algorithm.")]
-    sets = [*kept, f"algorithm.name={plugin}:Mine", "algorithm.strength=2", "rounds.stop=1"]
-    done = flexfleet("run", "--json", "--run-id", "own", sets=sets)
-    assert done.code == 0, done.err
+    sets = [*quick, f"algorithm.name={plugin}:Mine", "algorithm.strength=2", "rounds.stop=1"]
+    done = flexfleet("run", "--json", "--run-id", "own", sets=sets).ok()
     assert list(done.json["metrics"]["levels"]) == ["full"]
     assert flexfleet("run", "--json", "--run-id", "own", "--resume", sets=sets).json == done.json
 
@@ -87,9 +112,7 @@ def test_algorithm_without_a_base_class_runs(flexfleet: Any, plugin: str, quick:
 def test_state_that_cannot_be_stored_is_refused_before_training(flexfleet: Any, plugin: str, tmp_path: Path) -> None:
     sets = [f"algorithm.name={plugin}:Remembers", "algorithm.eligible=all", "tracking.mlflow=null"]
     for command in ("check", "run"):
-        done = flexfleet(command, sets=sets)
-        assert done.code == 2
-        assert "Remembered.best holds 0 (int)" in done.err
+        assert "Remembered.best is 0 (int)" in processes.refused(flexfleet(command, sets=sets))
     assert not (tmp_path / "runs").exists()
 
 
@@ -117,6 +140,53 @@ def test_what_cannot_be_plugged_in_is_named(plugin: str, section: str, name: str
 
 @pytest.mark.parametrize("name", ["ownpackage.things:Nothing", "ownpackage.things:NOT_AN_ALGORITHM", "digitz"])
 def test_a_data_set_that_is_none_is_named(flexfleet: Any, plugin: str, name: str) -> None:
-    done = flexfleet("check", sets=[f"dataset.name={name}"])
-    assert done.code == 2
-    assert name in done.err
+    assert name in processes.refused(flexfleet("check", sets=[f"dataset.name={name}"]))
+
+
+# ----------------------------------------------------------------------------------------- losses and optimizers
+OWN = (f"training.objective={OBJECTIVE}", f"training.optimizer={OPTIMIZER}")
+PLAIN = "algorithm.name=heterofl"
+
+
+def trained(flexfleet: Any, name: str, sets: Sequence[str]) -> str:
+    done = flexfleet("run", "--json", "--run-id", name, sets=sets).ok()
+    assert RunFile.read(Path("runs") / name / "run.json").numerics["strategy"] == "single"
+    return str(done.json["model_sha256"])
+
+
+@pytest.mark.long
+def test_user_code_like_the_built_in_ends_in_the_same_model(flexfleet: Any, quick: Sequence[str]) -> None:
+    ways = {"built_in": ("run.strategy=single",), "own": OWN, "processes": (*OWN, "run.backend=processes")}
+    assert len({trained(flexfleet, name, [*quick, PLAIN, *sets]) for name, sets in ways.items()}) == 1
+
+
+def test_own_loss_and_optimizer_give_the_same_bits_in_processes(
+    flexfleet: Any, quick: Sequence[str], plugin: str
+) -> None:
+    sets = [*quick, PLAIN, f"training.objective={plugin}:focal", f"training.optimizer={plugin}:adam"]
+    ways = {"threads": "run.devices=[cpu, cpu]", "processes": "run.backend=processes"}
+    assert len({trained(flexfleet, name, [*sets, more]) for name, more in ways.items()}) == 1
+    resumed = flexfleet("run", "--json", "--run-id", "threads", "--resume", sets=[*quick, PLAIN])
+    assert resumed.code == 2
+    assert f"training.objective: '{plugin}:focal' -> None" in resumed.err
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (("training.objective=focal",), "training.objective"),
+        (("training.objective=nowhere23:focal",), "training.objective"),
+        ((*OWN, "run.strategy=batched"), "run.strategy"),
+        ((OWN[1], "training.momentum=0.9"), "training.momentum"),
+        ((OWN[1], "run.precision=fp16"), "run.precision"),
+        ((OWN[0], "algorithm.name=depthfl"), "a loss at every exit"),
+        ((OWN[0], "algorithm.name=fjord"), "a loss of randomly drawn sub-models"),
+        ((OWN[0], "algorithm.name=ownpackage.things:Deaf"), "training.objective"),
+        (("training.objective=ownpackage.things:rounded",), "does not depend on the model's weights"),
+    ],
+    ids=["no name", "no module", "batched", "momentum", "fp16", "exits", "widths", "ignored", "no gradient"],
+)
+def test_loss_or_optimizer_that_cannot_train_is_refused(
+    flexfleet: Any, quick: Sequence[str], plugin: str, sets: tuple[str, ...], said: str
+) -> None:
+    assert said in processes.refused(flexfleet("check", "--json", sets=[*quick, PLAIN, *sets]))

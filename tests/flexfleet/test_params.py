@@ -1,18 +1,19 @@
-"""`flexfleet params`, `list` and `completion`: what there is, found without reading."""
+"""`flexfleet params`, `list`, `completion` and `init`: what there is, and files to begin with."""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fl_engine.algorithms import ALGORITHMS, CONTRACT
+from fl_engine.core import allowed
 from fl_engine.core.errors import ConfigError
 from fl_engine.datasets import DATASETS
 from fl_engine.fleet.devices import FLEETS
@@ -21,6 +22,8 @@ from flexfleet.cli import main as cli
 from flexfleet.config import Config, flatten, load_config
 from flexfleet.config.parameters import OWN_MODULE, everything, found, in_use
 from flexfleet.experiments import published_suites
+from flexfleet.files.new_files import algorithm_files
+from tests.harness.processes import refused
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -75,20 +78,14 @@ def test_a_word_finds_every_parameter_that_a_configuration_takes(tmp_path: Path)
 def test_options_of_a_network_of_ones_own(flexfleet: Any, tmp_path: Path) -> None:
     (tmp_path / "mynet.py").write_text(OWN_NETWORK)
     done = flexfleet("params", sets=["model={name: mynet:Net}"])
-    assert "model.pin: []  (of mynet:Net)  [list of text]" in done.out, done.err
-
-
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_every_option_of_every_algorithm_is_there(name: str) -> None:
-    options = {f"algorithm.{field.name}" for field in fields(ALGORITHMS[name])} - {"algorithm.training"}  # type: ignore[arg-type]
-    assert {row.name for row in ROWS if row.of == name and row.name.count(".") == 1} == options
+    assert "model.whole: false  (of mynet:Net)" in done.out, done.err
 
 
 def test_choices() -> None:
     assert BY_NAME["partition.rule", ""].choices[:2] == ("iid", "dirichlet")
     assert BY_NAME["algorithm.name", ""].choices == tuple(sorted(CONTRACT.registry))
     assert BY_NAME["algorithm.server", "flexfl"].choices[:2] == ("average", "adagrad")
-    assert BY_NAME["fleet.trace", ""].choices == ("lognormal", "file", "fedscale")
+    assert BY_NAME["fleet.trace", ""].choices == ("lognormal", "file")
 
 
 def test_what_a_configuration_uses() -> None:
@@ -96,7 +93,6 @@ def test_what_a_configuration_uses() -> None:
     used = in_use(config, ROWS)
     assert {row.of for row in used} == {"", "heterofl", "small_cnn", "oort", "qsgd"}
     assert ("codec.up.bits", "qsgd") in {(row.name, row.of) for row in used}
-    assert all(row.name != "codec.down.bits" for row in used)
 
 
 # ------------------------------------------------------------------------------------------- list
@@ -131,3 +127,49 @@ def test_completion(flexfleet: Any, shell: str) -> None:
         answer = subprocess.run(["bash", "-c", asked], capture_output=True, text=True)
         assert answer.stdout.split() == ["list"], answer.stderr
     assert cli.parser().parse_args(["run", "--algorithm", "my:Own"]), "the real parser takes other names"
+
+
+# ------------------------------------------------------------------------------------------- init
+def test_the_parameters_are_the_defaults_with_their_meaning(flexfleet: Any, tmp_path: Path) -> None:
+    done = flexfleet("init", "new/place", "--json")
+    assert (done.code, json.loads(done.out)) == (0, {"files": ["new/place/params.yaml"]})
+    assert load_config(tmp_path / "new/place/params.yaml") == Config()
+    assert "# Epochs that a client trains per round." in (tmp_path / "new/place/params.yaml").read_text()
+
+
+@pytest.mark.parametrize("argv", [("init",), ("init", "--algorithm", "mine")])
+def test_nothing_is_replaced(flexfleet: Any, tmp_path: Path, argv: tuple[str, ...]) -> None:
+    assert flexfleet(*argv).code == 0
+    last = max(tmp_path.iterdir())  # params.yaml, or the test
+    last.write_text("mine")
+    before = {path: path.read_text() for path in tmp_path.iterdir()}
+    assert last.name in refused(flexfleet(*argv))
+    assert {path: path.read_text() for path in tmp_path.iterdir()} == before
+
+
+def test_one_file_in_the_way_and_none_is_written(flexfleet: Any, tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text("")
+    assert flexfleet("init", "--algorithm", "mine").code == 2
+    assert not (tmp_path / "mine.py").exists()
+
+
+@pytest.mark.parametrize("name", ["my-method", "1st", "class", "a/b", "", "json", "flexfleet", "número", "__main__"])
+def test_a_name_that_cannot_be_a_module_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        algorithm_files(name, tmp_path)
+
+
+@pytest.mark.long
+def test_the_algorithm_runs_and_its_test_passes(flexfleet: Any, tmp_path: Path, quick: list[str]) -> None:
+    done = flexfleet("init", "--algorithm", "fed_mine")
+    assert done.code == 0 and "flexfleet run --algorithm fed_mine:FedMine" in done.out
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_fed_mine.py"]
+    tested = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    assert tested.returncode == 0, tested.stdout[-3000:]
+    assert " passed" in tested.stdout and "skipped" not in tested.stdout
+    allowed.trusted.add("fed_mine:FedMine")
+    own = CONTRACT.kind("fed_mine:FedMine")
+    assert CONTRACT.missing(own) == []
+    sets = [each for each in quick if not each.startswith("algorithm.")]
+    ran = flexfleet("run", "--json", "-q", "--algorithm", "fed_mine:FedMine", sets=sets).ok()
+    assert set(json.loads(ran.out)["metrics"]["levels"]) == {"0.5x", "0.71x", "1x"}

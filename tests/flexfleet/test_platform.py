@@ -5,54 +5,73 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import pytest
 
 from fl_engine.storage.store import FolderStore
 from flexfleet.config import Config, comparison_runs, load_config
-from flexfleet.config.form import config_from, overrides_of
+from flexfleet.config.form import config_from, overrides_from
 from flexfleet.experiments import compare, nightly
-from flexfleet.pipeline import publish
 from flexfleet.tracking import record as track
 from flexfleet.tracking import server
 from flexfleet.tracking.server import PARENT
-from tests.harness import platform as harness
-from tests.harness.platform import Platform
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+def _on_no_platform(own_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TRACKING_URI", "EXPERIMENT_ID", "RUN_ID"):
         monkeypatch.delenv(f"MLFLOW_{name}", raising=False)
 
 
+@dataclass(frozen=True)
+class Platform:
+    """The MLflow runs of a Kubeflow with MLflow built in: of the pipeline's run, and its child, of the task."""
+
+    client: mlflow.MlflowClient
+    experiment: str
+    pipeline: str
+    task: str
+    """Only Kubeflow may write this run."""
+    before: Any
+    """The task's run as Kubeflow left it."""
+
+    def untouched(self) -> bool:
+        """Return whether the task's run has its status, parameters, figures, tags, inputs and artifacts of before."""
+        now = self.client.get_run(self.task)
+        return bool(now.to_dictionary() == self.before and not self.client.list_artifacts(self.task))
+
+    def ours(self) -> list[Any]:
+        """Return the runs of the experiment that Kubeflow has not created."""
+        found = self.client.search_runs([self.experiment])
+        return [run for run in found if "kfp" not in run.data.tags]
+
+
 @pytest.fixture
 def at(mlflow_uri: str, monkeypatch: pytest.MonkeyPatch) -> Platform:
-    return harness.begin(mlflow_uri, monkeypatch)
+    """The environment variables name the task's MLflow run."""
+    client = mlflow.MlflowClient(tracking_uri=mlflow_uri)
+    experiment = client.create_experiment("kubeflow")
+    pipeline = client.create_run(experiment, run_name="pipeline", tags={"kfp": "pipeline"}).info.run_id
+    task = client.create_run(experiment, run_name="task", tags={"kfp": "task", PARENT: pipeline}).info.run_id
+    for name, value in {"TRACKING_URI": mlflow_uri, "EXPERIMENT_ID": experiment, "RUN_ID": task}.items():
+        monkeypatch.setenv(f"MLFLOW_{name}", value)
+    return Platform(client, experiment, pipeline, task, client.get_run(task).to_dictionary())
 
 
-def form(**advanced: Any) -> Config:
-    return config_from({"mlflow_uri": ""}, {key.replace("__", "."): value for key, value in advanced.items()})
-
-
-def begun(at: Platform, config: Config, **given: str) -> Any:
-    """The run that the first task begins, as MLflow has it."""
-    run_id = track.begin(config, "a", FolderStore("runs/a"), given)
-    return at.client.get_run(run_id)
+def form() -> Config:
+    return config_from({"mlflow_uri": ""}, {})
 
 
 # ---------------------------------------------------------------------------------------------- the address
 def test_an_empty_address_is_the_platforms_and_a_given_one_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert form().tracking.mlflow is None and overrides_of("", "runs", {})["tracking.mlflow"] is None
+    assert form().tracking.mlflow is None
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.kubeflow:5000")
     assert form().tracking.mlflow == "http://mlflow.kubeflow:5000"
-    assert overrides_of("", "runs", {})["tracking.mlflow"] == "http://mlflow.kubeflow:5000"
     assert config_from({"mlflow_uri": "http://mine:5000"}, {}).tracking.mlflow == "http://mine:5000"
-    assert overrides_of("http://mine:5000", "runs", {})["tracking.mlflow"] == "http://mine:5000"
     assert load_config(None).tracking.mlflow == "sqlite:///mlflow.db", "the command line's default stays"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     assert form().tracking.mlflow is None
@@ -71,18 +90,12 @@ def test_configuration_has_no_password_of_the_platform(monkeypatch: pytest.Monke
 
 # ------------------------------------------------------------------------------------------------- the tree
 def test_run_is_a_child_of_the_pipelines_mlflow_run(at: Platform) -> None:
-    run = begun(at, form(), **{"kfp.job_id": "job"})
+    run = at.client.get_run(track.begin(form(), "a", FolderStore("runs/a"), {"kfp.job_id": "job"}))
     assert (run.info.experiment_id, run.info.status) == (at.experiment, "SCHEDULED")
     assert (run.data.tags[PARENT], run.data.tags["kfp.job_id"]) == (at.pipeline, "job")
     assert [run.info.run_id for run in at.ours()] == [run.info.run_id]
     assert {e.name for e in at.client.search_experiments()} == {"Default", "kubeflow"}, "none of our own"
     assert at.untouched()
-
-
-def test_a_given_experiment_is_taken(at: Platform) -> None:
-    run = begun(at, form(tracking__experiment="mine"))
-    assert at.client.get_experiment(run.info.experiment_id).name == "mine"
-    assert run.data.tags[PARENT] == at.pipeline
 
 
 def test_a_given_server_knows_nothing_of_the_platforms_runs(
@@ -91,24 +104,11 @@ def test_a_given_server_knows_nothing_of_the_platforms_runs(
     shutil.copy(mlflow_template, tmp_path / "mine.db")
     uri = f"sqlite:///{tmp_path}/mine.db"
     client, run_id = (
-        server.client_of(uri), track.begin(config_from({"mlflow_uri": uri}, {}), "a", FolderStore("runs/a"), {})
+        server.Client(uri), track.begin(config_from({"mlflow_uri": uri}, {}), "a", FolderStore("runs/a"), {})
     )  # fmt: skip
     run = client.get_run(run_id)
     assert client.get_experiment(run.info.experiment_id).name == "digits-small_cnn-dirichlet"
     assert PARENT not in run.data.tags and at.ours() == []
-
-
-def test_a_task_run_without_a_parent_gives_ours_none(at: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_RUN_ID", at.pipeline)
-    run = begun(at, form())
-    assert PARENT not in run.data.tags and run.info.experiment_id == at.experiment
-
-
-def test_registered_models_have_the_name_of_the_experiment(at: Platform) -> None:
-    assert publish.name_of(form()) == "kubeflow-flexfl"
-    assert publish.name_of(form(tracking__experiment="mine")) == "mine-flexfl"
-    assert publish.name_of(form(publish__name="shipped")) == "shipped"
-    assert publish.name_of(load_config(None)) == "digits-small_cnn-dirichlet-flexfl"
 
 
 def test_retried_first_task_continues_its_mlflow_run(at: Platform) -> None:
@@ -134,8 +134,7 @@ def test_published_run_leaves_the_tasks_mlflow_run_alone(
     at: Platform, flexfleet: Any, quick: Sequence[str], mlflow_uri: str, no_drawings: None
 ) -> None:
     sets = [*quick, f"tracking.mlflow={mlflow_uri}", "publish.models=true", "publish.onnx=false", "rounds.stop=1"]
-    done = flexfleet("run", "--json", "--run-id", "a", sets=sets)
-    assert done.code == 0, done.err
+    done = flexfleet("run", "--json", "--run-id", "a", sets=sets).ok()
     (run,) = at.ours()
     assert (run.info.run_id, run.info.status) == (done.json["mlflow_run_id"], "FINISHED")
     assert run.data.tags[PARENT] == at.pipeline and run.data.metrics["final/full"] >= 0
@@ -147,7 +146,9 @@ def test_a_night_is_flat_below_the_pipeline(at: Platform, tiny_suite: dict[str, 
     import yaml
 
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_suite))
-    night = nightly.prepare(str(tmp_path / "tiny.yaml"), "n", overrides_of("", "runs", {}), update=True)
+    night = nightly.prepare(
+        str(tmp_path / "tiny.yaml"), "n", overrides_from({"mlflow_uri": "", "store_uri": "runs"}, {}), update=True
+    )
     mlflow = nightly.begin(night, {})
     assert mlflow is not None and (mlflow.experiment_id, mlflow.parent) == (at.experiment, at.pipeline)
     runs = next(iter(night.runs.values()))

@@ -16,16 +16,15 @@ from fl_engine.codecs import Half
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.pool import member
 from fl_engine.core.types import FULL, Codecs
-from fl_engine.models import SmallCNN, onnx_comparison
+from fl_engine.models import SmallCNN, onnx_precisions
 from flexfleet.config import load_config
-from flexfleet.pipeline.check import check
-from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.publish import precisions_of
 from flexfleet.reports import precisions
-from flexfleet.reports.report import report
+from flexfleet.reports.finished_run import load
+from tests.harness.alike import run_of
 
 LEVELS = ("M1", "M2", "M3")
-ASKED = ("fp16", "int8", "int8_static")
+ASKED = ("fp16", "int8")
 PLAIN = {"model.onnx", "model.safetensors", "submodel.json"}
 
 
@@ -46,16 +45,11 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory, quick: tuple[str, ...], flexfleet: Any) -> Ran:
-    folder = tmp_path_factory.mktemp("precise")
-    uri = f"sqlite:///{folder}/mlflow.db"
-    sets = [*quick, f"tracking.mlflow={uri}", f"run.store={folder}/runs", "rounds.stop=2", "publish.models=true"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        more = [f"publish.precision=[{', '.join(ASKED)}]"]
-        done = flexfleet("run", "--json", "--run-id", "mine", sets=[*sets, *more])
-    assert done.code == 0, done.err
-    return Ran(sets, folder / "runs", done.json, mlflow.MlflowClient(tracking_uri=uri))
+def ran(module_folder: Path, quick: tuple[str, ...], flexfleet: Any) -> Ran:
+    uri = f"sqlite:///{module_folder}/mlflow.db"
+    sets = [*quick, f"tracking.mlflow={uri}", "rounds.stop=2", "publish.models=true"]
+    done = run_of(flexfleet, "mine", [*sets, f"publish.precision=[{', '.join(ASKED)}]"])
+    return Ran(sets, module_folder / "runs", done, mlflow.MlflowClient(tracking_uri=uri))
 
 
 def test_every_level_has_its_files_and_figures(ran: Ran) -> None:
@@ -63,10 +57,10 @@ def test_every_level_has_its_files_and_figures(ran: Ran) -> None:
     assert list(told) == list(LEVELS)
     for level in LEVELS:
         folder = ran.out / "export" / level
-        found = onnx_comparison.read(folder)
-        assert found is not None and list(found.precisions) == ["fp32", *ASKED] and found.calibration_samples
+        found = onnx_precisions.read(folder)
+        assert found is not None and list(found.precisions) == ["fp32", *ASKED]
         assert {path.name for path in folder.iterdir()} == PLAIN | {
-            "model.fp16.onnx", "model.int8.onnx", "model.int8_static.onnx", "precision.json"
+            "model.fp16.onnx", "model.int8.onnx", "precision.json"
         }  # fmt: skip
         assert told[level] == json.loads((folder / "precision.json").read_text())["precisions"]
         sizes = [told[level][name]["bytes"] for name in ("fp32", *ASKED)]
@@ -76,11 +70,9 @@ def test_every_level_has_its_files_and_figures(ran: Ran) -> None:
     assert json.loads((ran.out / "result.json").read_text())["metrics"]["precision"] == told
 
 
-def test_another_precision_takes_no_other_run(ran: Ran, flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ran.runs.parent)
+def test_another_precision_takes_no_other_run(ran: Ran, flexfleet: Any) -> None:
     shutil.copytree(ran.out, ran.runs / "kept")
-    done = flexfleet("run", "--run-id", "mine", "--resume", sets=[*ran.sets, "publish.precision=auto"])
-    assert done.code == 0, done.err
+    done = flexfleet("run", "--run-id", "mine", "--resume", sets=[*ran.sets, "publish.precision=auto"]).ok()
     assert re.search(r"^M3 +fp32 +", done.out, re.MULTILINE) and "int8" not in done.out
     assert {path.name for path in (ran.out / "export" / "M1").iterdir()} == PLAIN | {"precision.json"}
     done = flexfleet("run", "--run-id", "mine", "--resume", "--json", sets=ran.sets)
@@ -99,10 +91,9 @@ def test_figures_of_another_or_damaged_model_are_not_reported(ran: Ran, tmp_path
     shutil.copytree(ran.out, tmp_path / "a")
     (tmp_path / "a" / "export" / "M2" / "precision.json").write_text("{}")
     with pytest.raises(IntegrityError, match=r"M2/precision\.json"):
-        report([tmp_path / "a"], tmp_path / "a.html")
+        load(tmp_path / "a")
 
 
-# -------------------------------------------------------------------------------------------- what is asked for
 @dataclass(frozen=True)
 class Bits(Half):
     bits: int = 8  # type: ignore[misc]
@@ -122,29 +113,7 @@ def test_auto_goes_by_a_levels_own_codec_then_the_runs() -> None:
     assert precisions_of(named, level) == ("int8", "fp32")
 
 
-@pytest.mark.parametrize(
-    ("sets", "said"),
-    [
-        (["publish.precision=[int9]"], "input should be 'fp32', 'fp16', 'int8' or 'int8_static', got 'int9'"),
-        (["publish.precision=[]"], "should have at least 1 item"),
-        (
-            ["publish.precision=[int8]", "publish.onnx=false"],
-            "publish.precision converts the ONNX files: set publish.o",
-        ),
-        (["publish.precision=auto", "publish.onnx=false"], "publish.precision converts the ONNX files: set publish.o"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(sets: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        load_config(None, sets)
-
-
-def test_ranges_need_proxy_data_before_the_first_round(quick: tuple[str, ...]) -> None:
-    sets = [*quick, "publish.models=true", "partition.proxy=0", "model.norm=static", "algorithm.name=heterofl"]
-    sets += ["algorithm.static_bn=false"]
-    kept = [each for each in sets if not each.startswith("algorithm.") or each in sets[-2:]]
-    check(Resolved.load(None, [*kept, "publish.precision=[int8]"]))
-    with pytest.raises(ConfigError, match="int8_static"):
-        check(Resolved.load(None, [*kept, "publish.precision=[int8_static]"]))
-    owned = [*kept, "publish.precision=[int8_static]", "partition.server_classes=[8,9]", "algorithm.mask_labels=false"]
-    assert check(Resolved.load(None, owned))["ok"]
+@pytest.mark.parametrize("wanted", ["[int8]", "auto"])
+def test_precisions_without_onnx_are_refused(wanted: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape("publish.precision requires publish.onnx=true")):
+        load_config(None, [f"publish.precision={wanted}", "publish.onnx=false"])

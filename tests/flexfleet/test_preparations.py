@@ -21,6 +21,8 @@ from flexfleet.files.artifacts import PoolFile
 from flexfleet.pipeline.check import check
 from flexfleet.pipeline.partition import cut
 from flexfleet.pipeline.prepare import Resolved
+from tests.harness.alike import run_of
+from tests.harness.processes import refused
 from tests.harness.searched import MADE, prepared_in
 from tests.harness.searched import searched as searched  # a fixture
 
@@ -41,8 +43,7 @@ def test_what_is_found_decides_the_pool(flexfleet: Any, sets: list[str]) -> None
     widths = {}
     for tolerance in (0.0, 1e9):
         run_id = f"t{tolerance:g}"
-        done = flexfleet("run", "--json", "--run-id", run_id, sets=[*sets, f"algorithm.tolerance={tolerance}"])
-        assert done.code == 0, done.err
+        run_of(flexfleet, run_id, [*sets, f"algorithm.tolerance={tolerance}"])
         found = json.loads(Path("runs", run_id, "pretrain", MADE).read_bytes())
         small, full = PoolFile.read(Path("runs", run_id, "pool", "pool.json")).levels
         assert (small.name, full.share) == (f"{found['width']:g}x", 1.0)
@@ -70,14 +71,13 @@ class Counts(FlexFL):
 def test_the_pool_may_ask_the_server(flexfleet: Any, quick: Sequence[str]) -> None:
     sets = [*quick, f"algorithm.name={HERE}:Counts", "rounds.stop=1"]
     sizes = [len(part) for part in cut(Resolved.load(None, sets)).clients]
-    done = flexfleet("run", "--json", "--run-id", "a", sets=sets)
-    assert done.code == 0, done.err
+    run_of(flexfleet, "a", sets)
     pool = PoolFile.read(Path("runs/a/pool/pool.json"))
     assert pool.levels[0].name == f"{max(sizes) / sum(sizes):g}x"
-    assert PoolFile.model_validate(flexfleet("pool", "--json", sets=sets).json) == pool
-    done = flexfleet("pool", "--input", "1x8x8", "--classes", "10", sets=sets)
-    assert done.code == 2
-    assert "asks for the server's data" in done.err and "leave out --input" in done.err
+    shown = flexfleet("pool", "--json", sets=sets).json
+    assert all(level.pop("flops") == level["macs"] for level in shown["levels"])
+    assert PoolFile.model_validate(shown) == pool
+    assert "needs the server's data" in refused(flexfleet("pool", "--input", "1x8x8", "--classes", "10", sets=sets))
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class NoPrepare:
 WRONG = {
     "nowhere:Search": "cannot be imported",
     "apos": "did you mean 'apoz'?",
-    f"{HERE}:NoPrepare": "does not fit: it has no 'needs_data', and it has no 'artifact', and it has no prepare(",
+    f"{HERE}:NoPrepare": "must define needs_data, artifact, prepare, assumed",
     f"{HERE}:Asks": "'algorithm.epsilom'",
 }
 

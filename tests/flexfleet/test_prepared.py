@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 
 from fl_engine.core.errors import IntegrityError
-from fl_engine.data.partition_files import TENSORS
+from fl_engine.data.partition import TENSORS
 from fl_engine.storage import code
 from flexfleet.config import load_config
-from flexfleet.config.comparison_runs import Entry
-from flexfleet.experiments import comparison_tasks
+from flexfleet.config.comparison_runs import PlannedRun
+from flexfleet.experiments import compare
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import Apoz
-from flexfleet.pipeline import keys, share
+from flexfleet.pipeline import keys, pretrain
 from flexfleet.pipeline.partition import partition
 from flexfleet.pipeline.prepare import Resolved
+from tests.harness.alike import run_of
 from tests.harness.searched import MADE, prepared_in, recipe
 from tests.harness.searched import searched as searched  # a fixture
 
@@ -33,32 +34,19 @@ def sets(quick: Sequence[str]) -> list[str]:
     return [*quick, "algorithm.name=searched:Searched"]
 
 
-@pytest.fixture
-def unused(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-
-    def refuse() -> None:
-        import searched  # type: ignore[import-not-found]
-
-        monkeypatch.setattr(searched.Search, "prepare", lambda *_: pytest.fail("what is there is computed again"))
-
-    return refuse
-
-
 # -------------------------------------------------------------------------------------------------- it is kept
-def test_a_run_takes_over_what_is_there_and_says_so(
-    flexfleet: Any, sets: list[str], unused: Any, caplog: pytest.LogCaptureFixture
+def test_run_uses_existing_results_and_logs_it(
+    flexfleet: Any, sets: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "flexfleet")
-    whole = flexfleet("run", "--json", "--run-id", "whole", sets=sets)
+    whole = run_of(flexfleet, "whole", sets)
     folder = prepared_in(Path("runs/a"), sets)
     before = (folder / MADE).read_bytes()
-    unused()
     # What does not move the result of a preparation is no input of it.
-    done = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*sets, "run.devices=[cpu, cpu]"])
-    assert done.code == 0, done.err
-    assert "searched:Search is taken from runs/a/pretrain" in caplog.text
+    done = run_of(flexfleet, "a", [*sets, "run.devices=[cpu, cpu]"], "--resume")
+    assert "reusing searched:Search from runs/a/pretrain" in caplog.text
     assert (folder / MADE).read_bytes() == before
-    assert done.json["model_sha256"] == whole.json["model_sha256"]
+    assert done["model_sha256"] == whole["model_sha256"]
 
 
 INPUTS = {
@@ -135,23 +123,14 @@ def test_another_source_of_a_network_computes_again(
         edit(act)
         prepared_in(tmp_path / folder, sets)
         for name, given in more.items():
-            partition(Resolved.load(None, [*sets, *given, f"run.store={folder}"]), tmp_path / folder / name)
+            partition(Resolved.load(None, [*sets, *given]), tmp_path / folder / name)
         layers = Apoz.read(tmp_path / folder / "pretrain" / "apoz.json").layers
         found.append((layers, (tmp_path / folder / "clusters" / TENSORS).read_bytes()))
     before, now, fresh = found
     assert now == fresh and all(one != two for one, two in zip(before, now, strict=True))
-    mistakes = {each: {path.read_text() for path in Path(each, ".kept").glob("confusion-*")} for each in "ab"}
-    assert len(mistakes["a"]) == 2 and mistakes["b"] < mistakes["a"]
 
 
-@pytest.mark.parametrize("what", ["training.lr=0.01", "rounds.stop=9", "algorithm.selection.name=uniform"])
-def test_what_is_no_input_computes_nothing(tmp_path: Path, sets: list[str], what: str, unused: Any) -> None:
-    prepared_in(tmp_path / "a", sets)
-    unused()
-    prepared_in(tmp_path / "a", [*sets, what])
-
-
-def test_an_algorithm_without_it_leaves_nothing_of_it(tmp_path: Path, quick: Sequence[str], sets: list[str]) -> None:
+def test_results_of_another_algorithm_are_deleted(tmp_path: Path, quick: Sequence[str], sets: list[str]) -> None:
     folder = prepared_in(tmp_path / "a", sets)
     prepared_in(tmp_path / "a", [*quick, "algorithm.name=all_large"])
     assert sorted(path.name for path in folder.iterdir()) == ["prepared.json"]
@@ -160,18 +139,16 @@ def test_an_algorithm_without_it_leaves_nothing_of_it(tmp_path: Path, quick: Seq
     assert len(Apoz.read(folder / "apoz.json").layers) == 4
 
 
-# ------------------------------------------------------------------------------------------------- it is damaged
+# ------------------------------------------------------------------------------------------------- damage
 @pytest.mark.parametrize("name", [MADE, "apoz.json"])
-@pytest.mark.parametrize("how", ["a digit", "truncated", "empty"])
-def test_a_damaged_artifact_is_one_clear_error(
-    flexfleet: Any, quick: Sequence[str], sets: list[str], name: str, how: str
+def test_damaged_result_of_a_preparation_is_named(
+    flexfleet: Any, quick: Sequence[str], sets: list[str], name: str
 ) -> None:
     given = sets if name == MADE else list(quick)
     path = prepared_in(Path("runs/a"), given) / name
     value = path.read_bytes()
     position = max(value.rfind(digit) for digit in b"123")
-    changed = {"a digit": value[:position] + b"9" + value[position + 1 :], "truncated": value[:-20], "empty": b""}
-    path.write_bytes(changed[how])
+    path.write_bytes(value[:position] + b"9" + value[position + 1 :])
     done = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=given)
     assert done.code == 4
     assert done.err.count("\n") <= 2 and str(path) in done.err
@@ -181,16 +158,7 @@ def test_a_damaged_artifact_is_one_clear_error(
     assert {**kept, "seconds": 0} == {**json.loads(value), "seconds": 0}
 
 
-@pytest.mark.parametrize("content", [b"", b"{}"])
-def test_a_damaged_index_is_one_clear_error(flexfleet: Any, sets: list[str], content: bytes) -> None:
-    folder = prepared_in(Path("runs/a"), sets)
-    (folder / prepared.INDEX).write_bytes(content)
-    done = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=sets)
-    assert done.code == 4
-    assert f"{folder / prepared.INDEX} is not a valid Index file" in done.err
-
-
-# --------------------------------------------------------------------------------------------- it is killed
+# --------------------------------------------------------------------------------------------- kills
 DYING = """
 import os
 import signal
@@ -223,56 +191,55 @@ class Twice(Searched):
 
 
 @pytest.mark.long
-def test_killed_preparation_is_resumed(nursery: Any, tmp_path: Path, sets: list[str]) -> None:
+def test_killed_preparation_is_resumed(fork_server: Any, tmp_path: Path, sets: list[str]) -> None:
     """The first preparation is finished when the process is killed in the second one."""
     (tmp_path / "dying.py").write_text(DYING)
     given = [*sets, "algorithm.name=dying:Twice"]
 
     def run(run_id: str, *more: str, **env: str) -> Any:
         argv = ("run", "--json", "--run-id", run_id, *more)
-        return nursery.start("flexfleet", *argv, cwd=tmp_path, sets=given, env=env).wait(120)
+        return fork_server.start("flexfleet", *argv, cwd=tmp_path, sets=given, env=env).wait(120)
 
     folder = tmp_path / "runs" / "a"
     assert run("a", DIES="1").code == -signal.SIGKILL
     assert list(prepared.index(folder / "pretrain")) == ["searched:Search"] and not (folder / "run.json").exists()
     done, whole = run("a", "--resume", DIES="1"), run("whole")
     assert (done.code, whole.code) == (0, 0), done.err + whole.err
-    assert "searched:Search is taken from" in done.err
+    assert "reusing searched:Search from" in done.err
     assert done.json["model_sha256"] == whole.json["model_sha256"]
     assert prepared.index(folder / "pretrain") == prepared.index(tmp_path / "runs" / "whole" / "pretrain")
 
 
 # --------------------------------------------------------------------------------------- several runs share it
-def test_runs_share_what_has_the_same_inputs(tmp_path: Path, sets: list[str], unused: Any) -> None:
+def test_runs_share_what_has_the_same_inputs(tmp_path: Path, sets: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "flexfleet")
     shared = tmp_path / "shared-s0"
     first, same, other = (
         Resolved.load(None, [*sets, more])
         for more in ("rounds.stop=1", "algorithm.selection.name=uniform", "algorithm.tolerance=0.5")
     )
-    share.share(first, shared)
-    assert [share.fits(each, shared) for each in (first, same, other)] == [True, True, False]
+    pretrain.share(first, shared)
+    assert [pretrain.can_adopt(each, shared) for each in (first, same, other)] == [True, True, False]
     made = (shared / "pretrain" / MADE).read_bytes()
-    share.adopt(other, shared, tmp_path / "other")
+    pretrain.adopt(other, shared, tmp_path / "other")
     assert prepared.index(tmp_path / "other" / "pretrain") != prepared.index(shared / "pretrain")
-    unused()
-    share.adopt(same, shared, tmp_path / "same")
+    assert "the inputs are the same" not in caplog.text
+    pretrain.adopt(same, shared, tmp_path / "same")
+    assert "the inputs are the same" in caplog.text
     assert (tmp_path / "same" / "pretrain" / MADE).read_bytes() == made
     (shared / "pretrain" / MADE).write_bytes(made[:-20])
+    pretrain.adopt(same, shared, tmp_path / "late")
     with pytest.raises(IntegrityError, match=MADE):
-        share.adopt(same, shared, tmp_path / "late")
+        prepared.read(tmp_path / "late" / "pretrain", ["searched:Search"])
     (shared / "pretrain" / prepared.INDEX).write_bytes(b"")
-    assert not share.fits(same, shared), "it is computed again"
+    assert not pretrain.can_adopt(same, shared), "it is computed again"
 
 
 def test_the_key_of_a_private_run_stays_in_its_store(quick: Sequence[str], tmp_path: Path) -> None:
     private = ["algorithm.aggregation={name: private, noise_multiplier: 0.1}", "rounds.norm_bound=null"]
-    runs = [Entry("a", 0, load_config(None, [*quick, "algorithm.name=all_large", "rounds.stop=1", *private]))]
-    (number,) = comparison_tasks.hand_over(
-        comparison_tasks.pairs_of(runs, "c", tmp_path / "shared"), None, tmp_path / "pairs"
-    )
-    comparison_tasks.run_pair(
-        comparison_tasks.PairsFile.read(tmp_path / "pairs"), number, tmp_path / "shared", tmp_path / "out", ""
-    )
+    runs = [PlannedRun("a", 0, load_config(None, [*quick, "algorithm.name=all_large", "rounds.stop=1", *private]))]
+    (number,) = compare.write_pairs(compare.pairs_of(runs, "c", tmp_path / "shared"), None, tmp_path / "pairs")
+    compare.run_pair(compare.PairsFile.read(tmp_path / "pairs"), number, tmp_path / "shared", tmp_path / "out", "")
     assert (Path(runs[0].config.run.store) / runs[0].name / keys.IN_RUN).is_file()
     assert (tmp_path / "out/result.json").is_file()
     assert not (tmp_path / "out" / keys.IN_RUN).parent.exists()

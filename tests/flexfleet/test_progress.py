@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flexfleet.files.progress import counted_warnings
-from flexfleet.tracking.console import Console
+from flexfleet.tracking.trackers import Console
 
 log = logging.getLogger("flexfleet")
 
@@ -17,7 +17,6 @@ LEVELS = {"accuracy/M1": 0.7, "loss/M1": 1.0, "accuracy/M2": 0.8, "loss/M2": 0.9
 ROW = {"avg": 0.8, "full": 0.9, **LEVELS, **WORK, "seconds_round": 2.0}
 
 
-# ------------------------------------------------------------------------------------------- a round's line
 def test_round_line_has_levels_loss_clients_and_eta(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "flexfleet"):
         console = Console(40)
@@ -28,20 +27,17 @@ def test_round_line_has_levels_loss_clients_and_eta(caplog: pytest.LogCaptureFix
     ]
 
 
-# ------------------------------------------------------------------------------------------- on a terminal
-
-
 def test_the_loop_tells_how_many_have_answered(job: Any, memory_store: Any) -> None:
     from fl_engine.rounds import loop
-    from fl_engine.rounds.ledger import ledger_in
+    from fl_engine.rounds.ledger import Ledger
+    from fl_engine.rounds.options import RoundsConfig
     from fl_engine.rounds.run import Run
-    from fl_engine.rounds.terms import RoundsConfig
     from fl_engine.testing.tiny import Memory
 
     heard: list[tuple[int, int, int]] = []
     run = Run(job.algorithm, job.site, RoundsConfig(stop=2, evaluate_every=2))
     loop.federate(
-        run, job.initial(), job.backend, ledger_in(memory_store), Memory(), heard=lambda *told: heard.append(told)
+        run, job.initial(), job.backend, Ledger(memory_store), Memory(), on_result=lambda *told: heard.append(told)
     )
     for round in (0, 1):
         of_round = [(answered, asked) for r, answered, asked in heard if r == round]
@@ -49,7 +45,6 @@ def test_the_loop_tells_how_many_have_answered(job: Any, memory_store: Any) -> N
         assert asked > 1 and of_round == [(answered, asked) for answered in range(asked + 1)]
 
 
-# ------------------------------------------------------------------------------------------- repeated warnings
 def test_a_repeated_warning_is_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "flexfleet"), counted_warnings():
         for client in range(44):
@@ -60,7 +55,7 @@ def test_a_repeated_warning_is_told_once_and_counted(caplog: pytest.LogCaptureFi
         log.error("client 1")
         log.error("client 2")
     said = "round 1, client 0: nothing to merge: prune: 0.5 % is free"
-    more = f"43 more like this, with other numbers (-v shows each): {said}"
+    more = f"43 more warnings differ only in numbers (-v shows all): {said}"
     assert caplog.messages == [said, "another one", "round 1/2", "round 2/2", "client 1", "client 2", more]
     log.warning("client 2: after it")
     assert caplog.messages[-1] == "client 2: after it"

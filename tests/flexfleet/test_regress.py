@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlflow
 import pytest
 import yaml
 
+from fl_engine.core import allowed
 from flexfleet.experiments import nightly, nightly_suite
-from flexfleet.experiments.nightly import Verdict
-from flexfleet.experiments.nightly_gate import PASSED, REFERENCE
-from flexfleet.experiments.nightly_suite import NightFigures
+from flexfleet.experiments.nightly_gate import PASSED, REFERENCE, NightlyFigures, Verdict
 from flexfleet.tracking.trackers import MLflow
-from tests.harness.warm import warm
+from tests.harness.processes import fork_server, refused
+from tests.harness.settings import refused_at
 
 PLANTED = '''
 """FlexFL with what should not be."""
+import os
 import time
 from dataclasses import dataclass
 from fl_engine.algorithms.flexfl import FlexFL
+from tests.harness.processes import refused
+from tests.harness.settings import refused_at
 
 KEPT = []
 
@@ -41,16 +42,12 @@ class ByCount(FlexFL):
         return 1.0
 
 @dataclass(frozen=True)
-class Sleeping(FlexFL):
+class Wasteful(FlexFL):
     def merge(self, state, plan, answers, server):
-        if plan.round == 0:  # the round whose pace is measured
-            time.sleep(1.0)
-        return super().merge(state, plan, answers, server)
-
-@dataclass(frozen=True)
-class Leaking(FlexFL):
-    def merge(self, state, plan, answers, server):
-        KEPT.append(b"x" * 20_000_000)
+        if os.environ.get("WASTES") == "time":
+            time.sleep(2.0)
+        if os.environ.get("WASTES") == "memory":
+            KEPT.append(b"x" * 20_000_000)
         return super().merge(state, plan, answers, server)
 '''
 HEAVY = 'HELD = b"x" * 600_000_000'
@@ -70,21 +67,13 @@ class Place:
         path.write_text(yaml.safe_dump({**self.tiny, **changes}))
         return path
 
-    def night(self, path: Path, id: str, *argv: str) -> Any:
+    def regress(self, path: Path, id: str, *argv: str) -> Any:
         sets = [f"tracking.mlflow={self.uri}", "publish.onnx=false"]
         return self.flexfleet("regress", "--suite", str(path), "--id", id, "--jobs", "2", *argv, sets=sets)
 
     def aliases(self, model: str) -> dict[str, str]:
         aliases = mlflow.MlflowClient(tracking_uri=self.uri).get_registered_model(model).aliases
         return {alias: str(version) for alias, version in aliases.items()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _other_work_on_the_machine_is_not_measured() -> Iterator[None]:
-    """Pace is what this process computes, not what it waits for a core."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flexfleet.experiments.nightly_figures.time", SimpleNamespace(perf_counter=time.process_time))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +85,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, flexfleet: Any, tiny_suite: 
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", str(folder))  # for the runs, which are processes
-        patch.setenv("FLEXFLEET_ALLOWED_CODE", "planted")  # a suite may be somebody else's file
-        python = opened.enter_context(warm(PYTHONPATH=str(folder)))  # so that it holds as much memory
+        allowed.trusted.add("planted")  # a suite may be somebody else's file
+        python = opened.enter_context(fork_server(PYTHONPATH=str(folder))).python  # so that it holds as much memory
         patch.setattr(sys, "executable", str(python))
         yield Place(folder, f"sqlite:///{folder}/mlflow.db", flexfleet, tiny_suite)
 
@@ -106,67 +95,37 @@ def place(tmp_path_factory: pytest.TempPathFactory, flexfleet: Any, tiny_suite: 
 def first(place: Place) -> Verdict:
     """A nightly regression run that passes. Its suite's reference is its own figures, of noise as
     this machine has it."""
-    path = place.suite("tiny")
-    done = place.night(path, "base")
+    path = place.suite("tiny", cases={"quick": {"algorithms": "flexfl=planted:Wasteful", "to": 0.9}})
+    done = place.regress(path, "base")
     assert done.code == 2 and "--update" in done.err
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flexfleet.experiments.nightly.REFERENCE_SEEDS", (0, 1, 2))
-        patch.setattr("flexfleet.experiments.nightly.REFERENCE_TURNS", 9)
-        done = place.night(path, "reference", "--update")
-    assert done.code == 0, done.err
-    done = place.night(path, "first", "--json")
-    verdict = Verdict.model_validate_json(done.out)
-    assert done.code == 0, verdict.failed
-    return verdict
+        place.regress(path, "reference", "--update").ok()
+    return Verdict.model_validate_json(place.regress(path, "first", "--json").ok().out)
 
 
-def test_a_night_like_the_reference_passes_and_becomes_champion(place: Place, first: Verdict) -> None:
+def test_run_like_the_reference_becomes_champion(place: Place, first: Verdict) -> None:
     assert first.passed and {c.against for c in first.checks} == {REFERENCE}
     exact = [c for c in first.checks if c.metric in ("avg", "full", "rounds", "mb")]
     assert len(exact) == 4
     for model in ("tiny-quick-flexfl", "tiny-quick-flexfl-M1", "tiny-quick-flexfl-M3"):
         assert place.aliases(model) == {"champion": "1", "candidate": "1"}
     client = mlflow.MlflowClient(tracking_uri=place.uri)
-    night = client.get_run(str(first.mlflow_run_id))
-    assert night.info.status == "FINISHED" and night.data.tags["flexfleet.passed"] == "True"
-    assert night.data.metrics["full/quick/flexfl"] == pytest.approx(next(c.now for c in exact if c.metric == "full"))
-    assert {f.path for f in client.list_artifacts(night.info.run_id)} == {
+    run = client.get_run(str(first.mlflow_run_id))
+    assert run.info.status == "FINISHED" and run.data.tags["flexfleet.passed"] == "True"
+    assert run.data.metrics["full/quick/flexfl"] == pytest.approx(next(c.now for c in exact if c.metric == "full"))
+    assert {f.path for f in client.list_artifacts(run.info.run_id)} == {
         "figures.json", "regression.json", "regression.html"
     }  # fmt: skip
 
 
-def test_mlflow_has_runs_and_comparison_below_the_night(place: Place, first: Verdict) -> None:
-    client = mlflow.MlflowClient(tracking_uri=place.uri)
-    (experiment,) = client.search_experiments(filter_string="name = 'regression-tiny'")
-    filter = f"tags.`mlflow.parentRunId` = '{first.mlflow_run_id}'"
-    found = {run.info.run_name for run in client.search_runs([experiment.experiment_id], filter)}
-    assert found == {"first-quick", *(f"flexfl-s{seed}" for seed in range(3))}
-    assert "mlflow.parentRunId" not in client.get_run(str(first.mlflow_run_id)).data.tags
-
-
-@pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the planted algorithm the digest of FlexFL's task."""
-    task_of = nightly_suite.task_of
-
-    def of_flexfl(suite: nightly_suite.NightlySuite, case: str, label: str) -> str:
-        plain = suite.cases[case].model_copy(update={"algorithms": label})
-        return task_of(suite.model_copy(update={"cases": {**suite.cases, case: plain}}), case, label)
-
-    monkeypatch.setattr("flexfleet.experiments.nightly_run.task_of", of_flexfl)
-
-
-@pytest.mark.usefixtures("planted")
-@pytest.mark.parametrize(("kind", "reasons"), [("Sleeping", {"pace"}), ("Leaking", {"peak_mb_rounds"})])
-def test_what_costs_more_fails_the_night(
-    place: Place, first: Verdict, kind: str, reasons: set[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("wastes", "reasons"), [("time", {"pace"}), ("memory", {"peak_mb_rounds"})])
+def test_more_memory_or_time_fails_the_gate(
+    place: Place, first: Verdict, monkeypatch: pytest.MonkeyPatch, wastes: str, reasons: set[str]
 ) -> None:
-    if kind == "Sleeping":
-        monkeypatch.setattr("flexfleet.experiments.nightly_figures.time", time)
     before = place.aliases("tiny-quick-flexfl")
-    night = place.suite(f"{kind}/tiny", cases={"quick": {"algorithms": f"flexfl=planted:{kind}", "to": 0.9}})
-    night.with_suffix(".json").write_text((place.folder / "tiny.json").read_text())
-    done = place.night(night, kind, "--json")
+    monkeypatch.setenv("WASTES", wastes)
+    done = place.regress(place.folder / "tiny.yaml", wastes, "--json")
     verdict = Verdict.model_validate_json(done.out)
     assert done.code == 5 and not verdict.passed
     found = {c.metric for c in verdict.failed}
@@ -180,120 +139,94 @@ def test_what_costs_more_fails_the_night(
     assert mlflow.MlflowClient(tracking_uri=place.uri).get_run(str(verdict.mlflow_run_id)).info.status == "FAILED"
 
 
-DIGITS = nightly_suite.path_of("digits")
+DIGITS = nightly_suite.FOLDER / "digits.yaml"
 
 
-@pytest.mark.usefixtures("warm_starts", "planted")
 @pytest.mark.parametrize(
     ("kind", "case", "reasons"),
     [("NoDistillation", "skewed", {"full"}), ("ByCount", "uneven", {"avg", "full"})],
 )
-def test_what_learns_worse_fails_the_night(place: Place, kind: str, case: str, reasons: set[str]) -> None:
-    """On the suite that comes along, against its reference in git; other machines compute other last bits."""
+def test_worse_learning_fails_the_gate(place: Place, kind: str, case: str, reasons: set[str]) -> None:
+    """The built-in suite is compared with its reference in git, although other machines compute other last bits."""
     asked = yaml.safe_load(DIGITS.read_text())
     about = asked["cases"][case]
     about["settings"] = {key: value for key, value in about["settings"].items() if ":" not in key}
     asked["cases"] = {case: {**about, "algorithms": f"flexfl=planted:{kind}"}}
-    (place.folder / kind).mkdir()
-    (place.folder / kind / "digits.yaml").write_text(yaml.safe_dump(asked))
-    (place.folder / kind / "digits.json").write_text(DIGITS.with_suffix(".json").read_text())
-    done = place.flexfleet("regress", "--suite", str(place.folder / kind / "digits.yaml"), "--id", kind, "--jobs", "2",
-                           "--json", sets=["tracking.mlflow=null"])  # fmt: skip
+    path = place.folder / f"{kind}.yaml"
+    path.write_text(yaml.safe_dump(asked))
+    reference, task = NightlyFigures.read(DIGITS.with_suffix(".json")), nightly_suite.load(path)
+    of = reference.labels[f"{case}/flexfl"].model_copy(update={"task": nightly_suite.task_of(task, case, "flexfl")})
+    reference.model_copy(update={"labels": {f"{case}/flexfl": of}}).write(path.with_suffix(".json"))
+    argv = ("regress", "--suite", str(path), "--id", kind, "--jobs", "2", "--json")
+    done = place.flexfleet(*argv, sets=["tracking.mlflow=null"])
     verdict = Verdict.model_validate_json(done.out)
     assert done.code == 5, done.err
     found = {c.metric for c in verdict.failed}
     assert found & reasons and not found & {"pace", "peak_mb_rounds"}, "for the right reason"
 
 
-def test_a_suite_that_was_changed_wants_a_new_reference(place: Place, first: Verdict) -> None:
-    changed = json.loads(json.dumps(place.tiny))
-    changed["settings"]["training.lr"] = 0.01
-    path = place.suite("changed", **changed)
-    path.with_suffix(".json").write_text((place.folder / "tiny.json").read_text())
-    done = place.night(path, "changed")
-    assert done.code == 2 and "--update" in done.err
-
-
-def test_a_night_is_not_begun_twice_and_goes_on(place: Place, first: Verdict) -> None:
-    done = place.night(place.folder / "tiny.yaml", "first")
-    assert done.code == 2 and "--resume" in done.err
+def test_existing_run_requires_resume_and_registers_once(place: Place, first: Verdict) -> None:
+    assert "--resume" in refused(place.regress(place.folder / "tiny.yaml", "first"))
     versions = len(mlflow.MlflowClient(tracking_uri=place.uri).search_model_versions("name = 'tiny-quick-flexfl'"))
-    done = place.night(place.folder / "tiny.yaml", "first", "--resume", "--json")
-    assert done.code == 0, done.err
-    assert Verdict.model_validate_json(done.out) == first, "judged once"
+    done = place.regress(place.folder / "tiny.yaml", "first", "--resume", "--json").ok()
+    assert Verdict.model_validate_json(done.out).mlflow_run_id == first.mlflow_run_id
     again = mlflow.MlflowClient(tracking_uri=place.uri).search_model_versions("name = 'tiny-quick-flexfl'")
-    assert len(again) == versions, "nothing is registered twice"
+    assert len(again) == versions
 
 
-@pytest.mark.parametrize(
-    "setting",
-    ["training.lr=0.01", "seed=4", "algorithm.kd_weight=0", "run.precision=bf16", "rounds.over_provision=1.5"],
-)
-def test_nobody_moves_a_figure_by_a_setting(place: Place, setting: str) -> None:
-    done = place.flexfleet("regress", "--id", "moved", sets=[setting])
-    assert done.code == 2 and "a suite says what is measured" in done.err
+@pytest.mark.parametrize("path", ["training.lr", "seed", "algorithm.kd_weight", "run.precision"])
+def test_settings_that_change_figures_are_refused(path: str) -> None:
+    with refused_at(path):
+        nightly.prepare("digits", "n", {path: 1})
 
 
-@pytest.fixture
-def night(mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nightly.Night:
-    """A nightly regression run of the suite digits, which trains nothing."""
+def test_passed_since_gives_the_newest_of_this_reference(
+    mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)  # MLflow puts artifacts under ./mlruns
     for ending in (".yaml", ".json"):
         (tmp_path / f"digits{ending}").write_text(DIGITS.with_suffix(ending).read_text())
-    asked = nightly_suite.load(DIGITS)
-    runs = nightly_suite.runs_of(asked, "digits", asked.seeds, {"tracking.mlflow": mlflow_uri}, "n")
-    return nightly.Night(tmp_path / "digits.yaml", asked, "n", runs)
+    prepared = nightly_suite.nightly_run(tmp_path / "digits.yaml", "n", {"tracking.mlflow": mlflow_uri})
+
+    def finish(id: str, passed: bool = True) -> None:
+        tracked, out = MLflow(mlflow_uri, "nightly", id, {}), tmp_path / id
+        out.mkdir()
+        FIGURES.model_copy(update={"id": id}).write(out / "figures.json")
+        for name in nightly.FILES[1:]:
+            (out / name).write_text("")
+        verdict = Verdict(suite="digits", id=id, passed=passed, checks=(), since="", commits=(), notes=(), report="",
+                          mlflow_run_id=tracked.run_id)  # fmt: skip
+        nightly.log_verdict(prepared, out, verdict, tracked, FIGURES)
+
+    own, now = MLflow(mlflow_uri, "nightly", "own", {}), prepared.reference.read_text()
+    prepared.reference.write_text(now + " ")
+    finish("other")
+    prepared.reference.write_text(now)
+    for id, passed in (("a", True), ("b", True), ("bad", False), ("c", True)):
+        finish(id, passed)
+    assert [figures.id for figures in nightly.passed_since(prepared, own)] == ["c", "b", "a"]
+    assert [figures.id for figures in nightly.passed_since(prepared, own, most=2)] == ["c", "b"]
 
 
-FIGURES = NightFigures(suite="digits", id="n", when="now", commit=None, machine={}, seeds=(0, 1, 2), labels={})
+FIGURES = NightlyFigures(suite="digits", id="n", when="now", commit=None, machine={}, seeds=(0, 1, 2), labels={})
 
 
-def judged(night: nightly.Night, name: str, passed: bool = True) -> MLflow:
-    """The MLflow run of a nightly regression run that has a verdict."""
-    uri = str(night.config.tracking.mlflow)
-    tracked, out = MLflow(uri, "nights", name, {}), night.path.parent / name
-    out.mkdir()
-    verdict = Verdict(suite="digits", id=name, passed=passed, checks=(), since="reference", commits=(), notes=(),
-                      report=str(out / "regression.html"), mlflow_run_id=tracked.run_id)  # fmt: skip
-    figures = FIGURES.model_copy(update={"id": name})
-    figures.write(out / "figures.json")
-    verdict.write(out / "regression.json")
-    (out / "regression.html").write_text("<html></html>")
-    nightly._record(night, {}, out, verdict, tracked, figures)
-    return tracked
-
-
-def test_passed_since_gives_the_newest_of_this_reference(night: nightly.Night, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = night.path.with_suffix(".json")
-    own = MLflow(str(night.config.tracking.mlflow), "nights", "own", {})
-    now = reference.read_text()
-    reference.write_text(now + " ")
-    judged(night, "other")
-    reference.write_text(now)
-    for name, passed in (("a", True), ("b", True), ("bad", False), ("c", True)):
-        judged(night, name, passed)
-    assert [figures.id for figures in nightly.passed_since(night, own)] == ["c", "b", "a"]
-    monkeypatch.setattr(nightly, "HISTORY", 2)
-    assert [figures.id for figures in nightly.passed_since(night, own)] == ["c", "b"]
-
-
-def test_unexportable_suite_is_refused_before_training(place: Place, first: Verdict) -> None:
+def test_suite_that_cannot_be_exported_is_refused_early(place: Place, first: Verdict) -> None:
     cases = {"quick": {"algorithms": "all_large", "to": 0.9}}
     path = place.suite("bare/tiny", settings=place.tiny["settings"] | {"partition.proxy": 0.0}, cases=cases)
-    done = place.night(path, "bare")
-    assert done.code == 2 and "set partition.proxy above 0" in done.err
+    assert "partition.proxy" in refused(place.regress(path, "bare"))
     assert not (place.folder / "runs" / "bare").exists()
 
 
-def test_figures_have_what_was_measured(place: Place, first: Verdict) -> None:
-    found = NightFigures.read(place.folder / "runs" / "first" / "figures.json")
+def test_figures_are_those_of_the_run_folders(place: Place, first: Verdict) -> None:
+    found = NightlyFigures.read(place.folder / "runs" / "first" / "figures.json")
     folders = [place.folder / "runs" / "first-quick" / f"flexfl-s{seed}" for seed in range(3)]
     runs = [json.loads((folder / "result.json").read_text()) for folder in folders]
     of = found.labels["quick/flexfl"]
     assert list(of.values["full"]) == [run["metrics"]["full"] for run in runs]
     assert set(of.mlflow_runs) == {run["mlflow_run_id"] for run in runs}
     history = json.loads((folders[0] / "history.json").read_text())["rounds"]
-    reached = [row["round"] + 1 for row in history if row["metrics"].get("full", 0) >= 0.9]
+    reached = [row["round"] for row in history if row["metrics"].get("full", 0) >= 0.9]
     assert of.values["rounds"][0] == (reached[0] if reached else 4.0), "one round more than there were"
     sent = sum(row["metrics"]["bytes_down"] + row["metrics"]["bytes_up"] for row in history) / 1e6
     assert of.values["mb"][0] == pytest.approx(sent * 4 / 3) or reached

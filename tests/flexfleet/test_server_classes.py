@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fl_engine.data.partition_files import read_manifest
+from fl_engine.data.partition import read_manifest
 from fl_engine.training.evaluation import OWNERS
-from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History
+from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, RunResult
+from tests.harness.alike import run_of
+from tests.harness.run_folders import rounds_of
 
 OWNED = (8, 9)
 LABELS = ("flexfl", "all_large")
@@ -25,17 +26,11 @@ def sets(quick: Sequence[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, flexfleet: Any, sets: list[str]) -> Iterator[Path]:
+def runs(module_folder: Path, flexfleet: Any, sets: list[str]) -> Path:
     """One run of each, with its report."""
-    folder = tmp_path_factory.mktemp("owned")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for label in LABELS:
-            given = [*sets, f"algorithm.name={label}"]
-            done = flexfleet("run", "--json", "--run-id", f"{label}-s0", sets=given)
-            assert done.code == 0, done.err
-            (folder / f"{label}.json").write_text(json.dumps(done.json))
-        yield folder
+    for label in LABELS:
+        run_of(flexfleet, f"{label}-s0", [*sets, f"algorithm.name={label}"])
+    return module_folder
 
 
 @pytest.mark.parametrize("label", LABELS)
@@ -43,14 +38,14 @@ def test_every_file_says_the_same(runs: Path, label: str) -> None:
     run = runs / "runs" / f"{label}-s0"
     evaluation = EvaluationFile.read(run / "evaluation.json")
     assert evaluation.metric == "accuracy" and set(evaluation.by_owner) == set(OWNERS)
-    last = History.read(run / "history.json").rounds[-1]["metrics"]
+    last = rounds_of(run)[-1]["metrics"]
     for level, matrix in ConfusionFile.read(run / "confusion.json").levels.items():
         counts = np.array(matrix)
         for name, rows in zip(OWNERS, ([*range(8)], [*OWNED]), strict=True):
             found = counts[rows, rows].sum() / counts[rows].sum()
             assert evaluation.by_owner[name][level] == pytest.approx(found)
             assert last[f"{name}/{level}"] == pytest.approx(found)
-    assert json.loads((runs / f"{label}.json").read_text())["metrics"]["by_owner"] == evaluation.by_owner
+    assert RunResult.read(run / "result.json").metrics["by_owner"] == evaluation.by_owner
     clients = len(read_manifest(run / "partition" / "partition.json").client_samples)
     assert all(0 < each.clients <= clients for each in evaluation.local.values()), "the server is no client"
     page = (run / "report.html").read_text()

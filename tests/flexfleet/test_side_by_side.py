@@ -45,7 +45,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., execut
     return make
 
 
-def test_jobs_end_with_their_own_codes_and_logs(job: Any) -> None:
+def test_commands_have_exit_codes_and_logs(job: Any) -> None:
     jobs = [job("a"), job("b", code=7), job("c", code=0)]
     assert executor.side_by_side(jobs, 2) == {"a": 0, "b": 7, "c": 0}
     executor.side_by_side(jobs[1:2], 1)
@@ -59,7 +59,7 @@ def test_jobs_end_with_their_own_codes_and_logs(job: Any) -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 9])
-def test_so_many_at_once_and_no_more(job: Any, at_once: int) -> None:
+def test_at_most_at_once_commands_run(job: Any, at_once: int) -> None:
     jobs = [job(f"{i}", 0.5) for i in range(4)]
     executor.side_by_side(jobs, at_once)
     times = [[float(t) for t in re.findall(r"at ([\d.]+)", one.log.read_text())] for one in jobs]
@@ -79,7 +79,7 @@ def hangs_up() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_is_passed_on_and_nothing_else_starts(job: Any, number: signal.Signals, hangs_up: None) -> None:
+def test_signal_is_passed_on_and_no_command_starts(job: Any, number: signal.Signals, hangs_up: None) -> None:
     before = signal.getsignal(number)
     jobs = [job("a", 60, "patient"), job("b", 60, "patient"), job("c", 60)]
     watch = (
@@ -96,7 +96,6 @@ def test_a_signal_is_passed_on_and_nothing_else_starts(job: Any, number: signal.
     assert signal.getsignal(number) == before, "the caller's again (ignored in a background shell)"
 
 
-# -------------------------------------------------------------------------------------------- in this process
 def calls(tmp_path: Path, **each: Callable[[], object]) -> list[executor.Command]:
     made = executor.Command
     return [made(name, "some.module", ("--a", "b c"), tmp_path / f"{name}.log", call=c) for name, c in each.items()]
@@ -122,7 +121,7 @@ def test_one_by_one_returns_exit_codes_and_logs_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [Stopped("stopped on request"), KeyboardInterrupt(), ZeroDivisionError("own code")])
-def test_one_by_one_a_stop_and_an_error_of_own_code_come_through(tmp_path: Path, error: BaseException) -> None:
+def test_one_by_one_raises_stops_and_unexpected_errors(tmp_path: Path, error: BaseException) -> None:
     done, before = list[int](), list(logging.getLogger("flexfleet").handlers)
     with pytest.raises(type(error)) as raised:
         executor.one_by_one(calls(tmp_path, a=fail(error), b=lambda: done.append(1)))

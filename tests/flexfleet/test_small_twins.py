@@ -9,16 +9,15 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from fl_engine.datasets import DATASETS, cifar10, cifar100, femnist, tiny_imagenet, widar
+from fl_engine.datasets import DATASETS, femnist, tiny_imagenet, widar
+from fl_engine.datasets.cifar import CIFAR10, CIFAR100
 from flexfleet.config import Config, flatten, load_config
 from flexfleet.experiments import published_suites
 from flexfleet.experiments.compare import run_comparison
-from flexfleet.experiments.comparison_report import escaped
 from flexfleet.experiments.executor import one_by_one
-from flexfleet.reports import report
+from flexfleet.reports.page import escaped
 from tests.data import made, sensors
 
 SMALL = [name for name in published_suites.names() if name.endswith(published_suites.SMALL)]
@@ -39,17 +38,13 @@ RECORDS = 100
 
 
 def cifar10_files(root: Path) -> Callable[[Path], Any]:
-    rng = np.random.default_rng(0)
-    for name in (*cifar10.TRAIN, *cifar10.TEST):
-        records = rng.integers(0, 256, (RECORDS, 3073), dtype=np.uint8)
-        records[:, 0] = np.arange(RECORDS) % 10
-        made.write(root / cifar10.FOLDER / cifar10.BATCHES / name, records.tobytes())
-    return partial(cifar10.load, checksums={}, records=RECORDS)
+    made.cifar10_files(root, RECORDS)
+    return replace(CIFAR10, checksums={}, samples=(5 * RECORDS, RECORDS)).load
 
 
 def cifar100_files(root: Path) -> Callable[[Path], Any]:
     made.cifar100_files(root, (4 * RECORDS, RECORDS))
-    return partial(cifar100.load, records=(4 * RECORDS, RECORDS))
+    return replace(CIFAR100, samples=(4 * RECORDS, RECORDS)).load
 
 
 def tiny_imagenet_files(root: Path) -> Callable[[Path], Any]:
@@ -111,8 +106,6 @@ def test_every_large_suite_of_flexfl_has_a_small_twin() -> None:
 def test_a_small_twin_runs(name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLEXFLEET_DATA", str(root))
-    monkeypatch.setattr(report, "_page", lambda runs: "")  # of each run; what takes longest here, and has its own tests
-    monkeypatch.setattr(sensors, "widar_lines", cache(sensors.widar_lines))
     suite, read = published_suites.load(name), partial(load_config, None)
     given = published_suites.entries_of(suite, None, "0", {}, read, "twin")
     for data in {entry.config.dataset.name for entry in given} & set(FILES):
@@ -122,7 +115,7 @@ def test_a_small_twin_runs(name: str, root: Path, tmp_path: Path, monkeypatch: p
     # To choose a strategy takes longer than to train so little.
     sets |= {"rounds.stop": 2, "run.strategy": "single", "tracking.mlflow": None}
     runs = published_suites.entries_of(suite, None, "0", sets, read, "twin")
-    found = run_comparison(runs, "twin", to=suite.to, carry_out=one_by_one)
+    found = run_comparison(runs, "twin", to=suite.to, execute=one_by_one)
     assert set(found.results) == set(suite.made()) and found.rounds == 2
     table = Path("runs/twin/comparison.md").read_text()
     assert all(f"| {escaped(label)} |" in table for label in suite.made())

@@ -14,47 +14,36 @@ import pytest
 from flexfleet import load
 from flexfleet.config import load_config
 from flexfleet.experiments.compare import finished
-from flexfleet.files.artifacts import History
+from tests.harness.alike import run_of
+from tests.harness.run_folders import rounds_of
 
 LABELS, SEEDS = ("flexfl", "all_large"), (0, 1)
 
 
 def clocks(folder: Path) -> list[float]:
-    rounds = History.read(folder / "history.json").rounds
+    rounds = rounds_of(folder)
     return list(accumulate(each["metrics"]["seconds_simulated"] for each in rounds))
 
 
-# -------------------------------------------------------------------------------------------- runs, comparisons
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory, flexfleet: Any, quick: Sequence[str], python: Path) -> Any:
-    """A comparison of at most 6 rounds, within the time of all_large's first 2; its folder, its settings."""
-    folder = tmp_path_factory.mktemp("timed")
+def compared(module_folder: Path, flexfleet: Any, quick: Sequence[str], python: Path) -> tuple[list[str], float]:
+    """A comparison of at most 6 rounds, within the time of all_large's first 2: its settings, and this time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
         patch.setattr(sys, "executable", str(python))
-        done = flexfleet("run", "--run-id", "probe", sets=[*quick, "algorithm.name=all_large", "rounds.stop=2"])
-        assert done.code == 0, done.err
-        limit = clocks(folder / "runs/probe")[1]
+        run_of(flexfleet, "probe", [*quick, "algorithm.name=all_large", "rounds.stop=2"])
+        limit = clocks(Path("runs/probe"))[1]
         task = [each for each in quick if not each.startswith("algorithm.name=")]
         sets = [*task, "rounds.stop=6", f"rounds.stop_simulated_s={limit!r}"]
-        argv = ("compare", "--id", "c", "--algorithms", ",".join(LABELS), "--seeds", "0,1")
-        done = flexfleet(*argv, "--json", sets=sets)
-        assert done.code == 0, done.err
-        yield folder, sets, limit, argv, done.json
-
-
-@pytest.fixture
-def inside(compared: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.chdir(compared[0])
-    return compared
+        flexfleet("compare", "--id", "c", "--algorithms", ",".join(LABELS), "--seeds", "0,1", sets=sets).ok()
+    return sets, limit
 
 
 def runs() -> list[tuple[str, int, Path]]:
     return [(label, seed, Path("runs/c") / f"{label}-s{seed}") for label in LABELS for seed in SEEDS]
 
 
-def test_every_run_ends_with_the_round_that_passes_the_limit(inside: Any) -> None:
-    _, sets, limit, _, _ = inside
+def test_every_run_ends_with_the_round_that_passes_the_limit(compared: Any) -> None:
+    sets, limit = compared
     ends = {}
     for label, seed, run in runs():
         times = clocks(run)
@@ -67,7 +56,7 @@ def test_every_run_ends_with_the_round_that_passes_the_limit(inside: Any) -> Non
     assert len(set(ends.values())) > 1, "some runs have more rounds than others"
 
 
-def test_status_and_result_say_that_it_has_finished(inside: Any, flexfleet: Any) -> None:
+def test_status_and_result_say_that_it_has_finished(compared: Any, flexfleet: Any) -> None:
     for _, _, run in runs():
         end = len(clocks(run))
         told = flexfleet("status", str(run), "--json").json
@@ -79,12 +68,12 @@ def test_status_and_result_say_that_it_has_finished(inside: Any, flexfleet: Any)
 
 
 def test_raised_limit_continues_and_stopped_run_is_unfinished(
-    inside: Any, flexfleet: Any, quick: Sequence[str]
+    compared: Any, flexfleet: Any, quick: Sequence[str]
 ) -> None:
     sets = [*quick, "algorithm.name=all_large", "rounds.stop=4"]
     limit = clocks(Path("runs/probe"))[0]
-    done = flexfleet("run", "--run-id", "r", "--json", sets=[*sets, f"rounds.stop_simulated_s={limit!r}"])
-    assert done.code == 0 and len(clocks(Path("runs/r"))) == 1
+    run_of(flexfleet, "r", [*sets, f"rounds.stop_simulated_s={limit!r}"])
+    assert len(clocks(Path("runs/r"))) == 1
     recorded = Path("runs/r/run.json")
     file = json.loads(recorded.read_text())
     file["config"]["rounds"]["stop_simulated_s"] = 100 * limit
@@ -93,8 +82,6 @@ def test_raised_limit_continues_and_stopped_run_is_unfinished(
     assert flexfleet("status", "runs/r", "--json").json["status"] == "unfinished"
     assert flexfleet("status", "runs/r", "--json").json["stop"] == 4
     assert load("runs/r").status == "stopped"
-    done = flexfleet("run", "--run-id", "r", "--resume", "--json", sets=sets)
-    assert done.code == 0, done.err
+    done = run_of(flexfleet, "r", sets, "--resume")
     assert len(clocks(Path("runs/r"))) == 4
-    plain = flexfleet("run", "--run-id", "plain", "--json", sets=sets).json
-    assert plain["model_sha256"] == done.json["model_sha256"]
+    assert run_of(flexfleet, "plain", sets)["model_sha256"] == done["model_sha256"]

@@ -14,8 +14,9 @@ import pytest
 from fl_engine.core import seeds
 from fl_engine.core.samples import Data
 from fl_engine.datasets import Source, shakespeare
-from flexfleet.files.artifacts import EvaluationFile, History
+from flexfleet.files.artifacts import EvaluationFile
 from tests.data import made
+from tests.harness.run_folders import rounds_of
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -65,13 +66,12 @@ def sets(
 def test_two_rounds_of_text(
     flexfleet: Any, quick: Sequence[str], algorithm: str, network: Sequence[str], tmp_path: Path, no_drawings: None
 ) -> None:
-    done = flexfleet("run", "--json", "--run-id", "a", sets=sets(quick, tmp_path, "NEXT", algorithm, network))
-    assert done.code == 0, done.err
+    flexfleet("run", "--json", "--run-id", "a", sets=sets(quick, tmp_path, "NEXT", algorithm, network)).ok()
     run = tmp_path / "runs" / "a"
     levels = EvaluationFile.read(run / "evaluation.json").levels
     assert len(levels) >= (1 if algorithm == "fedrolex" else 3), "FedRolex reports the whole network alone"
     largest = list(levels)[-1]
-    first, second = (each["metrics"][f"loss/{largest}"] for each in History.read(run / "history.json").rounds)
+    first, second = (each["metrics"][f"loss/{largest}"] for each in rounds_of(run))
     assert second < first < np.log(PLAY_TOKENS)
     for level in levels.values():
         assert list(level.metrics) == ["accuracy", "accuracy_all"]
@@ -89,14 +89,10 @@ def test_two_rounds_of_text(
 def test_a_task_with_one_answer_takes_the_last(
     flexfleet: Any, quick: Sequence[str], network: Sequence[str], tmp_path: Path, no_drawings: None
 ) -> None:
-    given = [
-        *sets(quick, tmp_path, "LAST", "fedrolex", network),
-        "dataset.train_samples=100",
-        "dataset.test_samples=40",
-    ]
+    given = sets(quick, tmp_path, "LAST", "fedrolex", network)
+    given += ["dataset.train_samples=100", "dataset.test_samples=40"]
     done = flexfleet("run", "--json", "--run-id", "a", sets=given)
     assert done.code == 2
-    assert "classification needs networks" in done.err
-    done = flexfleet("run", "--json", "--run-id", "b", sets=[*given, "model.answers=last"])
-    assert done.code == 0, done.err
+    assert done.json["error"]["code"] == "model"
+    done = flexfleet("run", "--json", "--run-id", "b", sets=[*given, "model.answers=last"]).ok()
     assert np.isfinite(done.json["metrics"]["full"])

@@ -18,16 +18,15 @@ from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.system import of_posix
 from fl_engine.training import numerics
 from flexfleet.config import load_config, parse
-from flexfleet.config.read import _tell_untracked
 from flexfleet.files.artifacts import RunFile
 from flexfleet.files.doctor import EXTRAS
+from tests.harness.processes import refused
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 ROOT = Path(__file__).parents[2]
 
 
-# ------------------------------------------------------------------------------------------- CUDA
 @pytest.mark.parametrize(("there", "devices"), [(True, ("cuda",)), (False, ("cpu",))])
 def test_auto_is_cuda_where_it_is_there(monkeypatch: pytest.MonkeyPatch, there: bool, devices: tuple[str, ...]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
@@ -36,34 +35,29 @@ def test_auto_is_cuda_where_it_is_there(monkeypatch: pytest.MonkeyPatch, there: 
     assert load_config(None).run.devices == ("cpu",), "not asked for"
 
 
-# ------------------------------------------------------------------------------------------- half precision
 def test_a_run_keeps_the_precision_that_auto_was(
-    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path, no_drawings: None
 ) -> None:
-    sets = [
-        *(text for text in quick if not text.startswith("run.store")),
-        "run.precision=auto",
-        "rounds.commit_every=1",
-    ]
-    record = tmp_path / "runs" / "a" / "run.json"
-    monkeypatch.setattr(numerics, "cpu_bf16", lambda: ("avx512_bf16",))
-    begun = flexfleet("run", "--json", "--run-id", "a", sets=[*sets, "rounds.stop=1"])
-    assert begun.code == 0, begun.err
-    assert RunFile.read(record).numerics["precision"] == "bf16"
-    assert RunFile.read(record).numerics["cpu_bf16"] == ["avx512_bf16"]
+    sets = [*quick, "run.precision=auto"]
+    path = tmp_path / "runs" / "a" / "run.json"
+    assert flexfleet("run", "--run-id", "a", sets=[*sets, "rounds.stop=1"]).code == 0
+    assert RunFile.read(path).numerics["precision"] == ("bf16" if numerics.cpu_bf16() else "fp32")
 
-    monkeypatch.setattr(numerics, "cpu_bf16", lambda: ())
-    refused = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*sets, "rounds.stop=2"])
-    assert refused.code == 6 and "cpu_bf16: ['avx512_bf16'] there, [] here" in refused.err
+    def resumed(stop: int, *argv: str, **numerics: Any) -> Any:
+        known = RunFile.read(path)
+        known.model_copy(update={"numerics": known.numerics | numerics}).write(path)
+        done = flexfleet("run", "--run-id", "a", "--resume", *argv, sets=[*sets, f"rounds.stop={stop}"])
+        assert RunFile.read(path).numerics["precision"] == numerics["precision"]
+        return done
+
+    other = {"precision": "bf16", "cpu_bf16": ["of another"]}
+    refused = resumed(2, **other)
+    assert refused.code == 6 and "cpu_bf16: ['of another'] there" in refused.err
     assert "precision: " not in refused.err
-    argv = ("run", "--json", "--run-id", "a", "--resume", "--accept-numerics")
-    assert flexfleet(*argv, sets=[*sets, "rounds.stop=2"]).code == 0
-    assert RunFile.read(record).numerics["precision"] == "bf16"
-    fresh = flexfleet("run", "--json", "--run-id", "b", sets=[*sets, "rounds.stop=1"])
-    assert fresh.code == 0 and RunFile.read(record.parents[1] / "b" / "run.json").numerics["precision"] == "fp32"
+    assert resumed(2, "--accept-numerics", **other).code == 0
+    assert resumed(3, precision="fp32", cpu_bf16=[]).code == 0
 
 
-# ------------------------------------------------------------------------------------------- what is installed
 def test_every_extra_is_told() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert EXTRAS.keys() == project["optional-dependencies"].keys() - {"all", "dev"}
@@ -88,25 +82,15 @@ def test_the_extra_for_a_run_is_enough_for_the_digits(quick: Sequence[str], tmp_
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout)["mlflow_run_id"] is None
-    assert done.stderr.count("to track them: pip install 'flexfleet[tracking]'") == 1
+    assert done.stderr.count("To track runs: pip install 'flexfleet[tracking]'") == 1
     assert (tmp_path / "runs" / "a" / "report.html").is_file()
 
 
-def test_an_address_that_was_given_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    _tell_untracked.cache_clear()
-    assert load_config(None, ["tracking.mlflow=sqlite:///mine.db"]).tracking.mlflow == "sqlite:///mine.db"
-    assert load_config(None).tracking.mlflow is None
-
-
-# ------------------------------------------------------------------------------------------- Windows
 def test_what_windows_lacks_is_said(monkeypatch: pytest.MonkeyPatch, flexfleet: Any, quick: Sequence[str]) -> None:
     monkeypatch.setitem(sys.modules, "fcntl", None)
     monkeypatch.setitem(sys.modules, "resource", None)
-    monkeypatch.setattr(sys, "platform", "win32")
     for module in ("fcntl", "resource"):
-        with pytest.raises(EnvironmentFailure, match=r"training needs Linux or macOS.*install WSL"):
+        with pytest.raises(EnvironmentFailure, match=r"training requires Linux or macOS.*install WSL"):
             of_posix(module)
-    done = flexfleet("run", "--run-id", "a", sets=quick)
-    assert done.code == 6 and "install WSL" in done.err
+    assert "install WSL" in refused(flexfleet("run", "--run-id", "a", sets=quick), 6)
     assert not Path("runs/a/partition").exists(), "before anything is computed"

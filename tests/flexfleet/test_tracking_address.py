@@ -10,16 +10,12 @@ import mlflow
 import pytest
 import requests
 
-from fl_engine.core.errors import ConfigError, Refused, Unreachable, UnreachableAddress
+from fl_engine.core.errors import ConfigError, Refused, Unreachable
 from flexfleet.tracking import server
 from flexfleet.tracking.server import address, check_address
 from flexfleet.tracking.trackers import MLflow
 
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def test_address_is_tried_before_anything_trains(flexfleet: Any, quick: Sequence[str]) -> None:
@@ -36,35 +32,33 @@ def test_server_that_does_not_answer_ends_a_job_for_another_try(
     assert done.code == 6 and "tracking.mlflow" in done.err
 
 
-def test_file_that_is_not_a_database_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlflow.store.db.utils.time.sleep", lambda _: None)  # MLflow tries again for two minutes
+def test_file_that_is_not_a_database_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_bytes(b"this is no database, and it is long enough to be looked at" * 20)
     with pytest.raises(ConfigError, match=r"tracking\.mlflow"):
         MLflow(f"sqlite:///{tmp_path / 'mlflow.db'}", "experiment", "name", {})
 
 
 @pytest.mark.parametrize(
-    ("uri", "said"),
+    "uri",
     [
-        ("sqlit:///a.db", "did you mean 'sqlite'"),
-        ("http://", "no host"),
-        ("http://me:pw@host:5000/#/experiments/3", "http://host:5000/$"),
-        ("http://me:pw#pw@host:5000", "http://host:5000$"),
-        ("mlflow.flexfleet:5000", "http://mlflow.flexfleet:5000"),
+        "sqlit:///a.db",
+        "http://",
+        "http://me:pw@host:5000/#/experiments/3",
+        "http://me:pw#pw@host:5000",
+        "mlflow.x:5000",
     ],
 )
-def test_text_that_is_not_an_address_is_refused(uri: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as error:
+def test_malformed_address_is_refused_without_its_password(uri: str) -> None:
+    with pytest.raises(ConfigError) as error:
         check_address(uri)
-    assert "pw" not in str(error.value)
+    assert error.value.path == "tracking.mlflow" and "pw" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     "uri",
     [
-        "sqlite:///new/a.db", "sqlite:///:memory:", "sqlite:///", "sqlite:///a.db?mode=rw", "HTTP://host:5000",
-        "https://me:pw@host/x", "https://me:p@host?a=b", "postgresql+psycopg2://host/x", "databricks", "new/mlruns",
-        "./new:1",
+        "sqlite:///new/a.db", "sqlite:///:memory:", "sqlite:///a.db?mode=rw", "HTTP://host:5000",
+        "https://me:pw@host/x", "postgresql+psycopg2://host/x", "databricks", "new/mlruns", "./new:1",
     ],
 )  # fmt: skip
 def test_address_is_checked_without_writing(uri: str, tmp_path: Path) -> None:
@@ -89,8 +83,5 @@ def test_sqlite_file_has_its_whole_path(tmp_path: Path) -> None:
 def test_transport_errors_are_outages_if_a_retry_can_help(cause: Exception, is_away: bool) -> None:
     error = mlflow.MlflowException("API request failed")
     error.__cause__ = cause
-    with pytest.raises(ConfigError) as first, server.usable("http://nowhere"):
-        raise error
-    assert (type(first.value) is UnreachableAddress) == is_away
-    with pytest.raises(Unreachable if is_away else Refused), server.answering("http://nowhere"):
+    with pytest.raises(Unreachable if is_away else Refused), server.explained("http://nowhere", "it"):
         raise error

@@ -5,60 +5,62 @@ from __future__ import annotations
 import logging
 import signal
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlflow
 import pytest
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 
-from fl_engine.core.errors import Refused, Replaced, Unreachable
-from flexfleet.tracking import server
-from flexfleet.tracking import trackers as tracking
+from fl_engine.core.errors import Replaced, Stopped, Unreachable
+from fl_engine.testing.tiny import Memory
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.resume import Attempt
+from flexfleet.pipeline.run import run
 from flexfleet.tracking.trackers import MLflow
-from tests.harness.mlflow_server import serving
+from tests.harness.processes import until
 
-AWAY = "Max retries exceeded with url: /api/2.0/mlflow/runs/log-batch (Connection refused)"
 ROW = {"avg": 0.5, "seconds_round": 1.0}
 
 
 @pytest.fixture(autouse=True)
-def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    monkeypatch.setattr(tracking, "AGAIN_S", 0.05)
-    monkeypatch.setattr(tracking, "WAIT_S", 0.5)
-    monkeypatch.setattr(server, "LONGEST_PAUSE_S", 0.1)
+def _quick(own_folder: None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "flexfleet")
 
 
-@pytest.fixture
-def goes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
-    """Call it with whether MLflow is away for what a run logs."""
-    away = threading.Event()
+@contextmanager
+def away(folder: Path) -> Iterator[None]:
+    """Let MLflow's database fail inside, because its table of runs is not there."""
 
-    def unless_away(name: str) -> Callable[..., Any]:
-        call = getattr(mlflow.MlflowClient, name)
+    def rename(old: str, new: str) -> None:
+        with closing(sqlite3.connect(folder / "mlflow.db", timeout=30)) as data_base:
+            data_base.execute("PRAGMA legacy_alter_table = ON")  # references to the table stay
+            data_base.execute(f"ALTER TABLE {old} RENAME TO {new}")
 
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if away.is_set():
-                raise MlflowException(AWAY)
-            return call(*args, **kwargs)
-
-        return called
-
-    for name in ("log_batch", "set_terminated", "set_tag", "log_artifact"):
-        monkeypatch.setattr(mlflow.MlflowClient, name, unless_away(name))
-    yield lambda is_away: away.set() if is_away else away.clear()
+    rename("runs", "gone")
+    yield
+    rename("gone", "runs")
 
 
-def begin(uri: str, patience_s: float = 30.0) -> MLflow:
-    return MLflow(uri, "e", "name", {}, patience_s=patience_s)
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Let MLflow's database hang inside: MLflow waits for 20 seconds for a lock."""
+    with closing(sqlite3.connect(folder / "mlflow.db", isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        yield
+        other.rollback()
+
+
+class Quick(MLflow):
+    """Waits less."""
+
+    WAIT_S, AGAIN_S = 0.5, 0.05
+
+    def __init__(self, uri: str, patience_s: float = 30.0, check: Callable[[], object] = lambda: None) -> None:
+        super().__init__(uri, "e", "name", {}, patience_s=patience_s, check=check)
 
 
 def steps(folder: Path, key: str = "avg") -> list[int]:
@@ -72,66 +74,32 @@ def statuses(folder: Path) -> list[str]:
         return [status for (status,) in found.execute("select status from runs")]
 
 
-def lines(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
-    return [each for each in caplog.messages if text in each]
-
-
 # --------------------------------------------------------------------------------------------- the tracker
-def test_rounds_continue_while_a_server_is_down(
-    tmp_path: Path, mlflow_template: Path, caplog: pytest.LogCaptureFixture
+def test_metrics_are_sent_when_mlflow_answers_again(
+    mlflow_uri: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(tmp_path, mlflow_template) as port:
-        tracker = begin(f"http://127.0.0.1:{port}", patience_s=120.0)
-        tracker.metrics([(1, ROW)])
-    began = time.monotonic()
-    for step in range(2, 12):
-        tracker.metrics([(step, ROW)])
-        time.sleep(0.02)
-    assert time.monotonic() - began < 10
-    while not lines(caplog, "Rounds continue") and time.monotonic() - began < 110:
-        time.sleep(0.02)
-    with serving(tmp_path, mlflow_template, port=port):
-        tracker.finish("FINISHED")
-    assert steps(tmp_path) == list(range(1, 12)) and statuses(tmp_path) == ["FINISHED"]
-    assert len(lines(caplog, "Rounds continue")) == 1
+    def count(text: str) -> int:
+        return sum(text in each for each in caplog.messages)
 
-
-def test_metrics_are_sent_in_one_batch_when_mlflow_answers_again(
-    mlflow_uri: str, tmp_path: Path, goes: Callable[[bool], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    tracker, batches = begin(mlflow_uri), list[int]()
-    send = mlflow.MlflowClient.log_batch
-
-    def counted(*args: Any, metrics: Sequence[Any], **more: Any) -> None:
-        send(*args, metrics=metrics, **more)
-        batches.append(len(metrics))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mlflow.MlflowClient, "log_batch", counted)
-        for first in (1, 7):  # a second outage is logged too
-            goes(True)
-            for step in range(first, first + 6):
-                tracker.metrics([(step, ROW)])
-            goes(False)
-            end = time.monotonic() + 30
-            while len(steps(tmp_path)) < first + 5 and time.monotonic() < end:
-                time.sleep(0.02)
-            while not lines(caplog, "the metrics of 6 rounds") and time.monotonic() < end:
-                time.sleep(0.02)
-    assert batches == [12, 12] and steps(tmp_path) == list(range(1, 13))
-    assert len(lines(caplog, "Rounds continue")) == 2
+    tracker = Quick(mlflow_uri)
+    for outage in (0, 1):  # the second is logged too
+        with away(tmp_path):
+            for step in range(6):
+                tracker.metrics([(6 * outage + step + 1, ROW)])
+        until(lambda outage=outage: count("is reachable again") > outage, "MLflow's answer", 30)
+    assert steps(tmp_path) == list(range(1, 13)) and count("rounds continue") == 2
 
 
 def test_answer_that_was_lost_does_not_double_the_metrics(
     mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tracker, send, lost = begin(mlflow_uri), mlflow.MlflowClient.log_batch, list[int]()
+    tracker, send, lost = Quick(mlflow_uri), mlflow.MlflowClient.log_batch, list[int]()
 
     def loses(*args: Any, **kwargs: Any) -> Any:
         send(*args, **kwargs)
         if not lost:
             lost.append(1)
-            raise MlflowException(AWAY)
+            raise MlflowException("Max retries exceeded with url: /api/2.0/mlflow/runs/log-batch (Connection refused)")
 
     monkeypatch.setattr(mlflow.MlflowClient, "log_batch", loses)
     tracker.metrics([(1, ROW)])
@@ -141,100 +109,59 @@ def test_answer_that_was_lost_does_not_double_the_metrics(
     assert lost and steps(tmp_path) == [1, 2]
 
 
-def test_server_that_refuses_metrics_fails_the_end_and_no_round(
-    mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-
-    def refuses(*_: Any, **__: Any) -> None:
-        raise MlflowException("quota", error_code=INVALID_PARAMETER_VALUE)
-
-    tracker = begin(mlflow_uri)
-    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", refuses)
-    with pytest.raises(Refused, match="quota"), tracking.ending(tracker):
-        tracker.metrics([(1, ROW)])
-        tracker.metrics([(2, ROW)])
-        tracker.finish("FINISHED")
-    assert statuses(tmp_path) == ["FAILED"] and len(lines(caplog, "Rounds continue")) == 1
-
-
-def test_end_waits_for_patience_s_and_logs_once(
-    mlflow_uri: str, goes: Callable[[bool], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    tracker = begin(mlflow_uri, patience_s=0.5)
-    goes(True)
-    tracker.metrics([(1, ROW)])
-    began = time.monotonic()
-    with pytest.raises(Unreachable):
-        tracker.finish("FINISHED")
-    assert 0.5 <= time.monotonic() - began < 10
-    assert len(lines(caplog, "waiting for up to")) == 1
-
-
-def test_replaced_coordinator_stops_waiting_and_logs_nothing(
-    mlflow_uri: str, tmp_path: Path, goes: Callable[[bool], None]
-) -> None:
+def test_replaced_coordinator_stops_waiting_and_logs_nothing(mlflow_uri: str, tmp_path: Path) -> None:
     def check() -> None:
-        goes(False)
         raise Replaced("another coordinator has taken over")
 
-    tracker = MLflow(mlflow_uri, "e", "name", {}, patience_s=30.0, check=check)
-    goes(True)
-    with pytest.raises(Replaced):
+    tracker = Quick(mlflow_uri, check=check)
+    with away(tmp_path), pytest.raises(Replaced):
         tracker.metrics([(1, ROW)])
         tracker.finish("FINISHED")
     assert steps(tmp_path) == []
 
 
 # ------------------------------------------------------------------------------------------------ whole runs
-def sets_of(quick: Sequence[str], uri: str, *more: str) -> list[str]:
-    return [*quick, f"tracking.mlflow={uri}", "rounds.commit_every=1", *more]
+class Observer(Memory):
+    """Does something after a round."""
+
+    def __init__(self, actions: dict[int, Callable[[], object]]) -> None:
+        super().__init__()
+        self._actions = actions
+
+    def metrics(self, rows: Sequence[Any]) -> None:
+        for step, _ in rows:
+            self._actions.get(step, int)()
+
+
+def resolved(quick: Sequence[str], uri: str) -> Resolved:
+    return Resolved.load(None, [*quick, f"tracking.mlflow={uri}", "rounds.commit_every=1", "run.patience_s=0.5"])
 
 
 def test_run_without_mlflow_is_resumed_and_logs_all(
-    flexfleet: Any, quick: Sequence[str], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    goes: Callable[[bool], None], no_drawings: None,
-) -> None:  # fmt: skip
-    log = tracking.MLflow.metrics
-
-    def metrics(self: MLflow, rows: Sequence[Any]) -> None:
-        goes(any(step >= 2 for step, _ in rows))
-        log(self, rows)
-
-    sets = sets_of(quick, mlflow_uri, "run.patience_s=0.5")
-    with monkeypatch.context() as patch:
-        patch.setattr(tracking.MLflow, "metrics", metrics)
-        stopped = flexfleet("run", "--run-id", "a", sets=sets)
-    assert stopped.code == 6 and "--resume" in stopped.err and steps(tmp_path) == [1]
+    quick: Sequence[str], mlflow_uri: str, tmp_path: Path, no_drawings: None
+) -> None:
+    given = resolved(quick, mlflow_uri)
+    with ExitStack() as outage, pytest.raises(Unreachable, match="--resume"):
+        run(given, "a", Attempt(observer=Observer({1: lambda: outage.enter_context(away(tmp_path))})))
+    assert steps(tmp_path) == [1]
     assert len(list(Path("runs/a/rounds").iterdir())) > 1, "the rounds continued"
-    goes(False)
-    done = flexfleet("run", "--run-id", "a", "--resume", sets=sets)
-    assert done.code == 0, done.err
+    run(given, "a", Attempt(resume=True))
     assert steps(tmp_path) == [1, 2, 3] and statuses(tmp_path) == ["FINISHED"]
 
 
 def test_stopped_run_does_not_wait_for_a_server_that_hangs(
-    flexfleet: Any, quick: Sequence[str], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    no_drawings: None,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(tracking, "HASTE_S", 1)
-    log_batch, ended = mlflow.MlflowClient.log_batch, threading.Event()
+    quick: Sequence[str], mlflow_uri: str, tmp_path: Path, no_drawings: None
+) -> None:
+    given, stopped = resolved(quick, mlflow_uri), list[float]()
+    with ExitStack() as outage, pytest.raises(Stopped, match="--resume"):
 
-    def hangs(self: Any, run_id: str, metrics: Sequence[Any] = (), **more: Any) -> None:
-        if any(metric.step == 2 for metric in metrics):
+        def stop() -> None:
+            outage.enter_context(locked(tmp_path))
+            stopped.append(time.monotonic())
             signal.raise_signal(signal.SIGTERM)
-            ended.wait(60)
-            raise MlflowException(AWAY)
-        log_batch(self, run_id, metrics, **more)
 
-    sets = sets_of(quick, mlflow_uri)
-    began = time.monotonic()
-    with monkeypatch.context() as patch:
-        patch.setattr(mlflow.MlflowClient, "log_batch", hangs)
-        stopped = flexfleet("run", "--run-id", "a", sets=sets)
-        assert time.monotonic() - began < 50
-        ended.set()
-    assert stopped.code == 3 and "--resume" in stopped.err
-    assert statuses(tmp_path) == ["KILLED"]
-    done = flexfleet("run", "--run-id", "a", "--resume", sets=sets)
-    assert done.code == 0, done.err
+        run(given, "a", Attempt(observer=Observer({2: stop})))
+    assert time.monotonic() - stopped[0] < 18
+    until(lambda: statuses(tmp_path) == ["KILLED"], "the run's end in MLflow", 60)
+    run(given, "a", Attempt(resume=True))
     assert steps(tmp_path) == [1, 2, 3]

@@ -5,44 +5,42 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import mlflow
 import optuna
 import pytest
-import yaml
 
 from fl_engine.core.errors import BadInput, ConfigError, Diverged
 from flexfleet.config import Config, load_config
 from flexfleet.experiments import tune as steps
-from flexfleet.experiments import tune_report, tune_storage, tune_trials
+from flexfleet.experiments import tune_storage, tune_worker
 from flexfleet.experiments.tune import tune
-from flexfleet.experiments.tune_conclusion import conclude
-from flexfleet.experiments.tune_report import Tuned
+from flexfleet.experiments.tune_report import Tuned, conclude
 from flexfleet.files.artifacts import History, RunFile
 from flexfleet.pipeline import run as run_module
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.status import runs_in
+from tests.harness.processes import until
 
 FEW = ("tune.trials=4", "tune.held_out=[7]", "rounds.stop=2", "algorithm.epsilon=8")
 
 
 # ------------------------------------------------------------------------------------------------- pruning
-def test_a_trial_behind_the_others_is_pruned_at_that_round(tmp_path: Path) -> None:
+def test_trial_behind_the_others_is_pruned(tmp_path: Path) -> None:
     study = tune_storage.open_study(load_config(None, ("rounds.stop=8",)), tmp_path, "a")
     for value in (0.8, 0.82, 0.84, 0.86, 0.88):
         trial = study.ask()
-        tune_trials.Reporter(trial, "avg").metrics([(i, {"avg": value}) for i in range(1, 9)])
+        tune_worker.Reporter(trial, "avg").metrics([(i, {"avg": value}) for i in range(1, 9)])
         study.tell(trial, value)
-    slow = tune_trials.Reporter(study.ask(), "avg")
+    slow = tune_worker.Reporter(study.ask(), "avg")
     trained = {"clients_trained": 1.0}
     slow.metrics([(1, {"avg": 0.1, **trained}), (2, {"full": 0.1})])  # a quarter of the rounds is for warming up
-    with pytest.raises(tune_trials.Pruned, match="after round 4"):
+    with pytest.raises(tune_worker.Pruned, match="after round 4"):
         slow.metrics([(3, {}), (4, {"avg": 0.2})])
     with pytest.raises(Diverged):  # no update was merged: the trial is not only behind the others
-        tune_trials.Reporter(study.ask(), "avg").metrics([(4, {"avg": 0.2})])
+        tune_worker.Reporter(study.ask(), "avg").metrics([(4, {"avg": 0.2})])
 
 
 # ------------------------------------------------------------------------------------------------- a study
@@ -66,11 +64,11 @@ def test_the_default_is_the_first_trial_and_the_best_is_no_worse(done: tuple[Tun
     assert all(v <= 0 for v in study.trials[found.best_trial].constraints.values())
 
 
-def test_what_it_leaves_can_be_run_and_looked_at(done: tuple[Tuned, Path, Config]) -> None:
+def test_files_of_a_finished_study(done: tuple[Tuned, Path, Config]) -> None:
     found, folder, config = done
     best = load_config(folder / "params.yaml")
     assert not found.better, "one held-out seed shows no gain"
-    assert best == config and yaml.safe_load((folder / "patch.yaml").read_text()) == {}
+    assert best == config
     drawn = (folder / "study.html").read_text()
     assert "importance" in drawn and ">λ (kd_weight)<" in drawn and "mathdefault" not in drawn
     assert drawn.count("<svg") == 2 + len(found.space), "a drawing each, so that they can stand below each other"
@@ -86,7 +84,7 @@ def test_what_it_leaves_can_be_run_and_looked_at(done: tuple[Tuned, Path, Config
     assert found.gain == pytest.approx(found.held_out["best"][0] - found.held_out["default"][0])
 
 
-def test_in_mlflow_the_trials_are_children_of_the_study(done: tuple[Tuned, Path, Config]) -> None:
+def test_mlflow_trials_are_children_of_the_study(done: tuple[Tuned, Path, Config]) -> None:
     found, _, config = done
     client = mlflow.MlflowClient(config.tracking.mlflow)
     (experiment,) = [e for e in client.search_experiments() if e.name != "Default"]
@@ -99,18 +97,15 @@ def test_in_mlflow_the_trials_are_children_of_the_study(done: tuple[Tuned, Path,
     assert len(trials) == found.trials["complete"] + found.trials["pruned"]
 
 
-def test_a_finished_study_has_nothing_left_to_do(done: tuple[Tuned, Path, Config]) -> None:
+def test_resumed_finished_study_changes_nothing(done: tuple[Tuned, Path, Config]) -> None:
     found, folder, config = done
-    with pytest.raises(ConfigError, match="exists already: go on with --resume"):
+    with pytest.raises(ConfigError, match="--resume"):
         tune(config, "a")
     assert tune(config, "a", resume=True) == found
     assert len(tune_storage.open_study(config, folder, "a").trials) == 4
 
 
-def test_a_new_best_has_held_out_figures_of_its_own(
-    done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tune_report.plots, "study", lambda *_, **__: [])
+def test_new_best_trial_has_its_own_held_out_runs(done: tuple[Tuned, Path, Config], tmp_path: Path) -> None:
     _, before, config = done
     folder = shutil.copytree(before, tmp_path / "a")
     untracked = config.tracking.model_copy(update={"mlflow": None})
@@ -123,19 +118,18 @@ def test_a_new_best_has_held_out_figures_of_its_own(
     ran = [RunFile.read(path) for path in folder.glob("held-out/best-*/run.json")]
     assert 0.5 in [run.config["algorithm"]["kd_weight"] for run in ran]
     history = History.read(folder / "held-out" / f"best-t{found.best_trial}-s7" / "history.json")
-    assert found.held_out["best"] == [history.rounds[-1]["metrics"]["avg"]]
+    assert found.held_out["best"] == [history.rounds[-1].metrics["avg"]]
 
 
 @pytest.mark.parametrize(("value", "better"), [(0.5, True), (0.7, False), (None, True)])
 def test_params_yaml_has_the_best_values_only_if_better(
-    done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float | None, better: bool
+    done: tuple[Tuned, Path, Config], tmp_path: Path, value: float | None, better: bool
 ) -> None:
-    monkeypatch.setattr(tune_report.plots, "study", lambda *_, **__: [])
     sets = ("tune.space={training.lr: {low: 0.1, high: 1.0}}", "tune.held_out=[]", "tracking.mlflow=null")
     config = load_config(None, sets)
     study = tune_storage.open_study(config, tmp_path, "a")
     state = optuna.trial.TrialState.PRUNED if value is None else optuna.trial.TrialState.COMPLETE
-    study.add_trial(optuna.trial.create_trial(state=state, value=value, user_attrs={tune_trials.DEFAULT: []}))
+    study.add_trial(optuna.trial.create_trial(state=state, value=value, user_attrs={tune_worker.DEFAULT: []}))
     space = {"training.lr": optuna.distributions.FloatDistribution(0.1, 1.0)}
     study.add_trial(optuna.trial.create_trial(params={"training.lr": 0.3}, distributions=space, value=0.6))
     found = conclude(config, study, tmp_path, done[1])
@@ -143,23 +137,18 @@ def test_params_yaml_has_the_best_values_only_if_better(
     assert (found.better, found.gain) == (better, None)
     left = load_config(None, (*sets, *(["training.lr=0.3"] if better else [])))
     assert load_config(tmp_path / "params.yaml") == left
-    patch = {"training": {"lr": 0.3}} if better else {}
-    assert yaml.safe_load((tmp_path / "patch.yaml").read_text()) == patch
 
 
-def test_trial_0_is_the_run_of_the_configuration(done: tuple[Tuned, Path, Config], tmp_path: Path) -> None:
-    _, folder, config = done
-    own = {
-        "run": config.run.model_copy(update={"store": str(tmp_path)}),
-        "tracking": config.tracking.model_copy(update={"mlflow": None}),
-    }
-    run = run_module.run(Resolved.of(config.model_copy(update=own)), "plain")
+def test_trial_0_is_the_run_of_the_configuration(
+    done: tuple[Tuned, Path, Config], quick: tuple[str, ...], tmp_path: Path
+) -> None:
+    _, folder, _ = done
+    own = load_config(None, (*quick, *FEW, f"run.store={tmp_path}", "tracking.mlflow=null"))
+    run = run_module.run(Resolved.of(own), "plain")
     assert History.read(folder / "trials" / "0-s0" / "history.json").model_sha256 == run.model_sha256
 
 
-def test_a_study_that_knows_nothing_of_its_trials_does_not_go_on(
-    done: tuple[Tuned, Path, Config], tmp_path: Path
-) -> None:
+def test_study_in_another_storage_is_not_resumed(done: tuple[Tuned, Path, Config], tmp_path: Path) -> None:
     _, folder, config = done
     other = config.tune.model_copy(update={"storage": f"sqlite:///{tmp_path / 'other.db'}"})
     with pytest.raises(ConfigError, match=r"other\.db"):
@@ -167,41 +156,33 @@ def test_a_study_that_knows_nothing_of_its_trials_does_not_go_on(
         steps._begin(config, folder, tune_storage.open_study(config, folder, "a"), folder, {})
 
 
-def test_a_killed_study_goes_on_and_workers_share_it(nursery: Any, quick: tuple[str, ...], tmp_path: Path) -> None:
+def test_killed_study_is_resumed_by_two_workers(fork_server: Any, quick: tuple[str, ...], tmp_path: Path) -> None:
     slow = "training.epochs=30"  # else the rounds could be over before the kill
     sets = [word for s in (*quick, *FEW, slow) for word in ("--set", s)]
-    child = nursery.start("flexfleet", "tune", "--id", "a", *sets, cwd=tmp_path)
-    end = time.monotonic() + 60
-    while not (tmp_path / "runs/a/trials/0-s0/run.json").exists():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    child = fork_server.start("flexfleet", "tune", "--id", "a", *sets, cwd=tmp_path)
+    until((tmp_path / "runs/a/trials/0-s0/run.json").exists, "the first trial")
     child.send(signal.SIGKILL)
     child.wait()
-    again = nursery.start("flexfleet", "tune", "--id", "a", "--resume", "--jobs", "2", "--json", *sets, cwd=tmp_path)
-    end_of = again.wait()
-    assert end_of.code == 0, end_of.err
-    found = json.loads(end_of.out)
-    assert sum(found["trials"].values()) == 4, "of both workers together"
-    study = optuna.load_study(
-        study_name="a",
-        storage=optuna.storages.JournalStorage(
-            optuna.storages.journal.JournalFileBackend(str(tmp_path / "runs/a/study.log"))
-        ),
+    again = fork_server.start(
+        "flexfleet", "tune", "--id", "a", "--resume", "--jobs", "2", "--json", *sets, cwd=tmp_path
     )
+    found = json.loads(again.wait().ok().out)
+    assert sum(found["trials"].values()) == 4, "of both workers together"
+    study = tune_storage.open_study(load_config(None, (*quick, *FEW, slow)), tmp_path / "runs/a", "a")
     states = [t.state.name for t in study.trials]
     assert states[0] == "FAIL" and "RUNNING" not in states
     (again,) = (t for t in study.trials[1:] if t.params == study.trials[0].params)
-    assert tune_trials.runs_of(again) == 0 and not (tmp_path / f"runs/a/trials/{again.number}-s0").exists()
+    assert tune_worker.runs_of(again) == 0 and not (tmp_path / f"runs/a/trials/{again.number}-s0").exists()
     assert {row["status"] for row in runs_in(tmp_path / "runs/a")} == {"finished"}, "also the killed trial's run"
 
 
-def test_a_study_without_a_trial_that_can_win_is_refused(done: tuple[Tuned, Path, Config], tmp_path: Path) -> None:
+def test_study_without_a_feasible_trial_fails(done: tuple[Tuned, Path, Config], tmp_path: Path) -> None:
     _, folder, config = done
     study = tune_storage.open_study(config, tmp_path, "a")
-    over = optuna.trial.create_trial(value=0.9, user_attrs={tune_trials.DEFAULT: []})
+    over = optuna.trial.create_trial(value=0.9, user_attrs={tune_worker.DEFAULT: []})
     over.set_constraint("size/weak", 1.0)
     study.add_trial(over)
-    why = {tune_trials.INFEASIBLE: "sizes that cross"}
+    why = {tune_worker.INFEASIBLE: "sizes that cross"}
     study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.PRUNED, user_attrs=why))
-    with pytest.raises(BadInput, match=r"sizes that cross"):
+    with pytest.raises(BadInput):
         conclude(config, study, tmp_path, folder)

@@ -1,32 +1,35 @@
-"""What a search draws, where it begins, which sizes it takes, and how workers know of each other without /proc."""
+"""The search space of a study, its first trial, and whether sizes fit into the devices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fl_engine.algorithms import FedAvg, FedRolex, HeteroFL, QuantizedFedAvg
+from fl_engine.algorithms import FedAvg, HeteroFL, QuantizedFedAvg
 from fl_engine.core.contracts import Interval
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import FULL, Pool, PoolModel
-from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.chains import SmallCNN
 from fl_engine.testing.tiny import tiny_pool
 from flexfleet.config import Config, Range, load_config
 from flexfleet.experiments import tune_report, tune_space
 from flexfleet.experiments.tune import tune
 from flexfleet.pipeline.partition import server_of
 from flexfleet.pipeline.prepare import Resolved
+from tests.harness.settings import refused_at
 
 FAMILY = SmallCNN((1, 8, 8), 10)
 ON_DIGITS = ("dataset.name=digits", "model.name=small_cnn", "algorithm.use_apoz=false")
 
 
-def of_shares(*shares: float) -> Pool:
-    return tuple(PoolModel(f"M{i}", FULL, 1, share, 1, True, True) for i, share in enumerate(shares, 1))
+def of_shares(*shares: float, gammas: tuple[float | None, ...] = (None,) * 3) -> Pool:
+    return tuple(
+        PoolModel(f"M{i}", FULL, 1, share, 1, True, True, gamma=gamma)
+        for i, (share, gamma) in enumerate(zip(shares, gammas, strict=False), 1)
+    )
 
 
 def flexfl(*sets: str) -> tuple[Config, Pool]:
@@ -35,17 +38,8 @@ def flexfl(*sets: str) -> tuple[Config, Pool]:
     return resolved.config, resolved.algorithm.pool(resolved.family, {}, server_of(resolved))
 
 
-def tiers(**memory: float) -> str:
-    each = ", ".join(f"{{name: {name}, share: {1 / len(memory)}, memory: {most}}}" for name, most in memory.items())
-    return f"fleet.tiers=[{each}]"
-
-
 # ------------------------------------------------------------------------------------------------- the space
-def member(name: str, share: float, gamma: float | None) -> PoolModel:
-    return PoolModel(name, FULL, 1, share, 1, True, True, gamma=gamma)
-
-
-POOL: Pool = (member("M1", 0.3, 1.0), member("M2", 0.5, 1.21), member("M3", 1.0, None))
+POOL = of_shares(0.3, 0.5, 1.0, gammas=(1.0, 1.21, None))
 
 
 def test_flexfl_has_a_default_search_space() -> None:
@@ -63,14 +57,15 @@ def test_flexfl_has_a_default_search_space() -> None:
     expected = {"algorithm.gammas.0": 1.0, "algorithm.gammas.1": 1.21}
     expected |= {"algorithm.kd_weight": 10.0, "algorithm.adaptive_size": 10.0}
     assert tune_space.defaults(Config(), found, POOL) == expected
-    told = tune_report.said(expected, tune_space.symbols(Config(), found))
+    told = tune_report.listed(expected, tune_space.symbols(Config(), found))
     gamma = "\N{GREEK SMALL LETTER GAMMA}"
     assert told == f"{gamma} (gammas.0) 1, {gamma} (gammas.1) 1.21, λ (kd_weight) 10, Γ (adaptive_size) 10"
 
 
-def test_other_algorithms_have_to_be_told() -> None:
-    config = load_config(None, ("algorithm.name=heterofl",))
-    with pytest.raises(ConfigError, match=r"tune\.space is empty, and heterofl declares no search space"):
+@pytest.mark.parametrize("name", ["heterofl", f"{__name__}:Backwards"])
+def test_missing_or_impossible_search_space_is_refused(name: str) -> None:
+    config = load_config(None, (f"algorithm.name={name}",))
+    with refused_at("tune.space"):
         tune_space.space_of(config, POOL)
 
 
@@ -88,7 +83,12 @@ class Swept(HeteroFL):
         }
 
 
-def test_an_algorithm_of_ones_own_declares_its_search_space() -> None:
+class Backwards(HeteroFL):
+    def search_space(self, pool: Pool) -> dict[str, Interval]:
+        return {"widths.0": Interval(low=0.6, high=0.3)}
+
+
+def test_own_algorithm_declares_its_search_space() -> None:
     """`widths` is (0.5, 0.71, 1.0); `rate` is null, and the algorithm then makes 0.3 of a pool of three."""
     config = load_config(None, (f"algorithm.name={__name__}:Swept",))
     found = tune_space.space_of(config, POOL)
@@ -103,45 +103,31 @@ def test_an_algorithm_of_ones_own_declares_its_search_space() -> None:
     assert tune_space.defaults(given, found, POOL) == weighting | {"algorithm.rate": 0.7}, "0.2 is not in the space"
 
 
-def test_search_draws_defaults_outside_of_the_space() -> None:
-    given = '{"training.lr": {low: 0.1, high: 1.0}, "algorithm.kd_weight": {choices: [0.0, 10.0]}}'
-    config = load_config(None, (f"tune.space={given}",))
-    found = tune_space.space_of(config, POOL)
-    assert tune_space.defaults(config, found, POOL) == {"algorithm.kd_weight": 10.0}  # lr = 0.05 is none of them
-
-
-def test_values_go_to_their_places_and_lists_are_whole() -> None:
+def test_values_of_lists_are_set_together() -> None:
     found = tune_space.applied(Config(), {"algorithm.gammas.1": 1.5, "algorithm.gammas.0": 0.9, "training.lr": 0.1})
     assert (found.algorithm["gammas"], found.training.lr) == ([0.9, 1.5], 0.1)
-    with pytest.raises(ConfigError, match=r"of algorithm\.gammas \[1\] are searched"):
+    with pytest.raises(ConfigError, match=r"algorithm\.gammas"):
         tune_space.applied(Config(), {"algorithm.gammas.1": 1.5})
 
 
 @pytest.mark.parametrize(
-    ("sets", "said"),
+    ("sets", "path"),
     [
-        (("tune.space={seed: {low: 0, high: 9, whole: true}}",), "seed cannot be searched"),
-        (("tune.space={run.precision: {choices: [fp32, bf16]}}",), "run.precision cannot be searched"),
-        (("tune.held_out=[0]",), r"tune\.held_out"),
-        (("tune.seeds=[1, 1]",), r"tune\.seeds"),
-        (("tune.space={training.epochs: {low: 1.5, high: 4, whole: true}}",), "epochs"),
-        (
-            ("tune.space={training.epochs: {low: 0.5, high: 9, whole: true, log: true}}",),
-            "epochs: low and high are whole",
-        ),
-        (("tune.space={algorithm: {choices: [heterofl]}}",), "tune.space: algorithm: "),
+        ("tune.space={seed: {low: 0, high: 9, whole: true}}", "tune.space"),
+        ("tune.space={run.precision: {choices: [fp32, bf16]}}", "tune.space"),
+        ("tune.space={algorithm: {choices: [heterofl]}}", "tune.space"),
+        ("tune.space={training.epochs: {low: 1.5, high: 4, whole: true}}", "tune.space.training.epochs"),
+        ("tune.held_out=[0]", "tune.held_out"),
+        ("tune.seeds=[1, 1]", "tune.seeds"),
     ],
 )
-def test_a_search_that_would_not_mean_anything_is_refused(
-    quick: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: Sequence[str], said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=said):
-        tune(load_config(None, (*quick, *sets)), "a")
-    assert not list(tmp_path.rglob("a"))
+def test_impossible_search_is_refused(quick: tuple[str, ...], own_folder: None, sets: str, path: str) -> None:
+    with refused_at(path):
+        tune(load_config(None, (*quick, sets)), "a")
+    assert not Path("runs").exists()
 
 
-def test_names_that_need_each_other_may_be_searched() -> None:
+def test_names_that_require_each_other_can_be_searched() -> None:
     given = "{algorithm.name: {choices: [flexfl, heterofl]}, algorithm.kd_weight: {low: 0, high: 1}}"
     tune_space.check_names(load_config(None, ("algorithm.name=heterofl", f"tune.space={given}")))
     given = given.replace("[flexfl, heterofl]", "[heterofl, flexfl, all_large]")  # whatever the order of the choices
@@ -170,7 +156,7 @@ def test_first_trial_has_the_configured_values(sets: tuple[str, ...], searched: 
 
 
 # ------------------------------------------------------------------------------------------------- sizes
-def test_a_level_has_to_fit_its_tier() -> None:
+def test_level_must_fit_into_its_tier() -> None:
     """Tiers of 35, 60 and 110 %. A device needs more than the size of a model, and no search shrinks the full one."""
     assert tune_space.excess(of_shares(0.3, 0.5, 1.0), Config(), FAMILY) == {
         "size/weak": pytest.approx(-5), "size/medium": pytest.approx(-10)
@@ -178,26 +164,12 @@ def test_a_level_has_to_fit_its_tier() -> None:
     assert tune_space.excess(of_shares(0.3, 0.6, 0.9), Config(), FAMILY) == {
         "size/weak": pytest.approx(-5), "size/medium": pytest.approx(1e-9), "size/strong": pytest.approx(-20)
     }  # fmt: skip
-    chosen = load_config(None, (tiers(small=35.0, middle=60.0, large=110.0),))
-    assert tune_space.excess(of_shares(0.4, 1.0), chosen, FAMILY) == {"size/small": pytest.approx(5)}
-
-
-def test_tiers_with_limits_hold_what_they_have_at_most() -> None:
-    """AdaptiveFL's: 23.8 % on average and 32.7 at most, 47.6 and 56.5. FlexFL's models take 25 and 50 %."""
-    config, pool = flexfl("fleet.tiers=adaptivefl")
-    found = tune_space.excess(pool, config, FAMILY)
-    assert found == {"size/weak": pytest.approx(-7.96, abs=0.5), "size/medium": pytest.approx(-6.25, abs=0.5)}
+    two = "fleet.tiers=[{name: small, share: 0.5, memory: 35.0}, {name: large, share: 0.5, memory: 110.0}]"
+    assert tune_space.excess(of_shares(0.4, 1.0), load_config(None, [two]), FAMILY) == {"size/small": pytest.approx(5)}
 
 
 @pytest.mark.parametrize("algorithm", [FedAvg(), QuantizedFedAvg(), QuantizedFedAvg(level="medium")])
-def test_a_model_that_is_sent_alone_has_no_tier(algorithm: Any) -> None:
+def test_level_that_is_sent_alone_has_no_tier(algorithm: Any) -> None:
     pool = tiny_pool(algorithm, FAMILY)
     assert pool[0].share > 0.35, "the weak tier cannot hold it"
     assert tune_space.excess(pool, Config(), FAMILY) == {}
-
-
-def test_a_tier_of_a_width_holds_what_that_takes_of_the_network() -> None:
-    """1/16 of the small CNN on the digits takes more than 1/256 of its parameters."""
-    config = load_config(None, ("algorithm.name=fedrolex", "fleet.tiers=real_world"))
-    found = tune_space.excess(tiny_pool(FedRolex(widths=(1 / 16, 1 / 8, 1 / 4, 1 / 2, 0.99)), FAMILY), config, FAMILY)
-    assert len(found) == 5 and all(points < 0 for points in found.values())

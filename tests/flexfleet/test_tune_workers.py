@@ -1,196 +1,130 @@
-"""The workers of a study: how they share its trials, which ones they try again, and how they stop."""
+"""The workers of a study: how they share its trials, which ones they try again, and what a lost folder changes."""
 
 from __future__ import annotations
 
 import errno
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import optuna
 import pytest
+import torch
 
-from fl_engine.core.errors import ConfigError, Diverged, EnvironmentFailure, IntegrityError, Refused, Unreachable
+from fl_engine.algorithms import FedAvg
+from fl_engine.core.errors import Refused, Unreachable
 from flexfleet.config import Config, load_config
+from flexfleet.config.form import write_config
 from flexfleet.experiments import tune as steps
-from flexfleet.experiments import tune_report, tune_space, tune_storage, tune_trials, tune_worker
+from flexfleet.experiments import tune_storage, tune_worker
 from flexfleet.experiments.tune_worker import work
+from flexfleet.kubeflow import task_end
+from tests.harness.settings import refused_at
+
+SPACE = "tune.space={training.lr: {low: 0.01, high: 0.1}}"
+trained: list[int] = []
+"""Grows with each round that is trained."""
+failures: list[BaseException | None] = []
+"""For each of the next runs, the error with which it begins."""
+
+
+@dataclass(frozen=True)
+class Watched(FedAvg):
+    def init(self, *given: Any) -> Any:
+        if failures and (error := failures.pop(0)) is not None:
+            raise error
+        return super().init(*given)
+
+    def merge(self, state: Any, plan: Any, *more: Any) -> Any:
+        trained.append(plan.round)
+        return super().merge(state, plan, *more)
 
 
 @pytest.fixture(scope="module")
 def prepared(quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config]:
     """A folder with partition and pool for the workers of a study of four trials, and its configuration."""
     folder = tmp_path_factory.mktemp("tune")
-    config = load_config(None, (*quick, "tune.trials=4", "algorithm.epsilon=8", "tracking.mlflow=null"))
+    sets = (f"algorithm.name={__name__}:Watched", "fleet.tiers=1:1:8", "rounds.stop=1", "tune.trials=4", SPACE)
+    config = load_config(None, (*quick, *sets))
     tune_worker.prepare_default(config, folder)
     return folder, config
 
 
-def default(prepared: tuple[Path, Config]) -> dict[str, Any]:
-    """What the first trial draws."""
-    folder, config = prepared
-    return tune_space.defaults(config, *tune_worker.searched(config, folder))
-
-
 @pytest.fixture
-def untrained(prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """A study in a database whose trials come to a value at once."""
-
-    def trial(config: Config, study: Any, trial: Any, ready: Any) -> float:
-        return float(trial.params["algorithm.kd_weight"]) / 100
-
-    monkeypatch.setattr(tune_worker, "_pools", lambda *_: [])
-    monkeypatch.setattr(tune_worker, "_trial", trial)
-    monkeypatch.setattr(tune_worker, "POLL_S", 0.02)
+def begun(prepared: tuple[Path, Config], tmp_path: Path) -> Config:
+    """A study in a database."""
     shared = prepared[1].tune.model_copy(update={"storage": f"sqlite:///{tmp_path / 'study.db'}"})
     config = prepared[1].model_copy(update={"tune": shared})
     steps._begin(config, tmp_path, tune_storage.open_study(config, tmp_path, "a"), prepared[0], {})
     return config
 
 
-def drawn(config: Config, folder: Path) -> list[dict[str, Any]]:
-    return [t.params for t in tune_storage.open_study(config, folder, "a").trials if t.state.name == "COMPLETE"]
-
-
-def test_trials_are_those_of_all_workers_together(
-    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path
-) -> None:
-    two = untrained.model_copy(update={"tune": untrained.tune.model_copy(update={"trials": 2})})
+def test_workers_share_the_trials(begun: Config, prepared: tuple[Path, Config], tmp_path: Path) -> None:
+    two = begun.model_copy(update={"tune": begun.tune.model_copy(update={"trials": 2})})
     assert work(two, tmp_path, "a", 0, prepared[0]) == [0, 1]
-    assert work(untrained, tmp_path, "a", 1, prepared[0]) == [2, 3]
-    assert work(untrained, tmp_path, "a", 2, prepared[0]) == []
+    assert work(begun, tmp_path, "a", 1, prepared[0]) == [2, 3]
+    assert work(begun, tmp_path, "a", 2, prepared[0]) == []
 
 
 def test_surplus_trial_of_a_second_worker_is_dropped(tmp_path: Path) -> None:
     study = tune_storage.open_study(Config(), tmp_path, "a")
     first, second, third = (study.ask() for _ in range(3))
-    assert [tune_trials.surplus(study, t, 2) for t in (first, second, third)] == [False, False, True]
-    tune_trials.drop(study, third)
-    tune_trials.give_back(study, study.trials[0], died=False, goes_on=True)
-    assert not tune_trials.surplus(study, study.ask(), 2), "one that ended early leaves its place to another"
+    assert [tune_worker.surplus(study, t, 2) for t in (first, second, third)] == [False, False, True]
+    study.tell(third, state=optuna.trial.TrialState.FAIL)
+    tune_worker.retry(study, study.trials[0], died=False, resume=True)
+    assert not tune_worker.surplus(study, study.ask(), 2), "one that ended early leaves its place to another"
 
 
-def test_give_back_all_enqueues_the_values_with_their_runs(tmp_path: Path) -> None:
-    study = tune_storage.open_study(Config(), tmp_path, "a")
-    gone = study.ask()
-    gone.suggest_float("training.lr", 0.1, 1.0)
-    assert tune_trials.give_back_all(study) == [gone.number]
-    again = study.ask()
-    assert again.suggest_float("training.lr", 0.1, 1.0) == gone.params["training.lr"]
-    assert tune_trials.runs_of(again) == gone.number
-
-
-def test_worker_takes_over_trials_of_a_silent_worker(
-    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_restarted_worker_retries_only_its_own_trial(
+    begun: Config, prepared: tuple[Path, Config], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tune_trials, "SILENT_S", 0.2)
-    lost = tune_storage.open_study(untrained, tmp_path, "a").ask()
-    weight = lost.suggest_float("algorithm.kd_weight", 0.1, 100.0, log=True)
-    mine = work(untrained, tmp_path, "a", 0, prepared[0])
-    assert len(mine) == 4 and lost.number not in mine
-    again = [t for t in tune_storage.open_study(untrained, tmp_path, "a").trials if tune_trials.TRIED in t.user_attrs]
-    assert [t.params["algorithm.kd_weight"] for t in again] == [weight] and again[0].number in mine
-    assert tune_trials.runs_of(again[0]) == again[0].number, "the silent one may still write into its own"
-
-
-def test_silence_is_measured_by_the_own_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study, seen, clock = tune_storage.open_study(Config(), tmp_path, "a"), dict[int, Any](), [0.0]
-    monkeypatch.setattr(tune_trials.time, "monotonic", lambda: clock[0])
-    alive, silent = study.ask(), study.ask()
-    for trial in (alive, silent):
-        trial.suggest_float("training.lr", 0.1, 1.0)
-    gone = []
-    for i in range(4):
-        alive.set_user_attr(tune_trials.BEAT, i)
-        gone.append(tune_trials.give_back_stale(study, seen))
-        clock[0] += tune_trials.SILENT_S / 2
-    assert gone == [[], [], [silent.number], []]
+    study = tune_storage.open_study(begun, tmp_path, "a")
+    for worker in (0, 1):
+        trial = study.ask()
+        trial.suggest_float("training.lr", 0.01, 0.1)
+        trial.set_user_attr(tune_worker.WORKER, worker)
+    assert work(begun, tmp_path, "a", 0, prepared[0]) == [2, 3, 4]
+    trials = tune_storage.open_study(begun, tmp_path, "a").trials
+    assert [trial.state.name for trial in trials[:3]] == ["FAIL", "RUNNING", "COMPLETE"]
+    assert trials[2].params.items() >= trials[0].params.items() and tune_worker.runs_of(trials[2]) == 0
 
 
 def test_values_that_kill_workers_are_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     study = tune_storage.open_study(Config(), tmp_path, "a")
     study.enqueue_trial({"training.lr": 0.5})
-    for _ in range(tune_trials.MOST_TRIED):
+    for _ in range(tune_worker.MOST_DEATHS):
         trial = study.ask()  # ended before it took its values
-        assert tune_trials.give_back(study, study.trials[trial.number], died=True, goes_on=True)
-        assert not tune_trials.give_back(study, study.trials[trial.number], died=True, goes_on=True)
+        assert tune_worker.retry(study, study.trials[trial.number], died=True, resume=True)
+        assert not tune_worker.retry(study, study.trials[trial.number], died=True, resume=True)
     states = [t.state.name for t in study.trials]
-    assert states == ["FAIL"] * tune_trials.MOST_TRIED
-    assert "4 workers have died on these values, which are not tried again: {'training.lr': 0.5}" in caplog.text
-    assert [t.system_attrs["fixed_params"] for t in study.trials] == [{"training.lr": 0.5}] * tune_trials.MOST_TRIED
-
-
-def test_worker_whose_trial_was_taken_continues_with_the_next(
-    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    def silent(config: Config, study: Any, trial: Any, ready: Any) -> float:
-        if trial.number in (0, 1):
-            tune_trials.give_back(study, study.trials[trial.number], died=True, goes_on=False)
-        if trial.number == 0:
-            tune_trials.Reporter(trial, "avg").metrics([(1, {"avg": 0.5})])
-        return 0.5
-
-    monkeypatch.setattr(tune_worker, "_trial", silent)
-    mine = work(untrained, tmp_path, "a", 0, prepared[0])
-    assert len(mine) == 4 and not {0, 1} & set(mine)
-    assert len(drawn(untrained, tmp_path)) == 4
-
-
-def test_a_trial_that_ends_its_worker_is_tried_again(
-    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> float:
-        raise OSError("no space left")
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
-        patch.setattr(tune_worker, "_trial", broken)
-        work(untrained, tmp_path, "a", 0, prepared[0])
-    assert work(untrained, tmp_path, "a", 0, prepared[0]) == [1, 2, 3, 4]
-    assert drawn(untrained, tmp_path)[0] == pytest.approx(default(prepared))
+    assert states == ["FAIL"] * tune_worker.MOST_DEATHS
+    assert "4 workers have died with these values, so the values are not retried: {'training.lr': 0.5}" in caplog.text
+    assert [t.system_attrs["fixed_params"] for t in study.trials] == [{"training.lr": 0.5}] * tune_worker.MOST_DEATHS
 
 
 @pytest.mark.parametrize(
     ("error", "counts", "goes_on"),
     [
         (OSError(errno.ENOMEM, "no memory"), True, False),
-        (EnvironmentFailure("this machine would compute other bits"), True, False),
-        (IntegrityError("a commit is damaged"), True, False),
-        (Refused("the MLflow run is deleted"), False, False),
+        (Refused("the MLflow run is deleted"), True, False),
         (Unreachable("S3 is gone"), False, True),
         (KeyboardInterrupt(), False, True),
     ],
 )
 def test_failed_trial_counts_by_the_kind_of_its_error(
-    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    error: BaseException, counts: bool, goes_on: bool,
-) -> None:  # fmt: skip
-
-    def broken(*_: Any) -> float:
-        raise error
-
-    monkeypatch.setattr(tune_worker, "_trial", broken)
-    with pytest.raises(type(error)):
-        work(untrained, tmp_path, "a", 0, prepared[0])
-    again = tune_storage.open_study(untrained, tmp_path, "a").trials[1]
-    assert (again.user_attrs[tune_trials.TRIED], tune_trials.runs_of(again)) == (counts, 0 if goes_on else 1)
-
-
-def test_trial_that_diverges_on_the_server_is_an_outcome(
-    untrained: Config, prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begun: Config, prepared: tuple[Path, Config], tmp_path: Path, error: BaseException, counts: bool, goes_on: bool
 ) -> None:
-    def first_diverges(config: Config, study: Any, trial: Any, ready: Any) -> float:
-        if trial.number == 0:
-            raise Diverged("training on the server diverged")
-        return 0.5
-
-    monkeypatch.setattr(tune_worker, "_trial", first_diverges)
-    assert work(untrained, tmp_path, "a", 0, prepared[0]) == [0, 1, 2, 3]
-    first, *others = (tune_report.tried(t) for t in tune_storage.open_study(untrained, tmp_path, "a").trials)
-    assert (first.outcome, first.value, first.why) == ("diverged", None, "training on the server diverged")
-    assert {each.outcome for each in others} == {"complete"}
+    failures[:] = [error]
+    with pytest.raises(type(error)):
+        work(begun, tmp_path, "a", 0, prepared[0])
+    again = tune_storage.open_study(begun, tmp_path, "a").trials[1]
+    assert (again.user_attrs[tune_worker.DEATHS], tune_worker.runs_of(again)) == (counts, 0 if goes_on else 1)
 
 
-def test_a_waiting_trial_is_given_to_one_worker_alone(tmp_path: Path) -> None:
+def test_waiting_trial_is_given_to_one_worker(tmp_path: Path) -> None:
     """SQLite locks no row: of four workers that asked at once, two got the same trial."""
     config = Config(tune={"storage": f"sqlite:///{tmp_path / 'study.db'}"})
     study, many = tune_storage.open_study(config, tmp_path, "a"), 40
@@ -209,8 +143,71 @@ def test_a_waiting_trial_is_given_to_one_worker_alone(tmp_path: Path) -> None:
     assert sorted(given) == list(range(many))
 
 
-def test_pods_share_a_study_by_a_data_base_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_pods_require_a_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLEXFLEET_TUNE_STORAGE", raising=False)
-    with pytest.raises(ConfigError, match=r"tune\.workers"):
+    with refused_at("tune.workers"):
         steps.prepare(load_config(None, ("tune.workers=2",)), "a", tmp_path, "job")
     assert not list(tmp_path.iterdir())
+
+
+# --------------------------------------------------------------------------------------- a lost folder
+@pytest.fixture
+def config(prepared: tuple[Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A study of three trials whose ledgers are stored in `run.remote`."""
+    trained.clear()
+    monkeypatch.delenv("FLEXFLEET_TUNE_STORAGE", raising=False)
+    run = {"store": str(tmp_path / "pod"), "remote": str(tmp_path / "remote")}
+    changed = {"run": run, "tune": {"trials": 3, "held_out": (7,)}}
+    sections = {name: getattr(prepared[1], name).model_copy(update=own) for name, own in changed.items()}
+    return prepared[1].model_copy(update=sections)
+
+
+@pytest.fixture
+def pod(config: Config, tmp_path: Path) -> Callable[[], Any]:
+    """The only worker of the study s, in a new pod: an earlier pod's folder is lost. Gives the study."""
+    steps.prepare(config, "s", tmp_path / "prepared", "job")
+    outs = (tmp_path / f"out{i}" for i in range(9))
+
+    def work() -> Any:
+        shutil.rmtree(tmp_path / "pod", ignore_errors=True)
+        out = next(outs)
+        task_end.patiently(lambda: steps.work_in_graph(tmp_path / "prepared", "s", 0, out, "job"), waits_s=(0.0,))
+        return tune_storage.open_study(config, out, "s", begun=True)
+
+    return work
+
+
+def values(study: Any) -> dict[int, tuple[float, float]]:
+    return {t.number: (t.params["training.lr"], t.value) for t in study.trials if t.state.name == "COMPLETE"}
+
+
+def ledgers(tmp_path: Path, kind: str = "trials") -> list[str]:
+    return sorted(path.parent.parent.name for path in tmp_path.glob(f"remote/s/{kind}/*/site/run.json"))
+
+
+def test_restarted_study_trains_values_that_changed(config: Config, pod: Callable[[], Any], tmp_path: Path) -> None:
+    failures[:] = [None, Unreachable("MLflow does not answer")]
+    first = values(pod())
+    assert (sorted(first), len(trained)) == ([0, 2, 3], 3)
+    four = config.model_copy(update={"tune": config.tune.model_copy(update={"trials": 4})})
+    write_config(four, tmp_path / "prepared" / "config.yaml")
+    second = values(pod())
+    assert (sorted(second), len(trained)) == ([0, 1, 2, 3], 5), "two trials' rounds are taken from the bucket"
+    assert (second[0], second[1]) == (first[0], first[2]), "the default, and what was given back"
+    assert second[3][0] != first[3][0]
+    assert [name.rpartition("-")[0] for name in ledgers(tmp_path)] == ["0-s0", "1-s0", "2-s0", "3-s0", "3-s0"]
+
+
+def test_restarted_study_reuses_rounds_of_equal_values(pod: Callable[[], Any]) -> None:
+    first = values(pod())
+    assert len(trained) == 3
+    assert values(pod()) == first and len(trained) == 3
+
+
+def test_restarted_study_trains_again_with_other_numerics(
+    pod: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod()
+    monkeypatch.setattr(torch, "__version__", "another")
+    pod()
+    assert len(trained) == 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,34 +13,25 @@ from typing import Any
 import pytest
 
 from fl_engine.core.errors import ConfigError
+from fl_engine.remote.messages import Message
 from fl_engine.storage.store import FolderStore
 from fl_engine.training.memory import Peaks
-from flexfleet.files.artifacts import History, PoolFile, RunFile
+from flexfleet.files.artifacts import PoolFile, RunFile
 from flexfleet.pipeline import enrollment
 from flexfleet.pipeline import federate as step
-from flexfleet.pipeline.model_pool import model_pool
-from flexfleet.pipeline.partition import partition
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.pretrain import pretrain
-from flexfleet.pipeline.resume import known_run
+from flexfleet.pipeline.resume import Attempt, known_run
 from flexfleet.worker.mailbox import WorkerMailbox, device_of
 from flexfleet.worker.server import Server
+from tests.harness.prepared import prepare
+from tests.harness.run_folders import rounds_of
 
 MIB = 2**20
 
 
-@pytest.mark.parametrize(
-    ("much", "little"),
-    [
-        ({"meminfo": 900}, {"meminfo": 60}),
-        ({"memory.max": 1000, "memory.current": 100, "meminfo": 900}, {"meminfo": 60}),
-    ],
-    ids=["machine", "both"],
-)
-def test_device_prunes_each_order_to_its_free_memory(
-    much: Mapping[str, int], little: Mapping[str, int], quick: Sequence[str], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_device_prunes_each_assignment_to_its_free_memory(
+    quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process stays the same. A client takes 100 MiB, and training a level 40 MiB and 60 for its share of the
     parameters. According to the fleet's numbers no client prunes."""
     place, over = tmp_path / "device-memory", threading.Event()
@@ -48,43 +39,42 @@ def test_device_prunes_each_order_to_its_free_memory(
     for name in ("FLEXFLEET_CGROUP", "FLEXFLEET_PROC"):
         monkeypatch.setenv(name, str(place))
 
-    def memory(values: Mapping[str, int]) -> None:
-        """What the device's cgroup and machine report from now on, in MiB."""
-        for name, value in values.items():
-            text = f"MemAvailable: {value * 1024} kB\n" if name == "meminfo" else str(value * MIB)
-            (place / name).write_text(text)
+    def memory(mib: int) -> None:
+        """What the machine reports from now on."""
+        (place / "meminfo").write_text(f"MemAvailable: {mib * 1024} kB\n")
 
     sets = ("run.backend=agents", "agents.observe=cgroup", f"run.store={tmp_path}", "rounds.stop=2")
     resolved = Resolved.load(None, (*quick, *sets, "fleet.tiers=[{name: any, share: 1.0, memory: 200.0}]"))
-    partition(resolved, tmp_path / "partition")
-    pretrain(resolved, tmp_path / "partition", tmp_path / "pretrain")
-    model_pool(resolved, tmp_path / "pretrain", tmp_path / "pool")
+    prepare(resolved, tmp_path)
     levels = PoolFile.read(tmp_path / "pool" / "pool.json").levels
     found = Peaks(100 * MIB, tuple(140 * MIB + int(60 * MIB * level.share) for level in levels))
     monkeypatch.setattr(step, "peaks_of", lambda *_: found)
     (invitation,) = enrollment.invite(resolved.config, None, 1, tmp_path)
     device, folder = device_of(str(invitation), tmp_path / "device")
-    mailbox = WorkerMailbox(FolderStore(folder, 0o600), device, "00" * 8)
-    read = mailbox.read
 
-    monkeypatch.setattr(mailbox, "read", lambda: sys.exit() if over.is_set() else read())
-    server = Server(mailbox, lambda why: sys.exit())  # type: ignore[arg-type,return-value]
+    class Ending(WorkerMailbox):
+        def read(self) -> Message:
+            return sys.exit() if over.is_set() else super().read()
+
+    server = Server(Ending(FolderStore(folder, 0o600), device, "00" * 8), lambda why: sys.exit())
 
     def live() -> None:
         with suppress(SystemExit):
             server.serve(3600.0, False)
 
     thread = threading.Thread(target=live, daemon=True)
-    memory(much)
+    memory(900)
     thread.start()
     try:
-        watcher: Any = SimpleNamespace(update=lambda *_: None, round=lambda number, *_: number == 1 and memory(little))
-        out = step.federate(resolved, tmp_path / "partition", tmp_path / "pool", tmp_path / "a", watcher=watcher)
+        watcher: Any = SimpleNamespace(update=lambda *_: None, round=lambda number, *_: number == 1 and memory(60))
+        out = step.federate(
+            resolved, tmp_path / "partition", tmp_path / "pool", tmp_path / "a", Attempt(watcher=watcher)
+        )
     finally:
         over.set()
         thread.join(30)
     assert not thread.is_alive()
-    first, second = (row["clients"] for row in History.read(out).rounds)
+    first, second = (row["clients"] for row in rounds_of(out.parent))
     assert first and all(line["trained"] == line["sent"] and line["free"] > 100 for line in first)
     assert second and all(line["free"] < 50 for line in second)
     assert any(line["trained"] != line["sent"] for line in second)

@@ -75,7 +75,6 @@ def answer(read: Callable[[], T], *names: str, kind: Kinds = FlexfleetError) -> 
         return None
 
 
-# ------------------------------------------------------------------------------------------------------- bytes
 @st.composite
 def damaged(draw: Any, valid: bytes) -> bytes:
     """Draw a copy with flipped, lost, repeated or inserted bytes, a truncated copy, or random bytes."""
@@ -100,7 +99,6 @@ def damaged(draw: Any, valid: bytes) -> bytes:
     return bytes(out)
 
 
-# ------------------------------------------------------------------------------------------------------ values
 def nested(depth: int) -> list[Any]:
     out: list[Any] = []
     for _ in range(depth):

@@ -15,26 +15,27 @@ from fl_engine.core.types import ClientFailure, ClientUpdate, Codec, Codecs
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.manifest import Manifest, signed
-from fl_engine.storage.store import MemoryStore, encode, sha256
-from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_site
+from fl_engine.exchange.manifest import ResultManifest, sign
+from fl_engine.storage.store import encode, sha256
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, first_plan, tiny_site
 from tests.fuzz.mutations import answer, damaged, in_time, json_like, law
 from tests.harness.deflated import Deflated
+from tests.harness.stores import MemoryStore
 
 ALGORITHM = FlexFL(training=replace(TRAINING, epochs=1))
 SITE = tiny_site(ALGORITHM)
-BARE = ALGORITHM.plan(start_of(ALGORITHM, SITE), context_of(SITE, 0, SEED))
+BARE = first_plan(ALGORITHM, SITE)
 USED: tuple[Codec, ...] = (Half(), Deflated(), Qsgd(), Qsgd(bits=2, bucket=None, coding="elias"))
-PLANS = {codec: coding.sent(BARE, SITE.pool, Codecs(codec, codec), SEED) for codec in USED}
-CLIENT = BARE.orders[0].client
-HONEST = {codec: execute(ALGORITHM, plan.orders[0], SITE) for codec, plan in PLANS.items()}
+PLANS = {codec: coding.encode_plan(BARE, SITE.pool, Codecs(codec, codec), SEED) for codec in USED}
+CLIENT = BARE.assignments[0].client
+HONEST = {codec: execute(ALGORITHM, plan.assignments[0], SITE) for codec, plan in PLANS.items()}
 CODECS = st.sampled_from(list(PLANS))
 BASE = f"rounds/00000/updates/{CLIENT}"
-ORDER = f"rounds/00000/orders/{CLIENT}.json"
+ASSIGNMENT = f"rounds/00000/assignments/{CLIENT}.json"
 ORDERED: dict[Codec, dict[str, bytes]] = {codec: {} for codec in PLANS}
 for codec, plan in PLANS.items():
-    Mailbox(MemoryStore(ORDERED[codec])).put_orders(plan)
-JSON = json.loads(ORDERED[Half()][ORDER])
+    Mailbox(MemoryStore(ORDERED[codec])).put_assignments(plan)
+JSON = json.loads(ORDERED[Half()][ASSIGNMENT])
 
 
 def mailbox_of(files: dict[str, bytes]) -> Mailbox:
@@ -49,22 +50,22 @@ def mailbox_of(files: dict[str, bytes]) -> Mailbox:
 @example(json.dumps(JSON | {"header": None}).encode())
 @example(json.dumps(JSON | {"header": {name: ["float32", [2**62, 8]] for name in JSON["header"]}}).encode())
 @example(json.dumps(JSON | {"header": {name: ["nn", shape] for name, (_, shape) in JSON["header"].items()}}).encode())
-def test_an_encoded_order_is_read_or_its_file_is_named(content: bytes) -> None:
-    mailbox = mailbox_of(ORDERED[Half()] | {ORDER: content})
-    answer(lambda: mailbox.orders(0, [CLIENT]), "rounds/00000/orders/", kind=IntegrityError)
+def test_damaged_encoded_assignment_names_its_file(content: bytes) -> None:
+    mailbox = mailbox_of(ORDERED[Half()] | {ASSIGNMENT: content})
+    answer(lambda: mailbox.assignments(0, [CLIENT]), "rounds/00000/assignments/", kind=IntegrityError)
 
 
 @law(160)
 @given(CODECS, st.data())
-def test_an_encoded_answer_is_an_outcome_whatever_its_file_holds(codec: Codec, data: st.DataObject) -> None:
+def test_damaged_encoded_update_is_a_result(codec: Codec, data: st.DataObject) -> None:
     """The client lies, and signs what it sends."""
     honest, files = HONEST[codec], dict[str, bytes]()
     assert isinstance(honest, ClientUpdate)
-    mailbox_of(files).put_outcome(PLANS[codec], honest)
+    mailbox_of(files).put_result(PLANS[codec], honest)
     value = files[f"{BASE}.safetensors"]
     content = data.draw(damaged(value) | damaged(value[:3000]))
-    manifest = Manifest.model_validate_json(files[f"{BASE}.json"])
-    manifest = signed(manifest.model_copy(update={"sha256": sha256(content), "signature": None}), None)
+    manifest = ResultManifest.model_validate_json(files[f"{BASE}.json"])
+    manifest = sign(manifest.model_copy(update={"sha256": sha256(content), "signature": None}), None)
     files |= {f"{BASE}.safetensors": content, f"{BASE}.json": manifest.model_dump_json().encode()}
     with in_time():
         found = mailbox_of(files).receive(PLANS[codec], CLIENT)
@@ -79,7 +80,7 @@ def test_an_encoded_answer_is_an_outcome_whatever_its_file_holds(codec: Codec, d
 
 def mailbox_honest(codec: Codec) -> ClientUpdate:
     files: dict[str, bytes] = {}
-    mailbox_of(files).put_outcome(PLANS[codec], HONEST[codec])
+    mailbox_of(files).put_result(PLANS[codec], HONEST[codec])
     found = mailbox_of(files).receive(PLANS[codec], CLIENT)
     assert isinstance(found, ClientUpdate)
     return found

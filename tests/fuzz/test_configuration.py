@@ -18,8 +18,8 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.remote.kubernetes import jobs
 from fl_engine.remote.settings import KubernetesConfig, NodePool
 from flexfleet.config import Config, flatten, load_config, parse
+from flexfleet.config.dotted import SHORT
 from flexfleet.config.form import config_from, parameters_of, write_config
-from flexfleet.config.form_fields import SHORT
 from flexfleet.experiments import nightly_suite
 from flexfleet.tracking import dvc_remote
 from tests.fuzz.mutations import altered, answer, anything, damaged, law, nested, texts
@@ -52,7 +52,7 @@ ODD_YAML = (
 )  # fmt: skip
 
 
-def kept(config: Config, folder: Path) -> None:
+def check_round_trip(config: Config, folder: Path) -> None:
     """Check that an accepted configuration is equal after writing and reading, in both formats."""
     values = config.model_dump(mode="json")
     said = json.dumps(values)  # NaN is not equal to itself
@@ -65,7 +65,6 @@ def words(*texts: str) -> tuple[str, ...]:
     return (*SECTIONS, *(part for text in texts for part in text.split(".") if part))
 
 
-# ------------------------------------------------------------------------------------------------- params.yaml
 @st.composite
 def yaml_like(draw: Any, text: str) -> bytes:
     how = draw(st.sampled_from(("values", "values", "bytes", "odd", "odd section", "coding")))
@@ -84,12 +83,12 @@ def yaml_like(draw: Any, text: str) -> bytes:
 @law(30)
 @given(yaml_like(PARAMS))
 @example(LAUGHS.encode())
-def test_params_yaml_is_taken_or_the_parameter_is_named(tmp_path: Path, content: bytes) -> None:
+def test_params_yaml_is_read_or_its_parameter_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "params.yaml"
     path.write_bytes(content)
     found = answer(lambda: load_config(path), "params.yaml", *words(), "unknown parameter", "the configuration")
     if found is not None:
-        kept(found, tmp_path)
+        check_round_trip(found, tmp_path)
 
 
 paths = (
@@ -105,14 +104,13 @@ values = st.sampled_from(ODD_YAML) | anything.map(lambda value: json.dumps(value
 @given(st.lists(st.tuples(paths, values).map("=".join) | texts(odd=("seed", "=", "=1")), min_size=1, max_size=3))
 @example(["seed=" + "9" * 5000])
 @example(["dataset.root=" + "[" * 1000])
-def test_what_is_set_is_taken_as_it_is_or_named(tmp_path: Path, sets: list[str]) -> None:
+def test_set_option_is_read_or_its_parameter_is_named(tmp_path: Path, sets: list[str]) -> None:
     told = ("--set", "the configuration")
     found = answer(lambda: load_config(None, sets), *told, *words(*(text.partition("=")[0].strip() for text in sets)))
     if found is not None:
-        kept(found, tmp_path)
+        check_round_trip(found, tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------------- forms
 FORM = {
     "dataset": "digits", "model": "small_cnn", "algorithm": "flexfl", "clients": 20.0, "partition_rule": "dirichlet",
     "dirichlet_alpha": 0.6, "rounds": 40.0, "client_fraction": 0.3, "local_epochs": 5.0, "learning_rate": 0.05,
@@ -128,19 +126,18 @@ ADVANCED = {
 @given(altered(FORM), altered(ADVANCED))
 @example(FORM, {"training.momentum": nested(60)})
 @example(FORM, {"": 1})
-def test_a_form_is_taken_as_it_is_or_what_is_wrong_is_named(tmp_path: Path, form: Any, advanced: Any) -> None:
+def test_form_is_read_or_its_wrong_field_is_named(tmp_path: Path, form: Any, advanced: Any) -> None:
     if not isinstance(form, dict) or not isinstance(advanced, dict):
         return  # Kubeflow sees to that: a form is a mapping, and so is a struct
     named = words(*form, *SHORT.values(), *advanced)
     found = answer(lambda: config_from(form, advanced), "advanced", "unknown parameter", *named, kind=ConfigError)
     if found is not None:
-        kept(found, tmp_path)
+        check_round_trip(found, tmp_path)
         again = parameters_of(found)
         if found.tracking.mlflow is None and "://" not in found.run.store:
             assert config_from(*json.loads(json.dumps(again))).partition == found.partition
 
 
-# ------------------------------------------------------------------------------------------------------ suites
 SUITE = (ROOT / "flexfleet" / "experiments" / "nightly_suites" / "digits.yaml").read_text()
 
 
@@ -157,12 +154,10 @@ def test_a_suite_is_read_or_named(tmp_path: Path, content: bytes) -> None:
     if found is not None:
         settings = [*found.settings, *(key for case in found.cases.values() for key in case.settings)]
         named = (*words(*settings), "--set", "algorithms", "seeds", "id", "label", "mine", *settings)
-        runs = answer(lambda: nightly_suite.runs_of(found, "mine", found.seeds, {}, "night"), *named, kind=ConfigError)
-        for case in runs or ():
-            assert len(nightly_suite.task_of(found, case, "flexfl")) == 16
+        prepared = answer(lambda: nightly_suite.nightly_run(path, "night", {}), *named, kind=ConfigError)
+        assert prepared is None or {len(digest) for digest in prepared.tasks.values()} == {16}
 
 
-# ---------------------------------------------------------------------------------------------------- pointers
 POINTER = "outs:\n- md5: d41d8cd98f00b204e9800998ecf8427e.dir\n  size: 12\n  hash: md5\n  path: pool\n"
 
 
@@ -171,7 +166,7 @@ POINTER = "outs:\n- md5: d41d8cd98f00b204e9800998ecf8427e.dir\n  size: 12\n  has
 @example(b"outs:\n- md5: 2001-99-99\n")
 @example(b"[" * 1000)
 @example(b"outs:\n- md5: ../../etc/passwd\n")
-def test_a_pointer_names_a_checksum_or_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_dvc_pointer_has_a_checksum_or_is_refused(tmp_path: Path, content: bytes) -> None:
     text = content.decode(errors="replace")
     found = answer(lambda: dvc_remote.checksum(text), "not a .dvc pointer", kind=ConfigError)
     if found is not None:
@@ -179,7 +174,6 @@ def test_a_pointer_names_a_checksum_or_is_refused(tmp_path: Path, content: bytes
         assert len(bytes.fromhex(digest)) == 16 and rest in ("", "dir")
 
 
-# ------------------------------------------------------------------------------------ what a configuration names
 @law(15)
 @given(yaml_like(jobs.TEMPLATE.read_text()))
 @example(b"\xff\xfe")

@@ -11,17 +11,19 @@ from typing import Any
 
 import pytest
 
-from fl_engine.data import heat_map
 from flexfleet.cli import main as cli
 from flexfleet.experiments import compare as compare_module
+from flexfleet.experiments.comparison_file import LabelScore, Spread, Summary
 from flexfleet.experiments.executor import BEGINS, Command
 from flexfleet.files import terminal
-from flexfleet.pipeline import run as run_module
-from flexfleet.pipeline import share
+from flexfleet.pipeline import __main__ as steps
+from tests.harness.pictures import skip_pages
 
+NOTHING = Spread(mean=0.0, std=None)
+SCORE = LabelScore(round=NOTHING, avg=NOTHING, full=NOTHING)
 LABELS, SEEDS = ("flexfl", "all_large"), (0, 1)
 TWO = ("--algorithms", ",".join(LABELS), "--seeds", "0,1")
-MAINS = {"flexfleet.cli.main": cli.dispatch, "flexfleet.pipeline.share": share.main}
+MAINS = {"flexfleet.cli.main": cli.dispatch, "flexfleet.pipeline": steps.main}
 
 
 def in_this_process(jobs: Sequence[Command], at_once: int) -> dict[str, int]:
@@ -36,15 +38,9 @@ def in_this_process(jobs: Sequence[Command], at_once: int) -> dict[str, int]:
     return codes
 
 
-def page_stub(runs: Sequence[Path], out: Path) -> Path:
-    out.write_text("<html></html>")
-    return out
-
-
 def _quickly(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(compare_module, "side_by_side", in_this_process)
-    patch.setattr(run_module, "report", page_stub)
-    patch.setattr(heat_map, "draw", lambda *_: None)
+    skip_pages(patch)
     patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
 
 
@@ -53,6 +49,13 @@ def quick_comparisons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder of their own; runs need no processes and draw nothing."""
     monkeypatch.chdir(tmp_path)
     _quickly(monkeypatch)
+
+
+def summary(algorithm: str, **found: Any) -> Summary:
+    """A label of one level, without runs. All figures but those of `found` are 0."""
+    zero = dict.fromkeys(("mb_down", "mb_up", "waste", "seconds"), NOTHING)
+    empty: dict[str, Any] = {"seconds_simulated": None, "reached": (), "reached_avg": (), "runs": (), "settings": {}}
+    return Summary(algorithm=algorithm, levels=(100.0,), last=SCORE, best=SCORE, **{**zero, **empty, **found})
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ in them (write, rename, unlink, ...) and at the requests that S3Store sends to t
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import os
+import pkgutil
 import signal
 import socket
 import stat
@@ -52,9 +52,9 @@ def install(
     operation, written in the end. `constants`: values by `module.NAME`, which are set first. `slow`: a client in this
     process takes so many times longer to train."""
     for where, value in constants.items():
-        module, _, name = where.rpartition(".")
-        getattr(importlib.import_module(module), name)  # raises AttributeError for an unknown name
-        setattr(importlib.import_module(module), name, value)
+        owner, _, name = where.rpartition(".")
+        getattr(pkgutil.resolve_name(owner), name)  # raises AttributeError for an unknown name
+        setattr(pkgutil.resolve_name(owner), name, value)
     if slow != 1.0:
         for module in (processes, execution):
             module.train = _slowly(module.train, slow)  # type: ignore[attr-defined]

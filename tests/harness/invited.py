@@ -20,7 +20,7 @@ from pathlib import Path
 from fl_engine.remote.messages import HEARTBEAT, MESSAGE, Heartbeat
 from tests.harness import cuts
 from tests.harness.cuts import Until
-from tests.harness.processes import LOOK_S, Child, Nursery
+from tests.harness.processes import LOOK_S, Child, ForkServer
 from tests.harness.way import Way
 
 COUNT = 3
@@ -34,7 +34,7 @@ SLOW = {"slow": 4.0}
 """Each client takes longer to train than it must, so that many devices are hit while they have an order."""
 FATES = ("killed", "stopped", "cut off", "cut off")
 MOMENTS = {
-    "a download": (b"/orders/", b"/site/"),
+    "a download": (b"/assignments/", b"/site/"),
     "an upload": (b"/leases/",),
     "a look for a message": (MESSAGE.encode(),),
     "a heartbeat": (HEARTBEAT.encode(),),
@@ -47,7 +47,7 @@ a tenth of its idle time, and a request that hangs has to time out first."""
 
 @dataclass
 class Devices:
-    nursery: Nursery
+    fork_server: ForkServer
     folder: Path
     sets: Sequence[str]
     """Of the run."""
@@ -65,7 +65,7 @@ class Devices:
 
     def __post_init__(self) -> None:
         argv = ("invite", "--json", "--count", str(COUNT))
-        done = self.nursery.start("flexfleet", *argv, cwd=self.folder, sets=self.sets, env=self.env).wait()
+        done = self.fork_server.start("flexfleet", *argv, cwd=self.folder, sets=self.sets, env=self.env).wait()
         assert done.code == 0, done.err
         self._files = {Path(name).stem: self.folder / name for name in done.json["invitations"]}
         for name in self._files:
@@ -78,7 +78,9 @@ class Devices:
         given = ("agent", "--invite", str(self._files[name]), "--folder", str(self.folder / f"device-{name}"))
         log = self.folder / "logs" / f"{name}-{self._starts[name]}.err"
         none = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"), "")
-        self.running[name] = self.nursery.start("flexfleet", *given, cwd=self.folder, env=none, log=log, faults=SLOW)
+        self.running[name] = self.fork_server.start(
+            "flexfleet", *given, cwd=self.folder, env=none, log=log, faults=SLOW
+        )
 
     def well(self) -> list[str]:
         """Devices without a fault now."""

@@ -102,7 +102,18 @@ class Tally:
         return self.landed.total()
 
 
-# ------------------------------------------------------------------------------------------------------- waiting
+@dataclass
+class Disturbed:
+    """A run that is killed."""
+
+    at: Place
+    normal: Undisturbed
+    rng: random.Random
+    tally: Tally
+    hit: set[str] = field(default_factory=set)
+    """Names of pods that have met a fault."""
+
+
 def lasts(child: Child, seconds: float) -> bool:
     """Whether the process still runs after so many seconds."""
     return not until(child, lambda: False, seconds) and child.poll() is None
@@ -118,32 +129,31 @@ def until(child: Child, condition: Callable[[], bool], timeout_s: float = HANGS_
     return False
 
 
-def rounds_told(child: Child) -> int:
+def committed_rounds(child: Child) -> int:
+    """Return how many rounds the coordinator has reported."""
     return len(ROUND.findall(child.err))
 
 
-# ------------------------------------------------------------------------------------------------ ways to be killed
-def at_any_time(child: Child, normal: Undisturbed, rng: random.Random) -> None:
-    if lasts(child, rng.uniform(0, normal.first_s + 4 * normal.round_s)):
+def at_any_time(child: Child, run: Disturbed) -> None:
+    if lasts(child, run.rng.uniform(0, run.normal.first_s + 4 * run.normal.round_s)):
         child.kill()
 
 
-def in_a_round(child: Child, normal: Undisturbed, rng: random.Random) -> None:
-    told = rng.randint(1, 2)
-    if until(child, lambda: rounds_told(child) >= told) and lasts(child, rng.uniform(0, 1.2 * normal.round_s)):
+def in_a_round(child: Child, run: Disturbed) -> None:
+    after, more_s = run.rng.randint(1, 2), run.rng.uniform(0, 1.2 * run.normal.round_s)
+    if until(child, lambda: committed_rounds(child) >= after) and lasts(child, more_s):
         child.kill()
 
 
-def a_worker(child: Child, normal: Undisturbed, rng: random.Random, again: bool) -> bool:
+def a_worker(child: Child, run: Disturbed, again: bool) -> bool:
     """Kill a worker, and return whether it died and the coordinator did not. `again`: a worker was killed before, so
     wait for a whole round. Otherwise one assignment could lose two workers, and its client would fail."""
-    told = rounds_told(child)
-    wanted = told + 2 if again else rng.randint(0, 2)
-    if not until(child, lambda: rounds_told(child) >= wanted and bool(workers(child.pid))):
+    wanted = committed_rounds(child) + 2 if again else run.rng.randint(0, 2)
+    if not until(child, lambda: committed_rounds(child) >= wanted and bool(workers(child.pid))):
         return False
-    if not lasts(child, rng.uniform(0, normal.round_s)):
+    if not lasts(child, run.rng.uniform(0, run.normal.round_s)):
         return False
-    victim = rng.choice(workers(child.pid) or [0])
+    victim = run.rng.choice(workers(child.pid) or [0])
     try:
         handle = os.pidfd_open(victim)
     except OSError:
@@ -156,84 +166,80 @@ def a_worker(child: Child, normal: Undisturbed, rng: random.Random, again: bool)
     return child.poll() is None
 
 
-def a_coordinator_cut_off(child: Child, at: Place, normal: Undisturbed, rng: random.Random) -> str:
+def a_coordinator_cut_off(child: Child, run: Disturbed) -> str:
     """Cut the coordinator off from the store. Return how and in which request; empty if it ended first."""
-    assert at.way is not None
-    if not lasts(child, rng.uniform(0, normal.first_s + 2 * normal.round_s)):
+    assert run.at.way is not None
+    if not lasts(child, run.rng.uniform(0, run.normal.first_s + 2 * run.normal.round_s)):
         return ""
-    seconds = cuts.how_long(rng)
+    seconds = cuts.how_long(run.rng)
     hows = None if math.isfinite(seconds) else GIVES_UP
-    return cuts.cut_off(at.way, child.pid, MOMENTS, seconds, rng, functools.partial(until, child), hows)
+    return cuts.cut_off(run.at.way, child.pid, MOMENTS, seconds, run.rng, functools.partial(until, child), hows)
 
 
-def a_pod_that_stays(child: Child, at: Place, hit: set[str], rng: random.Random, tally: Tally) -> str:
+def a_pod_that_stays(child: Child, run: Disturbed, again: bool) -> str:
     """Kill a pod with lifetime=run, stop it for longer than its lease, or cut it off. Return which; empty if the
     coordinator ended first. No pod is hit twice, but its successor may be."""
-    fate, running = rng.choice(("killed", "stopped", "cut off")), at.world.cluster.running
+    rng, running = run.rng, run.at.world.cluster.running
+    fate = rng.choice(("killed", "stopped", "cut off"))
     if fate == "killed":
-        return fate if a_pod(child, at, hit, rng, of_a_pod=lambda name: name) else ""
-    while until(child, lambda: any(name not in hit for name in list(running))):
-        name = rng.choice(sorted(set(running) - hit) or [""])
+        return fate if a_pod(child, run, again, of_a_pod=lambda name: name) else ""
+    while until(child, lambda: any(name not in run.hit for name in list(running))):
+        name = rng.choice(sorted(set(running) - run.hit) or [""])
         if not lasts(child, rng.uniform(0, POD_S)) or (process := running.get(name)) is None:
             continue
-        hit.add(name)
+        run.hit.add(name)
         if fate == "stopped":
             process.send(signal.SIGSTOP)
             lasts(child, HUNG_S)
             process.send(signal.SIGCONT)
             return fate
         wait, seconds = functools.partial(until, child), cuts.how_long(rng)
-        if told := cuts.cut_off(at.way, process.pid, invited.MOMENTS, seconds, rng, wait):
-            tally.points[told] += 1
+        if cut := cuts.cut_off(run.at.way, process.pid, invited.MOMENTS, seconds, rng, wait):
+            run.tally.points[cut] += 1
             return fate
     return ""
 
 
-def a_device(child: Child, at: Place, normal: Undisturbed, rng: random.Random) -> str:
+def a_device(child: Child, run: Disturbed, again: bool) -> str:
     """Inject a lasting fault into a device (`Devices.hit`). Return which; empty if the coordinator ended first."""
-    devices = at.devices
+    devices = run.at.devices
     assert devices is not None
-    while lasts(child, rng.uniform(0, normal.round_s)) and until(child, lambda: bool(devices.well())):
-        if fate := devices.hit(rng, functools.partial(until, child)):
+    while lasts(child, run.rng.uniform(0, run.normal.round_s)) and until(child, lambda: bool(devices.well())):
+        if fate := devices.hit(run.rng, functools.partial(until, child)):
             return fate
     return ""
 
 
 def a_pod(
-    child: Child,
-    at: Place,
-    hit: set[str],
-    rng: random.Random,
-    of_a_pod: Callable[[str], str] = lambda name: name.rpartition("-")[0],
+    child: Child, run: Disturbed, again: bool, of_a_pod: Callable[[str], str] = lambda name: name.rpartition("-")[0]
 ) -> bool:
     """Kill a pod, and return whether it died. Two pods of one index of a Job are not killed (`hit`), because the Job
     gives up an index that fails twice."""
-    running = at.world.cluster.running
+    running = run.at.world.cluster.running
 
     def candidates() -> list[str]:
-        return sorted(name for name in list(running) if of_a_pod(name) not in hit)
+        return sorted(name for name in list(running) if of_a_pod(name) not in run.hit)
 
     while until(child, lambda: bool(candidates())):
-        name = rng.choice(candidates() or [""])
-        if not lasts(child, rng.uniform(0, POD_S)) or (process := running.get(name)) is None:
+        name = run.rng.choice(candidates() or [""])
+        if not lasts(child, run.rng.uniform(0, POD_S)) or (process := running.get(name)) is None:
             continue
         process.kill()
         while (code := process.poll()) is None:
             time.sleep(LOOK_S)
         if code == -signal.SIGKILL:
-            hit.add(of_a_pod(name))
+            run.hit.add(of_a_pod(name))
             return True
     return False
 
 
-# ---------------------------------------------------------------------------------------------------------- runs
 def undisturbed(world: World, variant: Variant) -> Undisturbed:
     at = place(world, variant)
     counts = at.folder / "operations.json"
     started = time.monotonic()
     child = at.start({"counts": str(counts)})
     try:
-        until(child, lambda: rounds_told(child) > 0)
+        until(child, lambda: committed_rounds(child) > 0)
         first = time.monotonic()
         done = child.wait(HANGS_S)
         assert done.code == 0, done.err
@@ -250,7 +256,7 @@ def undisturbed(world: World, variant: Variant) -> Undisturbed:
 
 def disturbed(at: Place, normal: Undisturbed, most: int, rng: random.Random, tally: Tally) -> list[str]:
     """Kill a run at most `most` times, and let it finish. Return a line for each thing that is wrong. Raises Lost."""
-    left, hit = min(most, rng.randint(*PER_RUN)), set[str]()
+    left, run = min(most, rng.randint(*PER_RUN)), Disturbed(at, normal, rng, tally)
     tally.runs += 1
     while True:
         tally.starts += 1
@@ -260,13 +266,13 @@ def disturbed(at: Place, normal: Undisturbed, most: int, rng: random.Random, tal
         point, cut = _point(normal, rng) if way == "fault_point" else None, ""
         child = at.start(point)
         try:
-            left -= _clients(child, at, normal, left - bool(way), 0.7 if way else 0.95, hit, rng, tally)
+            left -= _clients(child, run, left - bool(way), 0.7 if way else 0.95)
             if way == "any_time":
-                at_any_time(child, normal, rng)
+                at_any_time(child, run)
             elif way == "in_round":
-                in_a_round(child, normal, rng)
+                in_a_round(child, run)
             elif way == COORDINATOR:
-                cut = a_coordinator_cut_off(child, at, normal, rng)
+                cut = a_coordinator_cut_off(child, run)
             done = child.wait(HANGS_S)
         except TimeoutError as error:
             raise Lost(f"start {at.starts} hangs: {error}") from None
@@ -294,29 +300,22 @@ def verdict(at: Place, normal: Undisturbed, done: Done) -> list[str]:
         return [f"the outcome cannot be read: {error!r}"]
 
 
-def _clients(
-    child: Child, at: Place, normal: Undisturbed, most: int, often: float, hit: set[str], rng: random.Random,
-    tally: Tally,
-) -> int:  # fmt: skip
+Hit = Callable[[Child, Disturbed, bool], bool | str]
+HIT: dict[str, Hit] = {"worker": a_worker, "pod": a_pod, "staying": a_pod_that_stays, "device": a_device}
+"""Hits a process that runs clients; by their kind. The last argument: whether another one was hit before. Returns
+whether it was hit, or how."""
+
+
+def _clients(child: Child, run: Disturbed, most: int, often: float) -> int:
     """Kill some of the processes that run clients, each further one with the probability `often`. Return how many."""
-    kind, killed = at.variant.clients, 0
-    while kind and killed < most and rng.random() < often:
-        found = HIT[kind](child, at, normal, hit, rng, tally, killed > 0)
+    kind, killed = run.at.variant.clients, 0
+    while kind and killed < most and run.rng.random() < often:
+        found = HIT[kind](child, run, killed > 0)
         if not found:
             break
-        tally.landed[kind if found is True else found] += 1
+        run.tally.landed[kind if found is True else found] += 1
         killed += 1
     return killed
-
-
-Hit = Callable[[Child, Place, Undisturbed, set[str], random.Random, Tally, bool], bool | str]
-HIT: dict[str, Hit] = {
-    "worker": lambda child, at, normal, hit, rng, tally, again: a_worker(child, normal, rng, again),
-    "pod": lambda child, at, normal, hit, rng, tally, again: a_pod(child, at, hit, rng),
-    "staying": lambda child, at, normal, hit, rng, tally, again: a_pod_that_stays(child, at, hit, rng, tally),
-    "device": lambda child, at, normal, hit, rng, tally, again: a_device(child, at, normal, rng),
-}
-"""Hits a process that runs clients; by their kind. Returns whether it was hit, or how."""
 
 
 def _whens(operation: str) -> tuple[str, ...]:

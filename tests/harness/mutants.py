@@ -1,6 +1,6 @@
 """Changes the engine in one small place at a time, and checks whether the fast tests notice it.
 
-    python -m tests.harness.mutants --only exchange/updates,storage/lease --limit 50 --seed 1 --json
+    python -m tests.harness.mutants --only exchange/updates,storage/run_lock --limit 50 --seed 1 --json
 
 A mutant is a module with one of the `changes`. It exists only in a forked process, which runs the tests of that
 module until one fails. Prints the mutants that no test noticed: a test is missing, or the change has no effect. Exit
@@ -32,15 +32,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 TESTS = {
-    "aggregation/averaging": ("laws/test_averaging", "laws/test_aggregation"),
+    "aggregation/averaging": ("laws/test_aggregation",),
     "aggregation/privacy": ("laws/test_privacy", "laws/test_private_runs"),
     "exchange/manifest": ("laws/test_updates", "fuzz/test_ledger"),
     "exchange/mailbox": ("laws/test_ledger", "laws/test_updates", "laws/test_resume"),
     "exchange/updates": ("laws/test_updates", "fuzz/test_ledger"),
     "rounds/acceptance": ("laws/test_acceptance",),
     "rounds/ledger": ("laws/test_ledger", "laws/test_updates"),
-    "storage/checkpoints": ("laws/test_ledger", "laws/test_packing", "laws/test_lease", "laws/test_resume"),
-    "storage/lease": ("laws/test_lease",),
+    "storage/checkpoints": ("laws/test_ledger", "laws/test_packing", "laws/test_run_lock", "laws/test_resume"),
+    "storage/run_lock": ("laws/test_run_lock",),
 }
 """The tests that should notice a change, by file of the engine."""
 
@@ -239,7 +239,7 @@ def campaign(modules: Sequence[str], limit: int | None, seed: int) -> dict[str, 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.harness.mutants", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default=",".join(TESTS), help="files of the engine, e.g. storage/lease")
+    parser.add_argument("--only", default=",".join(TESTS), help="files of the engine, e.g. storage/run_lock")
     parser.add_argument("--limit", type=int, help="number of changes to draw for each module (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="seed of that draw")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
 from torch import Tensor, nn
 
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.types import FULL, ParamLayout, Prunable, SubmodelSpec
-from fl_engine.models.aep_mlp import AepMLP
-from fl_engine.models.casas_bilstm import CasasBiLSTM
-from fl_engine.models.epic_resnet18 import EpicResNet18
-from fl_engine.models.har_cnn import HarCNN
+from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, SubmodelSpec
+from fl_engine.models.chains import VGG16, AepMLP, HarCNN, SmallCNN
+from fl_engine.models.fedaiot_resnet18 import EpicResNet18, UTHARResNet18, WidarResNet18
+from fl_engine.models.layers import FREE, linear_slots
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.mobilenetv3_ofa import MobileNetV3OFA
 from fl_engine.models.point_detector import PointDetector
-from fl_engine.models.preresnet import PreResNet18
-from fl_engine.models.resnet import ResNet18, ResNet34
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.models.text_lstm import TextLSTM
-from fl_engine.models.text_transformer import TextTransformer
-from fl_engine.models.uthar_resnet18 import UTHARResNet18
-from fl_engine.models.vgg16 import VGG16
-from fl_engine.models.widar_resnet18 import WidarResNet18
-from fl_engine.models.wisdm_lstm import WisdmLSTM
+from fl_engine.models.recurrent import CasasBiLSTM, WisdmLSTM
+from fl_engine.models.resnet import PreResNet18, ResNet18, ResNet34
+from fl_engine.models.text import TextLSTM, TextTransformer
 
 # VGG16 is not square, and larger than it must be, so that its flatten has a repeat.
 SMALL: dict[str, ModelFamily] = {
@@ -35,7 +32,7 @@ SMALL: dict[str, ModelFamily] = {
     "wisdm_lstm": WisdmLSTM((7, 3), 4, width=0.9),
     "aep_mlp": AepMLP((5,), 2, width=0.05),
     "casas_bilstm": CasasBiLSTM((9,), 4, vocabulary=20, width=0.1),
-    "uthar_resnet18": UTHARResNet18((3, 15, 70), 5, width=0.1),
+    "uthar_resnet18": UTHARResNet18((1, 70, 45), 5, width=0.1),
     "widar_resnet18": WidarResNet18((4, 5, 9), 4, width=0.1),
     "epic_resnet18": EpicResNet18((1, 40, 33), 5, width=0.1),
     "point_detector": PointDetector((3, 40, 33), 6, width=0.06),
@@ -48,20 +45,39 @@ SMALL: dict[str, ModelFamily] = {
 
 
 class Watched:
-    """A family whose networks remember the batches they were fed."""
+    """A family whose networks remember the batches they were fed, and in which mode each sub-network ran."""
 
     def __init__(self, inner: ModelFamily) -> None:
         self.inner = inner
         self.batches: list[Tensor] = []
-        self.input_shape, self.outputs = inner.input_shape, inner.outputs
+        self.runs: list[tuple[SubmodelSpec, bool]] = []
 
-    def layout(self) -> ParamLayout:
-        return self.inner.layout()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
         module = self.inner.module(spec)
-        module.register_forward_pre_hook(lambda _, inputs: self.batches.append(inputs[0].clone()))
+
+        def remember(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self.batches.append(inputs[0].clone())
+            self.runs.append((spec, module.training))
+
+        module.register_forward_pre_hook(remember)
         return module
 
+
+@dataclass(frozen=True)
+class Line:
+    """(B, 2) -> one number: weight (u, v), bias c."""
+
+    input_shape: tuple[int, ...] = (2,)
+    outputs: int = 1
+
+    def layout(self) -> ParamLayout:
+        return ParamLayout({HEAD: 1}, linear_slots("head", "head", FREE, Axis(HEAD)))
+
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        return nn.Sequential(OrderedDict(head=nn.Linear(2, 1)))
+
     def prunable(self) -> tuple[Prunable, ...]:
-        return self.inner.prunable()
+        return ()

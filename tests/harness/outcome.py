@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.core.clients import ENCODING
-from fl_engine.fleet.uniformity import MEASURED
+from fl_engine.rounds.timing import MEASURED
 from tests.harness.processes import Done, marked
 from tests.harness.world import BUCKET, Place
 from tests.k8s import fake
@@ -69,8 +69,8 @@ def differences(expected: Outcome, found: Outcome) -> list[str]:
         if not isinstance(one, dict):
             one, other = {"": one}, {"": other}
         for key in [key for key in one | other if key not in one or key not in other or one[key] != other[key]][:5]:
-            told = " ".join(filter(None, (field.name, key)))
-            lines.append(f"{told}: {one.get(key, 'nothing')} was expected, got {other.get(key, 'nothing')}")
+            what = " ".join(filter(None, (field.name, key)))
+            lines.append(f"{what}: {one.get(key, 'nothing')} was expected, got {other.get(key, 'nothing')}")
     return lines
 
 
@@ -78,15 +78,12 @@ def leftovers(place: Place) -> list[str]:
     """Return a line for each thing that a finished run must not leave."""
     lines = [f"temporary file: {path}" for path in sorted(place.folder.rglob("*.part"))]
     lines += [f"temporary folder: {path}" for path in sorted(place.folder.rglob(".mlflow-*"))]
-    if place.s3 is not None:
-        uploads = place.s3.list_multipart_uploads(Bucket=BUCKET, Prefix=place.prefix).get("Uploads", ())
-        lines += [f"unfinished upload: {upload['Key']}" for upload in uploads]
     until = time.monotonic() + ENDS_S
     while (alive := marked(place.token)) and time.monotonic() < until:
         time.sleep(0.05)
     lines += [f"process: {pid}" for pid in alive]
     if place.devices is not None:
-        lines += place.devices.wrong(place.letter)
+        lines += place.devices.wrong(place.read_mailbox)
     if place.variant.clients in ("pod", "staying"):
         lines += [f"in the cluster: {kind} {name}" for kind, name in fake.leftovers(place.world.cluster)]
         lines += [f"pod that runs: {name}" for name in sorted(place.world.cluster.running)]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 from typing import IO, Any
 from unittest import mock
 
+import pytest
+
 from fl_engine.data import heat_map
+from flexfleet.pipeline import run as run_module
 
 
 def titles_alone(figure: Any, to: Path | IO[str], kind: str, dpi: float | str = "figure") -> None:
@@ -38,8 +41,27 @@ def _texts(figure: Any) -> Iterator[Any]:
             yield from legend.findobj(Text)
 
 
+def title_of_heat_map(counts: Any, word: str = "class") -> Any:
+    """Return a figure with the title of a heat map, whose cells take a third of the time of a run of a few clients."""
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    figure.suptitle(f"Samples of each {word} at each client")
+    return figure
+
+
 @contextmanager
 def not_drawn() -> Iterator[None]:
-    """Within it figures of this process are written by `titles_alone`."""
-    with mock.patch.object(heat_map, "save_figure", titles_alone):
+    """Write the figures of this process by `titles_alone`."""
+    with mock.patch.multiple(heat_map, save_figure=titles_alone, heat_map=title_of_heat_map):
         yield
+
+
+def skip_pages(patch: pytest.MonkeyPatch) -> None:
+    """Skip the pages of runs, which take most of a quick run's time and have their own tests."""
+
+    def page(runs: Sequence[Path], out: Path) -> Path:
+        out.write_text("<html></html>")
+        return out
+
+    patch.setattr(run_module, "report", page)

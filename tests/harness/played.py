@@ -13,18 +13,26 @@ from typing import Any
 import pytest
 import torch
 
-from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan, Stage, SubmodelSpec, WorkOrder
+from fl_engine.core.types import (
+    Assignment,
+    ClientFailure,
+    ClientResult,
+    ClientUpdate,
+    Device,
+    RoundPlan,
+    Stage,
+    SubmodelSpec,
+)
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import key_of
-from fl_engine.remote import mailboxes, messages, scheduler, workers
-from fl_engine.remote.leases import Assigner
-from fl_engine.remote.mailboxes import Mailboxes
+from fl_engine.remote import messages, registry, scheduler, workers
+from fl_engine.remote.leases import RemoteRun
 from fl_engine.remote.messages import Heartbeat, Invitation, Lease, Message, State
 from fl_engine.remote.provisioner import Enrolled
-from fl_engine.remote.registry import Registry
+from fl_engine.remote.registry import Mailboxes, Registry
 from fl_engine.remote.settings import AgentsConfig
 from fl_engine.storage.store import Store
-from tests.conftest import MemoryStore
+from tests.harness.stores import MemoryStore
 
 START = 1000.0
 
@@ -32,7 +40,7 @@ START = 1000.0
 @dataclass
 class Clock:
     now: float = START
-    each: Callable[[float], None] = lambda passed: None
+    each: Callable[[float], object] = lambda passed: None
     """Called after each sleep."""
 
     def monotonic(self) -> float:
@@ -52,7 +60,7 @@ class Clock:
 def played_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of a coordinator in this process."""
     clock = Clock()
-    for module in (mailboxes, workers, scheduler):
+    for module in (registry, workers, scheduler):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -122,20 +130,20 @@ class Played:
         self.told = message.number
 
     def send(
-        self, lease: Lease, plan: RoundPlan, store: Store, outcomes: Collection[Outcome], key: bytes = b""
+        self, lease: Lease, plan: RoundPlan, store: Store, results: Collection[ClientResult], key: bytes = b""
     ) -> None:
         """Write results of a lease. `key` signs them; empty: the lease's own."""
         key = key or messages.result_key(self.key, self.message().site, lease.id)
         box = Mailbox(store, key=lambda _: key, lease=lease.id)
-        for outcome in outcomes:
-            box.put_outcome(plan, outcome)
+        for result in results:
+            box.put_result(plan, result)
 
 
 Act = Callable[[Played, Lease, float], None]
 
 
-def update_of(order: WorkOrder) -> ClientUpdate:
-    return ClientUpdate(order.round, order.client, order.spec, order.payload, 1, {})
+def update_of(assignment: Assignment) -> ClientUpdate:
+    return ClientUpdate(assignment.round, assignment.client, assignment.spec, assignment.payload, 1, {})
 
 
 class Scene:
@@ -148,9 +156,9 @@ class Scene:
         self.options = AgentsConfig(**options)
         self.fleet = [Device(client, "weak", 100.0, 0.0) for client in range(clients)]
         payload = {"w": torch.zeros(2)}
-        orders = (WorkOrder(0, c, SubmodelSpec.of({}), payload, seed=c, level=0) for c in range(clients))
-        self.plan = RoundPlan(0, tuple(orders))
-        self.provisioner = Enrolled(self.fleet, self.registry, self.options.wait_s)
+        assignments = (Assignment(0, c, SubmodelSpec.of({}), payload, seed=c, level=0) for c in range(clients))
+        self.plan = RoundPlan(0, tuple(assignments))
+        self.provisioner = Enrolled(self.fleet, self.registry, self.mailboxes, self.options)
         self.provisioner.room = room or self.provisioner.room
         self.workers: list[Played] = []
         self.until = 20_000.0
@@ -162,7 +170,7 @@ class Scene:
     def begin(self, check: Callable[[], None] = lambda: None, site: Mapping[str, str] | None = None) -> None:
         """A coordinator that replaces the one before. `site`: the sums of the site's files."""
         self.mailbox = Mailbox(self.store, None, key_of(b"k" * 32))
-        started, lease_s = self.clock.now, self.options.lease_s
+        started = self.clock.now
 
         def turn() -> bool:
             self.between()
@@ -170,30 +178,30 @@ class Scene:
                 worker.turn()
             return self.clock.now - started > self.until
 
-        assigner = Assigner(self.mailbox, self.mailboxes, self.options, lease_s, site or {})
-        self.remote = scheduler.Remote(assigner, "a", self.fleet, self.provisioner, check, turn)
+        run = RemoteRun("a", self.fleet, self.mailbox, self.provisioner, site or {}, check=check, should_stop=turn)
+        self.remote = scheduler.WorkerBackend(run)
 
     def worker(self, act: Act, tier: str | None = None, there: bool = True, takes: bool = True) -> Played:
         invitation = self.mailboxes.invite(self.registry, "weak", tier)
         self.workers.append(Played(self.mailboxes, invitation, self.clock, act, there, takes))
         return self.workers[-1]
 
-    def run(self) -> Iterator[Outcome]:
+    def run(self) -> Iterator[ClientResult]:
         return self.remote.run(None, self.plan)  # type: ignore[arg-type]
 
-    def outcomes(self) -> dict[int, Outcome]:
+    def results(self) -> dict[int, ClientResult]:
         """Run the round. Each client must have one result."""
         found = list(self.run())
-        assert sorted(outcome.client for outcome in found) == [order.client for order in self.plan.orders]
-        return {outcome.client: outcome for outcome in found}
+        assert sorted(result.client for result in found) == [assignment.client for assignment in self.plan.assignments]
+        return {result.client: result for result in found}
 
     def updates(self) -> int:
         """Run the round, and return how many clients have an update."""
-        return sum(isinstance(outcome, ClientUpdate) for outcome in self.outcomes().values())
+        return sum(isinstance(result, ClientUpdate) for result in self.results().values())
 
     def failures(self) -> dict[int, ClientFailure]:
         """Run the round, and return the failures by client."""
-        return {c: outcome for c, outcome in self.outcomes().items() if isinstance(outcome, ClientFailure)}
+        return {c: result for c, result in self.results().items() if isinstance(result, ClientFailure)}
 
     def account(self, worker: Played) -> messages.Account:
         return self.remote.workers.by_name[worker.name].message.account
@@ -202,7 +210,7 @@ class Scene:
     def answer(self, worker: Played, lease: Lease, only: Collection[int] | None = None) -> None:
         """Send the results of all orders; `only`: of these, and continue."""
         clients = lease.assignment.clients if only is None else only
-        worker.send(lease, self.plan, self.store, [update_of(self.plan.order_of[client]) for client in clients])
+        worker.send(lease, self.plan, self.store, [update_of(self.plan.assignment_of[client]) for client in clients])
         worker.done = lease.id if only is None else worker.done
 
     def honest(self, seconds: float = 5.0) -> Act:

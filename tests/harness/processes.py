@@ -1,28 +1,35 @@
-"""Runs commands as real processes, forked from one that has imported everything: a start takes 0.1 s instead of 5.
-
-`python -m tests.harness.processes DIR` is that process, the nursery. It reads requests, a line of JSON each. It replies
-to each with a line: a command's process id, or its exit code once it has ended.
-"""
+"""Commands as real processes, forked by the server in `forking`; and what the system reports about processes."""
 
 from __future__ import annotations
 
-import functools
+import itertools
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from tests.harness.forking import requested
+from tests.harness.wheel import clean_environment
 
 ROOT = Path(__file__).parents[2]
 LOOK_S = 0.005
+PROGRAMS: dict[str, tuple[str, ...]] = {
+    "flexfleet": ("flexfleet",),
+    "worker": ("flexfleet.worker",),
+    "federate": ("flexfleet.pipeline", "federate"),
+}
+"""The programs that `ForkServer.start` runs, by name."""
 QUICK = (
     "tracking.mlflow=null",
     "dataset.train_samples=240",
@@ -41,6 +48,15 @@ QUICK = (
 """Settings of FlexFL on the digits that train in well under a second."""
 
 
+def until(condition: Callable[[], Any], what: str, patience_s: float = 120.0) -> Any:
+    """Wait until a condition is true, and return its value."""
+    end = time.monotonic() + patience_s
+    while not (found := condition()):
+        assert time.monotonic() < end, f"{what} did not happen within {patience_s:.0f} s"
+        time.sleep(LOOK_S)
+    return found
+
+
 @dataclass(frozen=True)
 class Done:
     """How a command ended."""
@@ -56,11 +72,16 @@ class Done:
         assert isinstance(value, dict)
         return value
 
+    def ok(self) -> Done:
+        """Return this command's end, which must be a success."""
+        assert self.code == 0, self.err
+        return self
+
 
 def refused(done: Done, code: int = 2) -> str:
-    """The one line on stderr that an expected error is."""
+    """Return the line on stderr of an expected error."""
     assert done.code == code, done.err
-    assert done.out == ""
+    assert not done.out or done.json["error"]["exit_code"] == code
     lines = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, done.err
     assert done.err.rstrip().endswith(lines[0]), "an error is one line, and the last"
@@ -72,20 +93,19 @@ def with_sets(argv: Sequence[str], sets: Sequence[str]) -> list[str]:
 
 
 class Child:
-    """A real process in which a command runs."""
+    """A real process in which a command runs. It is killed if this object is deleted."""
 
-    def __init__(self, nursery: Nursery, pid: int, out: Path, err: Path) -> None:
-        self._nursery = nursery
-        self._lock = threading.Lock()
+    def __init__(self, connection: socket.socket, pid: int, pidfd: int, out: Path, err: Path) -> None:
+        self._connection, self._pidfd = connection, pidfd
+        self._out, self._err = out, err
         self._code: int | None = None
-        self._out = out
-        self._err = err
+        self._lock = threading.Lock()
         self.pid = pid
 
     def send(self, number: signal.Signals) -> None:
-        with self._lock:
+        with self._lock, suppress(ProcessLookupError):
             if self._code is None:
-                os.kill(self.pid, number)  # the id cannot be another process's before `poll` has seen the end
+                signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
         self.send(signal.SIGKILL)
@@ -96,14 +116,18 @@ class Child:
         return self._err.read_text() if self._err.exists() else ""
 
     def poll(self) -> int | None:
-        """Its exit code, -n if signal n ended it; None while it runs."""
+        """Return the exit code, -n if signal n ended the process; None while it runs."""
         with self._lock:
-            if self._code is None:
-                self._code = self._nursery.ask({"poll": self.pid})
+            if self._code is None and select.select([self._connection], [], [], 0)[0]:
+                code = self._connection.recv(4, socket.MSG_WAITALL)
+                assert code, "the fork server has ended: see its messages on stderr"
+                self._code = int.from_bytes(code, "big", signed=True)
+                self._connection.close()
+                os.close(self._pidfd)
             return self._code
 
     def wait(self, timeout_s: float = float("inf")) -> Done:
-        """Waits for its end. Raises TimeoutError if it does not end."""
+        """Wait for the end of the process. Raises TimeoutError if it does not end."""
         until = time.monotonic() + timeout_s
         while (code := self.poll()) is None:
             if time.monotonic() > until:
@@ -112,40 +136,31 @@ class Child:
         return Done(code, self._out.read_text(), self._err.read_text())
 
 
-class Nursery:
-    """Starts commands. Several threads may use it."""
+class ForkServer:
+    """Starts commands in processes that are forked by `forking`. Several threads may use it.
 
-    def __init__(self, scratch: Path) -> None:
-        self._scratch = scratch
-        self._count = 0
-        self._unread = 0
-        """Answers that nobody has read: a signal's handler has ended the request."""
-        self._lock = threading.Lock()
+    Args:
+        folder: An empty folder with a short path, for its socket.
+        variables: Environment variables of the server.
+
+    Attributes:
+        python: The script that stands in for `python`.
+    """
+
+    def __init__(self, folder: Path, **variables: str) -> None:
+        self._folder, self._numbers = folder, itertools.count(1)
+        self.python = folder / "python"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(scratch)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true", "OPENBLAS_NUM_THREADS": "1"},
-        )
-
-    def ask(self, order: Mapping[str, Any]) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with self._lock:
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._unread += 1
-            self._process.stdin.flush()
-            while self._unread:
-                answer = self._process.stdout.readline()
-                self._unread -= 1
-        if not answer:
-            raise RuntimeError("the nursery has ended: see its messages on stderr")
-        return json.loads(answer)
+            [sys.executable, "-m", "tests.harness.forking", str(folder)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env=clean_environment() | LIBRARIES | variables,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n", "the fork server does not start"
 
     def start(
         self,
-        main: str,
+        program: str,
         *argv: str,
         cwd: Path,
         sets: Sequence[str] = (),
@@ -153,130 +168,45 @@ class Nursery:
         log: Path | None = None,
         faults: Mapping[str, Any] | None = None,
     ) -> Child:
-        """`main`: a name in `mains`. `env`: added to the nursery's environment. `log`: the file for stderr; stdout
-        goes beside it. `faults`: arguments of `faults.install`."""
-        with self._lock:
-            self._count += 1
-            err = log or self._scratch / f"{self._count}.err"
+        """Start a program.
+
+        Args:
+            program: A key of PROGRAMS.
+            sets: Parameters for `--set`.
+            env: Variables that are added to this process's environment.
+            log: File for stderr; stdout is written beside it.
+            faults: Arguments of `faults.install`.
+        """
+        err = log or self._folder / f"{next(self._numbers)}.err"
         out = err.with_suffix(".out")
-        order = {"main": main, "argv": with_sets(argv, sets), "cwd": str(cwd), "out": str(out), "err": str(err)}
-        return Child(self, self.ask(order | {"env": dict(env or {}), "faults": faults}), out, err)
+        words = ["-m", *PROGRAMS[program], *with_sets(argv, sets)]
+        with open(os.devnull) as none, out.open("a") as to, err.open("a") as log_to:
+            streams = none.fileno(), to.fileno(), log_to.fileno()
+            environment = os.environ | LIBRARIES | (env or {})
+            asked = requested(
+                f"{self._folder}/socket", words, str(cwd), environment, streams, sys.executable, faults or {}
+            )
+        return Child(*asked, out, err)
 
     def close(self) -> None:
         self._process.communicate()  # closes its stdin, which ends it
 
 
-# --------------------------------------------------------------------------------------- inside the nursery
-def mains() -> dict[str, Callable[[list[str]], int]]:
-    """Imports all that commands need. Returns the commands by name: `flexfleet`, single steps, and `mlflow`, which
-    creates MLflow's tables."""
-    import boto3.session  # noqa: F401
-    import kubernetes  # noqa: F401
-    import mlflow
-    import mlflow.store.tracking.sqlalchemy_store
-    import sklearn.datasets  # noqa: F401
-
-    import flexfleet.pipeline.federate
-    import flexfleet.pipeline.model_pool
-    import flexfleet.pipeline.partition
-    import flexfleet.pipeline.pretrain
-    import flexfleet.pipeline.run
-    import flexfleet.reports.report
-    import flexfleet.worker.__main__
-    import flexfleet.worker.server
-    from flexfleet import pipeline
-    from flexfleet.cli import main as cli
-
-    def create_tables(argv: list[str]) -> int:
-        mlflow.MlflowClient(argv[0]).search_experiments()
-        return 0
-
-    names = ("federate", "model_pool", "partition", "pretrain")
-    own = {"flexfleet": cli.dispatch, "mlflow": create_tables, "worker": flexfleet.worker.__main__.main}
-    return own | {name: getattr(pipeline, name).main for name in names}
+LIBRARIES = {"MLFLOW_DISABLE_TELEMETRY": "true", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Variables that libraries read when they are imported."""
 
 
-def prepared(scratch: Path) -> dict[str, Callable[[list[str]], int]]:
-    """Makes this process ready to be forked: imports what commands need, does once what is the same in each, and draws
-    no figures. Returns `mains`."""
-    import numpy
-
-    from fl_engine.data import heat_map
-    from flexfleet.reports import figure, page, report
-    from flexfleet.tracking import record
-    from tests.harness.pictures import titles_alone
-
-    known = mains()
-    # The list of installed packages is the same in every command, and takes half a second: read it once.
-    record.environment = functools.cache(record.environment)
-    record.environment()
-    heat_map.save_figure = titles_alone  # type: ignore[assignment]
-    with figure.style(figure.STYLE):
-        heat_map.draw(numpy.ones((2, 2), dtype=int), scratch / "nothing.svg")  # imports matplotlib
-    page.template("flexfleet.reports", "report.html", tuple(report.FILTERS.items()))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background processes with SIGINT ignored
-    return known
+@contextmanager
+def fork_server(**variables: str) -> Iterator[ForkServer]:
+    """A server in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="fork") as folder:
+        found = ForkServer(Path(folder), **variables)
+        try:
+            yield found
+        finally:
+            found.close()
 
 
-def _serve(scratch: Path) -> None:
-    import tests.harness.faults  # noqa: F401
-
-    known, codes = prepared(scratch), dict[int, int]()
-    for line in sys.stdin:
-        order = json.loads(line)
-        if "poll" in order:
-            pid = order["poll"]
-            if pid not in codes:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    codes[pid] = os.waitstatus_to_exitcode(status)
-            print(json.dumps(codes.get(pid)), flush=True)
-            continue
-        child = os.fork()
-        if not child:
-            _live(order, known)
-        codes.pop(child, None)  # another process's, which had this id before
-        print(child, flush=True)
-
-
-def _live(order: Mapping[str, Any], mains: Mapping[str, Callable[[list[str]], int]]) -> NoReturn:
-    """Runs the command in the forked child."""
-    from flexfleet.files import terminal
-    from tests.harness import faults
-
-    def work() -> None:
-        for number, path in ((1, order["out"]), (2, order["err"])):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-        os.environ.update(order["env"])
-        os.chdir(order["cwd"])
-        with faults.install(**order["faults"] or {}):
-            terminal.run_main(lambda _: mains[order["main"]](order["argv"]))
-
-    lived(work)
-
-
-def lived(work: Callable[[], object]) -> NoReturn:
-    """What a forked process does, and its end as Python's own would be, but for what the parent has left to do at its
-    end."""
-    from fl_engine.storage.code import clear
-
-    code: Any = 0
-    try:
-        work()
-    except SystemExit as end:
-        code = end.code or 0
-        if not isinstance(code, int):
-            print(code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    clear()  # as Python's own end does
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 1)
-
-
-# ------------------------------------------------------------------------------------------ what the system knows
 def children(pid: int) -> list[int]:
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -300,7 +230,3 @@ def marked(token: str) -> list[int]:
         except OSError:  # another user's, or it has ended meanwhile
             continue
     return found
-
-
-if __name__ == "__main__":
-    _serve(Path(sys.argv[1]))

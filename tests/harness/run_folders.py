@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_engine.data.partition_files import Manifest
+from fl_engine.data.partition import PartitionManifest
+from fl_engine.preparation.apoz import ApozLayer
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import sha256
-from flexfleet.files.artifacts import Apoz, ApozLayer, EvaluationFile, History, Level, LevelScore, PoolFile, RunFile
+from flexfleet.files.artifacts import Apoz, EvaluationFile, History, Level, LevelScore, PoolFile, RunFile
 
 GROUPS = {"conv1": 16, "conv2": 32, "fc1": 64}
 # Widths per layer, share, gamma; M2' and M3' are made on devices and not reported.
@@ -35,6 +37,19 @@ ALL_LARGE = [
 # 12 MB down, 6 MB up: waste 50 %. 4 failed; round 2 is not evaluated.
 
 
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    value = bytearray(path.read_bytes())
+    value[len(value) // 2] ^= 1
+    path.write_bytes(value)
+
+
+def rounds_of(run: Path) -> list[dict[str, Any]]:
+    """Return the rounds in a run's history.json, with the lines about clients."""
+    found: list[dict[str, Any]] = json.loads((run / "history.json").read_text())["rounds"]
+    return found
+
+
 def rows(measured: Sequence[tuple[dict[str, float], float, float, int, int, int]]) -> tuple[Row, ...]:
     out = []
     for i, (accuracy, down, up, trained, pruned, failed) in enumerate(measured):
@@ -54,7 +69,7 @@ def level(name: str, widths: Sequence[int], share: float, gamma: float | None) -
         name=name,
         params=int(40_000 * share),
         share=share,
-        flops=int(180_000 * share),
+        macs=int(180_000 * share),
         bytes=int(160_000 * share),
         widths=dict(zip(GROUPS, widths, strict=True)),
         dispatched=not aside,
@@ -84,7 +99,7 @@ def write_run(folder: Path, algorithm: str, run_id: str | None = None, **config:
     ).write(folder / "pool" / "pool.json")
     partition = folder / "partition" / "partition.json"
     partition.parent.mkdir()
-    manifest = Manifest(
+    manifest = PartitionManifest(
         rule="dirichlet",
         parameters={"clients": 3, "alpha": 0.6},
         data_sha256="d" * 64,
@@ -110,9 +125,7 @@ def write_run(folder: Path, algorithm: str, run_id: str | None = None, **config:
         pool_sha256=sha256(pool.read_bytes()),
         partition_sha256=sha256(partition.read_bytes()),
     ).write(folder / "run.json")
-    History(rounds=tuple(row.model_dump(mode="json") for row in history), model_sha256="a" * 64, seconds=6.0).write(
-        folder / "history.json"
-    )
+    History(rounds=tuple(history), model_sha256="a" * 64, seconds=6.0).write(folder / "history.json")
     EvaluationFile(
         rounds=3,
         test_samples=100,

@@ -14,12 +14,11 @@ FIRST = ("harness/test_kills.py", "docs", "pipelines", "flexfleet", "harness", "
 as long as all else takes."""
 LONG = {
     "benchmarks": ("contestants", "growth"),
-    "docs": ("docs", "examples", "python", "python_compare"),
+    "docs": ("docs", "examples", "python"),
     "e2e": ("agents", "kill", "python310", "recipe", "wheel"),
     "flexfleet": (
         "dvc",
         "fedx",
-        "init",
         "kinds",
         "regress",
         "small_twins",
@@ -29,7 +28,7 @@ LONG = {
         "tune_workers",
     ),
     "harness": ("attacks", "kills"),
-    "k8s": ("alike", "backend", "lost", "secrets", "suite", "waiting"),
+    "k8s": ("alike", "backend", "lost", "secrets", "waiting"),
     "laws": ("limits",),
     "pipelines": ("compare_local", "nightly_local", "train_local", "tune_local"),
     "s3": ("dvc", "faulty", "probe", "s3"),
@@ -58,10 +57,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if whole else None
 
 
+LONG_IN_SUITES, QUICK_KINDS = "test_other_samples_and_tasks_learn_and_resume", ("next_token", "regression")
+"""Test of `AlgorithmSuite` that is long, except for these kinds of samples. Suites of users have no marks."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the long tests, and lets long files begin."""
     for item in items:
-        if _is_long(item.path):
+        is_slow_kind = LONG_IN_SUITES in item.name and not any(kind in item.name for kind in QUICK_KINDS)
+        if _is_long(item.path) or is_slow_kind:
             item.add_marker("long")
     items.sort(key=lambda item: _place(item.path))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,14 @@ def written(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "params.yaml"
     path.write_text(text)
     return path
+
+
+@contextmanager
+def refused_at(path: str) -> Iterator[None]:
+    """Expect a ConfigError that names this parameter."""
+    with pytest.raises(ConfigError) as error:
+        yield
+    assert error.value.path == path
 
 
 def refused(*sets: str) -> str:

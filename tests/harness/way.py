@@ -7,7 +7,7 @@ response that still pass. From then on, for `seconds`:
     hangs     connections stay open without data; the data arrive late, after the cut
     breaks    connections are broken, and each new one is broken after `after` bytes
 
-Linux reports to which process a connection belongs (`/proc`, sock_diag(7)).
+Linux reports to which process a connection belongs (`/proc`).
 """
 
 from __future__ import annotations
@@ -28,34 +28,15 @@ from typing import Literal
 How = Literal["refused", "hangs", "breaks"]
 BEGINS = (b"GET ", b"PUT ", b"POST ")
 """Beginnings of requests."""
-SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST = 4, 20, 1  # of linux/netlink.h and linux/sock_diag.h
 Address = tuple[str, int]
 """Host and port."""
 
 
 def _inode(here: Address, there: Address) -> int:
-    """Of the TCP socket of `here` that is connected with `there`; 0: there is none any more. /proc/net/tcp takes
-    milliseconds where connections have been many: it is read where the kernel does not answer about a single one."""
-    with suppress(OSError):
-        if found := _told_of_one(here, there):
-            return found
+    """Return the inode of the TCP socket of `here` that is connected to `there`; 0 if it is closed."""
     sides = [f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}" for host, port in (here, there)]
     lines = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines())
     return next((int(parts[9]) for parts in lines if parts[1:3] == sides), 0)
-
-
-def _told_of_one(here: Address, there: Address) -> int:
-    """By sock_diag(7), which not every kernel has; 0: it knows no such socket."""
-    sides = [socket.inet_aton(host) + bytes(12) for host, _ in (here, there)]
-    any_cookie = 2**32 - 1
-    wanted = struct.pack("!HH16s16sIII", here[1], there[1], *sides, 0, any_cookie, any_cookie)
-    asked = struct.pack("=BBBBI", socket.AF_INET, socket.IPPROTO_TCP, 0, 0, 2**32 - 1) + wanted  # in any state
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, SOCK_DIAG) as kernel:
-        kernel.settimeout(1.0)
-        kernel.send(struct.pack("=IHHII", 16 + len(asked), SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, 0, 0) + asked)
-        answer = kernel.recv(4096)
-    (kind,) = struct.unpack_from("=H", answer, 4)
-    return int(struct.unpack_from("=I", answer, 84)[0]) if kind == SOCK_DIAG_BY_FAMILY else 0
 
 
 @dataclass(frozen=True)
@@ -146,7 +127,6 @@ class Way:
         for connection in [each for some in list(self._open.values()) for each in some]:
             connection.end()
 
-    # ------------------------------------------------------------------------------------------------ connections
     def _serve(self) -> None:
         while not self._closed:
             try:

@@ -16,10 +16,12 @@ SOURCES = ("fl_engine", "flexfleet", "pipelines/compiled", "pyproject.toml", "RE
 
 def run(*argv: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Python with these arguments, with PYTHONPATH only as given and without the variables of who runs the tests."""
-    return subprocess.run([sys.executable, *argv], cwd=cwd, capture_output=True, text=True, env=kept() | environment)
+    return subprocess.run(
+        [sys.executable, *argv], cwd=cwd, capture_output=True, text=True, env=clean_environment() | environment
+    )
 
 
-def kept() -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
     """The environment without Python's, flexfleet's and MLflow's variables."""
     return {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "FLEXFLEET", "MLFLOW"))}
 

@@ -20,22 +20,22 @@ from urllib.parse import urlsplit
 
 import boto3.session
 
+from flexfleet.pipeline.prepare import Resolved
 from tests.harness import invited
 from tests.harness.invited import Devices
-from tests.harness.processes import QUICK, ROOT, Child, Nursery
+from tests.harness.prepared import prepare
+from tests.harness.processes import QUICK, ROOT, Child, ForkServer
 from tests.harness.way import Way
 from tests.k8s import fake
 
 RADOSGW = ROOT / "tests" / "s3" / "radosgw"
 BUCKET = "runs"
 SMALL = {
-    "fl_engine.storage.s3.PART": 32 * 2**10,
     "fl_engine.storage.checkpoints.PACKED": 1,
-    "fl_engine.backends.LEASE_S": 4.0,
-    "fl_engine.remote.kubernetes.controller.POLL_S": 0.2,
+    "fl_engine.remote.provisioner.Provisioner.lease_s": 4.0,
+    "fl_engine.remote.kubernetes.provisioner.POLL_S": 0.2,
 }
-"""With these constants, even a quick run uploads its model in several parts and packs its measurements, and leases end
-within seconds."""
+"""With these constants, even a quick run packs its measurements, and leases end within seconds."""
 ON_CLUSTER = ("run.backend=kubernetes", "kubernetes.image=flexfleet:latest", "kubernetes.attempts=100")
 ROUND = ("kubernetes.lifetime=round",)
 STAYING = ("kubernetes.lifetime=run", "kubernetes.clients_per_pod=3")
@@ -83,7 +83,7 @@ VARIANTS = (
 @dataclass
 class World:
     folder: Path
-    nursery: Nursery
+    fork_server: ForkServer
     rounds: int
     servers: ExitStack = field(default_factory=ExitStack)
     _known: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -102,11 +102,11 @@ class World:
 
     @cached_property
     def cluster(self) -> fake.Cluster:
-        """The cluster, whose kubelet forks clients from the nursery."""
+        """The cluster, whose kubelet forks clients from the fork server."""
 
         def start(command: list[str], env: dict[str, str], log: Path) -> Child:
             assert command[1:3] == ["-m", "flexfleet.worker"], command
-            return self.nursery.start("worker", *command[3:], cwd=ROOT, env=env, log=log)
+            return self.fork_server.start("worker", *command[3:], cwd=ROOT, env=env, log=log)
 
         return fake.Cluster(self.folder / "cluster", start=start, slots=threading.Semaphore(PODS))
 
@@ -117,26 +117,15 @@ class World:
     @cached_property
     def prepared(self) -> Path:
         """The folder with the partition and the pool of all runs."""
-        out = self.folder / "prepared"
-        out.mkdir()
-        steps = (
-            ("partition",),
-            ("pretrain", "--partition", "partition"),
-            ("model_pool", "--pretrain", "pretrain"),
-        )
-        for step, *given in steps:
-            self._do(step, *given, "--out", step.removeprefix("model_"), cwd=out, sets=self.sets)
-        return out
+        return prepare(Resolved.load(None, self.sets), self.folder / "prepared")
 
     @cached_property
     def data_base(self) -> Path:
         """MLflow's database without runs. Each run gets a copy, because MLflow takes seconds to create its tables."""
-        self._do("mlflow", f"sqlite:///{self.folder / 'empty.db'}", cwd=self.folder)
-        return self.folder / "empty.db"
+        import mlflow
 
-    def _do(self, main: str, *argv: str, cwd: Path, sets: tuple[str, ...] = ()) -> None:
-        done = self.nursery.start(main, *argv, cwd=cwd, sets=sets).wait()
-        assert done.code == 0, done.err
+        mlflow.MlflowClient(f"sqlite:///{self.folder / 'empty.db'}").search_experiments()
+        return self.folder / "empty.db"
 
 
 @dataclass
@@ -194,7 +183,7 @@ class Place:
             env["AWS_ENDPOINT_URL"] = self.way.url
             sets.append(f"run.remote=s3://{BUCKET}/{self.prefix.rstrip('/')}")
             if v.clients == "device":
-                self.devices = self.devices or Devices(world.nursery, self.folder, sets, env, self.way)
+                self.devices = self.devices or Devices(world.fork_server, self.folder, sets, env, self.way)
         if v.clients in ("pod", "staying"):
             env["KUBECONFIG"] = str(world.kubeconfig)
         if v.whole:
@@ -206,13 +195,13 @@ class Place:
         self.starts += 1
         given = {"constants": SMALL, **(faults or {})}
         log = self.folder / "logs" / f"{self.starts}.err"
-        self.coordinator = world.nursery.start(
+        self.coordinator = world.fork_server.start(
             *argv, "--resume", cwd=self.folder, sets=sets, env=env, log=log, faults=given
         )
         return self.coordinator
 
-    def letter(self, key: str) -> bytes:
-        """What lies under a key of the devices' letters."""
+    def read_mailbox(self, key: str) -> bytes:
+        """Return the value of a key in the devices' mailboxes."""
         found = self.s3.get_object(Bucket=BUCKET, Key=f"{self.prefix}.agents/{key}")["Body"].read()
         assert isinstance(found, bytes)
         return found
@@ -243,12 +232,12 @@ def opened(rounds: int) -> Iterator[World]:
     folder = Path(tempfile.mkdtemp(prefix="flexfleet-kills-"))
     own = folder / "world"
     own.mkdir()
-    world = World(own, Nursery(own), rounds)
+    world = World(own, ForkServer(own), rounds)
     try:
         with world.servers:
             yield world
     finally:
-        world.nursery.close()
+        world.fork_server.close()
         shutil.rmtree(own)
         with suppress(OSError):
             folder.rmdir()
@@ -302,13 +291,9 @@ def two_free_ports(first: int) -> int:
 @contextmanager
 def _radosgw(folder: Path) -> Iterator[dict[str, str]]:
     port = two_free_ports(8000)
-    small = ["config", "set", "rgw_multipart_min_part_size", "1"]
     try:
         started = subprocess.run([RADOSGW, "start", folder, str(port)], capture_output=True, text=True)
         assert started.returncode == 0, f"radosgw does not start: {started.stderr}"
-        subprocess.run(
-            ["ceph", "--admin-daemon", folder / "client.admin.asok", *small], stdout=subprocess.DEVNULL, check=True
-        )
         yield dict(pair.split("=", 1) for pair in started.stdout.removeprefix("export ").split())
     finally:
         subprocess.run([RADOSGW, "stop", folder], check=True)

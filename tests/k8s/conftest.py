@@ -8,23 +8,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import boto3.session
 import pytest
 import yaml
 
 from fl_engine.remote.kubernetes.jobs import TEMPLATE
-from fl_engine.storage.checkpoints import Checkpoints, Row
-from fl_engine.storage.s3 import open_store
 from fl_engine.training.memory import Peaks
 from flexfleet.files.artifacts import PoolFile
 from flexfleet.pipeline.federate import federate
-from flexfleet.pipeline.model_pool import model_pool
-from flexfleet.pipeline.partition import partition
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.pretrain import pretrain
-from tests.harness.moto_server import moto
+from flexfleet.pipeline.resume import Attempt
+from tests.harness.moto_server import opened
+from tests.harness.prepared import model_of, prepare
 from tests.k8s import fake, kueue
-from tests.k8s.pods import Pod, threads_on
+from tests.k8s.pods import Runs, threads_on
 
 MIB = 2**20
 
@@ -37,16 +33,7 @@ def tiny(quick: tuple[str, ...]) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
     """The address of an S3 server with the bucket `runs`."""
-    given = {
-        "AWS_ACCESS_KEY_ID": "somebody",
-        "AWS_SECRET_ACCESS_KEY": "something",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "FLEXFLEET_S3_UNCHECKED": "1",  # moto holds nobody to what is signed
-    }
-    with moto() as endpoint, pytest.MonkeyPatch.context() as patch:
-        for name, value in {"AWS_ENDPOINT_URL": endpoint, **given}.items():
-            patch.setenv(name, value)
-        boto3.session.Session().client("s3").create_bucket(Bucket="runs")
+    with pytest.MonkeyPatch.context() as patch, opened(patch, "runs") as endpoint:
         yield endpoint
 
 
@@ -60,39 +47,10 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Path) -> It
         yield found
 
 
-@pytest.fixture
-def pods(cluster: Any) -> Iterator[type[Pod]]:
-    """The cluster's pods, which are threads."""
-    with threads_on(cluster) as here:
-        yield here
-
-
 @pytest.fixture(scope="session")
 def prepared(tiny: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Partition and pool of the run."""
-    out = tmp_path_factory.mktemp("prepared")
-    resolved = Resolved.load(None, tiny)
-    partition(resolved, out / "partition")
-    pretrain(resolved, out / "partition", out / "pretrain")
-    model_pool(resolved, out / "pretrain", out / "pool")
-    return out
-
-
-Rounds = Callable[..., Path]
-
-
-@pytest.fixture
-def rounds(tiny: tuple[str, ...], prepared: Path, tmp_path: Path) -> Rounds:
-    """`rounds("name", "a.b=c", ..., resume=False, watcher=None)`: the rounds of a run of that name; gives its
-    folder."""
-
-    def run(name: str, *sets: str, resume: bool = False, watcher: Any = None) -> Path:
-        resolved = Resolved.load(None, (*tiny, *sets))
-        out, (parts, pool) = tmp_path / "runs" / name, (prepared / "partition", prepared / "pool")
-        federate(resolved, parts, pool, out, run_id=name, resume=resume, watcher=watcher)
-        return out
-
-    return run
+    return prepare(Resolved.load(None, tiny), tmp_path_factory.mktemp("prepared"))
 
 
 @pytest.fixture(scope="session")
@@ -101,23 +59,37 @@ def expected(tiny: tuple[str, ...], prepared: Path, tmp_path_factory: pytest.Tem
 
     @cache
     def after(rounds: int) -> bytes:
-        out = tmp_path_factory.mktemp("expected")
         resolved = Resolved.load(None, (*tiny, f"rounds.stop={rounds}"))
-        federate(resolved, prepared / "partition", prepared / "pool", out)
-        return (out / "model.safetensors").read_bytes()
+        return model_of(resolved, prepared, tmp_path_factory.mktemp("expected"))
 
     return after
 
 
 @pytest.fixture
-def remote(s3: str, tmp_path: Path) -> tuple[str, ...]:
-    """Settings of a run on the cluster, its ledger under a prefix of its own."""
-    return ("run.backend=kubernetes", f"run.remote=s3://runs/{tmp_path.name}-{os.getpid()}")
+def in_processes(
+    cluster: Any, s3: str, tiny: tuple[str, ...], prepared: Path, tmp_path: Path, expected: Callable[[int], bytes]
+) -> Runs:
+    """Runs whose pods are processes."""
+
+    def alone(name: str, *sets: str, resume: bool = False, watcher: Any = None) -> Path:
+        resolved = Resolved.load(None, (*tiny, *sets))
+        out, (parts, pool) = tmp_path / "runs" / name, (prepared / "partition", prepared / "pool")
+        federate(resolved, parts, pool, out, Attempt(resume, watcher=watcher), run_id=name)
+        return out
+
+    return Runs(cluster, f"s3://runs/{tmp_path.name}-{os.getpid()}", alone, expected)
+
+
+@pytest.fixture
+def runs(in_processes: Runs) -> Iterator[Runs]:
+    """Runs whose pods are threads."""
+    with threads_on(in_processes.cluster) as in_processes.pods:
+        yield in_processes
 
 
 @pytest.fixture
 def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fl_engine.backends.LEASE_S", 3.0)
+    monkeypatch.setattr("fl_engine.remote.provisioner.Provisioner.lease_s", 3.0)
 
 
 @pytest.fixture
@@ -139,9 +111,3 @@ def peaks(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Peaks:
     found = Peaks(100 * MIB, tuple(140 * MIB + int(60 * MIB * level.share) for level in levels))
     monkeypatch.setattr(step, "peaks_of", lambda *_: found)
     return found
-
-
-@pytest.fixture(scope="session")
-def rows() -> Callable[[tuple[str, ...], str], list[Row]]:
-    """`rows(remote, "name")`: what the ledger of a run holds of its rounds."""
-    return lambda remote, name: Checkpoints(open_store(f"{remote[1].partition('=')[2]}/{name}")).rows()

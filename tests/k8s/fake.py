@@ -2,19 +2,15 @@
 
 Created objects are validated against the published schemas. `script` decides the fate of a pod, `refuse` which pods are
 not created, `room` how many have a node at a time, `admits` when a queue admits a Job (kueue.py). The next responses
-can be errors or warnings, or break the connection.
-
-Pods of other owners (`Cluster.place`) may be in other namespaces; commands can be run in them (pods/exec).
+can be errors, or break the connection.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import os
 import re
-import struct
 import subprocess
 import sys
 import threading
@@ -25,28 +21,27 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
+from tests.harness import web
+from tests.harness.web import Request
 from tests.k8s import kueue, valid
 
 Resource = dict[str, Any]
 VERSION = "1.33"
 KINDS = {"configmaps": "ConfigMap", "events": "Event", "jobs": "Job", "pods": "Pod", "secrets": "Secret"}
+UNSCHEDULABLE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
 PATH = re.compile(r"/(?:api/v1|apis/batch/v1)/namespaces/(?P<namespace>[^/]+)/(?P<kind>[a-z]+)(?:/(?P<name>[^/]+))?")
 
 Script = Callable[[Resource, int, int], str]
 """Maps (job, index, number of earlier starts) to the fate of the pod:
 
-- run, oom, evict, image, unschedulable, hang;
-- vanish: its node is lost after the work is done, before the pod has ended;
-- not-ready: its node is NotReady, and its container continues;
-- unreachable: its node is lost, and the pod is not ready;
-- terminating: its node is lost, the pod is deleted and remains until `back` is set, and its Job starts another pod.
+- run, image, unschedulable;
+- vanish: its node is lost after the work is done, before the pod has ended.
 """
 
 
@@ -75,8 +70,6 @@ class Cluster:
     """The kubelet runs pods in containers of this image; None: as processes."""
     python: str = sys.executable
     """The interpreter for commands that begin with `python`."""
-    cgroup: dict[str, str] = field(default_factory=dict)
-    """Files of each pod's cgroup besides its limit."""
     script: Script = runs
     start: Callable[[list[str], dict[str, str], Path], Process] = start
     objects: dict[tuple[str, str], Resource] = field(default_factory=dict)
@@ -84,24 +77,12 @@ class Cluster:
     """Statuses of the next responses; 0 breaks the connection."""
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(verb, kind), as a Role names them."""
-    warnings: tuple[str, ...] = ()
-    """Warnings of the response when a Job is created."""
     refuse: Callable[[Resource, int], str] = lambda job, index: ""
     """Maps (job, index) to the reason why no pod is created now; empty: a pod is created."""
     room: threading.Semaphore | None = None
     """Number of pods with a node at a time; the others are unschedulable. None: no limit."""
-    mesh: bool = False
-    """A webhook adds a container to each pod that never ends, as a service mesh does without native sidecars."""
     admits: Callable[[Resource], bool] = lambda job: True
     """Whether the queue of a Job admits it now; called repeatedly."""
-    preempted: set[str] = field(default_factory=set)
-    """UIDs of pods that ended because a queue has suspended their Job."""
-    back_off_s: float = 0.1
-    """Seconds until an index gets another pod after its first failure."""
-    grace_s: float = 0.0
-    """Seconds between the deletion of a pod with a node and its end."""
-    back: threading.Event = field(default_factory=threading.Event)
-    """Lost nodes are reachable again."""
     lost: set[str] = field(default_factory=set)
     """Pods on lost nodes."""
     created: list[Resource] = field(default_factory=list)
@@ -110,21 +91,11 @@ class Cluster:
     logs: list[str] = field(default_factory=list)
     running: dict[str, Process] = field(default_factory=dict)
     """By the pod's name."""
-    namespaces: set[str] = field(default_factory=lambda: {"flexfleet-clients"})
-    placed: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    """Processes of other owners' pods, by the pod's name."""
-
-    def say(self, cgroup: dict[str, str]) -> None:
-        """Change the files of all pods' cgroups."""
-        self.cgroup = cgroup
-        for name in list(self.running):
-            for file, text in cgroup.items():
-                (self.folder / name / file).write_text(text)
 
     # --------------------------------------------------------------------------------------------- API server
     def ask(self, method: str, path: str, query: dict[str, list[str]], body: Resource | None) -> tuple[int, Resource]:
         match = PATH.fullmatch(path)
-        if match is None or match["kind"] not in KINDS or match["namespace"] not in self.namespaces:
+        if match is None or match["kind"] not in KINDS or match["namespace"] != "flexfleet-clients":
             return 404, {"kind": "Status", "message": f"no {path}"}
         kind, name = match["kind"], match["name"]
         verbs = {"POST": "create", "DELETE": "delete", "PATCH": "patch", "GET": "get" if name else "list"}
@@ -186,50 +157,14 @@ class Cluster:
         return 201, made
 
     def _delete(self, kind: str, name: str) -> None:
-        if kind == "pods" and self._lingers(name):
+        if kind == "pods" and name in self.lost:  # its node decides when it ends
+            self.objects["pods", name]["metadata"] |= {"deletionTimestamp": now(), "deletionGracePeriodSeconds": 5}
             return
         gone = self.objects.pop((kind, name))
-        if kind == "pods" and name in self.placed:
-            self.placed[name].kill()
         uid = gone["metadata"]["uid"]
         for (k, n), other in list(self.objects.items()):
             if any(o["uid"] == uid for o in other["metadata"].get("ownerReferences", ())):
                 self._delete(k, n)
-
-    def _lingers(self, pod: str) -> bool:
-        """Whether a deleted pod only begins to end, because its node decides."""
-        found = self.objects["pods", pod]
-        begun = "deletionTimestamp" in found["metadata"]
-        on_a_node = "containerStatuses" in found["status"] and found["status"]["phase"] in ("Pending", "Running")
-        if pod not in self.lost and (begun or not self.grace_s or not on_a_node):
-            return False
-        found["metadata"] |= {"deletionTimestamp": now(), "deletionGracePeriodSeconds": 5}
-        if pod not in self.lost:
-            threading.Timer(self.grace_s, self.objects.pop, [("pods", pod), None]).start()
-        return True
-
-    # ------------------------------------------------------------------------------------------- others' pods
-    def place(self, pod: Resource, command: list[str]) -> subprocess.Popen[bytes]:
-        """Run a pod of another owner, whose container `main` is a process here."""
-        validate("pods", pod)
-        name = pod["metadata"]["name"]
-        self.namespaces.add(pod["metadata"]["namespace"])
-        self.objects["pods", name] = pod | {"status": {"phase": "Running"}}
-        pod["metadata"].setdefault("uid", str(uuid.uuid4()))
-        env = {"PATH": os.environ["PATH"], **self._variables(pod)}
-        self.placed[name] = subprocess.Popen(command, env=env)
-        return self.placed[name]
-
-    def _variables(self, pod: Resource) -> dict[str, str]:
-        (container,) = pod["spec"]["containers"]
-        return {each["name"]: each["value"] for each in container.get("env", [])}
-
-    def exec(self, name: str, query: dict[str, list[str]]) -> tuple[int, bytes]:
-        """Run a command in such a pod, and return its exit code and output."""
-        assert query["container"] == ["main"]
-        env = {"PATH": os.environ["PATH"], **self._variables(self.objects["pods", name])}
-        done = subprocess.run(query["command"], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-        return done.returncode, done.stdout
 
     def alive(self, job: Resource) -> bool:
         return self.objects.get(("jobs", job["metadata"]["name"])) is job
@@ -255,7 +190,7 @@ class Cluster:
                             job["status"][name] = ",".join(str(i) for i in sorted(results) if results[i] is good)
                     return
                 failures += 1
-                time.sleep(min(self.back_off_s * 2 ** (failures - 1), 1.0))
+                time.sleep(min(0.1 * 2 ** (failures - 1), 1.0))
 
         while self.alive(job) and len(results) < spec["completions"]:
             for index in range(spec["completions"]):
@@ -269,16 +204,15 @@ class Cluster:
             job["status"]["conditions"] = [{"type": kind, "status": "True", "reason": "" if good else "FailedIndexes"}]
             job["over"] = True
 
-    def _acquire(self, some: threading.Semaphore, job: Resource, pod: Resource | None = None) -> bool:
-        """Return False if the Job or the pod ended first."""
-        while self._goes_on(job, pod):
+    def _acquire(self, some: threading.Semaphore, job: Resource) -> bool:
+        """Return False if the Job ended first."""
+        while self._goes_on(job):
             if some.acquire(timeout=0.02):
                 return True
         return False
 
-    def _goes_on(self, job: Resource, pod: Resource | None = None) -> bool:
-        ended = pod is not None and pod["metadata"]["uid"] in self.preempted
-        return self.alive(job) and "over" not in job and not ended
+    def _goes_on(self, job: Resource) -> bool:
+        return self.alive(job) and "over" not in job
 
     def _allowed(self, job: Resource, index: int) -> bool:
         """Wait until a pod may be created, and report the reason in an event. Return False if the Job ended first."""
@@ -323,8 +257,7 @@ class Cluster:
             if kueue.suspended(job):
                 return "ignored"
             self.objects["pods", pod["metadata"]["name"]] = pod
-        end = self._waits(job, pod, index, fate)
-        return "ignored" if pod["metadata"]["uid"] in self.preempted else end
+        return self._waits(job, pod, index, fate)
 
     def _waits(self, job: Resource, pod: Resource, index: int, fate: str) -> str:
         """Wait for a node, and run there."""
@@ -335,15 +268,15 @@ class Cluster:
                 status["containerStatuses"] = self._statuses({"waiting": waiting})
             else:
                 message = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector"
-                condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
-                status["conditions"] = [condition]
-            return self._linger(job, pod)
+                status["conditions"] = [{**UNSCHEDULABLE, "message": message}]
+            while self._goes_on(job):
+                time.sleep(0.05)
+            return "final"
         if self.room is None:
             return self._on_a_node(job, pod, index, fate)
         message = "0/2 nodes are available: 1 Insufficient cpu, 1 node(s) had untolerated taint {other: }."
-        condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
-        status["conditions"] = [condition]
-        if not self._acquire(self.room, job, pod):
+        status["conditions"] = [{**UNSCHEDULABLE, "message": message}]
+        if not self._acquire(self.room, job):
             return "final"
         try:
             del status["conditions"]
@@ -353,29 +286,12 @@ class Cluster:
 
     def _on_a_node(self, job: Resource, pod: Resource, index: int, fate: str) -> str:
         status, pod["spec"] = pod["status"], {**pod["spec"], "nodeName": "node"}
-        if fate == "evict":
-            status |= {"phase": "Failed", "conditions": [{"type": "DisruptionTarget", "status": "True"}]}
-            return "ignored"
         while ("secrets", job["metadata"]["name"]) not in self.objects:  # a kubelet tries again to mount it
-            if not self._goes_on(job, pod):
+            if not self._goes_on(job):
                 return "final"
             time.sleep(0.01)
         status |= {"phase": "Running", "containerStatuses": self._statuses({"running": {}})}
-        if fate == "hang":
-            return self._linger(job, pod)
-        if fate == "not-ready":
-            self._lose(pod, fate)
-        if fate in ("unreachable", "terminating"):
-            with self.lock:
-                self._lose(pod, fate)
-            if fate == "terminating":
-                threading.Thread(target=self._comes_back, args=(pod,), daemon=True).start()
-                return "ignored"  # the Job starts another one
-            self.back.wait()
-            if not self.alive(job):
-                return "final"
-            self._comes_back(pod)
-        code, message = (137, "") if fate == "oom" else self._execute(job, pod, index)
+        code, message = self._execute(job, pod, index)
         if not self.alive(job):
             return "final"
         if fate == "vanish":
@@ -384,40 +300,19 @@ class Cluster:
         reason = "Completed" if code == 0 else "OOMKilled" if code == 137 else "Error"
         over = {"exitCode": code, "reason": reason, "message": message}
         status["containerStatuses"] = self._statuses({"terminated": over})
-        if self.mesh:
-            return self._linger(job, pod)
         status["phase"] = "Failed" if code else "Succeeded"
         return "ok" if code == 0 else "failed"
 
-    def _comes_back(self, pod: Resource) -> None:
-        """Its node is reachable again. A pod that was deleted is gone."""
-        self.back.wait()
+    @staticmethod
+    def _statuses(client: Resource) -> list[Resource]:
+        return [{"name": "client", "state": client}]
+
+    def lose(self, name: str) -> None:
+        """Make the node of a pod unreachable."""
         with self.lock:
-            name = pod["metadata"]["name"]
-            self.lost.discard(name)
-            pod["status"]["conditions"] = []
-            if "deletionTimestamp" in pod["metadata"]:
-                self.objects.pop(("pods", name), None)
-
-    def _statuses(self, client: Resource) -> list[Resource]:
-        mesh = [{"name": "proxy", "state": {"running": {}}}] if self.mesh else []
-        return [*mesh, {"name": "client", "state": client}]
-
-    def _lose(self, pod: Resource, how: str) -> None:
-        """Set the conditions of a pod whose node is lost."""
-        if how != "not-ready":
-            self.lost.add(pod["metadata"]["name"])
-        ready = "True" if how == "terminating" else "False"
-        conditions = [{"type": "Ready", "status": ready}, {"type": "ContainersReady", "status": "True"}]
-        if how == "terminating":
-            conditions.append({"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"})
-            pod["metadata"] |= {"deletionTimestamp": now(), "deletionGracePeriodSeconds": 0}
-        pod["status"]["conditions"] = conditions
-
-    def _linger(self, job: Resource, pod: Resource) -> str:
-        while self._goes_on(job, pod):
-            time.sleep(0.05)
-        return "final"
+            self.lost.add(name)
+            conditions = [{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]
+            self.objects["pods", name]["status"]["conditions"] = conditions
 
     def _execute(self, job: Resource, pod: Resource, index: int) -> tuple[int, str]:
         (container,) = pod["spec"]["containers"]
@@ -428,8 +323,6 @@ class Cluster:
         (mount,) = (mount for mount in container["volumeMounts"] if mount["name"] == "invitation")
         assert mount["subPathExpr"] == "$(JOB_COMPLETION_INDEX)"
         (place / "invitation.json").write_text(invitations[str(index)])
-        for file, text in self.cgroup.items():
-            (place / file).write_text(text)
         (place / "memory.max").write_text(str(quantity(container["resources"]["limits"]["memory"])))
         env = {"PATH": os.environ["PATH"], "JOB_COMPLETION_INDEX": str(index), "FLEXFLEET_CGROUP": str(place)}
         env["FLEXFLEET_PROC"] = str(place)  # a node that says nothing of its memory
@@ -451,13 +344,13 @@ class Cluster:
             )
             env = dict(os.environ)
         with self.slots:
-            if not self._goes_on(job, pod):
+            if not self._goes_on(job):
                 return 137, ""
             process = self.running[pod["metadata"]["name"]] = self.start(
                 command, {**env, "HOME": str(place)}, place / "log"
             )
             while (code := process.poll()) is None:
-                if not self._goes_on(job, pod):
+                if not self._goes_on(job):
                     process.kill()
                 time.sleep(0.02)
             del self.running[pod["metadata"]["name"]]
@@ -534,78 +427,40 @@ def quantity(text: str) -> int:
 def serving(cluster: Cluster) -> Iterator[Path]:
     """Gives the path of a kubeconfig."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def _answer(self) -> None:
-            if self.headers.get("Upgrade") == "websocket":
-                self._exec()
-                return
-            length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else None
-            fault = cluster.faults.pop(0) if cluster.faults else None
-            if fault == 0:
-                self.connection.close()
-                return
-            url = urlsplit(self.path)
-            status, found = (
-                (fault, {"kind": "Status", "message": "injected"})
-                if fault
-                else cluster.ask(self.command, url.path, parse_qs(url.query), body)
-            )
-            value = json.dumps(found).encode()
-            self.send_response(status)
-            for text in cluster.warnings if self.command == "POST" and url.path.endswith("/jobs") else ():
-                self.send_header("Warning", f'299 - "{text}"')
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(value)))
-            self.end_headers()
-            self.wfile.write(value)
+    def answer(request: Request) -> None:
+        text = request.body()
+        fault = cluster.faults.pop(0) if cluster.faults else None
+        if fault == 0:
+            request.connection.close()
+            return
+        url = urlsplit(request.path)
+        status, found = (
+            (fault, {"kind": "Status", "message": "injected"})
+            if fault
+            else cluster.ask(request.command, url.path, parse_qs(url.query), json.loads(text) if text else None)
+        )
+        request.respond(status, json.dumps(found).encode(), {"Content-Type": "application/json"})
 
-        def _exec(self) -> None:
-            """`pods/exec`, as v4.channel.k8s.io: a channel's number in front of each message, 3 is how it ended."""
-            url = urlsplit(self.path)
-            *_, name, verb = url.path.split("/")
-            assert verb == "exec" and self.headers["Sec-WebSocket-Protocol"] == "v4.channel.k8s.io"
-            accept = hashlib.sha1((self.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11").encode())
-            self.protocol_version = "HTTP/1.1"
-            self.send_response(101)
-            for key, value in {
-                "Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Protocol": "v4.channel.k8s.io",
-                "Sec-WebSocket-Accept": base64.b64encode(accept.digest()).decode(),
-            }.items():  # fmt: skip
-                self.send_header(key, value)
-            self.end_headers()
-            code, said = cluster.exec(name, parse_qs(url.query))
-            causes = {"details": {"causes": [{"reason": "ExitCode", "message": str(code)}]}}
-            ended = {"status": "Failure", "reason": "NonZeroExitCode", **causes} if code else {"status": "Success"}
-            for message in (b"\x01" + said, b"\x03" + json.dumps(ended).encode()):
-                self.wfile.write(b"\x82" + b"\x7e" + struct.pack(">H", len(message)) + message)
-            self.wfile.write(b"\x88\x02" + struct.pack(">H", 1000))
-            self.close_connection = True
+    cluster.folder.mkdir(parents=True, exist_ok=True)
+    with web.serving(answer) as address:
+        path = kubeconfig(cluster.folder, {"server": address})
+        try:
+            yield path
+        finally:
+            with cluster.lock:
+                cluster.objects.clear()  # ends all pods
 
-        do_GET = do_POST = do_DELETE = do_PATCH = _answer
 
-        def log_message(self, *_: object) -> None:
-            """Log nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+def kubeconfig(folder: Path, server: dict[str, str], user: Resource | None = None) -> Path:
+    """Write a configuration with one cluster at the address `server`, and the credentials `user`."""
     config = {
         "apiVersion": "v1",
         "kind": "Config",
-        "clusters": [{"name": "fake", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
-        "users": [{"name": "nobody", "user": {}}],
-        "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "nobody"}}],
-        "current-context": "fake",
+        "clusters": [{"name": "here", "cluster": server}],
+        "users": [{"name": "somebody", "user": user or {}}],
+        "contexts": [{"name": "here", "context": {"cluster": "here", "user": "somebody"}}],
+        "current-context": "here",
     }
-    cluster.folder.mkdir(parents=True, exist_ok=True)
-    path = cluster.folder / "kubeconfig"
+    path = folder / "kubeconfig"
     path.write_text(yaml.safe_dump(config))
-    try:
-        yield path
-    finally:
-        with cluster.lock:
-            cluster.objects.clear()  # ends all pods
-            for process in cluster.placed.values():
-                process.kill()
-        cluster.back.set()
-        server.shutdown()
+    return path

@@ -1,13 +1,12 @@
 """Kueue and the Job controller of a fake cluster, for Jobs that name a queue.
 
 A Job with the label is suspended when it is created, and has no pods. `Cluster.admits` decides when its queue admits
-it. `preempt` suspends it again: its pods are deleted.
+it.
 """
 
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
 from typing import Any
 
 Resource = dict[str, Any]
@@ -30,7 +29,7 @@ def admitted(cluster: Any, job: Resource) -> bool:
         with cluster.lock:
             if not suspended(job):
                 return True
-            if not conditions(job):
+            if "conditions" not in job["status"]:
                 _say(job, True)
             elif LABEL in job["metadata"]["labels"] and cluster.admits(job):
                 job["spec"]["suspend"] = False
@@ -40,32 +39,6 @@ def admitted(cluster: Any, job: Resource) -> bool:
     return False
 
 
-def conditions(job: Resource) -> list[Resource]:
-    found: list[Resource] = job["status"].setdefault("conditions", [])
-    return found
-
-
-def preempt(cluster: Any, job: Resource) -> list[str]:
-    """Suspend a Job, and return the names of the pods that ended."""
-    with cluster.lock:
-        job["spec"]["suspend"] = True
-        _say(job, True)
-        label = {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
-        pods = [
-            pod
-            for (kind, _), pod in cluster.objects.items()
-            if kind == "pods" and label.items() <= pod["metadata"].get("labels", {}).items()
-            and pod["status"]["phase"] in ("Pending", "Running")
-        ]  # fmt: skip
-        for pod in pods:
-            cluster.preempted.add(pod["metadata"]["uid"])
-            cluster._delete("pods", pod["metadata"]["name"])
-        return [pod["metadata"]["name"] for pod in pods]
-
-
 def _say(job: Resource, stops: bool) -> None:
     reason = "JobSuspended" if stops else "JobResumed"
-    conditions(job)[:] = [{"type": "Suspended", "status": str(stops), "reason": reason}]
-    job["status"].pop("startTime", None)
-    if not stops:
-        job["status"]["startTime"] = datetime.now(UTC).isoformat()
+    job["status"]["conditions"] = [{"type": "Suspended", "status": str(stops), "reason": reason}]

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,12 @@ import pytest
 
 from fl_engine.core.errors import ClientError, FlexfleetError
 from fl_engine.remote.kubernetes.jobs import CLASS
-from fl_engine.storage.checkpoints import Row
-from fl_engine.storage.store import FolderStore
+from fl_engine.storage.checkpoints import Checkpoints, Row
+from fl_engine.storage.s3 import open_store
+from fl_engine.storage.store import FolderStore, Store
 from flexfleet.worker import server as program
 from flexfleet.worker.__main__ import add_options
 from flexfleet.worker.mailbox import WorkerMailbox, device_of
-
-Rounds = Callable[..., Path]
-Remote = tuple[str, ...]
-Expected = Callable[[int], bytes]
-Rows = Callable[[Remote, str], list[Row]]
 
 EVERYBODY = ("training.fraction=1.0",)
 """Six clients."""
@@ -38,10 +35,6 @@ APART = "kubernetes.pools={strong: {image: other:1}}"
 
 def model(out: Path) -> bytes:
     return (out / "model.safetensors").read_bytes()
-
-
-def jobs_of(cluster: Any) -> list[dict[str, Any]]:
-    return [each for each in cluster.created if each["kind"] == "Job"]
 
 
 def class_of(job: dict[str, Any]) -> str:
@@ -79,9 +72,9 @@ class Mortal(WorkerMailbox):
         self.pod.live()
         return super().read()
 
-    def beat(self, *args: Any, **more: Any) -> bool:
+    def send_heartbeat(self, *args: Any, **more: Any) -> bool:
         self.pod.live()
-        return super().beat(*args, **more)
+        return super().send_heartbeat(*args, **more)
 
 
 class Working(program.Working):
@@ -100,7 +93,7 @@ class Pod:
 
     def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
         log.touch()
-        self.name, self.orders = log.parent.name, list[tuple[int, int]]()
+        self.name, self.assignments = log.parent.name, list[tuple[int, int]]()
         self.dead, self._code = threading.Event(), None
         self._said = Path(env["FLEXFLEET_TERMINATION_LOG"])
         p = argparse.ArgumentParser()
@@ -126,7 +119,7 @@ class Pod:
             self._said.write_text(str(error))
             code = 42 if isinstance(error, ClientError) else 6
         except Drained:
-            self.mailbox.beat("gone")
+            self.mailbox.send_heartbeat("gone")
             time.sleep(1.0)
             code = 143
         except Ended:
@@ -135,7 +128,7 @@ class Pod:
             traceback.print_exc()
             code = 1
         with suppress(BaseException):
-            self.mailbox.beat("gone")
+            self.mailbox.send_heartbeat("gone")
         self._code = code
 
     def _restart(self, why: str) -> Any:
@@ -155,6 +148,44 @@ class Pod:
         hung.wait()
 
 
+@dataclass
+class Runs:
+    """Runs on a fake cluster, whose ledgers are in a bucket under `prefix`."""
+
+    cluster: Any
+    prefix: str
+    alone: Callable[..., Path]
+    """`alone("name", "a.b=c", ..., resume=False, watcher=None)`: the folder of a run without the cluster."""
+    expected: Callable[[int], bytes]
+    """The model after so many rounds without a cluster."""
+    pods: type[Pod] = Pod
+
+    @property
+    def remote(self) -> tuple[str, ...]:
+        """Settings of a run on the cluster."""
+        return "run.backend=kubernetes", f"run.remote={self.prefix}"
+
+    def start(self, name: str, *sets: str, **more: Any) -> Path:
+        """Run on the cluster, and return the run's folder."""
+        return self.alone(name, *self.remote, *sets, **more)
+
+    def at_work(self, act: Callable[[Pod, Any], None]) -> None:
+        self.pods.at_work = staticmethod(act)
+
+    def jobs(self) -> list[dict[str, Any]]:
+        return [each for each in self.cluster.created if each["kind"] == "Job"]
+
+    def executed(self) -> list[tuple[int, int]]:
+        """Return the round and client of each assignment that a pod has begun."""
+        return sorted(assignment for pod in self.pods.all for assignment in pod.assignments)
+
+    def store(self, name: str) -> Store:
+        return open_store(f"{self.prefix}/{name}")
+
+    def rows(self, name: str) -> list[Row]:
+        return Checkpoints(self.store(name)).rows()
+
+
 mine = threading.local()
 
 
@@ -169,7 +200,7 @@ def threads_on(cluster: Any) -> Iterator[type[Pod]]:
 
     def noted(lease: Any, *rest: Any) -> None:
         pod, given = mine.pod, lease.assignment
-        pod.orders += [(given.round, client) for client in given.clients]
+        pod.assignments += [(given.round, client) for client in given.clients]
         Here.at_work(pod, given)
         pod.live()
         execute(lease, *rest)
@@ -179,7 +210,7 @@ def threads_on(cluster: Any) -> Iterator[type[Pod]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "execute", noted)
         patch.setattr(program, "Working", Working)
-        patch.setattr("fl_engine.remote.kubernetes.controller.POLL_S", 0.1)
+        patch.setattr("fl_engine.remote.kubernetes.provisioner.POLL_S", 0.1)
         yield Here
         for pod in Here.all:
             pod.kill()

@@ -15,11 +15,10 @@ import torch
 
 from fl_engine.remote.kubernetes.provisioner import Pods
 from fl_engine.storage.checkpoints import Checkpoints, Row
-from fl_engine.storage.s3 import open_store
 from fl_engine.storage.store import FolderStore, Store
 from fl_engine.storage.tensor_files import ClientStates, named
 from fl_engine.testing.tiny import assert_same_bits, measured_alike
-from tests.k8s.pods import LIFETIMES, Killed, Pod, Remote, Rounds, failures, jobs_of, killed, model
+from tests.k8s.pods import LIFETIMES, Killed, Runs, failures, killed, model
 
 KINDS = "fl_engine.testing.kinds"
 WAYS: dict[str, tuple[str, ...]] = {
@@ -38,8 +37,8 @@ WAYS: dict[str, tuple[str, ...]] = {
         "pretrain.epochs=2",
     ),
     "own objective and optimizer": (
-        "algorithm.kd_weight=0.0", "training.objective=fl_engine.testing.plugins:loss",
-        "training.optimizer=fl_engine.testing.plugins:sgd",
+        "algorithm.kd_weight=0.0", "training.objective=tests.harness.plugins:loss",
+        "training.optimizer=tests.harness.plugins:sgd",
     ),
     "qsgd": ("codec.down.name=qsgd", "codec.down.bits=9", "codec.up.name=qsgd", "codec.up.coding=elias"),
 }  # fmt: skip
@@ -47,26 +46,25 @@ WAYS: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_pods_give_the_bits_of_one_process(
-    flexfleet: Any, pods: type[Pod], cluster: Any, remote: Remote, tiny: Sequence[str], way: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    runs: Runs, flexfleet: Any, tiny: Sequence[str], way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     own = WAYS[way]
     sets = [each for each in tiny if not (own[0].startswith("dataset.") and each.startswith(("dataset.", "model.")))]
     here, there = (
         flexfleet("run", "--json", "--run-id", name, sets=[*sets, *own, *more])
-        for name, more in {"here": (), "pods": remote}.items()
+        for name, more in {"here": (), "pods": runs.remote}.items()
     )
     assert (here.code, there.code) == (0, 0), there.err
     for name in ("model_sha256", "bytes", "waste"):
         assert there.json[name] == here.json[name]
-    assert jobs_of(cluster)
+    assert runs.jobs()
 
 
-def test_faults_are_those_of_one_process(pods: type[Pod], rounds: Rounds, remote: Remote, rows: Any) -> None:
+def test_faults_are_those_of_one_process(runs: Runs) -> None:
     sets = ("training.fraction=1.0", "rounds.faults='drop=0.2,slow=0.2x2,nan=0.2,flip=0.2,corrupt=0.2,always'")
-    assert model(rounds("struck", *remote, *sets)) == model(rounds("here", *sets))
-    assert {failure.partition(":")[0] for failure in failures(rows(remote, "struck")[0]).values()} >= {"drop"}
+    assert model(runs.start("struck", *sets)) == model(runs.alone("here", *sets))
+    assert {failure.partition(":")[0] for failure in failures(runs.rows("struck")[0]).values()} >= {"drop"}
 
 
 def lines(rows: list[Row]) -> list[list[dict[str, Any]]]:
@@ -81,33 +79,31 @@ def heads(store: Store) -> dict[int, Any]:
 
 
 PERSONAL = (
-    "algorithm.name=fl_engine.testing.plugins:PersonalHeads",
-    "algorithm.selection={name: fl_engine.testing.plugins:LargestUtility}",
+    "algorithm.name=fedper",
+    "algorithm.selection={name: tests.harness.plugins:LargestUtility}",
 )
 BUFFERED = ("rounds.mode=buffered", "rounds.buffer=1")
 
 
 @pytest.mark.parametrize("own", [PERSONAL, BUFFERED], ids=["client state", "asynchronous"])
-def test_killed_coordinator_changes_no_bit(
-    pods: type[Pod], rounds: Rounds, remote: Remote, rows: Any, own: tuple[str, ...]
-) -> None:
+def test_killed_coordinator_changes_no_bit(runs: Runs, own: tuple[str, ...]) -> None:
     """It is killed while clients hold their stored state, or while updates are pending."""
     sets = (*own, "training.fraction=0.7")
-    rounds("pods", *remote, *sets, "rounds.stop=2")
+    runs.start("pods", *sets, "rounds.stop=2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pods, "need", killed)
         with pytest.raises(Killed):
-            rounds("pods", *remote, *sets, "rounds.stop=4", resume=True)
-    alone = rounds("alone", *sets, "rounds.stop=4")
-    assert model(rounds("pods", *remote, *sets, "rounds.stop=4", resume=True)) == model(alone)
-    found, expected = rows(remote, "pods"), Checkpoints(FolderStore(alone)).rows()
+            runs.start("pods", *sets, "rounds.stop=4", resume=True)
+    alone = runs.alone("alone", *sets, "rounds.stop=4")
+    assert model(runs.start("pods", *sets, "rounds.stop=4", resume=True)) == model(alone)
+    found, expected = runs.rows("pods"), Checkpoints(FolderStore(alone)).rows()
     assert lines(found) == lines(expected)
     if own is BUFFERED:
         assert max(line.get("staleness", 0) for row in found for line in row.clients) > 0
         return
     assert all(0 < line["utility"] < math.inf for row in found for line in row.clients)
     assert [row.metrics["bytes_down"] for row in found] == [row.metrics["bytes_down"] for row in expected]
-    there, here = heads(open_store(f"{remote[1].partition('=')[2]}/pods")), heads(FolderStore(alone))
+    there, here = heads(runs.store("pods")), heads(FolderStore(alone))
     assert there.keys() == here.keys()
     for client, head in here.items():
         assert_same_bits(there[client], head)
@@ -115,13 +111,12 @@ def test_killed_coordinator_changes_no_bit(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("lifetime", LIFETIMES)
-def test_pods_with_a_gpu_give_the_bits_of_one_process_with_it(
-    lifetime: str, cluster: Any, rounds: Rounds, remote: Remote
-) -> None:
+def test_pods_with_a_gpu_give_the_bits_of_one_process_with_it(in_processes: Runs, lifetime: str) -> None:
     """New interpreters, because a process that has used CUDA cannot be forked."""
-    cluster.python, cluster.slots = sys.executable, threading.Semaphore(100)
+    runs = in_processes
+    runs.cluster.python, runs.cluster.slots = sys.executable, threading.Semaphore(100)
     pools = json.dumps({tier: {"torch_device": "cuda"} for tier in ("weak", "medium", "strong")})
-    own = (*remote, f"kubernetes.lifetime={lifetime}", f"kubernetes.pools={pools}", "rounds.stop=2")
-    found = model(rounds("pods", *own))
-    assert found == model(rounds("here", "run.devices=[cuda]", "rounds.stop=2")), "\n".join(cluster.logs)
-    assert found != model(rounds("cpu", "rounds.stop=2")), "a GPU rounds in another way"
+    own = (f"kubernetes.lifetime={lifetime}", f"kubernetes.pools={pools}", "rounds.stop=2")
+    found = model(runs.start("pods", *own))
+    assert found == model(runs.alone("here", "run.devices=[cuda]", "rounds.stop=2")), "\n".join(runs.cluster.logs)
+    assert found != model(runs.alone("cpu", "rounds.stop=2")), "a GPU rounds in another way"

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from flexfleet.config.form import config_from
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.run import run
+from tests.k8s.pods import Runs, model
 
 IMAGE = os.environ.get("FLEXFLEET_TEST_IMAGE", "")
 
@@ -81,19 +81,15 @@ def test_worker_processes_in_the_image_give_it_too(plain: Any) -> None:
     assert json.loads(said)["model_sha256"] == plain.model_sha256
 
 
-Rounds = Callable[..., Path]
-
-
-def test_pod_of_the_image_sees_its_memory_limit(
-    cluster: Any, rounds: Rounds, remote: Sequence[str], expected: Callable[[int], bytes], rows: Any
-) -> None:
+def test_pod_of_the_image_sees_its_memory_limit(in_processes: Runs) -> None:
     """The client's command, as user 10001, without capabilities, in a real cgroup."""
-    cluster.image = IMAGE
-    out = rounds("image", *remote, "kubernetes.clients_per_pod=3")
-    assert (out / "model.safetensors").read_bytes() == expected(1), "\n".join(cluster.logs)
+    runs = in_processes
+    runs.cluster.image = IMAGE
+    out = runs.start("image", "kubernetes.clients_per_pod=3")
+    assert model(out) == runs.expected(1), "\n".join(runs.cluster.logs)
     pools = "{weak: {memory: 600Mi}, medium: {memory: 600Mi}, strong: {memory: 600Mi}}"
     settings = ("kubernetes.observe=cgroup", f"kubernetes.pools={pools}", "kubernetes.clients_per_pod=3")
-    rounds("limited", *remote, *settings)
-    (row,) = rows(remote, "limited")
-    assert row.metrics["clients_trained"] == 3, "\n".join(cluster.logs)
+    runs.start("limited", *settings)
+    (row,) = runs.rows("limited")
+    assert row.metrics["clients_trained"] == 3, "\n".join(runs.cluster.logs)
     assert all(line["free"] > 100 for line in row.clients)

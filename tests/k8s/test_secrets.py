@@ -24,8 +24,7 @@ from flexfleet.config import load_config, public
 from flexfleet.tracking import record as track
 from tests.harness import postgres
 from tests.harness.mlflow_server import serving
-from tests.harness.moto_server import moto
-from tests.k8s import fake
+from tests.harness.moto_server import opened
 
 PASSWORD = "pl4nted/pa@ss"
 """With what people forget to quote in an address."""
@@ -55,10 +54,6 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def said(done: Any) -> dict[str, bytes]:
-    return {"stdout": done.out.encode(), "stderr": done.err.encode()}
-
-
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, and a temporary home."""
@@ -80,12 +75,22 @@ def _planted(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fl_engine.storage.s3.ATTEMPTS", 1)
 
 
+Shown = Callable[..., dict[str, bytes]]
+
+
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Callable[[], dict[str, bytes]]:
-    """Everything that was logged, also by MLflow's client and boto3."""
+def shown(scratch: Path, caplog: pytest.LogCaptureFixture) -> Shown:
+    """`shown(*commands)`: what they printed, the files of the current folder, and everything that was logged, also by
+    MLflow's client and boto3."""
     caplog.set_level(logging.INFO)
-    # moto's server runs in this process and is not the one that is listened to.
-    return lambda: {"log": "\n".join(r.getMessage() for r in caplog.records if r.name != "werkzeug").encode()}
+
+    def of(*done: Any) -> dict[str, bytes]:
+        printed = {f"output {i}": f"{each.out}\n{each.err}".encode() for i, each in enumerate(done)}
+        # moto's server runs in this process and is not the one that is listened to.
+        log = "\n".join(r.getMessage() for r in caplog.records if r.name != "werkzeug").encode()
+        return {**printed, **files_of(scratch), "log": log}
+
+    return of
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +107,7 @@ def addresses(mlflow_server: tuple[str, Path]) -> tuple[str, ...]:
 
 
 def test_tracked_run_leaves_no_secret(
-    flexfleet: Callable[..., Any],
-    quick: tuple[str, ...],
-    addresses: tuple[str, ...],
-    mlflow_server: tuple[str, Path],
-    scratch: Path,
-    told: Callable[[], dict[str, bytes]],
+    flexfleet: Any, quick: tuple[str, ...], addresses: tuple[str, ...], mlflow_server: tuple[str, Path], shown: Shown
 ) -> None:
     sets = [*quick, *addresses]
     done = flexfleet("run", "--json", "--run-id", "a", sets=sets)
@@ -116,36 +116,14 @@ def test_tracked_run_leaves_no_secret(
     more = [flexfleet("run", "--run-id", "a", "--resume", sets=[*sets, "rounds.stop=4"])]
     more += [flexfleet(*argv) for argv in (("status", "runs/a"), ("report", "runs/a"), ("status", "--json"))]
     assert [each.code for each in more] == [0] * len(more)
-    for each in (done, *more):
-        assert not found_in(said(each))
     assert any((mlflow_server[1] / "artifacts").rglob("report.html"))
-    assert not found_in(files_of(scratch) | files_of(mlflow_server[1]) | told())
+    assert not found_in(shown(done, *more) | files_of(mlflow_server[1]))
     config = load_config(None, sets)
     assert not found_in({"card": track.card(config, "a", "runs/a").encode()})
 
 
-def test_comparison_writes_no_password(
-    flexfleet: Callable[..., Any],
-    quick: tuple[str, ...],
-    addresses: tuple[str, ...],
-    mlflow_server: tuple[str, Path],
-    scratch: Path,
-) -> None:
-    """Its runs are processes, whose arguments, files and logs hold no password."""
-    light = [pair for pair in quick if not pair.startswith(("tracking.", "algorithm.", "rounds."))]
-    sets = [*light, *addresses, "rounds.stop=1"]
-    done = flexfleet("compare", "--algorithms", "heterofl", "--id", "c", sets=sets)
-    assert done.code == 0, done.err
-    assert (scratch / "runs" / "c" / "heterofl-s0.log").read_bytes().startswith(b"$ python -m flexfleet.cli.main run")
-    assert not found_in(said(done) | files_of(scratch) | files_of(mlflow_server[1]))
-
-
 def test_password_of_a_database_is_nowhere(
-    flexfleet: Callable[..., Any],
-    quick: tuple[str, ...],
-    scratch: Path,
-    no_drawings: None,
-    told: Callable[[], dict[str, bytes]],
+    flexfleet: Any, quick: tuple[str, ...], no_drawings: None, shown: Shown
 ) -> None:
     """The database accepts, refuses or does not answer."""
     pytest.importorskip("psycopg", reason="psycopg, PostgreSQL's driver, is not installed (the extra `dev` has it)")
@@ -163,9 +141,7 @@ def test_password_of_a_database_is_nowhere(
         away = flexfleet("tune", "--id", "t", "--resume", sets=sets)
     assert [each.code for each in (*done, refused, away)] == [0, 0, 6, 6], [each.err for each in (*done, refused, away)]
     assert done[0].json["mlflow_run_id"].encode() in kept["postgres"] and b"training" in kept["studies"]
-    for each in (*done, refused, away):
-        assert not found_in(said(each))
-    assert not found_in(files_of(scratch) | kept | told())
+    assert not found_in(shown(*done, refused, away) | kept)
 
 
 UNREACHABLE = f"http://me:{QUOTED}@127.0.0.1:9"
@@ -187,20 +163,13 @@ FAILING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("case", FAILING)
 def test_failed_command_shows_no_secret(
-    case: str,
-    flexfleet: Callable[..., Any],
-    quick: tuple[str, ...],
-    scratch: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    no_drawings: None,
-    told: Callable[[], dict[str, bytes]],
+    case: str, flexfleet: Any, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, no_drawings: None, shown: Shown
 ) -> None:
     argv, sets = FAILING[case]
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    light = () if argv[0] == "regress" else (*quick, "rounds.stop=1", "run.patience_s=1")
-    done = flexfleet(*argv, sets=[*light, *sets])
+    done = flexfleet(*argv, sets=[*quick, "rounds.stop=1", "run.patience_s=1", *sets])
     assert done.code in (2, 6) and done.err.rstrip().splitlines()[-1].startswith("error: "), done.err
-    assert not found_in(said(done) | files_of(scratch) | told())
+    assert not found_in(shown(done))
 
 
 @pytest.mark.parametrize(
@@ -236,12 +205,8 @@ BUCKET = "looked-through"
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A bucket of a server that takes the planted credentials."""
-    monkeypatch.setenv("FLEXFLEET_S3_UNCHECKED", "1")  # moto holds nobody to what is signed
-    with moto() as endpoint:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        client = boto3.session.Session().client("s3")
-        client.create_bucket(Bucket=BUCKET)
-        yield client
+    with opened(monkeypatch, BUCKET, KEYS):
+        yield boto3.session.Session().client("s3")
 
 
 def objects_of(client: Any) -> dict[str, bytes]:
@@ -250,20 +215,11 @@ def objects_of(client: Any) -> dict[str, bytes]:
 
 
 def test_run_in_a_cluster_leaves_no_secret(
-    flexfleet: Callable[..., Any],
-    quick: tuple[str, ...],
-    addresses: tuple[str, ...],
-    bucket: Any,
-    mlflow_server: tuple[str, Path],
-    scratch: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    told: Callable[[], dict[str, bytes]],
-    no_drawings: None,
-) -> None:
+    flexfleet: Any, quick: tuple[str, ...], addresses: tuple[str, ...], bucket: Any, mlflow_server: tuple[str, Path],
+    cluster: Any, shown: Shown, no_drawings: None,
+) -> None:  # fmt: skip
     """Includes the run's key and what follows from it: clients' keys, noise and the choice of clients."""
     pytest.importorskip("dp_accounting", reason="pip install 'flexfleet[privacy]'")
-    cluster = fake.Cluster(tmp_path / "cluster")
     pods: dict[str, bytes] = {}
 
     def script(job: Any, index: int, before: int) -> str:
@@ -271,13 +227,10 @@ def test_run_in_a_cluster_leaves_no_secret(
         return "run"
 
     cluster.script = script
-    with fake.serving(cluster) as kubeconfig:
-        monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
-        monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-        backend = ("run.backend=kubernetes", f"run.remote=s3://{BUCKET}/x")
-        backend += ("kubernetes.image=i", "kubernetes.clients_per_pod=3", "rounds.stop=1")
-        backend += ("algorithm.aggregation={name: private}", "rounds.norm_bound=null")
-        done = flexfleet("run", "--json", "--run-id", "a", sets=[*quick[1:], *addresses, *backend])
+    backend = ("run.backend=kubernetes", f"run.remote=s3://{BUCKET}/x")
+    backend += ("kubernetes.image=i", "kubernetes.clients_per_pod=3", "rounds.stop=1")
+    backend += ("algorithm.aggregation={name: private}", "rounds.norm_bound=null")
+    done = flexfleet("run", "--json", "--run-id", "a", sets=[*quick[1:], *addresses, *backend])
     assert done.code == 0, done.err + "\n".join(cluster.logs)
     kept = objects_of(bucket)
     sealed = [body for body in cluster.created if body["kind"] == "Secret"]
@@ -288,7 +241,7 @@ def test_run_in_a_cluster_leaves_no_secret(
     assert derived and SIGNATURE.search(json.dumps(sealed).encode()), "what is looked for is there"
     seen = {f"{b['kind']} {b['metadata']['name']}": json.dumps(b).encode() for b in cluster.created if b not in sealed}
     seen |= {f"log {i}": text.encode() for i, text in enumerate(cluster.logs)}
-    places = seen | pods | kept | said(done) | told() | files_of(scratch) | files_of(mlflow_server[1])
+    places = seen | pods | kept | shown(done) | files_of(mlflow_server[1])
     assert pods and len(cluster.logs) == len(pods) and len(kept) >= 5
     noise = privacy.noise_key(key, json.loads(kept["x/a/site/run.json"])["token"])
     seed, plan = privacy.noise_seed(noise, 0), privacy.plan_seed(noise)

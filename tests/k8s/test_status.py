@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from fl_engine.remote.kubernetes import status
+from fl_engine.remote.kubernetes import objects
 
 Resource = dict[str, Any]
-GONE = {"metadata": {"deletionTimestamp": "now"}}
 DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "drained"}
 PROXY = {"name": "proxy", "state": {"running": {}}}
 """A container that a webhook has put into the pod."""
 
 
 def pod(phase: str = "Pending", deleted: bool = False, **status: Any) -> Resource:
-    return {"metadata": {"uid": "p"} | (GONE["metadata"] if deleted else {}), "status": {"phase": phase, **status}}
+    metadata = {"uid": "p", "deletionTimestamp": "now"} if deleted else {"uid": "p"}
+    return {"metadata": metadata, "status": {"phase": phase, **status}}
 
 
 def client(**state: Any) -> list[Resource]:
@@ -64,7 +64,7 @@ LOW = {"reason": "Evicted", "message": "low on memory"}
     ],
 )  # fmt: skip
 def test_pod_state_names_the_weightiest_reason(seen: Resource, reason: str, flags: str) -> None:
-    found = status.pod_state(seen)
+    found = objects.pod_state(seen)
     assert (found.uid, found.reason) == ("p", reason)
     names = ("started", "over", "failed", "queued")
     assert [name for name in names if getattr(found, name)] == [name for name in names if name in flags.split()]
@@ -72,7 +72,7 @@ def test_pod_state_names_the_weightiest_reason(seen: Resource, reason: str, flag
 
 @pytest.mark.parametrize(("text", "found"), [("", set()), ("1", {1}), ("1,3-5,7", {1, 3, 4, 5, 7}), ("0-1", {0, 1})])
 def test_indexes_are_read_as_kubernetes_writes_them(text: str, found: set[int]) -> None:
-    assert status.spent({"status": {"failedIndexes": text, "completedIndexes": "9"}}) == found | {9}
+    assert objects.spent({"status": {"failedIndexes": text, "completedIndexes": "9"}}) == found | {9}
 
 
 @pytest.mark.parametrize(
@@ -80,26 +80,4 @@ def test_indexes_are_read_as_kubernetes_writes_them(text: str, found: set[int]) 
 )
 def test_job_is_suspended_until_its_controller_says_otherwise(suspend: bool, said: str, found: bool) -> None:
     conditions = [{"type": "Suspended", "status": said}] if said else []
-    assert status.suspended({"spec": {"suspend": suspend}, "status": {"conditions": conditions}}) is found
-
-
-def test_last_event_of_a_job_counts() -> None:
-    def event(uid: str, at: str, message: str) -> Resource:
-        return {"involvedObject": {"uid": uid}, "lastTimestamp": at, "message": message}
-
-    found = status.refusals([event("a", "2", "new"), event("a", "1", "old"), event("b", "9", "other")])
-    assert found == {"a": ("2", "new"), "b": ("9", "other")}
-
-
-@pytest.mark.parametrize(
-    ("message", "for_good"),
-    [
-        ('pods "a" is forbidden: violates PodSecurity "restricted:latest": hostPath', True),
-        ('pods "a" is forbidden: [maximum memory usage per Container is 512Mi, but limit is 1Gi]', True),
-        ('pods "a" is forbidden: failed quota: team: must specify limits.cpu for: client', True),
-        ('Error creating: Pod "a" is invalid: spec.containers[0].resources.requests: must be less than cpu', True),
-        ('admission webhook "quota.team.io" denied the request: the label team is invalid: try later', False),
-    ],
-)
-def test_refusal_for_good_is_told_from_one_that_may_pass(message: str, for_good: bool) -> None:
-    assert bool(status.REFUSED_FOR_GOOD.search(message)) is for_good
+    assert objects.suspended({"spec": {"suspend": suspend}, "status": {"conditions": conditions}}) is found

@@ -1,27 +1,25 @@
-"""A real Kubeflow Pipelines, 2.16 or newer: what is sent to it, what befalls its pods, what it keeps. The suite needs
+"""Tests on a real Kubeflow Pipelines, 2.16 or newer. They need
 
 KF_PIPELINES_ENDPOINT    its UI's address, which also gives out artifacts:
                          kubectl -n kubeflow port-forward svc/ml-pipeline-ui 8080:80, http://localhost:8080
-KUBECONFIG               its cluster, with leave to list, get and delete pods of the tasks' namespace, to run commands
-                         in them (pods/exec), and to read its ConfigMaps
-FLEXFLEET_IMAGE          the image of every task, with this very code; the nodes have it, or a registry in their reach
+KUBECONFIG               its cluster, with permission to list, get and delete pods of the tasks' namespace, to run
+                         commands in them (pods/exec), and to read its ConfigMaps
+FLEXFLEET_IMAGE          the image of every task, built from this code; the nodes can pull it
 FLEXFLEET_KF_STORE       store_uri of all runs, as tasks have it: s3://bucket/prefix. The Secret `flexfleet-s3` of the
                          tasks' namespace has its address and keys
 
 and may have
 
-FLEXFLEET_KF_MLFLOW      mlflow_uri, as tasks have it. An MLflow of the suite's own: a night is made to fail by what the
-                         suite writes over the figures of the one before for as long. Without it that test is skipped
+FLEXFLEET_KF_MLFLOW      mlflow_uri, as tasks have it: an MLflow of the tests' own, because a test changes figures in it
+                         for a while. Without it that test is skipped
 MLFLOW_TRACKING_URI      the same MLflow, as it is reached from here (default: FLEXFLEET_KF_MLFLOW)
 FLEXFLEET_KF_NAMESPACE   the tasks' namespace (default: kubeflow)
-AWS_ENDPOINT_URL         and credentials of the store, from here: processes are then killed in the midst of the rounds,
-                         and not as soon as they run
+AWS_ENDPOINT_URL         and credentials of the store: processes are then killed between rounds, not when they start
 
     KF_PIPELINES_ENDPOINT=http://localhost:8080 KUBECONFIG=... FLEXFLEET_IMAGE=registry/flexfleet:1 \\
         FLEXFLEET_KF_STORE=s3://flexfleet/tests .venv/bin/python -m pytest tests/kubeflow -s
 
-Models are compared with those of one process here: the nodes have this machine's kind of CPU and torch's same build.
-Two nights of the suite `digits` take most of the time, some minutes of two cores each.
+Models are compared with those of one process here, so the nodes must have this machine's kind of CPU and torch build.
 """
 
 from __future__ import annotations

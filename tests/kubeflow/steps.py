@@ -1,11 +1,9 @@
-"""What the suite does with a Kubeflow: follow runs, terminate them, try them again; find a task's pods, delete one,
-kill the process in one; read artifacts."""
+"""Follow and end runs on a real Kubeflow; find pods of a task and kill their processes; read artifacts."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import ssl
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,22 +13,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
-import mlflow.artifacts
+import mlflow
 import urllib3
-import websocket
+from kubernetes import client
+from kubernetes.stream import stream
 
 from fl_engine.remote.kubernetes.cluster import Cluster, _connect
-from flexfleet.config.form import PARAMETERS, config_from
-from flexfleet.experiments import nightly, nightly_suite
+from flexfleet.config import dotted
+from flexfleet.config.form import config_from
+from flexfleet.experiments import nightly, nightly_gate
 from flexfleet.kubeflow.client import connected, pages, without_links
-from flexfleet.kubeflow.follow import Followed, follow, terminate
-from flexfleet.kubeflow.progress import rounds_of
-from flexfleet.kubeflow.submit import checked, upload
-from flexfleet.pipeline.federate import federate
-from flexfleet.pipeline.model_pool import model_pool
-from flexfleet.pipeline.partition import partition
+from flexfleet.kubeflow.follow import Followed, follow, rounds_of
+from flexfleet.kubeflow.submit import Scheduled, checked, schedule, submit, upload
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.pretrain import pretrain
+from tests.harness.prepared import model_of, prepare
 
 T = TypeVar("T")
 Pod = dict[str, Any]
@@ -78,7 +74,7 @@ SHORT: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Place:
-    """A Kubeflow and what its tasks are told."""
+    """A Kubeflow, and the settings of its tasks."""
 
     host: str
     cluster: Cluster
@@ -89,59 +85,108 @@ class Place:
     """Of this run of the suite."""
 
     def parameters(self, name: str, key: str = "run_id", **more: Any) -> dict[str, Any]:
-        """A short job on the digits, of that name."""
+        """Return the form of a short job on the digits, of that name."""
         return {**SHORT, "store_uri": self.store, key: f"{self.name}-{name}", **more}
 
+    # -------------------------------------------------------------------------------------------------- runs
+    def start(self, pipeline: str, parameters: dict[str, Any]) -> str:
+        return submit(pipeline, parameters, host=self.host, experiment=self.name).run_id
 
-# ------------------------------------------------------------------------------------------------------ runs
-def ended(host: str, run_id: str, retries: int = 0) -> Followed:
-    """Follow a run to its end, as `flexfleet submit --wait` does."""
-    return follow(run_id, host=host, retries=retries)
+    def start_unchecked(self, parameters: dict[str, Any]) -> str:
+        """Start `train` without the checks of `submit`, as Kubeflow's UI does, and return the run's ID."""
+        with connected(self.host) as kubeflow, without_links():
+            text, version, _ = checked("train", {"store_uri": self.store})
+            pipeline, uploaded, _ = upload(kubeflow, "train", version, text, None)
+            where = kubeflow.create_experiment(self.name).experiment_id
+            run = kubeflow.run_pipeline(
+                where, "unchecked", params=parameters, pipeline_id=pipeline, version_id=uploaded
+            )
+        return str(run.run_id)
+
+    def ended(self, run_id: str, retries: int = 0) -> Followed:
+        """Follow a run to its end, as `flexfleet submit --wait` does."""
+        return follow(run_id, host=self.host, retries=retries)
+
+    def finish(self, pipeline: str, parameters: dict[str, Any]) -> str:
+        """Start a run, which must succeed, and return its ID."""
+        run_id = self.start(pipeline, parameters)
+        found = self.ended(run_id)
+        assert found.exit_code == 0, found.error
+        return run_id
+
+    def terminate(self, run_id: str) -> None:
+        with connected(self.host) as kubeflow:
+            kubeflow.terminate_run(run_id)
+
+    def schedule(self, parameters: dict[str, Any], name: str, cron: str) -> Scheduled:
+        """Schedule `train` without a run's name."""
+        given = {key: value for key, value in parameters.items() if key != "run_id"}
+        return schedule("train", given, name, cron, host=self.host, experiment=self.name)
+
+    def fired(self, recurring_run_id: str) -> str:
+        """Return the first run that a recurring run starts, as soon as it exists."""
+
+        def look() -> list[str]:
+            with connected(self.host) as kubeflow:
+                job = kubeflow.get_recurring_run(recurring_run_id)
+                listed = pages(kubeflow.list_runs, "runs", experiment_id=job.experiment_id)
+                return [run.run_id for run in listed if run.recurring_run_id == recurring_run_id]
+
+        return when(look, 300, "a recurring run fires")[0]
+
+    # -------------------------------------------------------------------------------------------------- pods
+    def pods_of(self, run_id: str, task: str, phase: str | None = None) -> list[Pod]:
+        """Return the pods that execute a task of a run: several in a loop, or if one was replaced. Drivers are not
+        among them."""
+        found = [pod for pod in self.cluster.select("pods", {RUN: run_id}) if task_of(pod) == task]
+        return [pod for pod in found if phase is None or pod["status"].get("phase") == phase]
+
+    def running(self, run_id: str, task: str) -> Pod:
+        """Return a pod of a task, as soon as one runs."""
+        return when(lambda: self.pods_of(run_id, task, "Running"), 600, f"a pod of {task} runs")[0]
+
+    def kill_process(self, pod: Pod) -> None:
+        """Kill the Python in a pod, as soon as it has begun. The pod itself is not touched."""
+        name = pod["metadata"]["name"]
+        when(lambda: self.execute(name, ["python3", "-c", KILL]) == 0, 120, f"the process of {name} is killed")
+
+    def execute(self, pod: str, words: list[str]) -> int:
+        """Return the exit code of a command in a pod's container `main` (pods/exec)."""
+        ask = client.CoreV1Api(_connect()).connect_get_namespaced_pod_exec
+        given = {"container": "main", "command": words, "stdout": True, "stderr": True}
+        command = stream(ask, pod, self.cluster.namespace, **given, _preload_content=False)
+        command.run_forever(timeout=60)
+        code = command.returncode
+        if code is None:
+            raise TimeoutError(f"{pod}: the command has not ended after 60 s")
+        return int(code)
+
+    # --------------------------------------------------------------------------------------------- artifacts
+    def output(self, run_id: str, task: str, name: str, file: str = "") -> bytes:
+        """Return an output of a task's last pod, as Kubeflow's UI serves it. `file`: a file of an output that is a
+        folder."""
+        pod = max(self.pods_of(run_id, task), key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")))
+        uri = uris_of(pod)[name] + (f"/{file}" if file else "")
+        where = urlsplit(uri)
+        query = {"source": where.scheme, "namespace": self.cluster.namespace, "bucket": where.netloc}
+        query["key"] = where.path.removeprefix("/")
+        answer = urllib3.request("GET", f"{self.host.rstrip('/')}/artifacts/get?{urlencode(query)}", timeout=60)
+        assert answer.status == 200, (uri, answer.status, answer.data[:300])
+        return answer.data
+
+    def model_sha256(self, run_id: str, task: str = "federate", name: str = "run") -> str:
+        return hashlib.sha256(self.output(run_id, task, name, "model.safetensors")).hexdigest()
 
 
-def fired(host: str, recurring_run_id: str) -> list[str]:
-    """The runs that a recurring run has made."""
-    with connected(host) as client:
-        job = client.get_recurring_run(recurring_run_id)
-        listed = pages(client.list_runs, "runs", experiment_id=job.experiment_id)
-        return [run.run_id for run in listed if run.recurring_run_id == recurring_run_id]
-
-
-def disable(host: str, recurring_run_id: str) -> None:
-    with connected(host) as client:
-        client.disable_recurring_run(recurring_run_id)
-
-
-def forget(host: str, recurring_run_id: str) -> None:
-    """Delete a recurring run, and with it the Workflows of its runs."""
-    with connected(host) as client:
-        client.delete_recurring_run(recurring_run_id)
-
-
-def started_unchecked(place: Place, parameters: dict[str, Any]) -> str:
-    """Start `train` without the checks of `submit`, as Kubeflow's UI does; return the run's id."""
-    with connected(place.host) as client, without_links():
-        text, version = checked("train", {"store_uri": place.store})
-        pipeline_id, version_id, _ = upload(client, "train", version, text, None)
-        where = client.create_experiment(place.name).experiment_id
-        run = client.run_pipeline(where, "unchecked", params=parameters, pipeline_id=pipeline_id, version_id=version_id)
-    return str(run.run_id)
-
-
-def end(host: str, run_id: str) -> None:
-    with connected(host) as client:
-        terminate(client, run_id)
-
-
-def first_round(parameters: dict[str, Any], run_id: str, seconds: float = 600) -> None:
-    """Waits until a round is committed, where ledgers or MLflow can be read from here."""
+def first_round(parameters: dict[str, Any], run_id: str) -> None:
+    """Wait until a round is committed, if ledgers or MLflow can be read from here."""
     look = rounds_of(parameters, run_id, print)
     if look is not None:
-        when(look, seconds, "the first round")
+        when(look, 600, "the first round")
 
 
 def when(condition: Callable[[], T], seconds: float, what: str) -> T:
-    """What a condition gives as soon as it holds. Raises TimeoutError."""
+    """Return what a condition gives as soon as it holds. Raises TimeoutError."""
     end = time.monotonic() + seconds
     while not (found := condition()):
         if time.monotonic() > end:
@@ -150,66 +195,15 @@ def when(condition: Callable[[], T], seconds: float, what: str) -> T:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------ pods
-def pods_of(cluster: Cluster, run_id: str, task: str, phase: str | None = None) -> list[Pod]:
-    """The pods that are a task of a run, its drivers not among them; several in a loop, or where one was replaced."""
-    found = [pod for pod in cluster.select("pods", {RUN: run_id}) if task_of(pod) == task]
-    return [pod for pod in found if phase is None or pod["status"].get("phase") == phase]
-
-
 def task_of(pod: Pod) -> str:
-    """The task that a pod executes; empty for a driver's."""
-    assert WORKFLOW in pod["metadata"]["labels"], f"{pod['metadata']['name']} is no pod of Argo's"
+    """Return the task that a pod executes; empty for a driver."""
+    assert WORKFLOW in pod["metadata"]["labels"], f"{pod['metadata']['name']} is not a pod of Argo"
     *_, task, step = ["", "", *pod["metadata"].get("annotations", {}).get(NODE, "").split(".")]
     return task.partition("(")[0] if step.partition("(")[0] == "executor" else ""
 
 
-def running(cluster: Cluster, run_id: str, task: str, seconds: float = 600) -> Pod:
-    """A pod of a task, as soon as one runs."""
-    return when(lambda: pods_of(cluster, run_id, task, "Running"), seconds, f"a pod of {task} runs")[0]
-
-
-def kill_process(cluster: Cluster, pod: Pod, seconds: float = 120) -> None:
-    """SIGKILL to the Python in a pod, as soon as it has begun; the pod itself is not touched."""
-    name = pod["metadata"]["name"]
-    when(lambda: run_in(cluster, name, ["python3", "-c", KILL]) == 0, seconds, f"the process of {name} is killed")
-
-
-def run_in(cluster: Cluster, pod: str, words: list[str]) -> int:
-    """The exit code of a command in a pod's container `main` (pods/exec)."""
-    config = _connect().configuration
-    token = config.get_api_key_with_prefix("authorization")
-    query = [("container", "main"), ("stdout", "1"), ("stderr", "1"), *(("command", word) for word in words)]
-    path = f"/api/v1/namespaces/{cluster.namespace}/pods/{pod}/exec?{urlencode(query)}"
-    url = config.host.rstrip("/").replace("http", "ws", 1) + path
-    trust = {"ca_certs": config.ssl_ca_cert, "certfile": config.cert_file, "keyfile": config.key_file,
-             "cert_reqs": ssl.CERT_REQUIRED if config.verify_ssl else ssl.CERT_NONE}  # fmt: skip
-    socket = websocket.create_connection(
-        url,
-        timeout=60,
-        header=[f"Authorization: {token}"] if token else [],
-        subprotocols=["v4.channel.k8s.io"],
-        sslopt={key: value for key, value in trust.items() if value is not None},
-    )
-    try:
-        while True:
-            message = socket.recv()
-            data = message.encode() if isinstance(message, str) else message
-            if not data:
-                raise ConnectionError(f"{pod}: the connection ended before the command did")
-            if data[0] == 3:  # channel 3 tells how it ended
-                status = json.loads(data[1:])
-                causes = status.get("details", {}).get("causes", [])
-                codes = [int(cause["message"]) for cause in causes if cause.get("reason") == "ExitCode"]
-                assert codes or status["status"] == "Success", status
-                return codes[0] if codes else 0
-    finally:
-        socket.close()
-
-
-# -------------------------------------------------------------------------------------------------- artifacts
 def uris_of(pod: Pod) -> dict[str, str]:
-    """Where Kubeflow's launcher puts the artifacts of a task, as the driver has told it in the pod's command."""
+    """Map the artifacts of a task to their addresses, which the driver has written into the pod's command."""
     (main,) = (each for each in pod["spec"]["containers"] if each["name"] == "main")
     words = [*main.get("command", []), *main.get("args", [])]
     told = json.loads(words[words.index("--executor_input") + 1])
@@ -217,65 +211,32 @@ def uris_of(pod: Pod) -> dict[str, str]:
     return {name: listed["artifacts"][0]["uri"] for name, listed in outputs.items()}
 
 
-def artifact(host: str, namespace: str, uri: str) -> bytes:
-    """A file of Kubeflow's artifact store, as its UI gives it out."""
-    source, rest = urlsplit(uri).scheme, uri.partition("://")[2]
-    bucket, _, key = rest.partition("/")
-    query = urlencode({"source": source, "namespace": namespace, "bucket": bucket, "key": key})
-    answer = urllib3.request("GET", f"{host.rstrip('/')}/artifacts/get?{query}", timeout=60)
-    assert answer.status == 200, (uri, answer.status, answer.data[:300])
-    return answer.data
-
-
-def output(host: str, cluster: Cluster, run_id: str, task: str, name: str, file: str = "") -> bytes:
-    """An output of a task of a run, of its last pod; `file`: of one that is a folder."""
-    pod = max(pods_of(cluster, run_id, task), key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")))
-    return artifact(host, cluster.namespace, uris_of(pod)[name] + (f"/{file}" if file else ""))
-
-
-def model_sha256(host: str, cluster: Cluster, run_id: str, task: str = "federate", name: str = "run") -> str:
-    return hashlib.sha256(output(host, cluster, run_id, task, name, "model.safetensors")).hexdigest()
-
-
 def expected_sha256(parameters: dict[str, Any], out: Path) -> str:
-    """Of the model that one process makes here without an interruption, of the same parameters."""
-    given = {name: value for name, value in parameters.items() if name in PARAMETERS}
+    """Return the sha256 of the model that one process here trains from the same parameters without interruption."""
+    given = {name: value for name, value in parameters.items() if name in dotted.SHORT}
     here = {**given, "mlflow_uri": "", "store_uri": str(out / "runs")}
     resolved = Resolved.of(config_from(here, parameters.get("advanced", {})))
-    partition(resolved, out / "partition")
-    pretrain(resolved, out / "partition", out / "pretrain")
-    model_pool(resolved, out / "pretrain", out / "pool")
-    federate(resolved, out / "partition", out / "pool", out / "run")
-    return hashlib.sha256((out / "run" / "model.safetensors").read_bytes()).hexdigest()
-
-
-def figures_of(run_id: str, uri: str) -> dict[str, Any]:
-    """A night's figures.json, from MLflow."""
-    with tempfile.TemporaryDirectory() as scratch:
-        at = mlflow.artifacts.download_artifacts(
-            run_id=run_id, artifact_path="figures.json", dst_path=scratch, tracking_uri=uri
-        )
-        found: dict[str, Any] = json.loads(Path(at).read_text())
-    return found
+    return hashlib.sha256(model_of(resolved, prepare(resolved, out), out / "run")).hexdigest()
 
 
 @contextmanager
 def passed_raised(uri: str, by: float) -> Iterator[None]:
     """Raise the accuracies of the last nightly regression run that passed, so that the next one fails; restore them
     afterwards."""
-    client = mlflow.MlflowClient(uri)
-    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    server = mlflow.MlflowClient(uri)
+    experiments = [experiment.experiment_id for experiment in server.search_experiments()]
     passed, newest = f"tags.`{nightly.PASSED}` = 'True'", ["attributes.start_time DESC"]
-    (run,) = client.search_runs(experiments, passed, max_results=1, order_by=newest)
+    (run,) = server.search_runs(experiments, passed, max_results=1, order_by=newest)
     run_id = run.info.run_id
-    before = figures_of(run_id, uri)
+    with tempfile.TemporaryDirectory() as scratch:
+        before = json.loads(Path(server.download_artifacts(run_id, "figures.json", scratch)).read_text())
     raised = json.loads(json.dumps(before))
     for label in raised["labels"].values():
-        for metric in label["values"].keys() & {"avg", "full"}:  # an algorithm with one level has no avg
+        for metric in ("avg", "full"):
             label["values"][metric] = [value + by for value in label["values"][metric]]
-    nightly_suite.NightFigures.model_validate(raised)
-    client.log_dict(run_id, raised, "figures.json")
+    nightly_gate.NightlyFigures.model_validate(raised)
+    server.log_dict(run_id, raised, "figures.json")
     try:
         yield
     finally:
-        client.log_dict(run_id, before, "figures.json")
+        server.log_dict(run_id, before, "figures.json")

@@ -1,25 +1,61 @@
-"""Which updates a round takes."""
+"""How far updates move, which updates a round merges, and how many samples a client may claim."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
-from statistics import fmean
+from pathlib import Path
+from statistics import median_low
+from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
 
-from fl_engine.core.types import FULL, ClientFailure, RoundPlan, WorkOrder
-from fl_engine.rounds.acceptance import AVERAGED, FIRST, REMEMBERED, Arrival, History, Moved, refused, remembered
-from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.algorithms import FedAvg, FlexFL
+from fl_engine.backends import InProcess
+from fl_engine.core.costs import macs, steps
+from fl_engine.core.slicing import is_statistic
+from fl_engine.core.types import (
+    FULL,
+    Assignment,
+    ClientFailure,
+    ClientResult,
+    ClientUpdate,
+    Device,
+    RoundPlan,
+    TaskContext,
+)
+from fl_engine.exchange.client import execute
+from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.exchange.manifest import key_of, pack_result, sign
+from fl_engine.models.chains import SmallCNN
+from fl_engine.rounds import acceptance
+from fl_engine.rounds.acceptance import AVERAGED, FIRST, REMEMBERED, Moved, MovementHistory, measure_movement, remember
+from fl_engine.rounds.options import RoundsConfig
+from fl_engine.rounds.recorder import RoundResults
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.server import ServerSite
+from fl_engine.storage.store import FolderStore
+from fl_engine.testing.rounds import federated
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, first_plan, start_of, tiny_site
+from tests.harness.jobs import Through
+from tests.harness.stores import MemoryStore
 
 
-def of_others(moved: Moved, n: int = 3) -> History:
+class Arrival(NamedTuple):
+    moved: Moved
+    seconds: float
+
+
+def refused(plan: RoundPlan, arrived: dict[int, Arrival], *rest: Any) -> dict[int, ClientFailure]:
+    moved = {client: arrival.moved for client, arrival in arrived.items()}
+    return acceptance.find_refused(plan, moved, {client: a.seconds for client, a in arrived.items()}, *rest)
+
+
+def of_others(moved: Moved, n: int = 3) -> MovementHistory:
     """A round of clients that are not asked again."""
-    return History(rounds=((moved,) * n,))
+    return MovementHistory(rounds=((moved,) * n,))
 
 
 USUAL = of_others(Moved(1.0))
@@ -29,8 +65,8 @@ SIZE = Moved(10.0, 0.7)
 
 def asking(round: int, clients: int, over: float = 1.0) -> RoundPlan:
     """A plan that asks so many clients, `over` times as many as it wants."""
-    orders = tuple(WorkOrder(round, client, FULL, {}, client, 0) for client in range(clients))
-    return RoundPlan(round, orders, math.ceil(clients / over - 1e-9))
+    assignments = tuple(Assignment(round, client, FULL, {}, client, 0) for client in range(clients))
+    return RoundPlan(round, assignments, math.ceil(clients / over - 1e-9))
 
 
 def arrivals(*seconds: float) -> dict[int, Arrival]:
@@ -45,36 +81,36 @@ def moving(*moved: float) -> dict[int, Arrival]:
     return {client: Arrival(Moved(far), 0.0) for client, far in enumerate(moved)}
 
 
-def test_who_moved_much_further_than_the_median_is_not_taken() -> None:
-    terms = RoundsConfig(norm_bound=10.0)
-    assert refused(asking(0, 3), {}, terms, USUAL) == {}
+def test_update_far_beyond_the_median_movement_is_refused() -> None:
+    options = RoundsConfig(norm_bound=10.0)
+    assert refused(asking(0, 3), {}, options, USUAL) == {}
     just = moving(1.0, 1.1, 0.9, 10.0)
-    assert refused(asking(0, 4), just, terms, USUAL) == {}
-    (failure,) = refused(asking(7, 4), just | {3: Arrival(Moved(11.0), 0.0)}, terms, USUAL).values()
+    assert refused(asking(0, 4), just, options, USUAL) == {}
+    (failure,) = refused(asking(7, 4), just | {3: Arrival(Moved(11.0), 0.0)}, options, USUAL).values()
     assert (failure.round, failure.client, failure.stage) == (7, 3, "validate")
     assert failure.code == "norm" and "rounds.norm_bound = 10" in failure.reason and "null" in failure.reason
     for no_number in (float("inf"), float("nan")):
-        assert stages(refused(asking(0, 4), just | {3: Arrival(Moved(no_number), 0.0)}, terms, USUAL)) == {
+        assert stages(refused(asking(0, 4), just | {3: Arrival(Moved(no_number), 0.0)}, options, USUAL)) == {
             3: "validate"
         }
 
 
 def test_statistics_are_compared_with_statistics() -> None:
-    terms, history = RoundsConfig(norm_bound=10.0), of_others(Moved(1.0, 0.01))
+    options, history = RoundsConfig(norm_bound=10.0), of_others(Moved(1.0, 0.01))
     honest = {0: Arrival(Moved(1.1, 0.02), 0.0), 1: Arrival(Moved(9.0, 0.01), 0.0)}
-    assert refused(asking(0, 2), honest, terms, history) == {}
-    (failure,) = refused(asking(0, 2), honest | {1: Arrival(Moved(0.9, 0.2), 0.0)}, terms, history).values()
+    assert refused(asking(0, 2), honest, options, history) == {}
+    (failure,) = refused(asking(0, 2), honest | {1: Arrival(Moved(0.9, 0.2), 0.0)}, options, history).values()
     assert failure.code == "statistics"
 
 
 @pytest.mark.parametrize("others", [(), (1.2,), (1.2, 0.8)])
 def test_the_first_round_has_a_bound_too(others: tuple[float, ...]) -> None:
-    terms = RoundsConfig(norm_bound=8.0)
-    assert refused(asking(0, 3), moving(1.0, *others), terms, History(), SIZE) == {}
+    options = RoundsConfig(norm_bound=8.0)
+    assert refused(asking(0, 3), moving(1.0, *others), options, MovementHistory(), SIZE) == {}
     for attack in (90.0, 1e3, 1e30):
-        assert list(refused(asking(0, 3), moving(attack, *others), terms, History(), SIZE)) == [0]
+        assert list(refused(asking(0, 3), moving(attack, *others), options, MovementHistory(), SIZE)) == [0]
     alone = {0: Arrival(Moved(1.0, 8.1 * FIRST.statistics * 0.7), 0.0)}
-    assert "statistics" in refused(asking(0, 1), alone, terms, History(), SIZE)[0].reason
+    assert "statistics" in refused(asking(0, 1), alone, options, MovementHistory(), SIZE)[0].reason
 
 
 def working(*moved: tuple[float, float]) -> dict[int, Arrival]:
@@ -84,49 +120,12 @@ def working(*moved: tuple[float, float]) -> dict[int, Arrival]:
 
 def test_movement_may_grow_with_the_root_of_the_steps() -> None:
     """By hand: in the median one step moves 1, and one over its root too, so that 100 steps usually move 10."""
-    terms, others = RoundsConfig(norm_bound=5.0), [(1.0, 1.0)] * 4
-    history = History(rounds=((Moved(1.0),) * 4,))
-    assert refused(asking(0, 5), working(*others, (50.0, 100.0)), terms, history) == {}
-    (failure,) = refused(asking(0, 5), working(*others, (51.0, 100.0)), terms, history).values()
+    options, others = RoundsConfig(norm_bound=5.0), [(1.0, 1.0)] * 4
+    history = MovementHistory(rounds=((Moved(1.0),) * 4,))
+    assert refused(asking(0, 5), working(*others, (50.0, 100.0)), options, history) == {}
+    (failure,) = refused(asking(0, 5), working(*others, (51.0, 100.0)), options, history).values()
     assert failure.code == "norm"
-    assert set(refused(asking(0, 5), working(*others, (5.1, 1.0)), terms, history)) == {4}, "nobody else may"
-
-
-@given(
-    far=st.lists(st.floats(0.5, 2.0), min_size=5, max_size=20),
-    steps=st.lists(st.integers(1, 10_000), min_size=20, max_size=20),
-)
-def test_a_random_walk_of_any_number_of_steps_is_taken(far: list[float], steps: list[int]) -> None:
-    arrived = working(*((each * math.sqrt(count), count) for each, count in zip(far, steps, strict=False)))
-    assert refused(asking(0, len(far)), arrived, RoundsConfig(norm_bound=5.0), History()) == {}
-
-
-def rounds_of(history: History, bad: Callable[[History], float], rounds: int, bound: float) -> tuple[History, int]:
-    """Three honest clients and a bad one each; (what is remembered, honest ones refused)."""
-    terms, honest_refused = RoundsConfig(norm_bound=bound), 0
-    for round in range(rounds):
-        arrived = moving(0.5, 1.0, 2.0, bad(history))
-        found = refused(asking(round, 4), arrived, terms, history, SIZE)
-        honest_refused += len(found.keys() - {3})
-        history = remembered(history, {client: arrival.moved for client, arrival in arrived.items()}, SIZE)
-    return history, honest_refused
-
-
-def test_nobody_raises_the_bound_by_staying_just_below_it() -> None:
-    bound, taken = 8.0, list[float]()
-
-    def as_far_as_is_taken(history: History) -> float:
-        terms, others = RoundsConfig(norm_bound=bound), (0.5, 1.0, 2.0)
-
-        def too_far(hundredths: int) -> bool:
-            return 3 in refused(asking(0, 4), moving(*others, 0.01 * hundredths), terms, history, SIZE)
-
-        taken.append(0.01 * (bisect_left(range(4001), True, key=too_far) - 1))
-        return taken[-1]
-
-    _, honest_refused = rounds_of(History(), as_far_as_is_taken, 40, bound)
-    assert honest_refused == 0
-    assert max(taken[1:]) <= bound * 1.0 and fmean(taken[4:]) == pytest.approx(bound / 2 * 1.0, rel=0.01)
+    assert set(refused(asking(0, 5), working(*others, (5.1, 1.0)), options, history)) == {4}, "nobody else may"
 
 
 @pytest.mark.parametrize(("before", "now", "taken"), [
@@ -135,7 +134,7 @@ def test_nobody_raises_the_bound_by_staying_just_below_it() -> None:
     ((2.0, 2.0, 2.0), 7.9, True), ((3.0, 3.0, 3.0), 6.9, True), ((3.0, 3.0, 3.0), 7.1, False),
     ((1e6, 1.0, 1.0), 1.0, True), ((1e6, 1.0, 1.0), 4.0, True), ((1e6, 1.0, 1.0), 4.1, False),
 ])  # fmt: skip
-def test_long_update_is_taken_after_short_ones(before: tuple[float, ...], now: float, taken: bool) -> None:
+def test_one_long_update_is_merged_after_short_ones(before: tuple[float, ...], now: float, taken: bool) -> None:
     assert AVERAGED == 4
     history = replace(of_others(Moved(1.0), 40), times={0: tuple(Moved(times) for times in before), 7: (Moved(9.0),)})
     arrived = {client: Arrival(Moved(far), 0.0) for client, far in ((0, now), (1, 1.0), (2, 1.0))}
@@ -143,7 +142,7 @@ def test_long_update_is_taken_after_short_ones(before: tuple[float, ...], now: f
     assert list(found) == ([] if taken else [0])
 
 
-def test_who_comes_after_the_deadline_is_late() -> None:
+def test_update_after_the_deadline_is_a_straggler() -> None:
     found = refused(asking(0, 3), arrivals(1.0, 5.0, 5.1), RoundsConfig(norm_bound=None, deadline_s=5.0))
     assert stages(found) == {2: "straggle"}
     assert "5.1 s" in found[2].reason and "rounds.deadline_s = 5" in found[2].reason
@@ -151,51 +150,152 @@ def test_who_comes_after_the_deadline_is_late() -> None:
     assert "0.034 s" in found[0].reason and "rounds.deadline_s = 0.02" in found[0].reason
 
 
-def test_of_more_than_are_wanted_the_first_are_taken() -> None:
-    terms = RoundsConfig(norm_bound=None, over_provision=2.0)
-    assert stages(refused(asking(0, 6, 2.0), arrivals(3, 1, 2, 3, 9, 8), terms)) == {
+def test_over_provision_merges_the_first_updates() -> None:
+    options = RoundsConfig(norm_bound=None, over_provision=2.0)
+    assert stages(refused(asking(0, 6, 2.0), arrivals(3, 1, 2, 3, 9, 8), options)) == {
         3: "straggle",
         5: "straggle",
         4: "straggle",
     }
-    assert refused(asking(0, 6, 2.0), {4: Arrival(Moved(1.0), 9.0)}, terms) == {}, "fewer came: all are taken"
-
-
-def test_one_that_is_refused_for_what_it_is_takes_nobodys_place() -> None:
-    terms = RoundsConfig(norm_bound=10.0, over_provision=2.0)
-    quick_liar = arrivals(3, 1, 2, 4) | {1: Arrival(Moved(1e6), 0.0)}
-    assert stages(refused(asking(0, 4, 2.0), quick_liar, terms, USUAL)) == {1: "validate", 3: "straggle"}
-    late_liar = arrivals(1, 1, 9) | {2: Arrival(Moved(1e6), 9.0)}
-    late_terms = RoundsConfig(norm_bound=10.0, deadline_s=5.0)
-    assert stages(refused(asking(0, 3), late_liar, late_terms, USUAL)) == {2: "validate"}
+    assert refused(asking(0, 6, 2.0), {4: Arrival(Moved(1.0), 9.0)}, options) == {}, "fewer came: all are taken"
 
 
 def test_quorum_counts_wanted_updates_not_asked_clients() -> None:
-    terms = RoundsConfig(norm_bound=None, quorum=1.0, over_provision=1.5)
-    assert stages(refused(asking(0, 6, 1.5), arrivals(1, 2, 3, 4, 5), terms)) == {4: "straggle"}
-    assert set(stages(refused(asking(0, 6, 1.5), arrivals(1, 2, 3), terms)).values()) == {"quorum"}
+    options = RoundsConfig(norm_bound=None, quorum=1.0, over_provision=1.5)
+    assert stages(refused(asking(0, 6, 1.5), arrivals(1, 2, 3, 4, 5), options)) == {4: "straggle"}
+    assert set(stages(refused(asking(0, 6, 1.5), arrivals(1, 2, 3), options)).values()) == {"quorum"}
 
 
-@given(
-    st.dictionaries(st.integers(0, 30), st.tuples(st.floats(0, 1e3), st.floats(0, 100)), max_size=20),
-    st.floats(1, 4), st.none() | st.floats(0.1, 100), st.floats(0, 1), st.none() | st.floats(0.5, 100),
-)  # fmt: skip
-def test_the_order_in_which_updates_arrive_decides_nothing(
-    found: dict[int, tuple[float, float]], over: float, deadline_s: float | None, quorum: float, bound: float | None
-) -> None:
-    terms = RoundsConfig(norm_bound=bound, over_provision=over, deadline_s=deadline_s, quorum=quorum)
-    came = {client: Arrival(Moved(values[0]), values[1]) for client, values in found.items()}
-    backwards = dict(reversed(came.items()))
-    assert refused(asking(0, 31, over), came, terms) == refused(asking(0, 31, over), backwards, terms)
-    taken = len(came) - len(refused(asking(0, 31, over), came, terms))
-    assert taken == 0 or taken >= quorum * 31 / over - 1 - 1e-6
-
-
-def test_a_run_whose_honest_updates_come_to_move_further_goes_on() -> None:
+def test_longer_honest_movements_become_the_usual_ones() -> None:
     """What is refused is remembered: after as many as are remembered of before, they are the usual."""
-    history, terms = of_others(Moved(0.01), REMEMBERED), RoundsConfig(norm_bound=8.0)
+    history, options = of_others(Moved(0.01), REMEMBERED), RoundsConfig(norm_bound=8.0)
     rounds = 0
-    while refused(asking(rounds, 2), moving(1.0, 1.0), terms, history, SIZE):
-        history = remembered(history, {0: Moved(1.0), 1: Moved(1.0)}, SIZE)
+    while refused(asking(rounds, 2), moving(1.0, 1.0), options, history, SIZE):
+        history = remember(history, {0: Moved(1.0), 1: Moved(1.0)}, SIZE)
         rounds += 1
     assert rounds == REMEMBERED // 2
+
+
+ALGORITHM = FlexFL(training=TRAINING)
+SITE = tiny_site(ALGORITHM, SmallCNN((1, 8, 8), 4, width=0.25, norm="static"))
+PLAN = first_plan(ALGORITHM, SITE)
+ASSIGNMENT = PLAN.assignments[0]
+
+
+def moved_by(weights: float, statistics: float = 0.0) -> ClientUpdate:
+    """An update of the network with statistics, each of whose numbers moved by so much."""
+    payload = {n: t + (statistics if is_statistic(n) else weights) for n, t in ASSIGNMENT.payload.items()}
+    return ClientUpdate(0, ASSIGNMENT.client, ASSIGNMENT.spec, payload, 8, {})
+
+
+def test_movement_by_hand() -> None:
+    weights = sum(t.numel() for name, t in ASSIGNMENT.payload.items() if not is_statistic(name))
+    assert measure_movement(moved_by(0.0), ASSIGNMENT, SITE.layout) == Moved(0.0, 0.0)
+    assert measure_movement(moved_by(2.0), ASSIGNMENT, SITE.layout) == (pytest.approx(2 * weights**0.5), 0.0, 1.0)
+    assert measure_movement(moved_by(0.0, 3.0), ASSIGNMENT, SITE.layout) == (0.0, pytest.approx(3.0), 1.0)
+    without = tiny_site(ALGORITHM)
+    assignment = first_plan(ALGORITHM, without).assignments[0]
+    honest = execute(ALGORITHM, assignment, without)
+    assert isinstance(honest, ClientUpdate)
+    weights, statistics, steps = measure_movement(honest, assignment, without.layout)
+    assert weights > 0 and statistics == 0.0, "a network without statistics"
+    assert steps == honest.metrics["steps"] > 1
+
+
+def test_movement_does_not_depend_on_memory_layout() -> None:
+    honest = execute(ALGORITHM, ASSIGNMENT, SITE)
+    assert isinstance(honest, ClientUpdate)
+    last = torch.channels_last
+    other = {n: t.contiguous(memory_format=last) if t.dim() == 4 else t for n, t in honest.payload.items()}
+    assert any(not t.is_contiguous() for t in other.values())
+    assert measure_movement(replace(honest, payload=other), ASSIGNMENT, SITE.layout) == measure_movement(
+        honest, ASSIGNMENT, SITE.layout
+    )
+
+
+def test_size_of_the_sent_weights() -> None:
+    params = {"w": torch.tensor([3.0, -3.0]), "bn.running_var": torch.tensor([1.0]), "bn.running_mean": torch.zeros(1)}
+    plan = RoundPlan(0, (replace(ASSIGNMENT, payload=params),))
+    assert acceptance.size_sent(plan) == (pytest.approx(18**0.5), pytest.approx(0.5**0.5), 1.0)
+
+
+def test_claimed_samples_of_a_device_are_bounded() -> None:
+    """With partition.rule=local: 19 clients of 8 samples that stay where they are, and one that claims partition.most,
+    and the steps and multiply-adds of so many, and moves by 1. So the mean moves by the liar's weight."""
+    most = 100_000
+    algorithm = FedAvg(training=replace(TRAINING, fraction=1.0))
+    known = tiny_site(algorithm, fleet=tuple(Device(c, "strong", 120.0, 0.0) for c in range(20)))
+    state = start_of(algorithm, known)
+    plan, liar = algorithm.plan(state, context_of(known, 0, SEED)), 0
+    box = Mailbox(
+        MemoryStore({}), replace(replace(known, most=most).rules, algorithm=algorithm), key_of(b"a run's own")
+    )
+    assert box.key is not None
+    assignment = plan.assignment_of[liar]
+    honest = execute(algorithm, assignment, known)
+    assert isinstance(honest, ClientUpdate)
+    task = algorithm.task(assignment, TaskContext(known.layout, known.pool, known.fleet[liar], honest.metrics["free"]))
+
+    def claims(samples: int, counted: int) -> ClientResult:
+        """What the coordinator makes of so many samples, with the steps of as many as are `counted`."""
+        made = {"steps": float(steps(task, counted)), "macs": macs(known.family, task, counted)}
+        payload = {name: assignment.payload[name] + 1.0 for name in honest.payload}
+        lie = replace(honest, num_examples=samples, payload=payload, metrics={**honest.metrics, **made})
+        manifest, value = pack_result(lie, assignment)
+        assert value is not None
+        box.store.put(f"rounds/00000/updates/{liar}.safetensors", bytes(value))
+        box.store.put(
+            f"rounds/00000/updates/{liar}.json", sign(manifest, box.key(assignment)).model_dump_json().encode()
+        )
+        return box.receive(plan, liar)
+
+    for samples, counted, code in ((most + 1, most + 1, "examples"), (most, 8, "metrics"), (8, most, "metrics")):
+        refused = claims(samples, counted)
+        assert isinstance(refused, ClientFailure) and refused.code == code
+    results = RoundResults()
+    results.add(claims(most, most))
+    for other in plan.assignments[1:]:
+        results.add(ClientUpdate(0, other.client, honest.spec, {n: other.payload[n] for n in honest.payload}, 8, {}))
+    merged = algorithm.merge(state, plan, results, ServerSite(known))
+    weights = torch.cat([(merged.params[n] - state.params[n]).flatten() for n in honest.payload])
+    assert len(plan.assignments) == 20 and weights.mean().item() == pytest.approx(most / (most + 19 * 8), abs=1e-4)
+    assert f"{weights.mean().item():.2%}" == "99.85%", "docs/guides/partitions.md says so"
+    for bound, share in ((10.0, "34.48%"), (3.0, "13.64%")):  # 80 / (80 + 19 * 8), 24 / (24 + 19 * 8)
+        limited = RoundResults()
+        for answer in results:
+            limited.add(answer)
+        limited.limit(bound)
+        merged = algorithm.merge(state, plan, limited, ServerSite(known))
+        weights = torch.cat([(merged.params[n] - state.params[n]).flatten() for n in honest.payload])
+        assert f"{weights.mean().item():.2%}" == share and limited.limited == {liar: most}
+
+
+def claiming(_: RoundPlan, found: Iterator[ClientResult]) -> Iterator[ClientResult]:
+    """Client 0 says that it holds 100,000 samples."""
+    for result in found:
+        assert isinstance(result, ClientUpdate)
+        yield replace(result, num_examples=100_000) if result.client == 0 else result
+
+
+@pytest.mark.parametrize("more", [{}, {"mode": "buffered", "buffer": 2}], ids=["synchronous", "buffered"])
+@pytest.mark.parametrize("bound", [None, 1e9, 4.0])
+def test_a_claim_counts_for_a_multiple_of_the_round_s_median(
+    tmp_path: Path, bound: float | None, more: dict[str, Any]
+) -> None:
+    algorithm = FedAvg(training=replace(TRAINING, fraction=1.0, epochs=1))
+    site = tiny_site(algorithm, fleet=tuple(Device(c, "strong", 120.0, 0.0) for c in range(4)))
+    options = RoundsConfig(stop=3, commit_every=1, keep_updates=True, norm_bound=None, samples_bound=bound, **more)
+    run, backend = Run(algorithm, site, options), Through(InProcess(site), claiming)
+    final, rows = federated(run, FolderStore(tmp_path / "whole"), backend)
+    lines = [line for row in rows for line in row.clients if line["client"] == 0]
+    assert lines and all(line["examples"] == 100_000 for line in lines)
+    for row in rows:
+        others = {line["client"]: line["examples"] for line in row.clients if line["client"] != 0}
+        limited = bound == 4.0 and len(others) < len(row.clients)
+        assert row.metrics.get("clients_limited", 0.0) == limited
+        if limited:
+            (own,) = (line for line in row.clients if line["client"] == 0)
+            assert own["counted"] == 4 * median_low(others.values())
+    if bound == 1e9:
+        free = replace(run, options=options.model_copy(update={"samples_bound": None}))
+        assert_same_bits(final.params, federated(free, FolderStore(tmp_path / "free"), backend)[0].params)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,24 @@ from fl_engine.algorithms import FedAvg
 from fl_engine.backends import InProcess, Processes
 from fl_engine.core.contracts import ClientContext, ClientMetric
 from fl_engine.core.slicing import runnable
-from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
+from fl_engine.core.types import ClientFailure, ClientResult, ClientUpdate, RoundPlan
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.selection import Uniform
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.algorithms import AlgorithmSuite
-from fl_engine.testing.plugins import MOST, LargestUtility
 from fl_engine.testing.tiny import (
     CLASSES,
-    SEED,
     TRAINING,
     TinyNet,
     assert_same_bits,
-    assert_same_outcomes,
-    context_of,
+    assert_same_results,
+    first_plan,
     start_of,
     tiny_site,
 )
 from fl_engine.training.numerics import Numerics
+from tests.harness.plugins import MOST, LargestUtility
 
 ASKING = FedAvg(training=TRAINING, eligible="all", selection=LargestUtility())
 
@@ -64,24 +64,26 @@ def asking(*metrics: tuple[Any, ...]) -> FedAvg:
 
 def work(algorithm: Any, **site: Any) -> tuple[Site, RoundPlan]:
     at = replace(tiny_site(algorithm), **site)
-    return at, algorithm.plan(start_of(algorithm, at), context_of(at, 0, SEED))
+    return at, first_plan(algorithm, at)
 
 
-def by_client(outcomes: Any) -> list[Outcome]:
-    return sorted(outcomes, key=lambda outcome: outcome.client)
+def by_client(results: Any) -> list[ClientResult]:
+    return sorted(results, key=lambda result: result.client)
 
 
 def test_the_losses_are_those_of_the_received_weights() -> None:
     site, plan = work(ASKING)
-    order = plan.orders[0]
-    outcome = execute(ASKING, order, site)
-    assert isinstance(outcome, ClientUpdate)
-    own = site.partition.clients[order.client]
+    assignment = plan.assignments[0]
+    result = execute(ASKING, assignment, site)
+    assert isinstance(result, ClientUpdate)
+    own = site.partition.clients[assignment.client]
     x, y = site.data.normalise(site.data.train_x[own]), site.data.train_y[own]
     with torch.no_grad():
-        losses = cross_entropy(runnable(TinyNet(), order.spec, dict(order.payload)).eval()(x), y, reduction="none")
+        losses = cross_entropy(
+            runnable(TinyNet(), assignment.spec, dict(assignment.payload)).eval()(x), y, reduction="none"
+        )
     expected = len(y) * math.sqrt(sum(float(loss) ** 2 for loss in losses) / len(y))
-    assert outcome.metrics["utility"] == pytest.approx(expected, rel=1e-6)
+    assert result.metrics["utility"] == pytest.approx(expected, rel=1e-6)
     assert expected > len(y) * math.log(CLASSES) / 2, "an untrained network has losses to speak of"
 
 
@@ -100,10 +102,10 @@ def spoil(client: ClientContext) -> float:
 def test_measuring_moves_no_bit_of_training(numerics: Numerics) -> None:
     plain = FedAvg(training=TRAINING, eligible="all", selection=Uniform(model="largest"))
     site, plan = work(plain, numerics=numerics)
-    before = {name: tensor.clone() for name, tensor in plan.orders[0].payload.items()}
+    before = {name: tensor.clone() for name, tensor in plan.assignments[0].payload.items()}
     bare = by_client(InProcess(site).run(plain, plan))
     measured = by_client(InProcess(site).run(asking(("spoilt", -1e3, 1e3, spoil)), plan))
-    assert_same_bits(plan.orders[0].payload, before)
+    assert_same_bits(plan.assignments[0].payload, before)
     for a, b in zip(bare, measured, strict=True):
         assert isinstance(a, ClientUpdate) and isinstance(b, ClientUpdate)
         assert_same_bits(a.payload, b.payload)
@@ -113,48 +115,36 @@ def test_measuring_moves_no_bit_of_training(numerics: Numerics) -> None:
 @pytest.mark.parametrize("numerics", [Numerics(), Numerics("batched", 3)], ids=["single", "batched"])
 def test_every_backend_measures_the_same(numerics: Numerics, tmp_path: Path) -> None:
     site, plan = work(ASKING, numerics=numerics)
-    expected = [execute(ASKING, order, site) for order in plan.orders]
-    assert all(isinstance(outcome, ClientUpdate) and outcome.metrics["utility"] > 0 for outcome in expected)
+    expected = [execute(ASKING, assignment, site) for assignment in plan.assignments]
+    assert all(isinstance(result, ClientUpdate) and result.metrics["utility"] > 0 for result in expected)
     with closing(Processes(site, ("cpu", "cpu"))) as processes:
         for backend in (InProcess(site), InProcess(site, ("cpu", "cpu")), processes):
-            assert_same_outcomes(by_client(backend.run(ASKING, plan)), expected)
+            assert_same_results(by_client(backend.run(ASKING, plan)), expected)
+
+
+def says(value: float, client: ClientContext) -> float:
+    return value
 
 
 @pytest.mark.parametrize("value", [1.5, -0.5, math.nan, math.inf])
-def test_a_value_that_is_out_of_bounds_is_that_clients_failure(value: float, tmp_path: Path) -> None:
-    algorithm = asking(("a", 0, 1, {1.5: above, -0.5: below, math.inf: endless}.get(value, nothing)))
+def test_metric_out_of_bounds_fails_its_client(value: float, tmp_path: Path) -> None:
+    algorithm = asking(("a", 0, 1, partial(says, value)))
     site, plan = work(algorithm)
     with closing(Processes(site, ("cpu",))) as p:
         found = [by_client(backend.run(algorithm, plan)) for backend in (InProcess(site), p)]
-    assert found[0] == found[1] and len(found[0]) == len(plan.orders)
-    for outcome in found[0]:
-        assert isinstance(outcome, ClientFailure) and outcome.stage == "train"
-        assert "client metric a" in outcome.reason
+    assert found[0] == found[1] and len(found[0]) == len(plan.assignments)
+    for result in found[0]:
+        assert isinstance(result, ClientFailure) and result.stage == "train"
+        assert "client metric a" in result.reason
 
 
-def above(client: ClientContext) -> float:
-    return 1.5
-
-
-def below(client: ClientContext) -> float:
-    return -0.5
-
-
-def endless(client: ClientContext) -> float:
-    return math.inf
-
-
-def nothing(client: ClientContext) -> float:
-    return math.nan
-
-
-def received(tmp_path: Path, **said: float | None) -> Outcome:
+def received(tmp_path: Path, **said: float | None) -> ClientResult:
     site, plan = work(ASKING)
-    honest = execute(ASKING, plan.orders[0], site)
+    honest = execute(ASKING, plan.assignments[0], site)
     assert isinstance(honest, ClientUpdate)
     metrics = {name: value for name, value in {**honest.metrics, **said}.items() if value is not None}
-    mailbox = Mailbox(FolderStore(tmp_path), replace(site.rules, algorithm=ASKING), key=lambda order: b"key")
-    mailbox.put_outcome(plan, replace(honest, metrics=metrics))
+    mailbox = Mailbox(FolderStore(tmp_path), replace(site.rules, algorithm=ASKING), key=lambda assignment: b"key")
+    mailbox.put_result(plan, replace(honest, metrics=metrics))
     return mailbox.receive(plan, honest.client)
 
 
@@ -163,7 +153,7 @@ def test_the_worst_lie_is_the_bound(worst: float, tmp_path: Path) -> None:
     lie = received(tmp_path, utility=worst)
     assert isinstance(lie, ClientUpdate) and lie.metrics["utility"] == worst
     site, plan = work(ASKING)
-    tables = LargestUtility().learn(start_of(ASKING, site).tables, plan.orders[0], lie, 0.0)
+    tables = LargestUtility().learn(start_of(ASKING, site).tables, plan.assignments[0], lie, 0.0)
     assert tables["utility"][0][lie.client] == worst
     assert all(0 <= value <= MOST for value in tables["utility"][0])
 
@@ -179,5 +169,5 @@ LIES: dict[str, dict[str, float | None]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_one_step_beyond_is_refused(lie: str, tmp_path: Path) -> None:
-    outcome = received(tmp_path, **LIES[lie])
-    assert isinstance(outcome, ClientFailure) and (outcome.stage, outcome.code) == ("validate", "metrics")
+    result = received(tmp_path, **LIES[lie])
+    assert isinstance(result, ClientFailure) and (result.stage, result.code) == ("validate", "metrics")

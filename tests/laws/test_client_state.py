@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,114 +10,70 @@ from typing import Any
 import pytest
 import torch
 
-from fl_engine.aggregation import privacy
 from fl_engine.aggregation.privacy import Private
-from fl_engine.algorithms import FedAvg
+from fl_engine.algorithms import FedAvg, FedPer
 from fl_engine.backends import InProcess
-from fl_engine.core.clients import header, kept_by_clients, travelling
+from fl_engine.core.clients import header, kept_by_clients, with_prefix
 from fl_engine.core.contracts import ClientContext
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.slicing import full_shapes, largest
-from fl_engine.core.types import ClientFailure, ClientUpdate, LocalTask, Outcome, Params, Start, TaskContext, WorkOrder
+from fl_engine.core.slicing import full_shapes
+from fl_engine.core.types import Assignment, ClientFailure, ClientResult, ClientUpdate, Params
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.manifest import packed
+from fl_engine.exchange.manifest import pack_result
 from fl_engine.exchange.updates import payload_bytes
 from fl_engine.fleet.devices import simulated_seconds
 from fl_engine.rounds import loop
-from fl_engine.rounds.ledger import Ledger, RoundMailbox, ledger_in
+from fl_engine.rounds.ledger import Ledger
+from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.run import Run
-from fl_engine.rounds.terms import RoundsConfig
-from fl_engine.storage import lease
+from fl_engine.storage import run_lock
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore, encode, tensor_bytes
 from fl_engine.storage.tensor_files import named
-from fl_engine.testing.plugins import PersonalHeads
 from fl_engine.testing.tiny import (
-    SEED,
     TRAINING,
     Memory,
     TinyNet,
     assert_same_bits,
-    assert_same_outcomes,
-    context_of,
+    assert_same_results,
+    first_plan,
     start_of,
     tiny_fleet,
     tiny_site,
 )
-from fl_engine.training.numerics import Numerics
 
-HEADS = PersonalHeads(training=replace(TRAINING, fraction=0.5, epochs=1))
+HEADS = FedPer(training=replace(TRAINING, fraction=0.5, epochs=1))
 SITE = tiny_site(HEADS, fleet=tiny_fleet(6))
-PLAN = HEADS.plan(start_of(HEADS, SITE), context_of(SITE, 0, SEED))
-ORDER = PLAN.orders[0]
+PLAN = first_plan(HEADS, SITE)
+ASSIGNMENT = PLAN.assignments[0]
 DECLARED = kept_by_clients(HEADS, SITE.family, SITE.pool)
 
 
-def by_client(outcomes: Any) -> list[Outcome]:
-    return sorted(outcomes, key=lambda outcome: outcome.client)
-
-
-def update_of(order: WorkOrder = ORDER, algorithm: Any = HEADS) -> ClientUpdate:
-    outcome = execute(algorithm, order, SITE)
-    assert isinstance(outcome, ClientUpdate), outcome
-    return outcome
-
-
-# ------------------------------------------------------------------------------------------------ declarations
+def update_of(assignment: Assignment = ASSIGNMENT, algorithm: Any = HEADS) -> ClientUpdate:
+    result = execute(algorithm, assignment, SITE)
+    assert isinstance(result, ClientUpdate), result
+    return result
 
 
 def test_private_aggregation_refuses_it() -> None:
-    private = replace(HEADS, aggregation=Private())
-    for refuse in (
-        lambda: start_of(private, SITE),
-        lambda: privacy.check_settings(private, True, {}),
-    ):
-        with pytest.raises(ConfigError, match="PersonalHeads"):
-            refuse()
+    with pytest.raises(ConfigError, match="FedPer"):
+        start_of(replace(HEADS, aggregation=Private()), SITE)
 
 
-# -------------------------------------------------------------------------------------------------- on a client
-def test_a_head_begins_as_it_was_left_and_is_not_sent_as_weights() -> None:
+def test_head_continues_and_is_not_sent_as_weights() -> None:
     first = update_of()
     assert first.state.keys() == DECLARED.keys() == {"classifier.weight", "classifier.bias"}
-    assert first.payload.keys() == ORDER.payload.keys() - DECLARED.keys()
+    assert first.payload.keys() == ASSIGNMENT.payload.keys() - DECLARED.keys()
     bare = update_of(algorithm=FedAvg(training=HEADS.training, eligible="all"))
     assert_same_bits({**first.payload, **first.state}, bare.payload)  # the first time it starts from the global head
-    again = update_of(replace(ORDER, memory=travelling(first.state)))
-    own = replace(ORDER, payload={**ORDER.payload, **first.state})
+    again = update_of(replace(ASSIGNMENT, memory=with_prefix(first.state)))
+    own = replace(ASSIGNMENT, payload={**ASSIGNMENT.payload, **first.state})
     assert_same_bits({**again.payload, **again.state}, update_of(own, FedAvg(HEADS.training, eligible="all")).payload)
 
 
 @dataclass(frozen=True)
-class Pushed(PersonalHeads):
-    def begin(self, state: Params, start: Start, order: WorkOrder, task: LocalTask, ctx: TaskContext) -> Start:
-        return replace(start, linear={**start.linear, **state})
-
-
-@pytest.mark.parametrize("numerics", [Numerics(), Numerics("batched", 3)], ids=["single", "batched"])
-def test_a_variate_is_a_linear_term_as_the_servers_is(numerics: Numerics) -> None:
-    site, pushed = replace(SITE, numerics=numerics), Pushed(training=HEADS.training)
-    g = {name: torch.full(shape, 0.01) for name, shape in DECLARED.items()}
-    bare = FedAvg(training=HEADS.training, eligible="all")
-    for index in range(len(PLAN.orders)):
-        kept, told = list(PLAN.orders), list(PLAN.orders)
-        kept[index], told[index] = (replace(ORDER_OF[index], memory=memory) for memory in (travelling(g), g))
-        found = by_client(InProcess(site).run(pushed, replace(PLAN, orders=tuple(kept))))
-        expected = by_client(InProcess(site).run(bare, replace(PLAN, orders=tuple(told))))
-        for a, b in zip(found, expected, strict=True):
-            assert isinstance(a, ClientUpdate) and isinstance(b, ClientUpdate)
-            assert_same_bits({**a.payload, **a.state}, b.payload)
-    plain = by_client(InProcess(site).run(bare, PLAN))[-1]
-    assert isinstance(plain, ClientUpdate) and isinstance(b, ClientUpdate)
-    assert not plain.payload["classifier.bias"].equal(b.payload["classifier.bias"]), "it moves something"
-
-
-ORDER_OF = dict(enumerate(PLAN.orders))
-
-
-@dataclass(frozen=True)
-class KeepsOther(PersonalHeads):
+class KeepsOther(FedPer):
     what: str = ""
 
     def keep(self, state: Params, client: ClientContext) -> Params:
@@ -136,37 +91,28 @@ class KeepsOther(PersonalHeads):
 
 
 @pytest.mark.parametrize("what", ["lacks", "shape", "dtype", "finite"])
-def test_a_client_that_keeps_what_is_not_declared_fails(what: str) -> None:
-    outcome = execute(KeepsOther(training=HEADS.training, what=what), ORDER, SITE)
-    assert isinstance(outcome, ClientFailure) and outcome.stage == "train"
-    assert "KeepsOther.keep" in outcome.reason
+def test_undeclared_client_state_fails_the_client(what: str) -> None:
+    result = execute(KeepsOther(training=HEADS.training, what=what), ASSIGNMENT, SITE)
+    assert isinstance(result, ClientFailure) and result.stage == "train"
+    assert "KeepsOther.keep" in result.reason
 
 
-# ------------------------------------------------------------------------------------------------------ lies
-def received(tmp_path: Path, state: Params, payload: Params | None = None) -> Outcome:
+def received(tmp_path: Path, state: Params, payload: Params | None = None) -> ClientResult:
     honest = update_of()
     lie = replace(honest, state=state, payload=honest.payload if payload is None else payload)
-    mailbox = Mailbox(FolderStore(tmp_path), replace(SITE.rules, algorithm=HEADS), key=lambda order: b"key")
-    mailbox.put_outcome(PLAN, lie)
+    mailbox = Mailbox(FolderStore(tmp_path), replace(SITE.rules, algorithm=HEADS), key=lambda assignment: b"key")
+    mailbox.put_result(PLAN, lie)
     return mailbox.receive(PLAN, lie.client)
 
 
-def test_an_honest_state_comes_back_as_it_is_and_has_room(tmp_path: Path) -> None:
+def test_honest_state_is_returned_unchanged(tmp_path: Path) -> None:
     honest = update_of()
-    assert_same_outcomes([received(tmp_path, honest.state)], [honest])
-    value = packed(honest, ORDER)[1]
-    most = payload_bytes(ORDER, header(DECLARED))
+    assert_same_results([received(tmp_path, honest.state)], [honest])
+    value = pack_result(honest, ASSIGNMENT)[1]
+    most = payload_bytes(ASSIGNMENT, header(DECLARED))
     assert value is not None and len(value) <= most
-    grown = most - payload_bytes(ORDER)
+    grown = most - payload_bytes(ASSIGNMENT)
     assert tensor_bytes(honest.state) < grown < tensor_bytes(honest.state) + 2**12
-
-
-def test_the_worst_state_is_the_clients_own_affair(tmp_path: Path) -> None:
-    worst = {name: torch.full(shape, largest(name)) for name, shape in DECLARED.items()}
-    outcome = received(tmp_path, worst)
-    assert isinstance(outcome, ClientUpdate)
-    assert_same_bits(outcome.state, worst)
-    assert_same_bits(outcome.payload, update_of().payload)
 
 
 STATE = update_of().state
@@ -184,14 +130,13 @@ LIES: dict[str, tuple[str, Params]] = {
 @pytest.mark.parametrize("lie", LIES)
 def test_each_lie_about_a_state_has_its_code(lie: str, tmp_path: Path) -> None:
     code, state = LIES[lie]
-    outcome = received(tmp_path, state)
-    assert isinstance(outcome, ClientFailure) and (outcome.stage, outcome.code) == ("validate", code)
+    result = received(tmp_path, state)
+    assert isinstance(result, ClientFailure) and (result.stage, result.code) == ("validate", code)
 
 
-# ------------------------------------------------------------------------------------------------------ rounds
-def federated(store: Any, stop: int = 3, site: Site = SITE, held: Any = None, **terms: Any) -> bytes:
-    settings = RoundsConfig(**{"stop": stop, "evaluate_every": 1000, "commit_every": 1, "norm_bound": None, **terms})
-    ledger = ledger_in(store, settings.keep_every, replace(site.rules, algorithm=HEADS), lease=held)
+def federated(store: Any, stop: int = 3, site: Site = SITE, held: Any = None, **options: Any) -> bytes:
+    settings = RoundsConfig(**{"stop": stop, "evaluate_every": 1000, "commit_every": 1, "norm_bound": None, **options})
+    ledger = Ledger(store, settings.keep_every, replace(site.rules, algorithm=HEADS), lock=held)
     final = loop.federate(Run(HEADS, site, settings), start_of(HEADS, site), InProcess(site), ledger, Memory())
     return encode(final.params)
 
@@ -206,58 +151,20 @@ def states(store: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("keep_updates", [False, True], ids=["in memory", "through the ledger"])
-def test_a_run_that_is_killed_anywhere_keeps_the_same(
-    new_store: Any,
-    dying: Any,
-    killed: type[BaseException],
-    timeless: Callable[[Any], Sequence[Any]],
-    keep_updates: bool,
-) -> None:
-    undisturbed = new_store()
-    expected = federated(undisturbed, keep_updates=keep_updates)
-    writes = dying(new_store(), 10**6)
-    federated(writes, keep_updates=keep_updates)
-    total = 10**6 - writes.left
-    assert total > 20
-    for place in range(0, total, 3 + 2 * keep_updates):
-        store = new_store()
-        with pytest.raises(killed):
-            federated(dying(store, place), keep_updates=keep_updates)
-        assert federated(store, keep_updates=keep_updates) == expected, place
-        assert timeless(store) == timeless(undisturbed), place
-        assert kept(store) == kept(undisturbed), place
-        assert states(store) == states(undisturbed), f"killed after {place} writes, files are left, or gone"
+def test_killed_run_stores_the_same_client_states(killed_at_writes: Any, keep_updates: bool) -> None:
+    killed_at_writes(
+        lambda store: federated(store, keep_updates=keep_updates),
+        3 + 2 * keep_updates,
+        also=lambda store: (kept(store), states(store)),
+    )
 
 
-def test_state_file_is_written_once_and_deleted_when_unnamed(memory_store: Any) -> None:
-    puts: list[str] = []
-    put = memory_store.put
-
-    def counting(key: str, value: bytes) -> None:
-        if key.startswith("states/"):
-            puts.append(key)
-        put(key, value)
-
-    memory_store.put = counting
-    before: dict[int, str] = {}
-    for stop in range(1, 6):
-        count = len(puts)
-        federated(memory_store, stop)
-        now = kept(memory_store)
-        changed = {client for client in now if now[client] != before.get(client)}
-        asked = {line["client"] for line in Checkpoints(memory_store).rows()[-1].clients}
-        assert changed == asked and len(puts) - count == len(asked) == 3, "those that took part, and no other"
-        assert states(memory_store) == {*before.values(), *now.values()}, "those of the last two commits"
-        before = now
-    assert len(before) > 3
-
-
-def test_the_state_of_an_update_that_is_refused_is_not_kept(memory_store: Any) -> None:
-    terms: dict[str, Any] = {"norm_bound": 5.0, "faults": "scale=0.3x1000,corrupt=0.2"}
+def test_state_of_a_refused_update_is_dropped(memory_store: Any) -> None:
+    options: dict[str, Any] = {"norm_bound": 5.0, "faults": "scale=0.3x1000,corrupt=0.2"}
     before: dict[int, str] = {}
     refused: set[int] = set()
     for stop in range(1, 7):
-        federated(memory_store, stop, **terms)
+        federated(memory_store, stop, **options)
         lines = Checkpoints(memory_store).rows()[-1].clients
         failed = {line["client"] for line in lines if "failure" in line}
         now = kept(memory_store)
@@ -286,14 +193,14 @@ def test_its_bytes_count_as_traffic(memory_store: Any) -> None:
 
 def test_replaced_coordinator_deletes_nothing_of_its_successor(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
-    with lease.held(store) as first:
+    with run_lock.hold(store) as first:
         federated(store, 2, held=first)
         assert all(name.startswith("1-") for name in states(store))
-    with lease.held(store) as second:
+    with run_lock.hold(store) as second:
         federated(store, 3, held=second)
         newer = {name for name in states(store) if name.startswith("2-")}
         assert newer and any(name.startswith("1-") for name in kept(store).values()), "what did not change stays"
-        old = Ledger(Checkpoints(store, lease=first), RoundMailbox(store))
+        old = Ledger(store, lock=first)
         store.put("states/2-" + "0" * 64 + ".safetensors", b"under way")
         store.put("states/1-" + "0" * 64 + ".safetensors", b"left over")
         old.states.prune()

@@ -19,24 +19,15 @@ from fl_engine.core.slicing import initial_params, made_up, runnable, take
 from fl_engine.core.task import Task
 from fl_engine.core.types import FULL, SGD, Adam, Distillation, LocalTask, Params
 from fl_engine.core.widths import prefix
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.models.vgg16 import VGG16
-from fl_engine.models.widar_resnet18 import WidarResNet18
-from fl_engine.models.wisdm_lstm import WisdmLSTM
+from fl_engine.models.chains import VGG16, SmallCNN
+from fl_engine.models.fedaiot_resnet18 import WidarResNet18
+from fl_engine.models.recurrent import WisdmLSTM
 from fl_engine.tasks import Classification, Detection, NextToken, Regression
 from fl_engine.testing.kinds import KINDS
-from fl_engine.testing.tiny import (
-    SEED,
-    TRAINING,
-    assert_same_bits,
-    assert_same_outcomes,
-    context_of,
-    start_of,
-    tiny_site,
-)
+from fl_engine.testing.tiny import TRAINING, assert_same_bits, assert_same_results, first_plan, tiny_site
 from fl_engine.training import local
 from fl_engine.training.isolation import isolated
-from fl_engine.training.local import Job
+from fl_engine.training.local import TrainingJob
 from fl_engine.training.numerics import SINGLE, Numerics
 from tests.harness.networks import SMALL
 from tests.harness.processes import Done
@@ -64,11 +55,11 @@ def goal_of(name: str, family: ModelFamily) -> Task:
     return Regression() if family.outputs == 1 else Classification(family.outputs)
 
 
-def job(family: ModelFamily, goal: Task, task: LocalTask, i: int, device: torch.device = CUDA) -> Job:
+def job(family: ModelFamily, goal: Task, task: LocalTask, i: int, device: torch.device = CUDA) -> TrainingJob:
     generator = torch.Generator().manual_seed(100 + i)
     x, y = made_up(family, 24, generator), goal.examples(24, generator)
     start = take(initial_params(family, i), family.layout(), task.spec)
-    return Job(replace(task, seed=i), start, x.to(device), y.to(device))
+    return TrainingJob(replace(task, seed=i), start, x.to(device), y.to(device))
 
 
 def same(a: local.Trained, b: local.Trained) -> None:
@@ -160,11 +151,11 @@ def test_a_scaled_loss_trains_as_with_torchs_own_scaler() -> None:
 def test_training_that_is_resumed_ends_in_the_same_bits(name: str, numerics: Numerics) -> None:
     family = FAMILIES[name]
     goal, given = goal_of(name, family), job(family, goal_of(name, family), TASK, 0)
-    with local.opened(family, goal, [given], numerics) as session:
+    with local.Session(family, goal, [given], numerics) as session:
         session.epoch()
         half = session.snapshot()
         session.epoch()
-    with local.opened(family, goal, [given], numerics) as resumed:
+    with local.Session(family, goal, [given], numerics) as resumed:
         resumed.restore(half)
         resumed.epoch()
     same(resumed.trained()[0], session.trained()[0])
@@ -173,13 +164,13 @@ def test_training_that_is_resumed_ends_in_the_same_bits(name: str, numerics: Num
 def test_several_devices_of_one_gpu_give_the_same_bits() -> None:
     algorithm = FlexFL(training=TRAINING)
     site = replace(tiny_site(algorithm), numerics=Numerics("batched", 8))  # a GPU trains one at a time all the same
-    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
+    plan = first_plan(algorithm, site)
     found = [
         sorted(InProcess(site, devices).run(algorithm, plan), key=lambda o: o.client)
         for devices in (("cuda",), ("cuda", "cuda"), ("cuda:0", "cuda:0", "cuda:0"))
     ]
     for other in found[1:]:
-        assert_same_outcomes(found[0], other)
+        assert_same_results(found[0], other)
 
 
 @pytest.mark.parametrize("backend", ["in_process", "processes"])

@@ -4,7 +4,6 @@ computation."""
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -200,16 +199,6 @@ def test_map50_equals_plain_computation_on_random_cases() -> None:
     assert np.std(values) > 0.1 and 0.2 < np.mean(values) < 0.8
 
 
-@given(cuts=st.lists(st.integers(1, 11), max_size=3), seed=st.integers(0, 99))
-@settings(max_examples=8)
-def test_map50_does_not_depend_on_how_batches_are_cut(cuts: list[int], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    y, out = TWO.examples(12, generator), torch.randn(12, TWO.outputs, 4, 4, generator=generator)
-    ends = [0, *sorted(set(cuts)), 12]
-    parts = [TWO.observe(out[a:b], y[a:b]) for a, b in pairwise(ends)]
-    assert TWO.measure(parts).values == TWO.measure([TWO.observe(out, y)]).values
-
-
 def test_distillation_by_hand() -> None:
     """A teacher's score of 3/4, a student's of 1/2; their boxes are two cells apart."""
     student, teacher = answers([0.0, 0, 0, 0, 0]), answers([2.0, 0, 0, 0, math.log(3)])
@@ -221,16 +210,17 @@ def test_distillation_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("y", "said"),
+    "y",
     [
-        (torch.zeros(2, 3, 4), r"floats \(N, 3, 5\).*got float32 \(2, 3, 4\)"),
-        (torch.zeros(2, 3, 5, dtype=torch.int64), "got int64"),
-        (torch.tensor([[NOTHING] * 3]), "no image holds a box"),
-        (torch.tensor([[[2.0, 0.5, 0.5, 0.1, 0.1], NOTHING, NOTHING]]), r"0\.\.1 .* image 0 has \[2\.0"),
-        (torch.tensor([[[0.0, 0.9, 0.5, 0.3, 0.1], NOTHING, NOTHING]]), "lies in the image"),
-        (torch.tensor([[NOTHING, [0.0, math.nan, 0.5, 0.1, 0.1], NOTHING]]), "lies in the image"),
+        torch.zeros(2, 3, 4),
+        torch.zeros(2, 3, 5, dtype=torch.int64),
+        torch.tensor([[NOTHING] * 3]),
+        torch.tensor([[[2.0, 0.5, 0.5, 0.1, 0.1], NOTHING, NOTHING]]),
+        torch.tensor([[[0.0, 0.9, 0.5, 0.3, 0.1], NOTHING, NOTHING]]),
+        torch.tensor([[NOTHING, [0.0, math.nan, 0.5, 0.1, 0.1], NOTHING]]),
     ],
+    ids=["shape", "integers", "no box", "category", "outside", "nan"],
 )
-def test_what_are_no_boxes_is_refused(y: Tensor, said: str) -> None:
-    with pytest.raises(DataError, match=f"set: train_y: .*{said}"):
+def test_wrong_boxes_are_refused(y: Tensor) -> None:
+    with pytest.raises(DataError):
         TWO.check(y, "set: train_y")

@@ -12,20 +12,19 @@ import pytest
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.remote.messages import (
     HEARTBEAT_BYTES,
-    Assignment,
+    AssignmentMessage,
     Heartbeat,
     Invitation,
     Lease,
     Message,
-    Probe,
     check_own,
     enrolled_key,
 )
 from fl_engine.storage.urls import Upload
 from flexfleet.worker import server
 from flexfleet.worker.__main__ import main
-from flexfleet.worker.mailbox import FILE, Device
-from tests.harness.tls import serving_values
+from flexfleet.worker.mailbox import FILE, WorkerDevice
+from tests.harness.web import serving_values
 
 KEY, ID, PROCESS = "0b" * 32, "1d" * 16, "00" * 8
 
@@ -37,15 +36,13 @@ def heartbeat_at(url: str) -> Upload:
 def lease(url: str, **lie: Any) -> Lease:
     files = ("run.json", "pool.json")
     reads, site = {f"site/{name}": f"{url}/site/{name}" for name in files}, dict.fromkeys(files, f"{'0' * 64}:9")
-    told = Assignment(round=0, clients=(3,), **{"reads": reads, "site": site, **lie})
+    told = AssignmentMessage(round=0, clients=(3,), **{"reads": reads, "site": site, **lie})
     return Lease(id="1f" * 8, seconds=60, assignment=told)
 
 
 LIES: dict[str, Callable[[str, str], dict[str, Any]]] = {
     "the next message": lambda own, evil: {"message": f"{evil}/message"},
     "the heartbeat": lambda own, evil: {"heartbeat": heartbeat_at(evil)},
-    "the lock": lambda own, evil: {"sign": f"{evil}/lock"},
-    "the lock in a store": lambda own, evil: {"sign": "s3://evil/lock"},
     "a download": lambda own, evil: {"lease": lease(evil)},
     "a download without a port": lambda own, evil: {"lease": lease("http://127.0.0.1")},
     "an upload": lambda own, evil: {"lease": lease(own, writes={"rounds/00000/updates/3.json": heartbeat_at(evil)})},
@@ -65,7 +62,9 @@ def test_device_calls_no_other_server_than_its_store(lie: str, tmp_path: Path, m
         own.elsewhere = f"{evil.url}/site/run.json"
         at: dict[str, Any] = {"message": f"{own.url}/message", "heartbeat": heartbeat_at(own.url)}
         (tmp_path / "invitation").write_text(Invitation(name="weak-1", key=KEY, tier=None, **at).model_dump_json())
-        (tmp_path / FILE).write_text(Device(name="weak-1", id=ID, invited=KEY, folder=None, **at).model_dump_json())
+        (tmp_path / FILE).write_text(
+            WorkerDevice(name="weak-1", id=ID, invited=KEY, folder=None, **at).model_dump_json()
+        )
         message = Message(name="weak-1", number=0, worker=PROCESS, **{**at, **LIES[lie](own.url, evil.url)})
         own.files["message"] = message.signed(enrolled_key(KEY, ID)).text()
         with nullcontext() if message.lease is None else pytest.raises(EnvironmentFailure):
@@ -76,15 +75,12 @@ def test_device_calls_no_other_server_than_its_store(lie: str, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("other", ["https://evil.example", "http://s3.example", "https://s3.example:8443"])
-@pytest.mark.parametrize("part", ["heartbeat", "probe"])
-def test_invitation_names_one_server(part: str, other: str) -> None:
+def test_invitation_names_one_server(other: str) -> None:
     good, bad = heartbeat_at("https://s3.example"), heartbeat_at(other)
-    probe = Probe(read="https://s3.example/probe", write=good)
-    invited = Invitation(name="a", key=KEY, tier=None, message="https://s3.example:443/a", heartbeat=good, probe=probe)
+    invited = Invitation(name="a", key=KEY, tier=None, message="https://s3.example:443/a", heartbeat=good)
     assert Invitation.of(invited.model_dump_json().encode(), "it") == invited
-    lie = {"heartbeat": bad, "probe": probe.model_copy(update={"write": bad})}[part]
     with pytest.raises(ConfigError):
-        Invitation.of(invited.model_copy(update={part: lie}).model_dump_json().encode(), "it")
+        Invitation.of(invited.model_copy(update={"heartbeat": bad}).model_dump_json().encode(), "it")
 
 
 @pytest.mark.parametrize("folder", ["/home/pi/läufe/.agents/weak-1", "s3://bucket/some/prefix/.agents/weak-1"])

@@ -17,58 +17,32 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Device
 from fl_engine.core.widths import prefix
 from fl_engine.fleet.devices import FLEETS, Tier, fleet, observe, simulated_seconds
+from fl_engine.models.chains import SmallCNN
 from fl_engine.models.mobilenetv2 import MobileNetV2
-from fl_engine.models.preresnet import PreResNet18
-from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.resnet import PreResNet18
 from fl_engine.selection.capacity import holds
 
 law = settings(max_examples=60)
-
-TABLE_1 = (
-    Tier("weak", 0.4, 35.0, (5.0, 8.0, 10.0)),
-    Tier("medium", 0.3, 60.0, (5.0, 8.0, 10.0)),
-    Tier("strong", 0.3, 110.0, (5.0, 8.0, 10.0)),
-)
-
-
-def counts(tiers: tuple[Tier, ...], clients: int, seed: int = 0) -> dict[str, int]:
-    found = Counter(d.tier for d in fleet(tiers, clients, seed))
-    return {t.name: found[t.name] for t in tiers}
-
-
-@pytest.mark.parametrize("clients", [10, 20, 50, 100, 200, 500])
-def test_table_1_is_met_exactly(clients: int) -> None:
-    expected = {"weak": 4 * clients // 10, "medium": 3 * clients // 10, "strong": 3 * clients // 10}
-    assert counts(TABLE_1, clients) == expected
 
 
 @law
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(1, 300), st.integers(0, 99))
 def test_every_tier_gets_its_quota_rounded_down_or_up(parts: list[int], clients: int, seed: int) -> None:
     tiers = tuple(Tier(f"t{i}", part / sum(parts), 50.0) for i, part in enumerate(parts))
-    found = counts(tiers, clients, seed)
+    placed = Counter(device.tier for device in fleet(tiers, clients, seed))
+    found = [placed[tier.name] for tier in tiers]
     quotas = [Fraction(part * clients, sum(parts)) for part in parts]
-    assert sum(found.values()) == clients
-    for count, quota in zip(found.values(), quotas, strict=True):
+    assert sum(found) == clients
+    for count, quota in zip(found, quotas, strict=True):
         assert math.floor(quota) <= count <= math.ceil(quota)
     # Whoever was rounded up had no smaller a remainder than whoever was rounded down.
-    up = [q - math.floor(q) for c, q in zip(found.values(), quotas, strict=True) if c > q]
-    down = [q - math.floor(q) for c, q in zip(found.values(), quotas, strict=True) if c < q]
+    up = [q - math.floor(q) for c, q in zip(found, quotas, strict=True) if c > q]
+    down = [q - math.floor(q) for c, q in zip(found, quotas, strict=True) if c < q]
     assert not up or not down or min(up) >= max(down)
 
 
-def test_sigma_is_drawn_once_per_device_from_the_list() -> None:
-    members = fleet(TABLE_1, 600, 5)
-    for tier in TABLE_1:
-        drawn = Counter(d.sigma for d in members if d.tier == tier.name)
-        assert set(drawn) == {5.0, 8.0, 10.0}
-        assert max(drawn.values()) < 1.6 * min(drawn.values())
-    device = members[0]
-    assert {fleet(TABLE_1, 600, 5)[0].sigma for _ in range(3)} == {device.sigma}
-
-
 @pytest.mark.parametrize("sigma", [5.0, 8.0, 10.0])
-def test_what_is_missing_is_half_normal(sigma: float) -> None:
+def test_missing_memory_is_half_normal(sigma: float) -> None:
     """|u|, u ~ N(0, sigma^2): mean sigma sqrt(2/pi), mean square sigma^2, one half below 0.6745 sigma."""
     device = Device(4, "strong", 110.0, sigma)
     missing = 110.0 - np.array([observe(device, 1, round) for round in range(6000)])
@@ -132,52 +106,6 @@ def test_capacity_devices_hold_exactly_their_width(family: Any, grown: set[str])
         assert holds(found[name], shares[i]), "a device has more free than its model needs"
         assert i == 0 or not holds(found[name], shares[i - 1]), "and not enough for the next one"
         assert observe(found[name], 0, 5) > 100 * shares[i]
-
-
-def test_the_devices_of_table_8() -> None:
-    """The 17 of FlexFL's test bed, by kind, whatever the seed; each kind can hold the model of its class in Table I."""
-    for seed in range(5):
-        found = fleet("flexfl_testbed", 17, seed)
-        assert Counter(d.tier for d in found) == {"pi-4b": 4, "jetson-nano": 10, "xavier-agx": 3}
-    assert {d.tier: (d.memory, d.speed) for d in found} == {
-        "pi-4b": (35.0, 2e9), "jetson-nano": (60.0, 20e9), "xavier-agx": (110.0, 200e9),
-    }  # fmt: skip
-
-
-FEDAIOT = {
-    # Table 2.6: MB that training takes in float32; Table 2.7: the least and the most MB of the device.
-    "wisdm_watch": (1444, (512, 1024)),
-    "wisdm_phone": (1444, (6144,)),
-    "uthar": (1716, (64, 1024)),
-    "widar": (1734, (64, 1024)),
-    "casas": (1834, (1024, 8192)),
-    "aep": (1201, (1024, 8192)),
-    "visdrone": (8369, (1024, 8192)),
-    "epic_sounds": (2176, (1024, 8192)),
-}
-
-
-@pytest.mark.parametrize("data", FEDAIOT)
-def test_fedaiots_devices_have_the_memory_of_its_tables(data: str) -> None:
-    whole, sizes = FEDAIOT[data]
-    assert sorted({d.memory for d in fleet(f"fedaiot_{data}", 10, 0)}) == pytest.approx(
-        [100 * n / whole for n in sizes]
-    )
-
-
-def test_what_the_named_fleets_hold_and_how_fast_they_are() -> None:
-    """FlexFL Table I: 35, 60 and 110 %. FedRolex: 125 beta^2 %, and 200 beta^2 * 10^9 multiply-adds a second. All have
-    30 Mbit/s."""
-    classes = {"weak": (35.0, 2e9), "medium": (60.0, 20e9), "strong": (110.0, 200e9)}
-    widths = {"1": 1.0, "1/2": 0.25, "1/4": 0.0625, "1/8": 0.015625, "1/16": 0.00390625}
-    capacities = {name: (125 * square, 200e9 * square) for name, square in widths.items()}
-    for name in ("4:3:3", "8:1:1", "1:8:1", "1:1:8", "conf1", "conf2", "conf3"):
-        assert {d.tier: (d.memory, d.speed) for d in fleet(name, 100, 0)} == classes, name
-    for name in ("capacities", "real_world"):
-        assert {d.tier: (d.memory, d.speed) for d in fleet(name, 100, 0)} == capacities, name
-    for name in ("adaptivefl", "adaptivefl_resnet18"):
-        assert {d.tier: d.speed for d in fleet(name, 10, 0)} == {tier: speed for tier, (_, speed) in classes.items()}
-    assert {d.bandwidth for name in FLEETS for d in fleet(name, 20, 0)} == {30e6 / 8}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,19 @@ from hypothesis import strategies as st
 from fl_engine.training import kernels
 
 
+def drawn(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def assert_equal(ours: torch.Tensor, expected: torch.Tensor, *inputs: torch.Tensor | None) -> None:
+    """Equal outputs, and equal gradients of the inputs."""
+    torch.testing.assert_close(ours, expected)
+    given = [t for t in inputs if t is not None]
+    upstream = torch.randn(expected.shape, dtype=torch.float64)
+    found, wanted = (torch.autograd.grad(each, given, upstream) for each in (ours, expected))
+    torch.testing.assert_close(found, wanted)
+
+
 @settings(max_examples=40)
 @given(
     batch=st.integers(1, 4),
@@ -32,21 +45,11 @@ def test_unfolded_convolution_equals_conv2d_with_gradients(
     seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-    x, weight = drawn(batch, channels[0], *size), drawn(channels[1], channels[0], *kernel)
-    bias = drawn(channels[1]) if with_bias else None
-    inputs = [t for t in (x, weight, bias) if t is not None]
+    x = drawn(generator, batch, channels[0], *size)
+    weight = drawn(generator, channels[1], channels[0], *kernel)
+    bias = drawn(generator, channels[1]) if with_bias else None
     expected = F.conv2d(x, weight, bias, stride, padding)
-    ours = kernels.unfolded_conv2d(x, weight, bias, stride, padding)
-    torch.testing.assert_close(ours, expected)
-    upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
-    for got, wanted in zip(
-        torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
-    ):
-        torch.testing.assert_close(got, wanted)
+    assert_equal(kernels.unfolded_conv2d(x, weight, bias, stride, padding), expected, x, weight, bias)
 
 
 @settings(max_examples=25)
@@ -61,21 +64,10 @@ def test_batched_linear_equals_each_layer_with_gradients(
     n: int, batch: int, features: tuple[int, int], with_bias: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-    x, weight = drawn(batch, n * features[0]), drawn(n, features[1], features[0])
-    bias = drawn(n, features[1]) if with_bias else None
+    x, weight = drawn(generator, batch, n * features[0]), drawn(generator, n, features[1], features[0])
+    bias = drawn(generator, n, features[1]) if with_bias else None
     parts = x.view(batch, n, features[0]).unbind(1)
     expected = torch.cat(
         [F.linear(part, weight[i], None if bias is None else bias[i]) for i, part in enumerate(parts)], dim=1
     )
-    ours = kernels.batched_linear(x, weight, bias)
-    torch.testing.assert_close(ours, expected)
-    upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
-    inputs = [t for t in (x, weight, bias) if t is not None]
-    for got, wanted in zip(
-        torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
-    ):
-        torch.testing.assert_close(got, wanted)
+    assert_equal(kernels.batched_linear(x, weight, bias), expected, x, weight, bias)

@@ -15,9 +15,8 @@ from fl_engine.core.augmentation import Crop, Flip
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.costs import count_macs
 from fl_engine.core.errors import ModelError
-from fl_engine.core.samplers import Balanced
-from fl_engine.core.schedules import Cosine
 from fl_engine.core.slicing import initial_params, take
+from fl_engine.core.steps import Balanced, Cosine
 from fl_engine.core.types import (
     FULL,
     SGD,
@@ -32,18 +31,15 @@ from fl_engine.core.types import (
     SubmodelSpec,
 )
 from fl_engine.core.widths import prefix
-from fl_engine.models.har_cnn import HarCNN
+from fl_engine.models.chains import VGG16, HarCNN, SmallCNN
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.mobilenetv3_ofa import MobileNetV3OFA
-from fl_engine.models.preresnet import PreResNet18
-from fl_engine.models.resnet import ResNet18
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.models.vgg16 import VGG16
-from fl_engine.models.wisdm_lstm import WisdmLSTM
+from fl_engine.models.recurrent import WisdmLSTM
+from fl_engine.models.resnet import PreResNet18, ResNet18
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
 from fl_engine.training import lanes, strategy
-from fl_engine.training.local import Job, kind, train
+from fl_engine.training.local import TrainingJob, kind, train
 from fl_engine.training.numerics import SINGLE, Numerics
 
 BATCHED = Numerics("batched", 64)
@@ -72,7 +68,7 @@ OTHER_WORK: dict[str, Any] = {
 }
 
 
-def job(family: ModelFamily, task: LocalTask, i: int, samples: int = 12, remembered: bool = False) -> Job:
+def job(family: ModelFamily, task: LocalTask, i: int, samples: int = 12, remembered: bool = False) -> TrainingJob:
     """Client i: weights, samples, labels and seed of its own."""
     generator = torch.Generator().manual_seed(100 + i)
     x = torch.randn(samples, *family.input_shape, generator=generator)
@@ -80,7 +76,7 @@ def job(family: ModelFamily, task: LocalTask, i: int, samples: int = 12, remembe
     start = take(initial_params(family, i), family.layout(), task.spec)
     start = {name: t.clone() for name, t in start.items()}
     linear = {name: 0.01 * t for name, t in list(start.items())[:2]} if remembered else {}
-    return Job(replace(task, seed=i), start, x, y, linear)
+    return TrainingJob(replace(task, seed=i), start, x, y, linear)
 
 
 def terms(family: ModelFamily) -> dict[str, LocalTask]:
@@ -96,7 +92,7 @@ def terms(family: ModelFamily) -> dict[str, LocalTask]:
     }
 
 
-def assert_same(family: ModelFamily, jobs: list[Job], others: int) -> None:
+def assert_same(family: ModelFamily, jobs: list[TrainingJob], others: int) -> None:
     """Each job alone, and in groups of every size from two to all: the same bits, the same loss."""
     together = train(family, Classification(family.outputs), jobs, BATCHED)
     for i in (0, len(jobs) - 1):
@@ -169,9 +165,8 @@ def test_squeeze_and_excitation() -> None:
     assert_close(family, [job(family, replace(task, optimizer=SGD(0.01)), i, samples=4) for i in range(2)])
 
 
-@pytest.mark.parametrize("name", ["tiny", "small"])
-def test_samples_are_drawn_and_changed_for_each_lane_alone(name: str) -> None:
-    family = FAMILIES[name]
+def test_samples_are_drawn_and_changed_for_each_lane() -> None:
+    family = FAMILIES["small"]
     task = replace(TASK, **OTHER_WORK)
     assert_same(family, [job(family, task, i) for i in range(5)], 2)
     jobs = [job(family, replace(task, optimizer=SGD(0.01)), i) for i in range(3)]
@@ -179,14 +174,14 @@ def test_samples_are_drawn_and_changed_for_each_lane_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_side_by_side_is_one_at_a_time_but_for_rounding(name: str) -> None:
+def test_side_by_side_equals_one_at_a_time_up_to_rounding(name: str) -> None:
     family = FAMILIES[name]
     for task in terms(family).values():
         task = replace(task, optimizer=SGD(0.01), epochs=1, batch_size=12)
         assert_close(family, [job(family, task, i) for i in range(3)])
 
 
-def assert_close(family: ModelFamily, jobs: list[Job]) -> None:
+def assert_close(family: ModelFamily, jobs: list[TrainingJob]) -> None:
     """Side by side, and one at a time."""
     for a, b in zip(
         train(family, Classification(family.outputs), jobs, BATCHED),
@@ -198,7 +193,7 @@ def assert_close(family: ModelFamily, jobs: list[Job]) -> None:
             torch.testing.assert_close(a.params[key], b.params[key], rtol=1e-3, atol=1e-4)
 
 
-def test_a_convolution_of_one_output_learns_from_one_sample() -> None:
+def test_convolution_of_one_output_learns_from_one_sample() -> None:
     """For one sample and one output, torch's gradient refuses weights that lie channels last."""
     layer = lanes.Conv2d(nn.Conv2d(3, 1, 3, padding=1))
     layer.weight = lanes.channels_last(torch.randn(1, 1, 3, 3, 3)).requires_grad_()
@@ -210,7 +205,7 @@ def test_a_convolution_of_one_output_learns_from_one_sample() -> None:
     torch.testing.assert_close(layer.weight.grad[0], plain.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_one_diverged_lane_leaves_the_others_alone() -> None:
+def test_diverged_lane_leaves_the_others_unchanged() -> None:
     family = FAMILIES["small"]
     jobs = [job(family, TASK, i) for i in range(3)]
     expected = train(family, Classification(family.outputs), jobs, BATCHED)
@@ -240,7 +235,6 @@ def test_kinds() -> None:
     assert of(12, drop_last=True) == of(14, drop_last=True) != of(15, drop_last=True)
 
 
-# ------------------------------------------------------------------------------------ what cannot, or must not
 @dataclass(frozen=True)
 class Odd:
     """One hidden layer; with `grouped`, a layer norm whose weights know nothing of lanes; with `mixing`, a softmax over
@@ -283,26 +277,22 @@ class _Flat(nn.Linear):
         return Flat()
 
 
-def test_a_layer_that_cannot_trains_alone() -> None:
+def test_layer_without_lanes_trains_alone() -> None:
     family: ModelFamily = Odd(grouped=True)  # type: ignore[assignment]
-    found = train(family, Classification(family.outputs), [job(family, TASK, i) for i in range(2)])
-    x, y = (job(family, TASK, 1).x, job(family, TASK, 1).y)
-    assert torch.isfinite(family.module()(x)).all() and len(y) == 12
-    start = initial_params(family, 1)
-    assert all(not torch.equal(found[1].params[name], start[name]) for name in start)
-    with pytest.raises(ModelError, match=r"LayerNorm.*run\.strategy"):
+    with pytest.raises(ModelError) as caught:
         train(family, Classification(family.outputs), [job(family, TASK, i) for i in range(2)], BATCHED)
+    assert caught.value.path == "run.strategy"
     assert strategy.choose(family, Classification(3), 5, 10, "fp32").strategy == "single"
 
 
 @pytest.mark.parametrize("odd", [Odd(mixing=True), Odd(parting=True)], ids=["mixing", "parting"])
-def test_a_network_that_mixes_channels_is_found_out(odd: Odd, caplog: pytest.LogCaptureFixture) -> None:
+def test_network_that_mixes_channels_trains_alone(odd: Odd, caplog: pytest.LogCaptureFixture) -> None:
     family: ModelFamily = odd  # type: ignore[assignment]
     assert strategy.choose(family, Classification(3), 5, 10, "fp32").strategy == "single"
     assert "mixes channels" in caplog.text
 
 
-def test_the_strategy_follows_from_the_size() -> None:
+def test_strategy_follows_from_the_size() -> None:
     """A step of the small CNN at 8x8 has 3 * 145,000 * 10 multiply-adds; VGG16's at 32x32 has 3 * 333 million * 50."""
     assert strategy.choose(VGG16((3, 32, 32), 10), TEN, 50, 10, "fp32") == SINGLE
     assert strategy.choose(SmallCNN((1, 8, 8), 10), TEN, 10, 6, "fp32") == Numerics("batched", 6)
@@ -313,15 +303,3 @@ def test_the_strategy_follows_from_the_size() -> None:
     assert strategy.choose(large, TEN, 20, 6, "bf16", ("cpu", "cpu")) == Numerics("batched", 3, "bf16")
     assert strategy.choose(large, TEN, 20, 6, "bf16", ("cuda:0",)) == Numerics(precision="bf16")
     assert strategy.batched(FAMILIES["tiny"], 1, 1, "fp32").lanes == 2, "one client has a copy beside it"
-
-
-def test_ordered_dropout_trains_one_client_at_a_time() -> None:
-    family = FAMILIES["tiny"]
-    task = replace(TASK, widths=(prefix(family.layout(), 0.5), FULL))
-    jobs = [job(family, task, i) for i in range(3)]
-    for a, b in zip(
-        train(family, Classification(family.outputs), jobs, BATCHED),
-        train(family, Classification(family.outputs), jobs, SINGLE),
-        strict=True,
-    ):
-        assert_same_bits(a.params, b.params)

@@ -71,7 +71,7 @@ def test_result_signed_with_another_key_is_refused(scene_of: Scenes, whose: str)
             "another worker": result_key(other.key, site, lease.id),
             "another configuration": result_key(worker.key, "other", lease.id),
         }[whose]
-        worker.send(lease, scene.plan, scene.store, [update_of(scene.plan.orders[0])], key)
+        worker.send(lease, scene.plan, scene.store, [update_of(scene.plan.assignments[0])], key)
 
     scene.worker(lies)
     assert [(failure.stage, failure.code) for failure in scene.failures().values()] == [("validate", "signature")]
@@ -120,7 +120,7 @@ def test_worker_taken_away_again_and_again_fails_the_client(
 
 @pytest.mark.parametrize("attempts", [1, 2])
 @pytest.mark.parametrize("befalls", [Scene.unable, Scene.killed, Scene.works, Scene.silent])
-def test_order_that_ends_its_worker_fails_alone(scene_of: Scenes, befalls: Act, attempts: int) -> None:
+def test_assignment_that_ends_its_worker_fails_alone(scene_of: Scenes, befalls: Act, attempts: int) -> None:
     scene = scene_of(8, 4, attempts=attempts, lease_s=30, deadline_s=300)
     honest = scene.honest()
     for _ in range(2 + attempts):

@@ -14,21 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_engine.algorithms import FlexFL
-from fl_engine.core.errors import DataError, IntegrityError, PartitionError
+from fl_engine.core.errors import DataError, PartitionError
 from fl_engine.core.samples import Data
-from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome
-from fl_engine.data import partition_files
-from fl_engine.data.local_data import FORM, Form, Unknown, joined, of_client, of_server
+from fl_engine.core.types import ClientFailure, ClientResult, Device
+from fl_engine.data.local_data import Form, Unknown, joined, of_client, of_server
+from fl_engine.data.partition import Partition
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.manifest import Manifest, key_of, signed
+from fl_engine.exchange.manifest import ResultManifest, key_of, sign
 from fl_engine.remote.registry import Member, assign_clients
+from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
-from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.tasks import Classification
-from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, context_of, start_of, tiny_site
-from tests.conftest import MemoryStore
+from fl_engine.testing.tiny import TRAINING, assert_same_results, first_plan, tiny_site
+from tests.harness.stores import MemoryStore
 
 
 def data_of(samples: int, start: int = 0, **more: Any) -> Data:
@@ -57,22 +57,12 @@ def test_other_data_than_the_runs_are_refused(own: Data, said: str) -> None:
         Form.of(SERVER).normalises(own, "here", 4)
 
 
-def test_a_form_survives_its_file_and_another_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / FORM).write_text(Form.of(SERVER).model_dump_json())
-    assert Form.read(tmp_path / FORM) == Form.of(SERVER)
-    (tmp_path / FORM).write_text("{}")
-    with pytest.raises(IntegrityError):
-        Form.read(tmp_path / FORM)
-    with pytest.raises(IntegrityError):
-        Form.read(tmp_path / "nowhere")
-
-
 def test_the_server_knows_its_proxy_and_nothing_of_clients(tmp_path: Path) -> None:
     found = of_server(SERVER, 3, 0)
     assert sorted([*found.proxy_train, *found.proxy_test]) == list(range(10)) and len(found.proxy_test) == 2
     assert [len(part) for part in found.clients] == [0, 0, 0] and not found.counts.any()
-    partition_files.save(found, tmp_path)
-    again = partition_files.load(tmp_path, SERVER)
+    found.save(tmp_path)
+    again = Partition.load(tmp_path, SERVER)
     assert again.rule == "local" and np.array_equal(again.proxy_train, found.proxy_train)
 
 
@@ -90,37 +80,28 @@ def test_clients_that_are_simulated_hold_what_their_folders_do() -> None:
 ALGORITHM = FlexFL(training=TRAINING)
 KNOWN = tiny_site(ALGORITHM)
 SITE = replace(KNOWN, most=20)
-PLAN = ALGORITHM.plan(start_of(ALGORITHM, KNOWN), context_of(KNOWN, 0, SEED))
-ORDER = PLAN.orders[0]
+PLAN = first_plan(ALGORITHM, KNOWN)
+ASSIGNMENT = PLAN.assignments[0]
 
 
-def answered(**changes: Any) -> Outcome:
+def answered(**changes: Any) -> ClientResult:
     store, key = MemoryStore(), key_of(b"secret")
     box = Mailbox(store, replace(SITE.rules, algorithm=ALGORITHM), key)
-    box.put_outcome(PLAN, execute(ALGORITHM, ORDER, KNOWN))
-    name = f"rounds/00000/updates/{ORDER.client}.json"
-    told = Manifest.model_validate_json(store.files[name])
+    box.put_result(PLAN, execute(ALGORITHM, ASSIGNMENT, KNOWN))
+    name = f"rounds/00000/updates/{ASSIGNMENT.client}.json"
+    told = ResultManifest.model_validate_json(store.files[name])
     told = told.model_copy(update={"signature": None, **changes})
     told = told.model_copy(update={"metrics": {**told.metrics, **changes.get("metrics", {})}})
-    store.put(name, signed(told, key(ORDER)).model_dump_json().encode())
-    return box.receive(PLAN, ORDER.client)
+    store.put(name, sign(told, key(ASSIGNMENT)).model_dump_json().encode())
+    return box.receive(PLAN, ASSIGNMENT.client)
 
 
 def test_a_count_is_what_the_device_says_within_bounds() -> None:
     assert SITE.rules.samples == () and KNOWN.rules.samples != ()
-    assert_same_outcomes([answered()], [execute(ALGORITHM, ORDER, KNOWN)])
+    assert_same_results([answered()], [execute(ALGORITHM, ASSIGNMENT, KNOWN)])
     for count in (0, -1, 21, 10**9):
-        outcome = answered(num_examples=count)
-        assert isinstance(outcome, ClientFailure) and outcome.code == "examples" and "partition.most" in outcome.reason
-
-
-def test_more_samples_are_more_steps() -> None:
-    honest = answered()
-    assert isinstance(honest, ClientUpdate)
-    outcome = answered(num_examples=20)
-    assert isinstance(outcome, ClientFailure) and outcome.code == "metrics"
-    outcome = answered(metrics={"steps": honest.metrics["steps"] + 1})
-    assert isinstance(outcome, ClientFailure) and outcome.code == "metrics"
+        result = answered(num_examples=count)
+        assert isinstance(result, ClientFailure) and result.code == "examples" and "partition.most" in result.reason
 
 
 def test_a_server_that_does_not_know_says_so() -> None:
@@ -158,12 +139,12 @@ def test_device_stays_its_client_until_it_is_revoked() -> None:
 
 
 @given(st.lists(st.sampled_from(["weak", "strong", None]), max_size=7), st.permutations(range(7)))
-def test_each_client_has_one_device_of_its_tier(tiers: list[str | None], order: list[int]) -> None:
+def test_each_client_has_one_device_of_its_tier(tiers: list[str | None], assignment: list[int]) -> None:
     members = [member(f"d-{i}", tier) for i, tier in enumerate(tiers)]
     found = assign_clients({}, members, FLEET)
     assert len(set(found.values())) == len(found) <= len(FLEET)
     tier_of = {each.name: each.tier for each in members}
     assert all(tier_of[name] in (None, FLEET[client].tier) for name, client in found.items())
-    shuffled: Iterator[Member] = (members[i] for i in order if i < len(members))
+    shuffled: Iterator[Member] = (members[i] for i in assignment if i < len(members))
     assert assign_clients({}, shuffled, FLEET) == found, "in any order"
     assert assign_clients(found, members, FLEET) == found

@@ -15,14 +15,26 @@ from torch import Tensor
 from fl_engine.algorithms import HeteroFL
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.costs import macs_per_sample
-from fl_engine.core.slicing import initial_params, take
-from fl_engine.core.types import FULL, SGD, ClientUpdate, Distillation, ExitLoss, LocalTask, Params, SubmodelSpec
+from fl_engine.core.slicing import initial_params, is_statistic, take
+from fl_engine.core.types import (
+    FULL,
+    SGD,
+    ClientUpdate,
+    Distillation,
+    ExitLoss,
+    LocalTask,
+    Params,
+    Sandwich,
+    SubmodelSpec,
+)
+from fl_engine.core.widths import prefix
 from fl_engine.exchange.client import execute
+from fl_engine.models.chains import SmallCNN
 from fl_engine.rounds.server import ServerSite
 from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, context_of, start_of, tiny_site
-from fl_engine.training.local import Job, Trained, train
-from fl_engine.training.losses import distil_from_last, distil_mutually, mask_absent, of_exits
+from fl_engine.training.local import Trained, TrainingJob, train
+from fl_engine.training.losses import distil_from_last, distil_mutually, of_exits
 
 FAMILY = TinyNet()
 FOUR, TWO = Classification(4), Classification(2)
@@ -38,7 +50,7 @@ def one_step(
     family: ModelFamily = FAMILY, start: Params = START, linear: Params | None = None, **changes: object
 ) -> Trained:
     task = replace(LocalTask(FULL, SGD(1.0), epochs=1, batch_size=8, drop_last=True, seed=11), **changes)  # type: ignore[arg-type]
-    (found,) = train(family, Classification(family.outputs), [Job(task, start, *samples(), linear or {})])
+    (found,) = train(family, Classification(family.outputs), [TrainingJob(task, start, *samples(), linear or {})])
     return found
 
 
@@ -65,7 +77,7 @@ def assert_close(left: Params, right: Params) -> None:
         torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-6)
 
 
-def test_the_proximal_term_pulls_towards_what_was_received() -> None:
+def test_proximal_term_pulls_towards_the_start() -> None:
     mu, rate = 0.7, 0.3
     sgd = SGD(rate)
     once = one_step(optimizer=sgd)
@@ -76,7 +88,7 @@ def test_the_proximal_term_pulls_towards_what_was_received() -> None:
         torch.testing.assert_close(pulled.params[name], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_linear_term_is_subtracted_from_the_gradient() -> None:
+def test_linear_term_is_subtracted_from_the_gradient() -> None:
     """FedDyn: grad F - g, for the parameters that have a g."""
     g = {"fc.linear.bias": torch.full_like(START["fc.linear.bias"], 0.25), "not there": torch.ones(3)}
     plain, pushed = moved(one_step()), moved(one_step(linear=g))
@@ -85,7 +97,7 @@ def test_the_linear_term_is_subtracted_from_the_gradient() -> None:
         torch.testing.assert_close(pushed[name], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_gradient_is_clipped_to_its_norm_over_all_parameters() -> None:
+def test_gradient_is_clipped_over_all_parameters() -> None:
     plain = moved(one_step())
     norm = math.sqrt(sum(float(g.square().sum()) for g in plain.values()))
     clipped = moved(one_step(clip_norm=norm / 2))
@@ -93,17 +105,7 @@ def test_the_gradient_is_clipped_to_its_norm_over_all_parameters() -> None:
     assert_close(moved(one_step(clip_norm=2 * norm)), plain)
 
 
-def test_absent_classes_have_logit_zero_and_no_gradient() -> None:
-    """Labels 0, 1 and 3 occur. The logit of class 2 is 0: it takes part in the softmax, and learns nothing."""
-    found = moved(one_step(mask_labels=True))
-    present = torch.tensor([True, True, False, True])
-    assert_close(found, gradient_of(lambda out, y: F.cross_entropy(torch.where(present, out, 0.0), y)))
-    assert not found["classifier.weight"][2].any()
-    assert found["classifier.weight"][[0, 1, 3]].any()
-    assert mask_absent(torch.tensor([[5.0, -7.0]]), torch.tensor([True, False])).tolist() == [[5.0, 0.0]]
-
-
-def test_rows_of_absent_classes_do_not_come_back() -> None:
+def test_rows_of_absent_classes_are_not_returned() -> None:
     algorithm = HeteroFL(training=TRAINING, scaler=False, static_bn=False)
     site = tiny_site(algorithm)
     own = torch.from_numpy(site.partition.clients[5])
@@ -111,27 +113,61 @@ def test_rows_of_absent_classes_do_not_come_back() -> None:
     labels[own] = torch.tensor([0, 3, 0, 3, 3, 0, 0, 3])
     site = replace(site, data=replace(site.data, train_y=labels))
     state = start_of(algorithm, site)
-    orders = [o for r in range(20) for o in algorithm.plan(state, context_of(site, r, SEED)).orders if o.client == 5]
-    update = execute(algorithm, orders[0], site)
+    assignments = [
+        o for r in range(20) for o in algorithm.plan(state, context_of(site, r, SEED)).assignments if o.client == 5
+    ]
+    update = execute(algorithm, assignments[0], site)
     assert isinstance(update, ClientUpdate)
     assert update.spec.kept["classes"] == (0, 3)
     assert update.payload["classifier.weight"].shape[0] == update.payload["classifier.bias"].shape[0] == 2
-    plan = algorithm.plan(state, context_of(site, orders[0].round, SEED))
+    plan = algorithm.plan(state, context_of(site, assignments[0].round, SEED))
     merged = algorithm.merge(state, plan, [update], ServerSite(site)).params
     for row, held in enumerate([True, False, False, True]):
         assert torch.equal(merged["classifier.weight"][row], state.params["classifier.weight"][row]) != held
 
 
-def test_the_scaler_divides_what_hidden_layers_put_out() -> None:
-    x, y = samples()
-    leaves = {name: t.detach().clone().requires_grad_(True) for name, t in START.items()}
-    conv = F.conv2d(x, leaves["conv.conv.weight"], leaves["conv.conv.bias"], padding=1) / 0.5
+PART = SubmodelSpec.of({"conv": 2, "hidden": 16})
+"""A quarter of the convolution's channels, half of the hidden ones."""
+
+
+def leaves(spec: SubmodelSpec = FULL) -> Params:
+    return {name: t.clone().requires_grad_(True) for name, t in take(START, FAMILY.layout(), spec).items()}
+
+
+def logits(params: Params, conv_by: float = 1.0, hidden_by: float = 1.0) -> Tensor:
+    """The outputs of TinyNet, with those of hidden layers divided."""
+    conv = F.conv2d(samples()[0], params["conv.conv.weight"], params["conv.conv.bias"], padding=1) / conv_by
     flat = F.max_pool2d(F.relu(conv), 2).flatten(1)
-    hidden = F.relu(F.linear(flat, leaves["fc.linear.weight"], leaves["fc.linear.bias"]) / 0.5)
-    more = F.linear(hidden, leaves["extra.linear.weight"], leaves["extra.linear.bias"]) / 0.5
-    out = F.linear(hidden + F.relu(more), leaves["classifier.weight"], leaves["classifier.bias"])
-    grads = torch.autograd.grad(F.cross_entropy(out, y), list(leaves.values()))
-    assert_close(moved(one_step(scaler=0.5)), dict(zip(leaves, grads, strict=True)))
+    hidden = F.relu(F.linear(flat, params["fc.linear.weight"], params["fc.linear.bias"]) / hidden_by)
+    more = F.linear(hidden, params["extra.linear.weight"], params["extra.linear.bias"]) / hidden_by
+    return F.linear(hidden + F.relu(more), params["classifier.weight"], params["classifier.bias"])
+
+
+def assert_gradient(found: Params, loss: Tensor, params: Params) -> None:
+    assert_close(found, dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "scaler", "by"),
+    [(FULL, 0.5, (0.5, 0.5)), (PART, "by_layer", (2 / 8, 16 / 32)), (FULL, "by_layer", (1.0, 1.0))],
+)
+def test_scaler_divides_outputs_of_hidden_layers(spec: SubmodelSpec, scaler: object, by: tuple[float, float]) -> None:
+    params, start = leaves(spec), take(START, FAMILY.layout(), spec)
+    found = moved(one_step(start=start, spec=spec, scaler=scaler), start)
+    assert_gradient(found, F.cross_entropy(logits(params, *by), samples()[1]), params)
+
+
+def test_absent_classes_have_logit_zero_in_student_and_teacher() -> None:
+    """Labels 0, 1 and 3 occur. The logit of class 2 is 0: it takes part in the softmax, and learns nothing. FlexFL's
+    loss, whose teacher is a part of the student."""
+    params, present, tau = leaves(), torch.tensor([True, True, False, True]), 3.0
+    student = torch.where(present, logits(params), 0.0)
+    within = {name: tensor.detach() for name, tensor in take(params, FAMILY.layout(), PART).items()}
+    teacher = torch.where(present, logits(within), 0.0)
+    kl = F.kl_div((student / tau).log_softmax(1), (teacher / tau).softmax(1), reduction="none").mean() * tau**2
+    found = moved(one_step(distillation=Distillation((PART,), 10.0, tau), mask_labels=True))
+    assert_gradient(found, F.cross_entropy(student, samples()[1]) + 10.0 * kl, params)
+    assert not found["classifier.weight"][2].any()
 
 
 EXITS = TinyNet(exits=("conv", "fc"))
@@ -209,13 +245,13 @@ def test_exits_of_numbers_by_hand() -> None:
 HALF, QUARTER = SubmodelSpec.of({"conv": 4, "hidden": 16}), SubmodelSpec.of({"conv": 2, "hidden": 8})
 
 
-def test_a_step_of_one_width_moves_its_slice_alone() -> None:
+def test_step_of_one_width_moves_only_its_slice() -> None:
     found = moved(one_step(widths=(HALF,)))
     inside = take(found, FAMILY.layout(), HALF)
     x, y = samples()
-    leaves = {n: t.clone().requires_grad_(True) for n, t in take(START, FAMILY.layout(), HALF).items()}
-    loss = F.cross_entropy(torch.func.functional_call(FAMILY.module(HALF), leaves, (x,)), y)
-    assert_close(inside, dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)))
+    params = leaves(HALF)
+    loss = F.cross_entropy(torch.func.functional_call(FAMILY.module(HALF), params, (x,)), y)
+    assert_gradient(inside, loss, params)
     for name, t in inside.items():
         t.zero_()
         assert not found[name].any(), f"{name}: something outside of the slice moved"
@@ -231,3 +267,57 @@ def test_multiply_adds_of_a_step() -> None:
     assert macs_per_sample(FAMILY, replace(task, distillation=teachers)) == 3 * full + half
     anywhere = SubmodelSpec.of({"conv": [0, 3, 4, 7], "hidden": range(16, 32)})
     assert macs_per_sample(FAMILY, replace(task, spec=anywhere)) == 3 * half
+
+
+WIDTHS = {width: prefix(FAMILY.layout(), width) for width in (0.25, 0.5, 0.75, 1.0)}
+
+
+def sandwich_of(*widths: float, sandwich: Sandwich, seed: int = 11) -> Trained:
+    return one_step(widths=tuple(WIDTHS[width] for width in widths), sandwich=sandwich, seed=seed)
+
+
+def sandwich_by_hand(*widths: float, weight: float, tau: float) -> tuple[Params, float]:
+    """(gradient, loss): the mean over the sub-models of cross entropy, plus for all but the last weight * tau^2 * KL
+    from the last's softened outputs, through which no gradient flows."""
+    params, (x, y) = leaves(), samples()
+    outputs = []
+    for spec in (WIDTHS[width] for width in widths):
+        outputs.append(torch.func.functional_call(FAMILY.module(spec), take(params, FAMILY.layout(), spec), (x,)))
+    soft = F.softmax(outputs[-1].detach() / tau, dim=1)
+    loss = F.cross_entropy(outputs[-1], y)
+    for out in outputs[:-1]:
+        kl = (soft * (soft.log() - F.log_softmax(out / tau, dim=1))).sum(1).mean()
+        loss = loss + F.cross_entropy(out, y) + weight * tau**2 * kl
+    loss = loss / len(outputs)
+    return dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True)), loss.item()
+
+
+@pytest.mark.parametrize(("weight", "tau"), [(0.0, 1.0), (1.0, 1.0), (0.5, 3.0)])
+def test_the_gradient_of_the_smallest_and_the_largest(weight: float, tau: float) -> None:
+    found = sandwich_of(0.5, 1.0, sandwich=Sandwich(1, weight, tau))
+    gradient, loss = sandwich_by_hand(0.5, 1.0, weight=weight, tau=tau)
+    assert_close(moved(found), gradient)
+    assert found.loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_the_others_are_drawn_uniformly_and_by_seed() -> None:
+    name = "fc.linear.weight"
+    likely = {width: sandwich_by_hand(0.25, width, 1.0, weight=1.0, tau=1.0)[0][name] for width in (0.5, 0.75)}
+    counts = dict.fromkeys(likely, 0)
+    for seed in range(60):
+        gradient = moved(sandwich_of(0.25, 0.5, 0.75, 1.0, sandwich=Sandwich(1, 1.0, 1.0), seed=seed))[name]
+        (drawn,) = [width for width, each in likely.items() if torch.allclose(gradient, each, rtol=1e-4, atol=1e-6)]
+        counts[drawn] += 1
+    assert all(18 <= count <= 42 for count in counts.values()), counts
+
+
+def test_running_statistics_are_the_largest_sub_models() -> None:
+    family = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")
+    x, start = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(1)), initial_params(family, 0)
+    alone = LocalTask(FULL, SGD(0.1), epochs=1, batch_size=8, drop_last=True, seed=11)
+    both = replace(alone, widths=(prefix(family.layout(), 0.5), FULL), sandwich=Sandwich(0, 1.0, 1.0))
+    found, plain = (train(family, FOUR, [TrainingJob(task, start, x, samples()[1])])[0] for task in (both, alone))
+    assert any(not torch.equal(found.params[name], t) for name, t in plain.params.items() if not is_statistic(name))
+    statistics = [name for name in start if is_statistic(name)]
+    assert statistics
+    assert_same_bits({n: found.params[n] for n in statistics}, {n: plain.params[n] for n in statistics})

@@ -11,12 +11,11 @@ import pytest
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.types import Device
 from fl_engine.remote import messages
-from fl_engine.remote.mailboxes import Mailboxes
 from fl_engine.remote.messages import (
     HEARTBEAT,
     HEARTBEAT_BYTES,
     MESSAGE,
-    Assignment,
+    AssignmentMessage,
     Heartbeat,
     Invitation,
     Lease,
@@ -26,15 +25,16 @@ from fl_engine.remote.messages import (
     read_message,
 )
 from fl_engine.remote.provisioner import Enrolled
-from fl_engine.remote.registry import Registry
+from fl_engine.remote.registry import Mailboxes, Registry
+from fl_engine.remote.settings import AgentsConfig
 from fl_engine.remote.workers import Held, Worker, Workers
-from tests.conftest import MemoryStore
 from tests.harness.played import played_clock
+from tests.harness.stores import MemoryStore
 
 INVITED, ID = "ab" * 32, "1d" * 16
 KEY = enrolled_key(INVITED, ID)
 HONEST: dict[str, Any] = {"name": "weak-1", "id": ID, "worker": "00" * 8, "number": 1, "state": "idle"}
-LEASE = Lease(id="11" * 8, seconds=60, assignment=Assignment(round=0, clients=(0,), store="x"))
+LEASE = Lease(id="11" * 8, seconds=60, assignment=AssignmentMessage(round=0, clients=(0,), store="x"))
 
 
 class Coordinator:
@@ -43,7 +43,8 @@ class Coordinator:
     def __init__(self, home: Any = None) -> None:
         self.mailboxes, self.registry = Mailboxes(home or MemoryStore()), Registry(MemoryStore())
         self.key = self.mailboxes.invite(self.registry, "weak", None).key
-        self.workers = Workers(self.mailboxes, Enrolled([Device(0, "weak", 100.0, 0.0)], self.registry, 600), 60, print)
+        devices = Enrolled([Device(0, "weak", 100.0, 0.0)], self.registry, self.mailboxes, AgentsConfig())
+        self.workers = Workers(devices, print)
 
     def meet(self) -> Worker:
         self.workers.refresh()
@@ -53,13 +54,24 @@ class Coordinator:
         self.workers.send(self.meet(), lease)
         return self.workers.by_name["weak-1"].message.number
 
-    def hears(self, known: Worker, value: bytes | None = None, id: str = ID, **claims: Any) -> bool:
-        """Whether it obeys this heartbeat."""
+    def accepts(self, known: Worker, value: bytes | None = None, id: str = ID, **claims: Any) -> bool:
+        """Whether it accepts this heartbeat."""
         told = Heartbeat(**{**HONEST, "id": id, **claims}).signed(enrolled_key(self.key, id))
         before = known.heartbeat
         self.mailboxes.home.put(f"weak-1/{HEARTBEAT}", told.text() if value is None else value)
-        self.workers.hear(known)
+        self.workers.poll(known)
         return known.heartbeat is not before
+
+
+@pytest.mark.parametrize(("starts", "reports"), [("010", 1), ("01010", 1), ("0123", 0)])
+def test_two_processes_of_a_device_are_reported_once(
+    caplog: pytest.LogCaptureFixture, starts: str, reports: int
+) -> None:
+    coordinator = Coordinator()
+    worker = coordinator.meet()
+    for number, start in enumerate(starts):
+        coordinator.accepts(worker, worker=start * 16, number=number)
+    assert caplog.text.count("invite --revoke weak-1") == reports
 
 
 def test_message_is_obeyed_only_with_the_device_key() -> None:
@@ -95,40 +107,29 @@ def test_device_with_invalid_heartbeats_counts_as_away() -> None:
     assert worker.away, "it has not come yet"
     forged = Heartbeat(**HONEST).signed("cd" * 32).text()
     for bad in (b"", b"{", b" " * (HEARTBEAT_BYTES + 1), forged):
-        assert not coordinator.hears(worker, bad) and worker.away
-    assert coordinator.hears(worker) and not worker.away
-    assert not coordinator.hears(worker), "the same heartbeat is not another sign of life"
+        assert not coordinator.accepts(worker, bad) and worker.away
+    assert coordinator.accepts(worker) and not worker.away
+    assert not coordinator.accepts(worker), "the same heartbeat is not another sign of life"
 
 
 @pytest.mark.parametrize(("lease", "worker"), [("22" * 8, "00" * 8), ("11" * 8, "99" * 8), (None, "00" * 8)])
 def test_only_the_holder_of_a_lease_prolongs_it(lease: str | None, worker: str) -> None:
     coordinator = Coordinator()
     known = coordinator.meet()
-    known.held = held = Held("11" * 8, "00" * 8, [3], alone=True, since=0.0, heard=0.0)
-    assert coordinator.hears(known, lease=lease, worker=worker) and not held.taken and held.heard == 0.0
-    assert coordinator.hears(known, lease="11" * 8, number=2) and held.taken and held.heard > 0.0
+    known.held = held = Held("11" * 8, "00" * 8, [3], alone=True, since=0.0, heartbeat_at=0.0)
+    assert coordinator.accepts(known, lease=lease, worker=worker) and not held.taken and held.heartbeat_at == 0.0
+    assert coordinator.accepts(known, lease="11" * 8, number=2) and held.taken and held.heartbeat_at > 0.0
 
 
 def test_first_heartbeat_enrolls_the_device() -> None:
     coordinator = Coordinator()
     worker = coordinator.meet()
-    assert coordinator.hears(worker)
+    assert coordinator.accepts(worker)
     assert coordinator.registry.member("weak-1").id == ID
     coordinator.send(LEASE)
     value = coordinator.mailboxes.home.get(f"weak-1/{MESSAGE}")
     message = read_message(value, enrolled_key(coordinator.key, ID), coordinator.key)
     assert message.lease == LEASE and message.enrolled == messages.short(ID) and message.worker == "00" * 8
-
-
-@pytest.mark.parametrize(("starts", "reports"), [("010", 1), ("01010", 1), ("0123", 0)])
-def test_two_processes_of_a_device_are_reported_once(
-    caplog: pytest.LogCaptureFixture, starts: str, reports: int
-) -> None:
-    coordinator = Coordinator()
-    worker = coordinator.meet()
-    for number, start in enumerate(starts):
-        coordinator.hears(worker, worker=start * 16, number=number)
-    assert caplog.text.count("invite --revoke weak-1") == reports
 
 
 def test_revoked_device_reads_so_and_its_name_is_not_reused() -> None:
@@ -163,9 +164,9 @@ def test_invitation_without_a_way_to_the_mailbox_is_refused(value: bytes) -> Non
 def test_second_device_with_an_invitation_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     coordinator = Coordinator()
     worker = coordinator.meet()
-    assert coordinator.hears(worker)
+    assert coordinator.accepts(worker)
     for number in (5, 6):
-        assert not coordinator.hears(worker, id="2d" * 16, number=number)
+        assert not coordinator.accepts(worker, id="2d" * 16, number=number)
     assert coordinator.registry.member("weak-1").id == ID
     assert [record.getMessage().count("invite --revoke weak-1") for record in caplog.records] == [1]
-    assert coordinator.hears(worker, number=2), "the first one is still obeyed"
+    assert coordinator.accepts(worker, number=2), "the first one is still obeyed"

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from fl_engine.core.errors import DataError
@@ -46,25 +44,6 @@ def test_the_loss_is_the_mean_over_what_is_not_padding() -> None:
     assert float(TASK.loss(logits, y, "sum")) == pytest.approx(sum(expected))
 
 
-@settings(max_examples=20)
-@given(seed=st.integers(0, 2**20), cut=st.integers(1, 5))
-def test_metrics_do_not_depend_on_the_batches(seed: int, cut: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    y, logits = TASK.examples(6, generator), torch.randn(6, 5, 4, generator=generator)
-    parts = [TASK.observe(logits[:cut], y[:cut]), TASK.observe(logits[cut:], y[cut:])]
-    whole = TASK.measure([TASK.observe(logits, y)]).values
-    assert TASK.measure(parts).values == pytest.approx(dict(whole), nan_ok=True)
-    kept = [(at, int(t)) for at, row in enumerate(y.tolist()) for t in row if t in (WORD, OTHER)]
-    if kept:
-        right = sum(
-            int(logits[at, :, position].argmax()) == t
-            for at, row in enumerate(y.tolist())
-            for position, t in enumerate(row)
-            if t in (WORD, OTHER)
-        )
-        assert whole["accuracy"] == right / len(kept)
-
-
 def test_a_client_masks_the_tokens_that_it_does_not_hold() -> None:
     present = TASK.present(torch.tensor([[WORD, END, PADDING, PADDING]]))
     assert present.tolist() == [False, True, False, False, True]
@@ -89,6 +68,6 @@ def test_distillation_is_the_mean_over_tokens_and_positions() -> None:
         {"masked": (0,)}, {"masked": (1, 1)}, {"masked": (1, 2, 3, 4)},
     ],
 )  # fmt: skip
-def test_other_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="next_token: "):
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(DataError):
         NextToken(**{"tokens": 5, "length": 4, **options})

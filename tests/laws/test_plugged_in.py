@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any, ClassVar, cast
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 import pytest
 import torch
 
 from fl_engine.aggregation.privacy import Private, Public
-from fl_engine.aggregation.protocol import Aggregate
-from fl_engine.aggregation.robust import Middle
-from fl_engine.aggregation.rules import Aggregation, Mean
-from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import ALGORITHMS, CONTRACT, FedAvg
-from fl_engine.algorithms.pooled import PooledState
-from fl_engine.algorithms.training import Training
+from fl_engine.aggregation.rules import Aggregate, Middle
+from fl_engine.aggregation.server_opt import Average
+from fl_engine.algorithms import ALGORITHMS, FedAvg
 from fl_engine.core.augmentation import Flip
-from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.task import Task
-from fl_engine.core.types import LocalTask, Outcome, ParamLayout, Params, Pool, RoundPlan, TaskContext, WorkOrder
+from fl_engine.core.types import ParamLayout, Params
 from fl_engine.rounds.server import ServerSite
 from fl_engine.selection import Uniform
 from fl_engine.testing.tiny import TRAINING, assert_same_bits, context_of, start_of, tiny_site, update_of
@@ -32,7 +26,6 @@ from flexfleet.config import load_config
 HERE = __name__
 
 
-# ------------------------------------------------------------------------------------------- somebody's own things
 @dataclass(frozen=True)
 class Trimmed:
     share: float = 0.1
@@ -74,154 +67,6 @@ class NoStart:
 
 
 @dataclass(frozen=True)
-class OtherStart:
-    def start(self, old: Params) -> Aggregate:
-        raise NotImplementedError
-
-
-def function(old: Params) -> Params:
-    return old
-
-
-def configured(*sets: str, name: str = "heterofl") -> Any:
-    return configs.algorithm(load_config(None, [f"algorithm.name={name}", *sets]))
-
-
-# ------------------------------------------------------------------------------------------------- it is found
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_every_algorithm_takes_ones_own(name: str) -> None:
-    aggregation = (
-        f"algorithm.aggregation.name={HERE}:Trimmed",
-        "algorithm.aggregation.share=0.3",
-        "algorithm.aggregation.bounds=[0.5, 1.0]",
-    )
-    own: dict[str, tuple[tuple[str, ...], object]] = {
-        "aggregation": (aggregation, Trimmed(share=0.3, bounds=(0.5, 1.0))),
-        "server": ((f"algorithm.server={{name: {HERE}:Half, share: 0.25}}",), Half(share=0.25)),
-        "selection": (
-            (f"algorithm.selection={{name: {HERE}:Everybody, model: largest, extra: 3}}",),
-            Everybody(model="largest", extra=3),
-        ),
-    }
-    chosen = [each.name for each in fields(cast(Any, ALGORITHMS[name])) if each.name in own]
-    built = configured(*(each for what in chosen for each in own[what][0]), name=name)
-    assert chosen and all(getattr(built, what) == own[what][1] for what in chosen)
-
-
-def test_what_is_plugged_in_is_what_merges() -> None:
-    algorithm = configured(f"algorithm.aggregation={{name: {HERE}:Trimmed, share: 0.0}}", name="fedopt")
-    algorithm = FedAvg(training=TRAINING, eligible="all", aggregation=algorithm.aggregation, server=Average())
-    site = tiny_site(algorithm)
-    state = start_of(algorithm, site)
-    plan = algorithm.plan(state, context_of(site, 0, 7))
-    updates = [update_of(o, o.spec, {n: t + o.client for n, t in o.payload.items()}) for o in plan.orders]
-    whole = algorithm.merge(state, plan, updates, ServerSite(site))
-    for server in (Half(), HalfAverage()):
-        half = FedAvg(training=TRAINING, eligible="all", aggregation=Trimmed(share=0.0), server=server).merge(
-            state, plan, updates, ServerSite(site)
-        )
-        assert_same_bits(half.params, {n: torch.lerp(t, whole.params[n], 0.5) for n, t in state.params.items()})
-
-
-# ------------------------------------------------------------------------------------------------ it is refused
-@pytest.mark.parametrize(
-    ("section", "path"),
-    [
-        ("{name: NoStart}", r"aggregation\.name: .*start\(old, layout, public\)"),
-        ("{name: OtherStart}", r"aggregation\.name: .*start\(old, layout, public\)"),
-        ("{name: function}", r"aggregation\.name"),
-        ("{name: Nothing}", r"aggregation\.name"),
-        ("{name: Trimmed, shore: 1}", r"aggregation\.shore.*share"),
-        ("{name: Trimmed, share: much}", r"aggregation\.share"),
-        ("{name: Trimmed, bounds: [1.0, x]}", r"aggregation\.bounds\.1"),
-    ],
-)
-def test_wrong_own_aggregation_is_refused_with_its_path(section: str, path: str) -> None:
-    with pytest.raises(ConfigError, match=path) as error:
-        configured(f"algorithm.aggregation={section.replace('name: ', f'name: {HERE}:')}")
-    assert "\n" not in str(error.value)
-
-
-def test_subclass_of_private_aggregation_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Quiet.*algorithm\.aggregation\.name=private"):
-        configured(f"algorithm.aggregation={{name: {HERE}:Quiet}}", "rounds.norm_bound=null")
-
-
-# ------------------------------------------------------------------------------------------ an algorithm's contract
-@dataclass(frozen=True)
-class Own:
-    preparations: ClassVar[tuple[str, ...]] = ()
-    training: Training = Training()
-    selection: Uniform = field(default=Uniform(model="largest"))
-    aggregation: ClassVar[Aggregation] = Mean()
-    server: ClassVar[Server] = Average()
-
-    def pool(self, family: ModelFamily, prepared: Any, server: Any, *more: Any) -> Pool:
-        return FedAvg().pool(family, prepared, server)
-
-    def init(self, params: Params, layout: Any, fleet: Any, pool: Pool, server: Any) -> PooledState:
-        return FedAvg().init(params, layout, fleet, pool, server)
-
-    def plan(self, state: PooledState, context: Any) -> RoundPlan:
-        return FedAvg().plan(state, context)
-
-    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        return FedAvg().task(order, ctx)
-
-    def merge(
-        self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext, *more: Any
-    ) -> PooledState:
-        return state
-
-
-def made(**members: Any) -> type:
-    """`Own` with other members; None takes one away."""
-    own = {
-        name: value
-        for name, value in vars(Own).items()
-        if not name.startswith("__") and name not in ("training", "selection", "preparations")
-    }
-    own |= {"preparations": (), "training": Training(), "selection": Uniform()}
-    types = {"training": Training, "selection": Uniform}
-    kept = {name: value for name, value in (own | members).items() if value is not None}
-    options = [(name, kind, field(default=kept.pop(name))) for name, kind in types.items() if name in kept]
-    return make_dataclass("Own", options, namespace=kept, frozen=True)
-
-
-MISFITS: list[tuple[dict[str, Any], str]] = [
-    ({"training": None}, "it has no field 'training'"),
-    ({"merge": None}, "it has no merge(state, plan, answers, server)"),
-    ({"preparations": None}, "it has no 'preparations'"),
-    (
-        {"pool": lambda self, family, apoz: ()},
-        "its pool(self, family, apoz) is called as pool(family, prepared, server)",
-    ),
-    ({"plan": lambda self, state: None}, "its plan(self, state) is called as plan(state, context)"),
-    ({"plan": 3}, "its 'plan' is no method"),
-    ({"network": lambda self: None}, "its network(self) is called as network(family)"),
-]
-
-
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_the_algorithms_fit_their_contract(name: str) -> None:
-    assert CONTRACT.kind(name) is ALGORITHMS[name]
-    assert CONTRACT.misfits(Own) == CONTRACT.misfits(made()) == []
-
-
-@pytest.mark.parametrize(("members", "said"), MISFITS, ids=[next(iter(members)) for members, _ in MISFITS])
-def test_an_algorithm_that_does_not_fit_is_told_why(
-    members: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(globals(), "Misfit", made(**members))
-    with pytest.raises(ConfigError) as error:
-        load_config(None, [f"algorithm.name={HERE}:Misfit"])
-    assert "does not fit: " in str(error.value)
-    assert said in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-# ------------------------------------------------------------------------------------------------ a client's work
-@dataclass(frozen=True)
 class Backwards:
     def check(self, goal: Task) -> None:
         pass
@@ -237,8 +82,10 @@ class Darker:
     def check(self, x: torch.Tensor) -> None:
         pass
 
-    def apply(self, x_bchw: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        return x_bchw * self.by[0]
+    def apply(
+        self, x_bchw: torch.Tensor, y: torch.Tensor, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return x_bchw * self.by[0], y
 
 
 @dataclass(frozen=True)
@@ -256,13 +103,74 @@ OWN_WORK = (
 )
 
 
+def function(old: Params) -> Params:
+    return old
+
+
+def configured(*sets: str, name: str = "heterofl") -> Any:
+    return configs.algorithm(load_config(None, [f"algorithm.name={name}", *sets]))
+
+
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_every_algorithm_accepts_own_client_work(name: str) -> None:
-    training = configured(*OWN_WORK, name=name).training
+def test_every_algorithm_takes_ones_own(name: str) -> None:
+    aggregation = (
+        f"algorithm.aggregation.name={HERE}:Trimmed",
+        "algorithm.aggregation.share=0.3",
+        "algorithm.aggregation.bounds=[0.5, 1.0]",
+    )
+    own: dict[str, tuple[tuple[str, ...], object]] = {
+        "aggregation": (aggregation, Trimmed(share=0.3, bounds=(0.5, 1.0))),
+        "server": ((f"algorithm.server={{name: {HERE}:Half, share: 0.25}}",), Half(share=0.25)),
+        "selection": (
+            (f"algorithm.selection={{name: {HERE}:Everybody, model: largest, extra: 3}}",),
+            Everybody(model="largest", extra=3),
+        ),
+    }
+    chosen = [each.name for each in fields(cast(Any, ALGORITHMS[name])) if each.name in own]
+    built = configured(*OWN_WORK, *(each for what in chosen for each in own[what][0]), name=name)
+    assert chosen and all(getattr(built, what) == own[what][1] for what in chosen)
+    training = built.training
     if getattr(ALGORITHMS[name], "local_work", None) is None:  # FedSGD takes all samples at once
         assert training.sampler == Backwards()
     assert training.augment == (Flip(share=0.25), Darker(by=(0.25,)))
     assert training.schedule == Falling(factor=0.75)
+
+
+def test_what_is_plugged_in_is_what_merges() -> None:
+    algorithm = configured(f"algorithm.aggregation={{name: {HERE}:Trimmed, share: 0.0}}", name="fedopt")
+    algorithm = FedAvg(training=TRAINING, eligible="all", aggregation=algorithm.aggregation, server=Average())
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    plan = algorithm.plan(state, context_of(site, 0, 7))
+    updates = [update_of(o, o.spec, {n: t + o.client for n, t in o.payload.items()}) for o in plan.assignments]
+    whole = algorithm.merge(state, plan, updates, ServerSite(site))
+    for server in (Half(), HalfAverage()):
+        half = FedAvg(training=TRAINING, eligible="all", aggregation=Trimmed(share=0.0), server=server).merge(
+            state, plan, updates, ServerSite(site)
+        )
+        assert_same_bits(half.params, {n: torch.lerp(t, whole.params[n], 0.5) for n, t in state.params.items()})
+
+
+@pytest.mark.parametrize(
+    ("section", "path"),
+    [
+        ("{name: NoStart}", r"aggregation\.name: .*start"),
+        ("{name: function}", r"aggregation\.name"),
+        ("{name: Nothing}", r"aggregation\.name"),
+        ("{name: Trimmed, shore: 1}", r"aggregation\.shore.*share"),
+        ("{name: Trimmed, share: much}", r"aggregation\.share"),
+        ("{name: Trimmed, bounds: [1.0, x]}", r"aggregation\.bounds\.1"),
+    ],
+)
+def test_wrong_own_aggregation_is_refused_with_its_path(section: str, path: str) -> None:
+    with pytest.raises(ConfigError, match=path) as error:
+        configured(f"algorithm.aggregation={section.replace('name: ', f'name: {HERE}:')}")
+    assert "\n" not in str(error.value)
+
+
+def test_subclass_of_private_aggregation_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Quiet.*algorithm\.aggregation\.name=private"):
+        configured(f"algorithm.aggregation={{name: {HERE}:Quiet}}", "rounds.norm_bound=null")
 
 
 @pytest.mark.parametrize(

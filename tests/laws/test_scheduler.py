@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from fl_engine.core.errors import Replaced, Stopped
 from fl_engine.core.types import ClientFailure, Device, RoundPlan
 from fl_engine.exchange.client import Site, accept
 from fl_engine.exchange.updates import fits_nobody
-from fl_engine.remote.leases import Assigner
+from fl_engine.remote.leases import RemoteRun
 from fl_engine.remote.messages import HEARTBEAT, MESSAGE, Lease
 from fl_engine.remote.provisioner import Enrolled
 from fl_engine.testing.tiny import context_of, start_of, tiny_site
@@ -24,36 +23,16 @@ from tests.harness.played import scene_of as scene_of  # a fixture
 
 
 def in_round(scene: Scene, round: int) -> None:
-    scene.plan = RoundPlan(round, tuple(replace(order, round=round) for order in scene.plan.orders))
+    scene.plan = RoundPlan(round, tuple(replace(assignment, round=round) for assignment in scene.plan.assignments))
 
 
-def counted(scene: Scene, monkeypatch: pytest.MonkeyPatch, name: str) -> Counter[str]:
-    seen, real = Counter[str](), getattr(type(scene.store), name)
-
-    def request(store: Any, key: str, *more: Any) -> Any:
-        seen[key] += 1
-        return real(store, key, *more)
-
-    monkeypatch.setattr(type(scene.store), name, request)
-    return seen
-
-
-@pytest.mark.parametrize("orders, honest, its", [(100, 9, 20), (13, 9, 3), (100, 1, 99)])
-def test_fast_liar_gets_no_majority(scene_of: Scenes, orders: int, honest: int, its: int) -> None:
-    scene = scene_of(orders)
+@pytest.mark.parametrize("assignments, honest, its", [(100, 9, 20), (13, 9, 3), (100, 1, 99)])
+def test_fast_liar_gets_no_majority(scene_of: Scenes, assignments: int, honest: int, its: int) -> None:
+    scene = scene_of(assignments)
     for _ in range(honest):
         scene.worker(scene.honest(30.0))
     liar = scene.worker(scene.honest(0.0))
-    assert scene.updates() == orders and scene.account(liar).results == its
-
-
-def test_last_worker_gets_the_orders_of_all_others(scene_of: Scenes) -> None:
-    scene = scene_of(50, lease_s=20.0, attempts=4)
-    good = scene.worker(scene.honest(1.0))
-    others = [scene.worker(act) for act in (scene.leaving, scene.silent, scene.unable) for _ in range(3)]
-    scene.between = lambda: [setattr(each, "there", not each.done) for each in others[:3]]
-    assert scene.updates() == 50
-    assert scene.account(good).results == 50 and scene.clock.passed < 300
+    assert scene.updates() == assignments and scene.account(liar).results == its
 
 
 @pytest.mark.parametrize("fault", [Scene.idle, Scene.silent])
@@ -66,12 +45,12 @@ def test_untaken_leases_go_to_an_honest_worker(scene_of: Scenes, fault: Act, cli
     assert scene.updates() == clients and scene.clock.passed < 70 * bad
 
 
-def test_run_stops_if_no_worker_takes_an_order(scene_of: Scenes) -> None:
+def test_run_stops_if_no_worker_takes_an_assignment(scene_of: Scenes) -> None:
     scene = scene_of(1, lease_s=5.0, wait_s=100.0)
     scene.worker(scene.idle, takes=False)
     scene.worker(scene.honest(), there=False)
     with pytest.raises(Stopped, match="flexfleet invite"):
-        scene.outcomes()
+        scene.results()
     assert 100 < scene.clock.passed < 200
 
 
@@ -91,28 +70,33 @@ def test_round_below_the_quorum_stops(scene_of: Scenes) -> None:
     scene.provisioner.quorum = 0.9
     scene.worker(lambda w, lease, s: (scene.unable if w.taken[-1] == (0,) else scene.honest())(w, lease, s))
     with pytest.raises(Stopped, match="3 of 4"):
-        scene.outcomes()
+        scene.results()
 
 
-def test_prune_failure_counts_only_if_it_follows_from_the_order() -> None:
+def test_prune_failure_counts_only_if_it_follows_from_the_assignment() -> None:
     """With simulated memory the coordinator can compute whether an assignment fits."""
     fleet = tuple(Device(c, "strong", 120.0, 40.0) for c in range(6))
     algorithm = FedAvg(training=Training(fraction=1.0), eligible="capable")
     site = tiny_site(algorithm, fleet=fleet)
     plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, 0))
-    fails = {order.client: isinstance(accept(algorithm, order, site), ClientFailure) for order in plan.orders}
+    fails = {
+        assignment.client: isinstance(accept(algorithm, assignment, site), ClientFailure)
+        for assignment in plan.assignments
+    }
     assert {*fails.values()} == {True, False}
-    assert {order.client: fits_nobody(order, site.rules, algorithm) for order in plan.orders} == fails
-    for order in plan.orders:
-        assert not fits_nobody(order, replace(site.rules, seed=None), algorithm)
-        assert not fits_nobody(replace(order, evaluates=True), site.rules, algorithm)
-        assert not fits_nobody(order, None, algorithm)
+    assert {
+        assignment.client: fits_nobody(assignment, site.rules, algorithm) for assignment in plan.assignments
+    } == fails
+    for assignment in plan.assignments:
+        assert not fits_nobody(assignment, replace(site.rules, seed=None), algorithm)
+        assert not fits_nobody(replace(assignment, evaluates=True), site.rules, algorithm)
+        assert not fits_nobody(assignment, None, algorithm)
 
 
 def stopped_half_way(scene: Scene) -> None:
     scene.until = 10.0
     with pytest.raises(Stopped):
-        scene.outcomes()
+        scene.results()
     scene.until = 1000.0
 
 
@@ -124,23 +108,23 @@ def test_restarted_coordinator_waits_for_missing_results(scene_of: Scenes) -> No
         worker.beat("working", lease.id)
         if worked > 3:
             clients = (0, 1, 2) if worked > 60 else (1,)
-            worker.send(lease, whole, scene.store, [update_of(whole.order_of[client]) for client in clients])
+            worker.send(lease, whole, scene.store, [update_of(whole.assignment_of[client]) for client in clients])
 
     worker = scene.worker(act, "weak")
     stopped_half_way(scene)
-    number, scene.plan = worker.message().number, RoundPlan(0, (whole.orders[0], whole.orders[2]), adopted=1)
+    number, scene.plan = worker.message().number, RoundPlan(0, (whole.assignments[0], whole.assignments[2]), adopted=1)
     scene.begin()
     assert scene.updates() == 2 and worker.taken == [(0, 1, 2)] and worker.message().number > number
 
 
-@pytest.mark.parametrize("differs", ["configuration", "orders", "process"])
+@pytest.mark.parametrize("differs", ["configuration", "assignments", "process"])
 def test_other_lease_is_not_adopted(scene_of: Scenes, differs: str) -> None:
     scene = scene_of(1)
     worker = scene.worker(scene.honest(20.0))
     stopped_half_way(scene)
     (lease,), old = worker.leases, scene.plan
-    if differs == "orders":
-        scene.plan = RoundPlan(0, (replace(old.orders[0], seed=77),))
+    if differs == "assignments":
+        scene.plan = RoundPlan(0, (replace(old.assignments[0], seed=77),))
     if differs == "process":
         worker.starts += 1
         worker.beat("idle")
@@ -173,17 +157,17 @@ def test_replaced_coordinator_writes_no_message(scene_of: Scenes, monkeypatch: p
 
 
 @pytest.mark.parametrize("own_data", [False, True])
-def test_device_invited_while_the_run_waits_gets_an_order(
+def test_device_invited_while_the_run_waits_gets_an_assignment(
     scene_of: Scenes, monkeypatch: pytest.MonkeyPatch, own_data: bool
 ) -> None:
     scene = scene_of(1, wait_s=600)
-    monkeypatch.setattr(Assigner, "own_data", own_data)
+    monkeypatch.setattr(RemoteRun, "own_data", own_data)
     scene.between = lambda: scene.workers or scene.clock.passed < 100 or scene.worker(scene.honest())
     assert scene.updates() == 1 and scene.clock.passed < 200
 
 
 @pytest.mark.parametrize("holds", [True, False])
-def test_revoked_device_gets_no_order_in_the_next_round(scene_of: Scenes, holds: bool) -> None:
+def test_revoked_device_gets_no_assignment_in_the_next_round(scene_of: Scenes, holds: bool) -> None:
     scene = scene_of(2)
     scene.worker(scene.honest(3.0))
     revoked = scene.worker(scene.works if holds else scene.honest(3.0))
@@ -200,14 +184,15 @@ def test_revoked_device_gets_no_order_in_the_next_round(scene_of: Scenes, holds:
     assert revoked.message().revoked and revoked.name not in scene.remote.workers.by_name
 
 
-def test_idle_and_absent_workers_cost_few_requests(scene_of: Scenes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_and_absent_workers_cost_few_requests(scene_of: Scenes) -> None:
     scene = scene_of(1, deadline_s=7200, lease_s=60)
     scene.worker(scene.honest(3600.0))
     idle, absent = scene.worker(scene.honest()), scene.worker(scene.honest(), there=False)
-    gets, puts = (counted(scene, monkeypatch, name) for name in ("get", "put"))
+    home: Any = scene.mailboxes.home
+    home.puts.clear()
     assert scene.updates() == 1
-    assert puts[f"{idle.name}/{MESSAGE}"] <= 8, "one in ten minutes"
-    assert gets[f"{absent.name}/{HEARTBEAT}"] <= 100 and gets[f"{idle.name}/{HEARTBEAT}"] <= 200
+    assert home.puts[f"{idle.name}/{MESSAGE}"] <= 8, "one in ten minutes"
+    assert home.gets[f"{absent.name}/{HEARTBEAT}"] <= 100 and home.gets[f"{idle.name}/{HEARTBEAT}"] <= 200
 
 
 def test_message_with_a_lease_holds_no_key(scene_of: Scenes) -> None:

@@ -1,19 +1,16 @@
-"""A store's values in pieces: the bytes of the safetensors package, and each piece once, however they are cut."""
+"""A file of tensors has the bytes that the safetensors package writes."""
 
 from __future__ import annotations
 
 import hashlib
 
-import pytest
 import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_engine.core.types import Params
-from fl_engine.storage import serialization
-from fl_engine.storage.serialization import RANKS, digest, in_parts, laid_out
-from fl_engine.storage.store import encode, sha256
+from fl_engine.storage.store import RANKS, digest, encode, laid_out, sha256
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter(lambda n: n != "__metadata__")
 
@@ -54,15 +51,3 @@ def test_slices_and_shared_memory_are_written_as_copies() -> None:
     whole = torch.arange(24.0).view(4, 6)
     cut = {"rows": whole[1:3], "columns": whole[:, 1:3], "turned": whole.T, "whole": whole, "again": whole}
     assert encode(cut) == of_package({name: tensor.clone().contiguous() for name, tensor in cut.items()})
-
-
-@settings(max_examples=100)
-@given(size=st.integers(1, 50), piece=st.integers(1, 50), given=tensors())
-def test_parts_are_all_bytes_in_order(size: int, piece: int, given: Params) -> None:
-    value = laid_out(given)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serialization, "PIECE", piece)
-        parts = list(in_parts(value, size))
-    assert b"".join(parts) == bytes(value)
-    assert all(len(part) == size for part in parts[:-1]) and all(parts)
-    assert b"".join(in_parts(bytes(value), size)) == bytes(value)

@@ -1,4 +1,5 @@
-"""Classes that the server alone owns: its proxy has all their samples and no others, clients have none of them."""
+"""The server's data: classes that it alone owns, or a proxy that clients hold too; and FlexFL's cap on clients (IEEE
+TCAD 2024, Sec. IV)."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ from fl_engine.algorithms import HeteroFL
 from fl_engine.backends import InProcess
 from fl_engine.core.errors import PartitionError
 from fl_engine.core.samples import Data
-from fl_engine.data import partitioning as p
 from fl_engine.data.partition import Partition
 from fl_engine.rounds.collect import Clients
-from fl_engine.rounds.round import Progress, play
+from fl_engine.rounds.options import RoundsConfig
+from fl_engine.rounds.round import Progress, run_round
 from fl_engine.rounds.run import Run
-from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TRAINING, start_of, tiny_site
 from fl_engine.training.evaluation import OWNERS, Score, by_owner
+from tests.harness.jobs import dealt
 
 CLASSES = 10
 Y = np.arange(1000) % CLASSES
@@ -50,7 +51,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def cut(rule: str = "iid", owned: tuple[int, ...] = OWNED, seed: int = 0, share: float = 0.05) -> Partition:
-    return p.partition(DATA, rule, 5, share, seed, server_classes=owned, **RULES[rule])
+    return dealt(DATA, rule, 5, share, seed, server_classes=owned, **RULES[rule])
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -67,7 +68,7 @@ def test_proxy_has_the_servers_classes_clients_the_others(rule: str, owned: tupl
     assert found.server_classes == tuple(sorted(owned))
 
 
-@pytest.mark.parametrize("owned", [(8, 10), (-1,), (8, 9, 8), tuple(range(10))])
+@pytest.mark.parametrize("owned", [(8, 10), (8, 9, 8), tuple(range(10))])
 def test_classes_that_cannot_be_meant_are_refused(owned: tuple[int, ...]) -> None:
     with pytest.raises(PartitionError, match=r"partition\.server_classes"):
         cut(owned=owned)
@@ -95,10 +96,52 @@ def test_a_round_scores_each_level_by_owner() -> None:
     for here in (site, owned):
         run = Run(algorithm, here, RoundsConfig(stop=1))
         clients = Clients(InProcess(here), None, lambda: False)
-        rows.append(play(run, Progress(start_of(algorithm, here)), 0, clients)[1].metrics)
+        rows.append(run_round(run, Progress(start_of(algorithm, here)), 0, clients)[1].metrics)
     plain, told = rows
     levels = [member.name for member in site.pool if member.reported]
     wanted = {f"{name}/{level}" for name in OWNERS for level in levels}
     assert told.keys() - plain.keys() == wanted and len(levels) > 1
     assert all(0 <= told[name] <= 1 for name in wanted)
     assert all(told[f"accuracy/{level}"] == plain[f"accuracy/{level}"] for level in levels)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(share=st.floats(0.003, 1.0), seed=st.integers(0, 2**32))
+@settings(max_examples=10)
+def test_shared_proxy_leaves_the_clients_all_samples(rule: str, share: float, seed: int) -> None:
+    found = dealt(DATA, rule, 5, share, seed, proxy_shared=True, **RULES[rule])
+    assert sorted(chain.from_iterable(found.clients)) == list(range(len(Y))) and found.counts.sum() == len(Y)
+    proxy = proxy_of(found)
+    assert len(set(proxy)) == len(proxy) == int(np.floor(len(Y) * share + 0.5))
+    if share < 0.9:
+        assert proxy == proxy_of(dealt(DATA, "iid", 2, share, seed)), "shared or not, it is the same proxy"
+
+
+def proxy_of(partition: Partition) -> list[int]:
+    return sorted([*partition.proxy_train.tolist(), *partition.proxy_test.tolist()])
+
+
+LABELS = torch.from_numpy(np.arange(50_000) % 10)
+"""Of CIFAR-10: 5,000 of each class. No rule looks at their order."""
+PICTURES = torch.zeros(1, 1, 1, 1, dtype=torch.uint8).expand(len(LABELS), 1, 1, 1)
+CIFAR = Data("made", Classification(10), PICTURES, LABELS, PICTURES[:1], LABELS[:1], (0.0,), (1.0,))
+
+
+def capped(cap: bool, seed: int) -> Partition:
+    """All samples go to the clients, since the authors take the proxy from the test set."""
+    return dealt(CIFAR, "dirichlet", 100, 0.0, seed, alpha=0.3, cap=cap)
+
+
+@pytest.mark.parametrize(
+    ("cap", "classes", "deviation"),
+    [
+        (True, 7.1, 200.0),  # with the authors' cap of N/K samples
+        (False, 8.2, 280.0),
+    ],
+)
+def test_cap_gives_fewer_classes_and_more_equal_sizes(cap: bool, classes: float, deviation: float) -> None:
+    """Classes of a client and standard deviation of the clients' sizes, at alpha .3, means over 20 seeds."""
+    counts = [capped(cap, seed).counts for seed in range(20)]
+    assert all(each.sum() == 50_000 for each in counts)
+    assert np.mean([(each > 0).sum(0).mean() for each in counts]) == pytest.approx(classes, rel=0.1)
+    assert np.mean([each.sum(0).std() for each in counts]) == pytest.approx(deviation, rel=0.1)

@@ -19,10 +19,10 @@ from fl_engine.algorithms.pooled import PooledState
 from fl_engine.core.errors import IntegrityError, ModelError
 from fl_engine.core.state import constant, pack, unpack
 from fl_engine.core.types import Params
+from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.run import Run
-from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore, decode, encode
-from fl_engine.testing.played import federated
+from fl_engine.testing.rounds import federated
 from fl_engine.testing.tiny import TRAINING, TinyNet, assert_same_bits, tiny_fleet, tiny_site
 
 law = settings(max_examples=40)
@@ -176,24 +176,22 @@ def test_stored_tensors_of_another_model_are_refused(change: dict[str, Any], mes
 
 @dataclass(frozen=True)
 class Counting(PooledState):
-    first: tuple[int, ...] = constant()
     seen: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Counts(FedAvg):
-    """Begins with `begins` and gives what `merged` makes of the merged state."""
-
-    begins: Any = None
-    merged: Any = None
+    """The state sums over dicts in their order: of clients as they came, of tensors as the network has them."""
 
     def init(self, *given: Any) -> Any:
-        state = Counting(**vars(super().init(*given)), first=(1,))
-        return state if self.begins is None else self.begins(state)
+        return Counting(**vars(super().init(*given)))
 
     def merge(self, state: Any, *given: Any) -> Any:
         merged = super().merge(state, *given)
-        return merged if self.merged is None else self.merged(merged)
+        total = sum(merged.seen.values(), 0.1)
+        for tensor in merged.params.values():
+            total += float(tensor.double().norm()) * 1e3
+        return replace(merged, seen={10 - len(merged.seen): total % 1.0, **merged.seen})
 
 
 def run_of(algorithm: Any, folder: Path, stop: int = 3) -> Any:
@@ -202,15 +200,7 @@ def run_of(algorithm: Any, folder: Path, stop: int = 3) -> Any:
 
 
 def test_resumed_run_iterates_in_the_same_order(tmp_path: Path) -> None:
-    """The state sums over dicts in their order: of clients as they came, of tensors as the network has them."""
-
-    def merged(state: Any) -> Any:
-        total = sum(state.seen.values(), 0.1)
-        for tensor in state.params.values():
-            total += float(tensor.double().norm()) * 1e3
-        return replace(state, seen={10 - len(state.seen): total % 1.0, **state.seen})
-
-    algorithm = Counts(training=TRAINING, eligible="all", merged=merged)
+    algorithm = Counts(training=TRAINING, eligible="all")
     whole = run_of(algorithm, tmp_path / "whole", stop=5)
     for stop in range(1, 6):
         parts = run_of(algorithm, tmp_path / "parts", stop)

@@ -12,9 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_engine.core.task import Task
-from fl_engine.tasks import Classification, Regression
+from fl_engine.tasks import Classification, Detection, Multilabel, NextToken, Regression, Segmentation
 
-TASKS = (Classification(4), Classification(7, top5=True), Regression(), Regression(outputs=3))
+TASKS = {
+    Classification(4): (),
+    Classification(7, top5=True): (),
+    Regression(): (),
+    Regression(outputs=3): (),
+    NextToken(5, length=4, padding=0, masked=(3, 4)): (4,),
+    Detection(categories=2, most=3): (4, 4),
+    Multilabel(3): (),
+    Segmentation(3): (4, 4),
+}
+"""The shape of a sample's outputs behind their number."""
 
 
 def test_r2_and_the_mean_absolute_error_by_hand() -> None:
@@ -54,6 +64,30 @@ def test_top5_accuracy_by_hand() -> None:
     assert task.identity == plain.identity, "the data are the same"
 
 
+def test_f1_by_hand() -> None:
+    """Label 0 is found in 1 of 2 samples, label 1 is predicted twice and right once, label 2 does not occur."""
+    y = torch.tensor([[1.0, 0, 0], [1, 1, 0]])
+    logits = torch.tensor([[3.0, 2, -1], [-1, 1, -1]])
+    task = Multilabel(3)
+    found = task.measure([task.observe(logits[:1], y[:1]), task.observe(logits[1:], y[1:])])
+    assert found.values == {"f1": pytest.approx(2 * 2 / (3 + 3)), "macro_f1": pytest.approx((2 / 3 + 2 / 3) / 2)}
+    assert task.labels(torch.tensor([[0.0, 1, 1], [0, 0, 0]])).tolist() == [1, 3]
+
+
+def test_mean_iou_by_hand() -> None:
+    """One map of 2 x 3 pixels. Category 2 is neither a target nor predicted, and one pixel is ignored."""
+    y = torch.tensor([[[0, 0, 1], [1, 1, 255]]], dtype=torch.uint8)
+    predicted = torch.tensor([[[0, 1, 1], [1, 0, 2]]])
+    logits = torch.nn.functional.one_hot(predicted, 3).permute(0, 3, 1, 2).float()
+    task = Segmentation(3)
+    found = task.measure([task.observe(logits, y)])
+    assert found.values == {"miou": pytest.approx((1 / 3 + 2 / 4) / 2), "accuracy": pytest.approx(3 / 5)}
+    assert found.confusion.tolist() == [[1, 1, 0], [1, 2, 0], [0, 0, 0]]
+    assert task.loss(logits, y)[0] == pytest.approx(
+        float(-logits.log_softmax(1).gather(1, y.long()[:, None].clamp(max=2))[0, 0].flatten()[:5].mean())
+    )
+
+
 @pytest.mark.parametrize("offset", [0.0, 1e3, 1e7])
 def test_r2_keeps_its_digits_where_targets_are_far_from_0(offset: float) -> None:
     generator, task = torch.Generator().manual_seed(0), Regression()
@@ -76,11 +110,11 @@ def test_equal_targets_have_no_r2() -> None:
 @settings(max_examples=15)
 def test_metrics_do_not_depend_on_how_batches_are_cut(task: Task, cuts: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    y, outputs = task.examples(30, generator), torch.randn(30, task.outputs, generator=generator)
+    y, outputs = task.examples(30, generator), torch.randn(30, task.outputs, *TASKS[task], generator=generator)
     ends = [0, *sorted(set(cuts)), 30]
     parts = [task.observe(outputs[a:b], y[a:b]) for a, b in pairwise(ends)]
     whole, cut = task.measure([task.observe(outputs, y)]), task.measure(parts)
-    assert cut.values == pytest.approx(dict(whole.values), rel=1e-12, abs=1e-12)
+    assert cut.values == pytest.approx(dict(whole.values), rel=1e-12, abs=1e-12, nan_ok=True)
     assert torch.equal(whole.confusion, cut.confusion)
 
 

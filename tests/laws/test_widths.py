@@ -23,10 +23,10 @@ from fl_engine.core.slicing import contains
 from fl_engine.core.types import Axis, ParamLayout, Slot, SubmodelSpec
 from fl_engine.core.widths import (
     choose_exits,
+    count_kept,
     early_exit,
     exit_name,
     exit_points,
-    kept,
     prefix,
     random_drop,
     rolling,
@@ -34,10 +34,10 @@ from fl_engine.core.widths import (
     window_start,
     with_exits,
 )
+from fl_engine.models.chains import VGG16, SmallCNN
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet34
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.models.vgg16 import VGG16
+from fl_engine.testing.models import kept_channels
 from fl_engine.testing.tiny import TinyNet, tiny_pool
 
 law = settings(max_examples=60)
@@ -51,21 +51,13 @@ def layout_of(*sizes: int) -> ParamLayout:
     return ParamLayout(groups, {f"w{g}": Slot(g, (Axis(g),)) for g in groups})
 
 
-def channels(layout: ParamLayout, spec: SubmodelSpec, group: str) -> list[int]:
-    keep = layout.indices(spec, group)
-    return list(range(keep)) if isinstance(keep, int) else list(keep)
-
-
-# ================================================================================================ how many stay
-
-
 @law
 @given(size=st.integers(1, 8192), below=st.integers(1, 500), data=st.data())
 def test_counts_are_those_of_exact_fractions(size: int, below: int, data: st.DataObject) -> None:
     above = data.draw(st.integers(1, below))
     exact = Fraction(above, below) * size
-    assert kept(size, above / below, "floor") == max(1, math.floor(exact))
-    assert kept(size, above / below, "ceil") == math.ceil(exact)
+    assert count_kept(size, above / below, "floor") == max(1, math.floor(exact))
+    assert count_kept(size, above / below, "ceil") == math.ceil(exact)
 
 
 def test_the_two_roundings_are_different_networks() -> None:
@@ -78,7 +70,6 @@ def test_the_two_roundings_are_different_networks() -> None:
     assert contains(layout, up, down)
 
 
-# ============================================================================================ rolling, Eq. 3.4
 def equation_3_4(round: int, beta: Fraction, size: int, step: int = 1) -> set[int]:
     """As it is printed; `step` channels per round (Sec. 3.3.7), at least one channel (ours)."""
     j_hat = (round * step) % size
@@ -90,7 +81,7 @@ def equation_3_4(round: int, beta: Fraction, size: int, step: int = 1) -> set[in
 
 def window(layout: ParamLayout, width: float, round: int, overlap: float = 1.0) -> dict[str, list[int]]:
     spec = rolling(layout, width, window_start(layout, width, round, overlap))
-    return {group: channels(layout, spec, group) for group in layout.groups}
+    return {group: kept_channels(layout, spec, group) for group in layout.groups}
 
 
 def test_the_papers_figure() -> None:
@@ -105,39 +96,29 @@ def test_the_papers_figure() -> None:
 RATIOS = st.integers(1, 20).flatmap(lambda b: st.integers(1, b).map(lambda a: Fraction(a, b))).filter(lambda f: f < 1)
 
 
-@law
-@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3), beta=RATIOS, first=st.integers(0, 10**6))
-def test_windows_over_whole_cycles_are_those_of_the_equation(sizes: list[int], beta: Fraction, first: int) -> None:
-    layout = layout_of(*sizes)
-    for round in range(first, first + max(sizes)):
-        found = window(layout, float(beta), round)
-        for i, size in enumerate(sizes):
-            assert set(found[f"g{i}"]) == equation_3_4(round, beta, size)
-            assert found[f"g{i}"] == sorted(found[f"g{i}"])
-        assert found["classes"] == list(range(10)), "the output layer is never cut"
-
-
 TENTHS = st.integers(0, 10).map(lambda tenths: Fraction(tenths, 10))
 
 
 @law
-@given(size=st.integers(1, 40), beta=RATIOS, overlap=TENTHS, first=st.integers(0, 1000))
-def test_with_less_overlap_the_window_makes_longer_strides(
-    size: int, beta: Fraction, overlap: Fraction, first: int
-) -> None:
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3), beta=RATIOS, overlap=TENTHS,
+    first=st.integers(0, 10**6),
+)  # fmt: skip
+def test_windows_are_those_of_the_equation(sizes: list[int], beta: Fraction, overlap: Fraction, first: int) -> None:
     """1 + floor(beta * (1 - r) * K) channels per round. Where the stride and K let the window come around evenly, each
     channel is trained equally often; that is so whenever their greatest common divisor divides the window."""
-    layout = layout_of(size)
-    step = 1 + math.floor(beta * (1 - overlap) * size)
-    visits: Counter[int] = Counter()
-    for round in range(first, first + size):
-        found = window(layout, float(beta), round, float(overlap))["g0"]
-        assert set(found) == equation_3_4(round, beta, size, step)
-        visits.update(found)
-    count = max(1, math.floor(beta * size))
-    assert visits.total() == size * count
-    if count % math.gcd(step, size) == 0:
-        assert visits == dict.fromkeys(range(size), count)
+    layout, visits = layout_of(*sizes), [Counter[int]() for _ in sizes]
+    steps = [1 + math.floor(beta * (1 - overlap) * size) for size in sizes]
+    for round in range(first, first + max(sizes)):
+        found = window(layout, float(beta), round, float(overlap))
+        for i, (size, step) in enumerate(zip(sizes, steps, strict=True)):
+            kept = found[f"g{i}"]
+            assert set(kept) == equation_3_4(round, beta, size, step) and kept == sorted(kept)
+            visits[i].update(kept)
+        assert found["classes"] == list(range(10)), "the output layer is never cut"
+    (size, *others), step, count = sizes, steps[0], max(1, math.floor(beta * sizes[0]))
+    if not others and count % math.gcd(step, size) == 0:
+        assert visits[0] == dict.fromkeys(range(size), count)
 
 
 def test_the_published_stride_can_pass_channels_over() -> None:
@@ -151,52 +132,21 @@ def test_the_published_stride_can_pass_channels_over() -> None:
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     widths=st.tuples(RATIOS, RATIOS).map(sorted),
-    round=st.integers(0, 5000),
-    overlap=TENTHS,
-)
-def test_a_smaller_window_from_the_same_start_is_inside(
-    sizes: list[int], widths: list[Fraction], round: int, overlap: Fraction
-) -> None:
-    layout = layout_of(*sizes)
-    small, large = (float(w) for w in widths)
-    first = window_start(layout, large, round, float(overlap))
-    assert contains(layout, rolling(layout, large, first), rolling(layout, small, first))
-    for i in range(len(sizes)):
-        group = f"g{i}"
-        assert first[group] in channels(layout, rolling(layout, small, first), group)
-
-
-# ============================================================================================ random, Eq. 3.5
-@law
-@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3), beta=RATIOS, seed=st.integers(0, 2**32))
-def test_a_random_part_has_the_size_it_should_have(sizes: list[int], beta: Fraction, seed: int) -> None:
-    layout = layout_of(*sizes)
-    spec = random_drop(layout, float(beta), np.random.default_rng(seed))
-    layout.check(spec)
-    for i, size in enumerate(sizes):
-        found = channels(layout, spec, f"g{i}")
-        assert len(found) == max(1, math.floor(beta * size))
-        assert found == sorted(set(found))
-        assert set(found) <= set(range(size))
-    assert channels(layout, spec, "classes") == list(range(10))
-    assert random_drop(layout, float(beta), np.random.default_rng(seed)) == spec
-
-
-@law
-@given(
-    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3),
-    widths=st.tuples(RATIOS, RATIOS).map(sorted),
     seed=st.integers(0, 2**32),
 )
-def test_a_random_part_of_a_part_is_inside(sizes: list[int], widths: list[Fraction], seed: int) -> None:
+def test_random_parts_have_their_sizes_and_nest(sizes: list[int], widths: list[Fraction], seed: int) -> None:
     layout, rng = layout_of(*sizes), np.random.default_rng(seed)
     small, large = (float(w) for w in widths)
     outer = random_drop(layout, large, rng)
     inner = random_drop(layout, small, rng, inside=outer)
     assert contains(layout, outer, inner)
-    for i, size in enumerate(sizes):
-        assert layout.width(inner, f"g{i}") == max(1, math.floor(widths[0] * size)), "of the whole, not of the part"
+    for spec, width in ((inner, widths[0]), (outer, widths[1])):
+        layout.check(spec)
+        for i, size in enumerate(sizes):
+            assert layout.width(spec, f"g{i}") == max(1, math.floor(width * size)), "of the whole, not of the part"
+        assert kept_channels(layout, spec, "classes") == list(range(10))
     assert random_drop(layout, 1.0, rng, inside=outer) == outer
+    assert random_drop(layout, large, np.random.default_rng(seed)) == outer
 
 
 def test_all_channels_are_drawn_alike_and_layers_apart() -> None:
@@ -204,15 +154,14 @@ def test_all_channels_are_drawn_alike_and_layers_apart() -> None:
     layout, rng, draws = layout_of(8, 8), seeds.rng(1, "widths"), 2000
     drawn = [random_drop(layout, 3 / 8, rng) for _ in range(draws)]
     for group in ("g0", "g1"):
-        visits = Counter(c for spec in drawn for c in channels(layout, spec, group))
+        visits = Counter(c for spec in drawn for c in kept_channels(layout, spec, group))
         for channel in range(8):
             assert abs(visits[channel] - draws * 3 / 8) < 4 * math.sqrt(draws * 3 / 8 * 5 / 8)
-        assert len({tuple(channels(layout, spec, group)) for spec in drawn}) == math.comb(8, 3)
-    alike = sum(channels(layout, spec, "g0") == channels(layout, spec, "g1") for spec in drawn)
+        assert len({tuple(kept_channels(layout, spec, group)) for spec in drawn}) == math.comb(8, 3)
+    alike = sum(kept_channels(layout, spec, "g0") == kept_channels(layout, spec, "g1") for spec in drawn)
     assert alike < draws / 56 * 2
 
 
-# ================================================================================================= early exits
 @lru_cache(maxsize=256)
 def blocks_at(family: ModelFamily, width: Fraction) -> list[tuple[str, int, int]]:
     """(block, parameters up to its end, output channels), from the plain network that is built for this width."""
@@ -283,11 +232,10 @@ def test_up_to_an_exit() -> None:
     assert up_to(family, None) == family.layout().blocks
     assert early_exit(family, 0.5, "conv") == SubmodelSpec.of({"conv": 4, "hidden": 16}, ["conv", "exit_conv"])
     assert exit_name("stage1.0") == "exit_stage1_0"
-    with pytest.raises(ModelError, match="no exit behind 'extra'"):
+    with pytest.raises(ModelError, match="does not have an exit after 'extra'"):
         up_to(family, "extra")
 
 
-# --------------------------------------------------------------------------- ScaleFL in FlexFL's comparison, CIFAR-10
 SCALEFL = [
     # widths; where the first two levels end; parameters of all three, heads included.
     pytest.param(
@@ -309,32 +257,15 @@ SCALEFL = [
 def test_scalefls_levels_in_flexfls_comparison(
     family: ModelFamily, widths: tuple[str, ...], ends: tuple[str, str], sizes: tuple[int, int, int]
 ) -> None:
-    """Targets of 25, 50 and 100 %. Every level is counted from the plain network of its width, and once more from the
-    module that a device builds."""
+    """Targets of 25, 50 and 100 %. Every level is also counted from the module that a device builds."""
     algorithm = ScaleFL(widths=tuple(float(w) for w in widths))
-    network, layout = algorithm.network(family), algorithm.network(family).layout()
+    network = algorithm.network(family)
     assert network == with_exits(family, ends)
     pool = tiny_pool(algorithm, network)
     assert tuple(m.params for m in pool) == sizes
-    heads = [exit_name(end) for end in dict.fromkeys(ends)]
-    for m, width, end in zip(pool, widths, (*ends, None), strict=True):
-        blocks = {block: (total, outputs) for block, total, outputs in blocks_at(family, Fraction(width))}
-        last = end or family.layout().blocks[-1]
-        inside = [h for h in heads if layout.has_block(m.spec, h)]
-        params = blocks[last][0]
-        for head in inside:
-            (behind,) = (e for e in dict.fromkeys(ends) if exit_name(e) == head)
-            params += blocks[behind][1] * 10 + 10
-        assert m.params == params
+    for model in pool:
         with torch.device("meta"):
-            module = network.module(m.spec)
-        assert m.params == sum(t.numel() for t in module.state_dict().values())
-        assert inside == heads[: len(inside)], "a level has the heads of the levels below"
+            module = network.module(model.spec)
+        assert model.params == sum(tensor.numel() for tensor in module.state_dict().values())
     for m, target in zip(pool[:-1], (25, 50), strict=True):
         assert m.share <= (target + 5) / 100
-    before = list(exit_points(family))
-    for level, target in ((1, 50), (0, 25)):
-        sizes_here = dict(zip(exit_points(family), sizes_at(family, Fraction(widths[level])), strict=True))
-        fitting = [point for point in before if sizes_here[point] <= (target + 5) / 100 * whole(family)]
-        assert ends[level] == fitting[-1], "a deeper exit would fit"
-        before = before[: before.index(ends[level])]

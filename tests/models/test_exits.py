@@ -12,20 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.costs import count_macs, count_params
+from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import full_shapes, initial_params, runnable, shapes, take
-from fl_engine.core.types import FULL, SGD, ExitLoss, LocalTask, SubmodelSpec
+from fl_engine.core.types import FULL, SubmodelSpec
 from fl_engine.core.widths import choose_exits, exit_name, up_to
 from fl_engine.models import MODELS
-from fl_engine.models.resnet import ResNet18
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.tasks import Classification
-from fl_engine.testing.models import assert_same, random_params, samples, zeroed
+from fl_engine.models.chains import SmallCNN
+from fl_engine.testing.models import random_params, samples, zeroed
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
-from fl_engine.training import strategy
-from fl_engine.training.local import Job, train
-from fl_engine.training.numerics import Numerics
 from tests.harness.networks import SMALL
 
 # Two exits each: the first block of a stage and the last, behind a map and behind a vector, before a pool and not.
@@ -110,15 +105,6 @@ def test_every_network_is_tested_here() -> None:
 # -------------------------------------------------------------------------------------------- where exits sit
 
 
-def test_the_blocks_up_to_an_exit() -> None:
-    family = ResNet18((3, 12, 9), 5, exits=("stage1.0", "stage2.0"))
-    start = ("stem", "stage1.0", "exit_stage1_0")
-    assert up_to(family, "stage1.0") == start
-    assert up_to(family, "stage2.0") == (*start, "stage1.1", "stage2.0", "exit_stage2_0")
-    assert up_to(family, None) == family.layout().blocks
-    assert up_to(dataclasses.replace(family, exits=()), None)[-1] == "classifier"
-
-
 # ------------------------------------------------------------------------------------------------ sub-networks
 def test_the_state_is_that_of_the_layout(family: Any) -> None:
     for variant in (family, dataclasses.replace(family, norm="static") if hasattr(family, "norm") else family):
@@ -146,7 +132,7 @@ def test_a_truncated_network_computes_the_full_ones_logits(family: Any) -> None:
 def test_without_its_heads_it_is_the_network_without_exits(family: Any) -> None:
     plain, params, x = dataclasses.replace(family, exits=()), initial_params(family, 1), samples(family, 4)
     bare = {name: t for name, t in params.items() if not name.startswith("exit_")}
-    assert_same(bare, initial_params(plain, 1))
+    assert_same_bits(bare, initial_params(plain, 1))
     with torch.no_grad():
         expected = runnable(plain, FULL, bare).eval()(x)
     assert torch.equal(run(family, FULL, params, x)[-1], expected)
@@ -164,16 +150,6 @@ def test_a_slice_runs_like_the_full_network_with_the_rest_zeroed(family: Any) ->
             logits = run(static, spec, take(params, layout, spec), x)
             for mine, theirs in zip(logits, [full[i] for i in outputs(static, spec)], strict=True):
                 torch.testing.assert_close(mine, theirs[:, rows], rtol=1e-7, atol=1e-9)
-
-
-def test_a_shorter_network_costs_less(family: Any) -> None:
-    ends = [SubmodelSpec.of({}, up_to(family, block)) for block in (*family.exits, None)]
-    assert 0 < count_params(family, ends[0]) < count_params(family, ends[1]) < count_params(family, ends[2])
-    assert 0 < count_macs(family, ends[0]) < count_macs(family, ends[1]) < count_macs(family, ends[2])
-    if not getattr(family, "exit_convs", ()):
-        found = full_shapes(family).items()
-        heads = [shape.numel() for name, shape in found if name.startswith("exit_") and name.endswith("weight")]
-        assert count_macs(family) == count_macs(dataclasses.replace(family, exits=())) + sum(heads)
 
 
 def test_a_head_with_convolutions_by_hand() -> None:
@@ -201,40 +177,6 @@ def test_an_algorithm_that_chooses_exits_counts_their_heads() -> None:
     assert choose_exits(heavy, (1.0, 1.0), (60.0, 100.0)) == ("conv2",)
 
 
-def test_heads_with_convolutions_train_side_by_side() -> None:
-    """With the bits of a client on its own beside a copy; by the mean of all exits' losses."""
-    family = CONVS["small_cnn, convs"]
-    task = LocalTask(FULL, SGD(0.1), 1, 4, False, 0, exits=ExitLoss((0.2, 0.3, 0.5), 0.1, 3.0, "all"))
-    jobs = [
-        Job(dataclasses.replace(task, seed=i), initial_params(family, i), samples(family, 8), torch.arange(8))
-        for i in range(3)
-    ]
-    together = train(family, Classification(10), jobs, Numerics("batched", 3))
-    (alone,) = train(family, Classification(10), jobs[1:2], Numerics("batched", 3))
-    assert_same_bits(together[1].params, alone.params)
-    assert strategy.choose(family, Classification(10), 4, 3, "fp32").strategy == "batched"
-    start = jobs[1].start
-    assert [name for name, tensor in alone.params.items() if torch.equal(tensor, start[name])] == []
-
-
-@pytest.mark.parametrize(
-    ("name", "dropped"),
-    [
-        ("resnet18", ["stage3.1"]),
-        ("preresnet18", ["stage1.0", "stage1.1", "stage2.1"]),
-        ("mobilenetv2", ["stage3.2", "stage5.1"]),
-    ],
-)
-def test_a_block_before_an_exit_can_be_skipped_still(name: str, dropped: list[str]) -> None:
-    family = FAMILIES[name]
-    params, x = initial_params(family, 3), samples(family, 2)
-    for blocks in (up_to(family, family.exits[1]), up_to(family, None)):
-        spec = SubmodelSpec.of({}, [b for b in blocks if b not in dropped])
-        part = take(params, family.layout(), spec)
-        assert list(family.module(spec).state_dict()) == list(part)
-        assert len(run(family, spec, part, x)) == len(outputs(family, spec))
-
-
 # ------------------------------------------------------------------------------------------------------ errors
 @pytest.mark.parametrize(
     "options",
@@ -249,25 +191,26 @@ def test_a_block_before_an_exit_can_be_skipped_still(name: str, dropped: list[st
     ids=str,
 )
 def test_impossible_exits_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match=next(iter(options))):
+    with pytest.raises(ModelError) as error:
         SmallCNN((1, 8, 8), 10, **options)
+    assert error.value.path == f"model.{next(iter(options))}"
 
 
 def test_head_behind_a_vector_cannot_have_convolutions() -> None:
     family = SmallCNN((1, 8, 8), 10, exits=("fc1",), exit_convs=(("fc1", 2),))
-    with pytest.raises(ModelError, match="exit_convs"):
+    with pytest.raises(ModelError):
         family.layout()
 
 
 @pytest.mark.parametrize(
-    ("blocks", "odd"),
+    "blocks",
     [
-        ("conv1 conv2 exit_conv2 conv3 fc1", "conv3"),
-        ("conv1 exit_conv2", "conv2"),
-        ("conv1 conv2 conv3 exit_fc1", "fc1"),
-        ("conv1 conv2 exit_conv1", "exit_conv1"),
+        "conv1 conv2 exit_conv2 conv3 fc1",
+        "conv1 exit_conv2",
+        "conv1 conv2 conv3 exit_fc1",
+        "conv1 conv2 exit_conv1",
     ],
 )
-def test_impossible_truncations_are_refused(blocks: str, odd: str) -> None:
-    with pytest.raises(ModelError, match=odd):
+def test_impossible_truncation_is_refused(blocks: str) -> None:
+    with pytest.raises(ModelError):
         FAMILIES["small_cnn"].module(SubmodelSpec.of({}, blocks.split()))

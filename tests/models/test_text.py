@@ -14,8 +14,7 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.costs import count_macs, count_params
 from fl_engine.core.slicing import initial_params, made_up, runnable, take
 from fl_engine.core.types import FULL, HEAD, SubmodelSpec
-from fl_engine.models.text_lstm import TextLSTM
-from fl_engine.models.text_transformer import EPSILON, Attention, TextTransformer
+from fl_engine.models.text import EPSILON, TextLSTM, TextTransformer
 
 LSTM_SMALL = TextLSTM((6,), 11, embedding=5, hidden=7)
 SHAKESPEARE = TextLSTM(TextLSTM.published_input, TextLSTM.published_outputs)
@@ -55,34 +54,6 @@ def test_the_last_answer_is_that_of_the_last_position(family: Any) -> None:
         torch.testing.assert_close(built(last)(x), built(family)(x)[..., -1])
 
 
-class ByHand(nn.Module):
-    """The same network of linear layers: its gates are i, f, g and o, each of which takes the input and the output of
-    the step before."""
-
-    def __init__(self, family: TextLSTM) -> None:
-        super().__init__()
-        self.hidden = family.hidden
-        self.embedding = nn.Embedding(family.vocabulary, family.embedding)
-        sizes = [family.embedding, *[family.hidden] * family.layers]
-        self.given = nn.ModuleList(nn.Linear(size, 4 * family.hidden) for size in sizes[:-1])
-        self.kept = nn.ModuleList(nn.Linear(family.hidden, 4 * family.hidden) for _ in sizes[:-1])
-        self.classifier = nn.Linear(family.hidden, family.outputs)
-
-    def forward(self, x_bt: Tensor) -> Tensor:
-        x = self.embedding(x_bt)
-        for given, kept in zip(self.given, self.kept, strict=True):
-            h = c = x.new_zeros(len(x), self.hidden)
-            put_out = []
-            for step in x.unbind(1):
-                i, f, g, o = (given(step) + kept(h)).chunk(4, dim=1)
-                c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-                h = o.sigmoid() * c.tanh()
-                put_out.append(h)
-            x = torch.stack(put_out, dim=1)
-        logits: Tensor = self.classifier(x)
-        return logits.transpose(1, 2)
-
-
 def test_lstm_parameters_by_hand() -> None:
     """Adaptive Federated Optimization's network has 820,522, with one bias of a gate instead of two."""
     first, second = 4 * 256 * (8 + 256), 4 * 256 * (256 + 256)
@@ -98,23 +69,6 @@ def test_lstm_multiply_adds_by_hand() -> None:
     assert count_macs(replace(SHAKESPEARE, answers="last")) == 80 * (first + second) + 256 * 90
     cut = SubmodelSpec.of({"lstm1": [3, 5, 250], "lstm2": 10})
     assert count_macs(SHAKESPEARE, cut) == 80 * (4 * 3 * (8 + 3) + 4 * 10 * (3 + 10) + 10 * 90)
-
-
-@pytest.mark.parametrize("layers", [1, 2, 3])
-def test_an_lstm_of_linear_layers_gives_the_same(layers: int) -> None:
-    family = replace(LSTM_SMALL, layers=layers)
-    params = initial_params(family, 2)
-    theirs = ByHand(family)
-    names = {"embedding.weight": "embedding.weight"}
-    for layer in range(layers):
-        for part, letter in (("given", "ih"), ("kept", "hh")):
-            for leaf in ("weight", "bias"):
-                names[f"{part}.{layer}.{leaf}"] = f"lstm{layer + 1}.cells.{leaf}_{letter}_l0"
-    names |= {f"classifier.{leaf}": f"classifier.{leaf}" for leaf in ("weight", "bias")}
-    theirs.load_state_dict({name: params[ours] for name, ours in names.items()})
-    x = tokens(4)
-    with torch.no_grad():
-        torch.testing.assert_close(runnable(family, FULL, params).eval()(x), theirs(x))
 
 
 def test_lstm_unit_is_cut_from_all_gates_and_the_lstm_above() -> None:
@@ -170,31 +124,6 @@ def test_a_layer_is_torchs() -> None:
     mask = nn.Transformer.generate_square_subsequent_mask(7)
     with torch.no_grad():
         torch.testing.assert_close(layer(x), theirs(x, src_mask=mask, is_causal=True), rtol=1e-5, atol=1e-5)
-
-
-def test_a_tokens_place_counts() -> None:
-    module = built(TRANSFORMER_SMALL)
-    with torch.no_grad():
-        out = module(torch.full((1, 6), 4))
-    assert (out[..., 1:] != out[..., :-1]).any(1).all()
-
-
-def test_transformer_with_one_answer_costs_less() -> None:
-    last = replace(TRANSFORMER_SMALL, answers="last")
-    assert count_macs(last) == count_macs(TRANSFORMER_SMALL) - 5 * (12 * 8 + 8 * 11)
-
-
-def test_a_head_is_kept_whole() -> None:
-    """Head 1 of three has four numbers of each: queries 4 to 7, keys 16 to 19, values 28 to 31."""
-    rows = {"layer1.attention.qkv.weight": torch.arange(36)[:, None].expand(-1, 12)}
-    spec = SubmodelSpec.of({"layer1.heads": [1]})
-    (found,) = take(rows, TRANSFORMER_SMALL.layout(), spec).values()
-    assert found[:, 0].tolist() == [4, 5, 6, 7, 16, 17, 18, 19, 28, 29, 30, 31]
-    columns = {"layer1.attention.out.weight": torch.arange(12).expand(12, -1)}
-    (found,) = take(columns, TRANSFORMER_SMALL.layout(), spec).values()
-    assert found[0].tolist() == [4, 5, 6, 7]
-    kept = TRANSFORMER_SMALL.module(spec).get_submodule("layer1.attention")
-    assert isinstance(kept, Attention) and (kept.heads, kept.size) == (1, 4)
 
 
 def test_transformer_measures_apoz_of_hidden_units_only() -> None:

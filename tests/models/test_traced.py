@@ -11,33 +11,28 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fl_engine.core.allowed import trust
-from fl_engine.core.contracts import ModelFamily, TakesTokens
-from fl_engine.core.costs import count_macs, count_params
+from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.costs import count_macs
 from fl_engine.core.errors import ModelError
-from fl_engine.core.slicing import initial_params, runnable, take
-from fl_engine.core.types import FULL, HEAD, Axis, SubmodelSpec
+from fl_engine.core.slicing import initial_params, runnable
+from fl_engine.core.types import FULL, HEAD, Axis
 from fl_engine.models.build import build_model, model_kind
 from fl_engine.models.traced import from_module
-from fl_engine.testing.models import ModelSuite, random_params, specs
-from flexfleet.cli.main import dispatch
+from fl_engine.testing.models import ModelSuite
 from flexfleet.config import Config
 from flexfleet.pipeline import warm_start
 from tests.harness.networks import SMALL
 from tests.models import own_networks as nets
-
-GPT_PINS = ("block.ln1", "block.attn")
 
 FAMILIES = {
     "resnet18": lambda: from_module(lambda num_classes: nets.ResNet18(num_classes, 4))((3, 33, 33), 5),
     "unet": lambda: from_module(nets.UNetClassifier)((1, 8, 8), 4),
     "conv1d": lambda: from_module(nets.Conv1dNet)((12, 3), 4),
     "lstm": lambda: from_module(nets.LSTMClassifier)((7,), 4),
-    "gpt": lambda: from_module(nets.GPT, pin=GPT_PINS)((5,), 4),
+    "gpt": lambda: from_module(nets.GPT)((5,), 4),
 }
 
 
@@ -82,29 +77,8 @@ def test_the_layout_is_the_one_written_by_hand(name: str) -> None:
         assert [same[p.group] for p in traced(ours).prunable()] == [p.group for p in ours.prunable()]
 
 
-SMALL_CNN = NETWORKS["small_cnn"]
-TRACED_SMALL = traced(SMALL_CNN)
-NAMES = dict(zip(SMALL_CNN.layout().groups, TRACED_SMALL.layout().groups, strict=True))
-
-
-@settings(max_examples=15)
-@given(data=st.data())
-def test_any_slice_of_a_traced_network_is_the_slice_of_ours(data: st.DataObject) -> None:
-    spec = data.draw(specs(SMALL_CNN))
-    mine = SubmodelSpec.of({NAMES[group]: keep for group, keep in spec.keep})
-    params, x = random_params(SMALL_CNN), torch.randn(3, 1, 8, 8, dtype=torch.float64)
-    ours, theirs = take(params, SMALL_CNN.layout(), spec), take(params, TRACED_SMALL.layout(), mine)
-    assert all(torch.equal(ours[name], theirs[name]) for name in params)
-    assert count_params(SMALL_CNN, spec) == count_params(TRACED_SMALL, mine)
-    assert count_macs(SMALL_CNN, spec) == count_macs(TRACED_SMALL, mine)
-    with torch.no_grad():
-        wanted = runnable(SMALL_CNN, spec, ours).eval()(x)
-        torch.testing.assert_close(runnable(TRACED_SMALL, mine, theirs).eval()(x), wanted)
-
-
-def test_torchvisions_network_is_written_out_right() -> None:
-    """The total of torchvision's documentation, at 1000 classes."""
-    assert sum(p.numel() for p in nets.ResNet18().parameters()) == 11_689_512
+def test_channels_that_attention_mixes_are_kept() -> None:
+    assert made("gpt").layout().groups == {"block.mlp.0": 32, HEAD: 4}
 
 
 def test_concatenation_and_group_norm_share_channels_as_expected() -> None:
@@ -144,29 +118,13 @@ def test_the_same_thing_gives_the_same_class_under_its_own_name() -> None:
     kind = from_module(Tiny)
     assert kind is from_module(Tiny) and kind is not from_module(Tiny, whole=True)
     assert (kind.__module__, kind.__qualname__) == (Tiny.__module__, "Tiny")
-    assert [f.name for f in dataclasses.fields(kind)] == ["input_shape", "outputs", "whole", "pin"]  # type: ignore[arg-type]
+    assert [f.name for f in dataclasses.fields(kind)] == ["input_shape", "outputs", "whole"]  # type: ignore[arg-type]
     assert kind((4,), 3) == kind((4,), 3) and hash(kind((4,), 3)) == hash(kind((4,), 3))
 
 
 def test_a_family_travels_to_another_process() -> None:
     family = from_module(nets.UNetClassifier)((1, 8, 8), 4)
     assert pickle.loads(pickle.dumps(family)) == family  # noqa: S301 - our own bytes
-
-
-def test_a_function_gets_the_keywords_that_it_has() -> None:
-    seen: list[Any] = []
-
-    def build(input_shape: tuple[int, ...], outputs: int) -> nn.Module:
-        seen.append((input_shape, outputs))
-        return nn.Sequential(nn.Linear(input_shape[0], 5), nn.ReLU(), nn.Linear(5, outputs))
-
-    assert from_module(build)((4,), 2).layout().groups == {"0": 5, HEAD: 2}
-    assert seen[0] == ((4,), 2)
-
-
-def test_tokens_are_recognised() -> None:
-    assert isinstance(made("lstm"), TakesTokens)
-    assert not isinstance(made("conv1d"), TakesTokens)
 
 
 # ----------------------------------------------------------------------------------- frozen, buffers, dropout
@@ -197,8 +155,8 @@ def test_frozen_parameters_are_neither_trained_nor_sent() -> None:
     assert layout.groups == {"open": 5, HEAD: 3}, "a frozen layer keeps all its channels"
 
 
-def test_random_layers_draw_from_the_clients_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The die is an nn.Dropout, which the engine seeds; torch's own generator is left as it was."""
+def test_random_layers_draw_from_the_clients_generator() -> None:
+    """The engine seeds an nn.Dropout that draws the seed; torch's own generator does not change."""
     for whole in (False, True):
         network: Any = runnable(family := from_module(Partly, whole=whole)((4,), 3), FULL, initial_params(family, 0))
         x, before = torch.randn(8, 4), torch.get_rng_state()
@@ -254,46 +212,16 @@ class Attention(nn.Module):
         return (nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2),)
 
 
-LSTM_MACS = 7 * 4 * 8 * (6 + 8)
-
-
 @pytest.mark.parametrize(
     ("layer", "macs"),
     [
-        (lambda: nn.LSTM(6, 8, batch_first=True), LSTM_MACS),
-        (lambda: nn.LSTM(6, 8, num_layers=2, batch_first=True), LSTM_MACS + 7 * 4 * 8 * (8 + 8)),
         (lambda: nn.LSTM(6, 4, bidirectional=True, batch_first=True), 2 * 7 * 4 * 4 * (6 + 4)),
-        (lambda: nn.GRU(6, 8, batch_first=True), 7 * 3 * 8 * (6 + 8)),
         (Attention, 7 * 6 * 24 + 2 * 7 * 7 * 8),
     ],
-    ids=["lstm", "lstm of two", "lstm both ways", "gru", "attention"],
+    ids=["lstm", "attention"],
 )
 def test_a_network_as_a_whole_counts_what_one_kernel_computes(layer: Callable[[], nn.Module], macs: int) -> None:
     assert count_macs(from_module(lambda: Scaled(layer()), whole=True)((7, 6), 3)) == macs + 8 * 3
-
-
-class Normalised(nn.Module):
-    """A weight that is computed from others in each forward, between layers that can be cut."""
-
-    def __init__(self, parametrize: Callable[[nn.Module], nn.Module]) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 8), parametrize(nn.Linear(8, 5))
-        self.relu, self.head = nn.ReLU(), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(self.relu(self.first(x))))  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("options", [{"whole": True}, {"pin": ("second",)}], ids=str)
-def test_parametrized_weight_is_counted_and_trained(options: Any) -> None:
-    kind = from_module(lambda: Normalised(nn.utils.parametrizations.weight_norm), **options)
-    family = kind((6,), 3)
-    assert count_macs(family) == 6 * 8 + 8 * 5 + 5 * 3
-    params = initial_params(family, 0)
-    assert {"second.parametrizations.weight.original0", "second.parametrizations.weight.original1"} < params.keys()
-    network = runnable(family, FULL, {name: tensor.clone() for name, tensor in params.items()})
-    network(torch.ones(2, 6)).square().sum().backward()
-    assert all(parameter.grad is not None for parameter in network.parameters())
 
 
 # ------------------------------------------------------------------------------------------------------- runs
@@ -316,15 +244,14 @@ class Net(nn.Module):
 """
 
 
-def test_a_run_takes_a_module_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_takes_a_module_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_folder: None, flexfleet: Any, quick: tuple[str, ...]
+) -> None:
     (tmp_path / "net_of_a_run.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    options = [
-        "dataset.name=digits", "model.name=net_of_a_run:Net", "algorithm.name=flexfl", "rounds.stop=2",
-        "pretrain.epochs=1", "tracking.mlflow=null", "partition.clients=10", "training.epochs=1",
-    ]  # fmt: skip
-    assert dispatch(["run", "--run-id", "one", *(word for each in options for word in ("--set", each))]) == 0
+    options = [each for each in quick if not each.startswith("model.")]
+    done = flexfleet("run", "--run-id", "one", sets=[*options, "model.name=net_of_a_run:Net"])
+    assert done.code == 0, done.err
     assert (tmp_path / "runs" / "one" / "model.safetensors").is_file()
 
 
@@ -332,10 +259,10 @@ def test_a_configuration_gives_the_options(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "net_with_options.py").write_text(MODULE + "\nmade = Net(10)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     trust(["net_with_options:Net", "net_with_options:made"])
-    family: Any = build_model({"name": "net_with_options:Net", "pin": ["conv"]}, (1, 8, 8), 10)
-    assert family.layout().groups == {"fc": 16, HEAD: 10}
+    family: Any = build_model({"name": "net_with_options:Net", "whole": True}, (1, 8, 8), 10)
+    assert family.layout().groups == {HEAD: 10}
     assert model_kind({"name": "net_with_options:Net"}) is model_kind({"name": "net_with_options:Net"})
     given: Any = build_model({"name": "net_with_options:made"}, (1, 8, 8), 10)
     assert list(given.weights()) == list(given.layout().slots)
-    with pytest.raises(ModelError, match=r"got \(3, 10\)"):
+    with pytest.raises(ModelError):
         build_model({"name": "net_with_options:made"}, (1, 8, 8), 7)

@@ -1,13 +1,12 @@
-"""What `from_module` refuses, with the module, the line, the reason and ways out."""
+"""What `from_module` keeps whole, and what it refuses with the line, the reason and the cure."""
 
 from __future__ import annotations
 
-import random
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 
 from fl_engine.core.errors import ModelError, PoolError
 from fl_engine.core.pool import layer_sizes
-from fl_engine.core.types import HEAD
+from fl_engine.core.slicing import initial_params, runnable
+from fl_engine.core.types import FULL, HEAD
 from fl_engine.core.widths import from_layer, prefix
 from fl_engine.models.traced import from_module
 from fl_engine.training.lanes import can_run
@@ -30,17 +30,17 @@ class Between(nn.Module):
         for name, layer in layers.items():
             self.add_module(name, layer)
         self.last = nn.Linear(8, 3)
-        self.register_buffer("two", torch.tensor(2))
         self.middle = [middle]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.middle[0](self, torch.tanh(self.first(x))))
 
 
-def refused(build: Any, shape: tuple[int, ...] = (6,), outputs: int = 3, **options: Any) -> str:
-    with pytest.raises(ModelError) as told:
-        from_module(build)(shape, outputs, **options)
-    return str(told.value)
+def refused(build: Any, shape: tuple[int, ...] = (6,), code: str = "model.uncut", **options: Any) -> str:
+    with pytest.raises(ModelError) as error:
+        from_module(build)(shape, 3, **options)
+    assert error.value.code == code
+    return str(error.value)
 
 
 Middle = Callable[[Any, Tensor], Tensor]
@@ -64,58 +64,75 @@ MIXING: dict[str, tuple[Middle, dict[str, nn.Module]]] = {
         {"att": nn.MultiheadAttention(8, 2, batch_first=True)},
     ),
     "function": (lambda m, x: F.linear(x, torch.eye(8)), {}),
-    "index by a tensor": (lambda m, x: x + x[:, m.two][:, None], {}),
-    "axis that is a tensor": (lambda m, x: x[..., None].expand(-1, -1, 4).softmax(m.two).sum(2), {}),
+    "squeeze without an axis": (lambda m, x: torch.squeeze(x.squeeze()[:, None, :, None]), {}),
 }
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_operation_that_mixes_channels_is_refused(name: str) -> None:
-    """The error has the line and both ways out, which work."""
+def test_operation_that_mixes_channels_keeps_them_all(name: str) -> None:
     middle, layers = MIXING[name]
 
     def build() -> nn.Module:
-        return Between(middle, **layers)
+        return Between(middle, **copy.deepcopy(layers))
 
-    said = refused(build)
-    assert re.search(r"\(test_traced_refusals\.py:\d+, ", said), said
-    assert "fedavg" in said
-    pinned = re.search(r"pin=\['(\w+)'\]", said)
-    assert pinned is not None, said
-    assert set(from_module(build)((6,), 3, pin=(pinned[1],)).layout().groups) <= {"first", HEAD}
+    said = refused(build)  # nothing else could be cut
+    assert re.search(r"\(test_traced_refusals\.py:\d+\)", said) and "fedavg" in said
     assert from_module(build)((6,), 3, whole=True).layout().groups == {HEAD: 3}
+    longer = from_module(lambda: nn.Sequential(build(), nn.ReLU(), nn.Linear(3, 3)))((6,), 3)
+    assert longer.layout().groups == {"0.last": 3, HEAD: 3}
 
 
+class DropPath(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.new_empty(len(x), 1).bernoulli_(0.5) if self.training else x
+
+
+TWICE = nn.Linear(8, 8)
 ALLOWED: dict[str, tuple[Any, dict[str, nn.Module]]] = {
     "gate": (lambda m, x: x * torch.sigmoid(m.gate(x)), {"gate": nn.Linear(8, 8)}),
     "constant": (lambda m, x: 2 * x / 3 - 1, {}),
     "prelu": (lambda m, x: m.act(x), {"act": nn.PReLU(8)}),
     "twice": (lambda m, x: m.again(torch.relu(m.again(x))), {"again": nn.Linear(8, 8)}),
-    "written size": (lambda m, x: x.reshape(len(x), 8, 1).expand(-1, 8, 2).mean(2), {}),
+    "written size": (lambda m, x: x.reshape(x.size(0), 8, 1).expand(-1, 8, 2).mean(2), {}),
     "stack": (lambda m, x: torch.stack([x, -x], 1).amax(1), {}),
     "where": (lambda m, x: torch.where(x > 0, x, 0.1 * x), {}),
     "normed by group": (lambda m, x: m.norm(x), {"norm": nn.GroupNorm(4, 8)}),
     "slice of steps": (lambda m, x: F.pad(x[:, :, None], (0, 2))[..., : x[..., None].size(-1)].squeeze(2), {}),
     "clamp": (lambda m, x: x / x.abs().clamp_min(0.1).clamp_max(3.0), {}),
-    "squeeze": (lambda m, x: torch.squeeze(x.squeeze()[:, None, :, None]).view(-1, 8), {}),
-    "unflatten": (lambda m, x: x.unflatten(1, (8, 1)).flatten(1), {}),
-    "unflatten layer": (lambda m, x: m.un(x).flatten(1), {"un": nn.Unflatten(1, (1, 8))}),
-    "slice of steps up to a tensor": (lambda m, x: x[..., None].expand(-1, -1, 4)[:, :, m.two - 1 : m.two].sum(2), {}),
+    "squeeze": (lambda m, x: torch.squeeze(x[:, None, :, None], 3).squeeze(1).view(-1, 8), {}),
+    "two names": (lambda m, x: m.one(torch.relu(m.other(x))), {"one": TWICE, "other": TWICE}),
+    "stochastic depth": (lambda m, x: x + m.drop(x), {"drop": DropPath()}),
+    "shape test": (lambda m, x: x if torch.tanh(x).dim() == 2 and len(x.shape) == 2 else x[0], {}),
+    "zero state": (
+        lambda m, x: m.rnn(x[:, None], torch.zeros(1, x.size(0), 8).to(x.device))[0][:, 0],
+        {"rnn": nn.GRU(8, 8, batch_first=True)},
+    ),
     "by keyword": (lambda m, x: m.again(input=m.act(input=x)), {"act": nn.ReLU(), "again": nn.Linear(8, 8)}),
 }
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_what_leaves_channels_apart_is_cut(name: str) -> None:
+def test_operation_that_keeps_channels_apart_is_cut(name: str) -> None:
     middle, layers = ALLOWED[name]
     groups = from_module(lambda: Between(middle, **layers))((6,), 3).layout().groups
     assert groups["first"] == (4 if name == "normed by group" else 8)
 
 
-def test_channels_that_a_frozen_layer_keeps_whole_may_be_mixed() -> None:
-    frozen = nn.Linear(8, 8).requires_grad_(False)
-    family = from_module(lambda: Between(lambda m, x: F.softmax(x, 1).cumsum(1) + m.frozen(x), frozen=frozen))((6,), 3)
+@pytest.mark.parametrize(
+    ("layer", "kept"),
+    [(nn.Linear(8, 8).requires_grad_(False), "frozen weight layer.weight"), (nn.Buffer(torch.ones(8)), "buffer layer")],
+)
+def test_pool_error_names_what_keeps_the_channels(layer: Any, kept: str) -> None:
+    class Kept(Between):
+        def __init__(self) -> None:
+            super().__init__(lambda m, x: m.layer(x) if isinstance(layer, nn.Module) else x * m.layer)
+            self.layer = layer
+
+    family = from_module(Kept)((6,), 3)
     assert family.layout().groups == {HEAD: 3}
+    with pytest.raises(PoolError) as error:
+        layer_sizes(family)
+    assert kept in str(error.value)
 
 
 class Odd(nn.Module):
@@ -138,77 +155,81 @@ def layers(**more: nn.Module) -> dict[str, nn.Module]:
     [
         lambda m, x: m.b(m.a(x)) if x.sum() > 0 else m.b(-m.a(x)),
         lambda m, x: m.b(torch.relu(m.a(x)) if m.training else m.a(x)),
+        lambda m, x: m.b(m.a(x)) if len(x.shape) == 2 and x.size(0) > 1 else m.b(-m.a(x)),
     ],
-    ids=["by values", "by mode"],
+    ids=["by values", "by mode", "by batch size"],
 )
 def test_control_flow_is_refused_with_its_line(forward: Middle) -> None:
     said = refused(lambda: Odd(forward, **layers()))
     assert "test_traced_refusals.py" in said and "fedavg" in said
 
 
-@pytest.mark.parametrize(
-    ("draw", "whose"),
-    [(lambda: float(torch.rand(())), "torch"), (np.random.rand, "numpy"), (random.random, "random")],
-)
-def test_control_flow_on_random_numbers(draw: Callable[[], float], whose: str) -> None:
-    """Layers that are left out by chance (stochastic depth): a trace would leave them out always, or never."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        return m.b(m.a(x)) if not m.training or draw() < 1 else m.b(-m.a(x))  # where it is traced always the first
-
-    assert whose in refused(lambda: Odd(forward, **layers()))
-
-
-class TwoInputs(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return x + y
-
-
 def tied() -> nn.Module:
-    module = Odd(lambda m, x: m.b(m.c(m.a(x))), **layers(c=nn.Linear(8, 8), d=nn.Linear(8, 8)))
+    module = Odd(lambda m, x: m.b(m.d(m.c(m.a(x)))), **layers(c=nn.Linear(8, 8), d=nn.Linear(8, 8)))
     module.d.weight = module.c.weight
     return module
 
 
-def weight_normed() -> nn.Module:
-    return Odd(lambda m, x: m.b(m.a(x)), **layers(a=nn.utils.weight_norm(nn.Linear(6, 8))))
+def registered_twice() -> nn.Module:
+    twice = nn.Linear(8, 8)
+    return Odd(lambda m, x: m.b(m.d(torch.tanh(m.c(m.a(x))))), **layers(c=twice, d=twice))
+
+
+@pytest.mark.parametrize("build", [tied, registered_twice])
+def test_shared_weights_are_trained_and_sent_once(build: Callable[[], nn.Module]) -> None:
+    family, user, x = from_module(build, whole=True)((6,), 3), build(), torch.randn(4, 6)
+    params = initial_params(family, 0)
+    assert "d.weight" not in params
+    user.load_state_dict(
+        params | {name: params[name.replace("d.", "c.")] for name in user.state_dict().keys() - params.keys()}
+    )
+    network = runnable(family, FULL, params)
+    for each in (user, network):
+        each(x).square().sum().backward()
+    torch.testing.assert_close(network(x), user(x))
+    torch.testing.assert_close(network.c.weight.grad, user.c.weight.grad)  # type: ignore[union-attr]
+
+
+def test_tied_parameters_cannot_be_cut() -> None:
+    assert "c.weight and d.weight" in refused(tied)
+
+
+@pytest.mark.parametrize(
+    "look", [lambda m, x: m.bag(x), lambda m, x: F.one_hot(x, 9).float().mean(1), lambda m, x: torch.eye(9)[x].mean(1)]
+)
+def test_token_network_without_an_embedding_takes_tokens(look: Middle) -> None:
+    parts = {"bag": nn.EmbeddingBag(9, 9)} if "bag" in look.__code__.co_names else {}
+    family: Any = from_module(lambda: Odd(lambda m, x: m.head(look(m, x)), **parts, head=nn.Linear(9, 3)))((5,), 3)
+    assert family.vocabulary == 9
 
 
 def doubled() -> nn.Module:
     return Odd(lambda m, x: m.b(m.a(x).double()).float(), **layers(b=nn.Linear(8, 3).double()))
 
 
-class Bare(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, :3]
-
-
 def frozen() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 3).requires_grad_(False), nn.BatchNorm1d(3, affine=False))
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 @pytest.mark.parametrize(
     ("build", "token"),
     [
-        (TwoInputs, "x, y"),
         (lambda: Odd(lambda m, x: (m.b(m.a(x)),) * 2, **layers()), "got tuple"),
-        (tied, "c.weight and d.weight"),
-        (weight_normed, "a.weight"),
         (doubled, "b.weight is float64"),
         (lambda: Odd(lambda m, x: m.b(m.a(x)), **layers(c=nn.Linear(8, 8))), "c.weight, c.bias"),
-        (Bare, "no weights"),
         (frozen, "no weights"),
         (lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3)), "momentum=None"),
+        (lambda: Odd(lambda m, x: m.b(x), **layers()), "RuntimeError"),
+        (lambda size: nn.Linear(6, size), "size"),
     ],
 )
 def test_network_that_cannot_be_trained_is_refused_by_all(build: Any, token: str) -> None:
-    assert token in refused(build)
-    assert token in refused(build, whole=True)
+    assert token in refused(build, code="model.untrainable")
+    assert token in refused(build, code="model.untrainable", whole=True)
 
 
 def test_dropout_without_the_flag() -> None:
-    assert "training=self.training" in refused(lambda: Odd(lambda m, x: m.b(F.dropout(m.a(x))), **layers()))
+    refused(lambda: Odd(lambda m, x: m.b(F.dropout(m.a(x))), **layers()), code="model.untrainable")
 
 
 def test_grouped_convolutions() -> None:
@@ -216,8 +237,7 @@ def test_grouped_convolutions() -> None:
         parts = {"a": nn.Conv1d(2, 8, 1), "g": nn.Conv1d(8, 8, 3, groups=2), "b": nn.Linear(8, 3)}
         return Odd(lambda m, x: m.b(torch.relu(m.g(m.a(x))).mean(2)), **parts)
 
-    assert "pin=['g']" in refused(build, (2, 7))
-    assert from_module(build)((2, 7), 3, pin=("g",)).layout().groups == {HEAD: 3}
+    refused(build, (2, 7))
 
 
 def test_buffers_that_training_changes() -> None:
@@ -233,23 +253,20 @@ def test_buffers_that_training_changes() -> None:
                 centre.mul_(0.9).add_(0.1 * x.detach().mean(0))
             return self.fc(x - centre)
 
-    assert "centre" in refused(lambda: Counting("centre"), whole=True)
+    assert "centre" in refused(lambda: Counting("centre"), code="model.untrainable", whole=True)
     slots = from_module(lambda: Counting("centre_running_mean"), whole=True)((6,), 3).layout().slots
     assert list(slots) == ["centre_running_mean", "fc.weight", "fc.bias"]
 
 
 def test_dependence_on_the_number_of_channels_is_found() -> None:
-    assert "zeroed" in refused(lambda: Between(lambda m, x: x / x.size(1)))
-    assert "RuntimeError" in refused(lambda: Between(lambda m, x: x.reshape(shape=(len(x), 8))))
+    assert "depends on the number of channels" in refused(lambda: Between(lambda m, x: x / x.size(1)))
+    assert "RuntimeError" in refused(lambda: Between(lambda m, x: x.reshape(shape=(x.size(0), 8))))
 
 
-def test_code_that_fails_and_options_that_do_not_fit() -> None:
-    assert re.search(
-        r"test_traced_refusals.py:\d+, .*RuntimeError", refused(lambda: Between(lambda m, x: x.view(-1, 7)))
-    )
-    assert "'frist'" in refused(lambda: Between(lambda m, x: x), pin=("frist",))
-    assert "pin" in refused(lambda: Between(lambda m, x: x), whole=True, pin=("first",))
-    with pytest.raises(ModelError, match="got 3"):
+def test_error_names_the_line_of_the_users_code() -> None:
+    said = refused(lambda: Between(lambda m, x: x.view(-1, 7)), code="model.untrainable")
+    assert re.search(r"test_traced_refusals.py:\d+\): RuntimeError", said)
+    with pytest.raises(ModelError):
         from_module(3)  # type: ignore[arg-type]
 
 

@@ -3,24 +3,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kfp import local
 from kfp.local import subprocess_task_handler as tasks
 
-from flexfleet.kubeflow import submit
 from tests.harness import graphs
 from tests.harness.mlflow_server import serving
 
 graphs.quick()
-
-
-@pytest.fixture(scope="session")
-def checked() -> Callable[..., Any]:
-    """A faster `submit.checked`, which knows two pipelines with empty forms."""
-    known = {name: submit.checked(name, {}) for name in ("train", "nightly")}
-    return lambda name, _: known[name]
 
 
 @pytest.fixture(scope="module")

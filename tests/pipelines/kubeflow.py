@@ -1,7 +1,7 @@
-"""A stand-in for Kubeflow Pipelines 2.17 that checks every request, and its own answers, by the models of the API.
+"""A fake server of Kubeflow Pipelines 2.17. It checks every request and response by the models of the API.
 
-A run moves when a client asks for it: by `moves`, if a test sets them, else to RUNNING and then to SUCCEEDED. A
-terminated run ends as FAILED. Deleting a recurring run deletes the Workflows of its runs.
+The state of a run changes when a client requests it: by `moves`, if a test sets them, else to RUNNING and then to
+SUCCEEDED. A terminated run ends as FAILED.
 """
 
 from __future__ import annotations
@@ -12,67 +12,52 @@ import json
 import re
 import socket
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import kfp_server_api
 
 from flexfleet.kubeflow.retarget import documents
-
-
-class Server(ThreadingHTTPServer):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.over = threading.Event()
-        """Ends answers that would never end, and so their threads."""
-
+from tests.harness import web
+from tests.harness.web import Request
 
 API = "/apis/v2beta1"
 
 
 def checked(body: Any, model: str) -> Any:
-    """The body, if it is what the model says: no field that it does not have, none of another type."""
+    """Return the body as the model's object. Raises an error for an unknown field or a wrong type."""
     known = getattr(kfp_server_api, model).attribute_map.values()
     assert body.keys() <= set(known), f"{model} has no {sorted(body.keys() - set(known))}"
     return kfp_server_api.ApiClient()._ApiClient__deserialize(body, model)
 
 
-Spoil = Callable[[BaseHTTPRequestHandler, Callable[[], tuple[int, Any]]], None]
+Answer = Callable[[], tuple[int, Any]]
+Spoil = Callable[[Request, Answer], None]
 """Gets the handler of a request, which it answers or does not, and what would answer it."""
 
 
-Answer = Callable[[], tuple[int, Any]]
+def responds(status: int, body: bytes, kind: str = "application/json") -> Spoil:
+    """Return a fault: this response in place of the server's."""
+
+    return lambda request, _: request.respond(status, body, {"Content-Type": kind})
 
 
-def says(status: int, body: bytes, kind: str = "application/json") -> Spoil:
-    """Answer with this in place of the server."""
-
-    def spoil(handler: BaseHTTPRequestHandler, _: Answer) -> None:
-        handler.send_response(status)
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(body))}.items():
-            handler.send_header(name, value)
-        handler.end_headers()
-        handler.wfile.write(body)
-
-    return spoil
+def passes(handler: Request, answer: Answer) -> None:
+    """Answer as the server does."""
+    status, found = answer()
+    is_text = isinstance(found, bytes)
+    value = found if is_text else json.dumps(found).encode()
+    responds(status, value, "text/plain" if is_text else "application/json")(handler, answer)
 
 
 def refuses(status: int, code: int, text: str) -> Spoil:
-    """Refuse as the API itself does."""
-    return says(status, json.dumps({"error": text, "code": code, "message": text, "details": []}).encode())
+    """Return a fault: a refusal by the API itself."""
+    return responds(status, json.dumps({"error": text, "code": code, "message": text, "details": []}).encode())
 
 
-def answers(handler: BaseHTTPRequestHandler, answer: Answer) -> None:
-    """Answer as the server does."""
-    status, told = answer()
-    says(status, json.dumps(told).encode())(handler, answer)
-
-
-def drops(handler: BaseHTTPRequestHandler, _: Answer) -> None:
+def drops(handler: Request, _: Answer) -> None:
     """Reset the connection before anything is done."""
     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     handler.close_connection = True
@@ -84,14 +69,14 @@ def drops(handler: BaseHTTPRequestHandler, _: Answer) -> None:
 def takes_and(spoil: Spoil) -> Spoil:
     """Do what was requested, and lose the answer."""
 
-    def taken(handler: BaseHTTPRequestHandler, answer: Answer) -> None:
+    def taken(handler: Request, answer: Answer) -> None:
         answer()
         spoil(handler, answer)
 
     return taken
 
 
-def hangs(handler: BaseHTTPRequestHandler, _: Answer) -> None:
+def hangs(handler: Request, _: Answer) -> None:
     """Never answer, until the client closes the connection."""
     with contextlib.suppress(OSError):
         handler.connection.recv(1)
@@ -105,12 +90,6 @@ def called(method: str, path: str) -> str:
 
 TYPES: dict[str, Any] = {"STRING": str, "NUMBER_INTEGER": (int, float), "NUMBER_DOUBLE": (int, float), "STRUCT": dict}
 ENDED = ("SUCCEEDED", "SKIPPED", "FAILED", "CANCELED")
-
-
-def task(name: str, state: str, id: str = "", error: str = "") -> dict[str, Any]:
-    """One of a run's `task_details`, as Kubeflow 2.16 has it."""
-    about = {"display_name": name, "state": state, "task_id": id or f"{name}-1", "create_time": "2026-01-01T00:00:00Z"}
-    return about | ({"error": {"code": 2, "message": error}} if error else {})
 
 
 def nodes(*tasks: tuple[str, str, int], workflow: str = "train-ab12c") -> list[dict[str, Any]]:
@@ -155,31 +134,20 @@ class Kubeflow:
         self.runs: list[dict[str, Any]] = []
         self.recurring: list[dict[str, Any]] = []
         self.made = 0
-        self.refuse = 0
         self.moves: dict[str, list[dict[str, Any]]] = {}
-        """By a run's id: what changes of it each time that a client asks for it. An ended run needs a retry first."""
-        self.faults: list[int] = []
-        """Statuses that the next questions for a run are answered with; 0 breaks the connection, 200 is a page."""
-        self.asked = 0
-        """How often a run was asked for."""
+        """Map a run's id to its changes, one for each request. A run that has ended changes only after a retry."""
         self.logs: dict[str, str] = {}
         """The log of each pod, as the UI's server gives it."""
         self.namespace = ""
         """Namespace of the experiments, if the stand-in has several users."""
         self.retried: list[str] = []
         """The ids of the runs that were retried."""
-        self.lost: set[str] = set()
-        """Runs whose Workflow Kubernetes has deleted with its owner, the recurring run. Their state never changes."""
-        self.artifacts: dict[str, bytes] = {}
-        """What the UI's server gives out, by URI (minio://bucket/key)."""
         self.spoils: dict[str, list[Spoil]] = {}
-        """By a call (`called`): what happens in place of its next answers, one each. The last one stays."""
+        """Map a call (`called`) to the faults of its next responses. The last one stays."""
         self.heard: list[str] = []
         """The calls, in their order."""
 
     def ask(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
-        if self.refuse and path != f"{API}/healthz":
-            return self.refuse, {"error": "no such right", "code": 7}
         match method, path.removeprefix(API).split("/")[1:]:
             case "GET", ["healthz"]:
                 return 200, {"multi_user": False}
@@ -222,16 +190,7 @@ class Kubeflow:
                 checked(run["pipeline_version_reference"], "V2beta1PipelineVersionReference")
                 self._typed(run)
                 return 200, self._begin(run)
-            case "GET", ["runs"]:
-                assert query["experiment_id"] == ["e0"]
-                listed = [run for run in self.runs if run["experiment_id"] == "e0"]
-                if "filter" in query:
-                    (wanted,) = json.loads(query["filter"][0])["predicates"]
-                    assert (wanted["operation"], wanted["key"]) == ("IS_SUBSTRING", "description")
-                    listed = [run for run in listed if wanted["stringValue"] in run.get("description", "")]
-                return 200, {"runs": listed}
             case "GET", ["runs", id]:
-                self.asked += 1
                 return self._asked(id)
             case "POST", ["runs", text]:
                 id, _, verb = text.partition(":")
@@ -250,9 +209,6 @@ class Kubeflow:
                 self.made += 1
                 self.recurring.append(job | {"recurring_run_id": f"j{self.made}", "status": "ENABLED"})
                 return 200, self.recurring[-1]
-            case "GET", ["artifacts", "get"]:
-                uri = "{}://{}/{}".format(*(query[name][0] for name in ("source", "bucket", "key")))
-                return (200, self.artifacts[uri]) if uri in self.artifacts else (404, {"error": f"no {uri}"})
             case "GET", ["k8s", "pod", "logs"]:
                 pod = query["podname"][0]
                 if self.namespace and query.get("podnamespace") != [self.namespace]:
@@ -260,18 +216,9 @@ class Kubeflow:
                 return (200, self.logs[pod].encode()) if pod in self.logs else (500, b"no log of this pod")
             case "POST", ["recurringruns", text]:
                 id, _, verb = text.partition(":")
-                assert verb in ("disable", "enable")
+                assert verb == "disable"
                 job = next(job for job in self.recurring if job["recurring_run_id"] == id)
-                job |= {"mode": verb.upper(), "status": f"{verb.upper()}D"}
-                return 200, {}
-            case "GET", ["recurringruns", id]:
-                return 200, next(job for job in self.recurring if job["recurring_run_id"] == id)
-            case "DELETE", ["recurringruns", id]:
-                left = [job for job in self.recurring if job["recurring_run_id"] != id]
-                assert len(left) == len(self.recurring) - 1
-                self.recurring = left
-                active = (run for run in self.runs if run["state"] not in ENDED)
-                self.lost |= {run["run_id"] for run in active if run.get("recurring_run_id") == id}
+                job |= {"mode": "DISABLE", "status": "DISABLED"}
                 return 200, {}
         return 404, {"error": f"no {method} {path}"}
 
@@ -291,24 +238,16 @@ class Kubeflow:
         self._remember(self.runs[-1])
         return self.runs[-1]
 
-    def fire(self, recurring: dict[str, Any]) -> dict[str, Any]:
-        """The hour of a recurring run has come."""
-        same = ("display_name", "experiment_id", "runtime_config", "pipeline_version_reference", "recurring_run_id")
-        return self._begin({name: recurring[name] for name in same})
-
     def _asked(self, id: str) -> tuple[int, Any]:
-        if self.faults:
-            fault = self.faults.pop(0)
-            return fault, b"<html>Log in</html>" if fault == 200 else {"error": "upstream connect error", "code": 14}
         run = next((run for run in self.runs if run["run_id"] == id), None)
         if run is None:
             return 404, {"error": f"Run {id} not found", "code": 5}
         before = run["state"]
-        if id in self.lost or run["state"] in ENDED:
+        if run["state"] in ENDED:
             pass
         elif self.moves.get(id):
             run |= self.moves[id].pop(0)
-        elif run["state"] not in ENDED and id not in self.moves:
+        elif id not in self.moves:
             # A terminated run of 2.17 ends as FAILED; CANCELING is in its history only.
             following = {"PENDING": "RUNNING", "CANCELING": "FAILED"}
             run["state"] = following.get(run["state"], "SUCCEEDED")
@@ -349,43 +288,22 @@ class Kubeflow:
 
 @contextlib.contextmanager
 def serving() -> Iterator[tuple[Kubeflow, str]]:
-    """The stand-in, and its address."""
+    """Yield the fake server and its address."""
     found = Kubeflow()
 
-    class Handler(BaseHTTPRequestHandler):
-        def _answer(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            url = urlsplit(self.path)
-            call = called(self.command, url.path)
-            found.heard.append(call)
+    def answer(request: Request) -> None:
+        body, url = request.body(), urlsplit(request.path)
+        call = called(request.command, url.path)
+        found.heard.append(call)
 
-            def answer() -> tuple[int, Any]:
-                try:
-                    return found.ask(self.command, url.path, parse_qs(url.query), body)
-                except AssertionError as error:
-                    return 400, {"error": str(error)}
+        def asked() -> tuple[int, Any]:
+            try:
+                return found.ask(request.command, url.path, parse_qs(url.query), body)
+            except AssertionError as error:
+                return 400, {"error": str(error)}
 
-            if left := found.spoils.get(call):
-                (left.pop(0) if len(left) > 1 else left[0])(self, answer)
-                return
-            status, told = answer()
-            if status == 0:
-                self.connection.close()
-                return
-            value = told if isinstance(told, bytes) else json.dumps(told).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "text/plain" if isinstance(told, bytes) else "application/json")
-            self.send_header("Content-Length", str(len(value)))
-            self.end_headers()
-            self.wfile.write(value)
+        spoils = found.spoils.get(call) or [passes]
+        (spoils.pop(0) if len(spoils) > 1 else spoils[0])(request, asked)
 
-        do_GET = do_POST = do_DELETE = _answer
-
-        def log_message(self, *_: object) -> None:
-            """Quiet."""
-
-    server = Server(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield found, f"http://127.0.0.1:{server.server_port}"
-    server.over.set()
-    server.shutdown()
+    with web.serving(answer) as address:
+        yield found, address

@@ -3,7 +3,6 @@ that `flexfleet compare` gives, and one table."""
 
 from __future__ import annotations
 
-import builtins
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from flexfleet.cli import main as cli
-from flexfleet.config import form
 from flexfleet.experiments import compare as compare_module
 from flexfleet.experiments.comparison_file import ComparisonFile
 from flexfleet.files.artifacts import RunFile
@@ -48,8 +46,6 @@ def scratch(scratch: Path) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare_module, "side_by_side", in_this_process)
         patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-        # kfp.local indents what tasks print by replacing `print`, and two loop bodies at once put back the wrong one.
-        patch.setattr(builtins, "print", print)
         yield scratch
 
 
@@ -106,17 +102,4 @@ def test_the_last_task_has_the_page_the_table_and_the_figures(ran: Ran) -> None:
     told = json.loads((task / "executor_output.json").read_text())["artifacts"]["metrics"]["artifacts"][0]["metadata"]
     found = ComparisonFile.read(task / "comparison" / "comparison.json")
     assert told["full/flexfl"] == found.results["flexfl"].last.full.mean
-    assert "avg/all_large" not in told
-
-
-def test_arguments_of_tasks_do_not_grow_with_the_runs(ran: Ran) -> None:
-    """A task gets its parameters and the names of its artifacts as one argument; configurations are in a file."""
-    of = {name: [graphs.given_to(name, each) for each in ran.commands] for name in ("prepare", "run", "compare")}
-    assert [sum(map(bool, of[name])) for name in of] == [1, 4, 1] and len(ran.commands) == 6
-    (compare,) = filter(None, of["compare"])
-    assert graphs.gathered(compare, "run_folders", form.MOST_RUNS) < graphs.LONGEST_WORD
-    given = [json.loads(each)["inputs"]["parameterValues"] for each in of["run"] if each]
-    assert sorted(each.pop("number") for each in given) == ["0", "1", "2", "3"]
-    assert given == [given[0]] * 4 and given[0].keys() == {"job_id"}
-    assert not json.loads(compare)["inputs"].get("parameterValues")
-    assert "kd_weight" in (ran.tasks / "prepare" / "pairs").read_text()
+    assert told["avg/all_large"] == told["full/all_large"]

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import boto3.session
 import pytest
 
 from tests.harness.moto_server import moto
+from tests.harness.web import Request, Server, answering, forward, serving
 from tests.harness.world import two_free_ports
 
 SCRIPT = Path(__file__).with_name("radosgw")
@@ -67,53 +64,34 @@ class Proxy:
 
 @pytest.fixture
 def proxy(server: str) -> Iterator[Proxy]:
-    there, found = urlsplit(os.environ["AWS_ENDPOINT_URL"]), Proxy()
+    found = Proxy()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def pass_on(request: Request) -> None:
+        body = request.body()
+        fault = found.fault(request.command, request.headers)
+        if fault is not None:
+            found.met.append(fault)
+        if fault == "slow":
+            time.sleep(0.2)
+        if isinstance(fault, int):
+            request.respond(fault, REFUSALS.get(fault, b""))
+            return
+        if fault == "cut":
+            request.close_connection = True
+            return
+        status, value, headers = forward(request, body, os.environ["AWS_ENDPOINT_URL"])
+        if fault == "lost":
+            request.close_connection = True
+            return
+        half = fault == "half" and request.command == "GET"
+        request.respond(status, value[: len(value) // 2] if half else value, headers)
+        request.close_connection = request.close_connection or half
 
-        def _pass_on(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            fault = found.fault(self.command, self.headers)
-            if fault is not None:
-                found.met.append(fault)
-            if fault == "slow":
-                time.sleep(0.2)
-            if isinstance(fault, int):
-                self._respond(fault, {}, REFUSALS.get(fault, b""))
-                return
-            if fault == "cut":
-                self.close_connection = True
-                return
-            connection = http.client.HTTPConnection(there.hostname or "", there.port, timeout=30)
-            connection.request(self.command, self.path, body, dict(self.headers))  # the Host too, which is signed
-            response = connection.getresponse()
-            value = response.read()
-            connection.close()
-            if fault == "lost":
-                self.close_connection = True
-                return
-            half = fault == "half" and self.command == "GET"
-            self._respond(response.status, dict(response.getheaders()), value, half)
+    with serving(pass_on, protocol="HTTP/1.1") as found.address:
+        yield found
 
-        def _respond(self, status: int, headers: dict[str, str], value: bytes, half: bool = False) -> None:
-            self.send_response(status)
-            for name, text in headers.items():
-                if name.lower() not in ("content-length", "connection", "transfer-encoding", "date", "server"):
-                    self.send_header(name, text)
-            self.send_header("Content-Length", headers.get("Content-Length", str(len(value))))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(value[: len(value) // 2] if half else value)
-            self.close_connection = self.close_connection or half
 
-        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on
-
-        def log_message(self, *_: object) -> None:
-            """Log nothing."""
-
-    listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=listener.serve_forever, args=(0.02,), daemon=True).start()
-    found.address = f"http://127.0.0.1:{listener.server_port}"
-    yield found
-    listener.shutdown()
+@pytest.fixture
+def scripted() -> Iterator[Server]:
+    with answering(body="whole") as found:
+        yield found

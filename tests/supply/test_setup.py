@@ -18,5 +18,5 @@ def test_an_older_python_is_named_before_anything_is_installed(tmp_path: Path) -
     given = ["make", "setup", f"PYTHON={old}", f"VENV={tmp_path / 'venv'}"]
     done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert f"Python 3.11 or newer is needed, and {old} is 3.10: name another one" in done.stderr
+    assert f"PYTHON must be 3.11 or newer, but {old} is 3.10. Choose another Python" in done.stderr
     assert not (tmp_path / "venv").exists()

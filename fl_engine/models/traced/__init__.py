@@ -1,9 +1,9 @@
-"""Any `nn.Module` as a network here: `from_module`.
+"""Convert any `nn.Module` to a network of flexfleet with `from_module`.
 
-An algorithm that sends the whole model trains the module as it is. For other algorithms its forward is traced with
-torch.fx, and the channels are followed through it: a layer makes channels, the next one takes them, and tensors that
-are added have the same channels. The groups, slots and prunable layers follow from that. An operation that would mix
-channels is refused; the error has the place and the ways out.
+Algorithms that send the whole model train the unchanged module. For all other algorithms, torch.fx traces the forward
+to a graph, and `flow` determines the channels of each tensor. The output channels of a layer are the input channels of
+the next layer, and tensors that are added have the same channels. Groups, slots and prunable layers are derived from
+the channels. If an operation, such as attention or layer norm, mixes channels, sub-models keep all of these channels.
 """
 
 from fl_engine.models.traced.family import from_module

@@ -1,9 +1,10 @@
-"""Finds the axes of tensors that hold the same channels, by tying them to each other.
+"""Determine which axes of tensors have the same channels.
 
-An axis is a row of parts: each has the channels of one variable, with equally many entries per channel. When the
-network adds two tensors, their axes are tied: their variables become one. A variable that is tied to the axis of a
-concatenation is split. One whose channels a group norm combines becomes coarser. One that is tied to an axis that is
-never cut is pinned: every sub-model keeps all its channels.
+An axis is a sequence of parts. Each part refers to one variable, which represents a set of channels. In a part, each
+channel has `repeat` entries. If the network adds two tensors, the axes of both tensors are tied: they then refer to the
+same variables. Variables are split if one of the axes is a concatenation. Variables are pinned if one of the axes is
+never cut. Sub-models keep all channels of a pinned variable. Group norm combines channels, so it replaces a variable by
+a variable with fewer channels.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ _order = count()
 
 @dataclass(eq=False)
 class Channels:
-    """A variable: `size` channels of the layer or parameter at `origin`."""
+    """Variable for `size` channels that the layer or parameter at `origin` creates."""
 
     size: int
     origin: str = ""
     pinned: bool = False
-    """Never cut."""
+    """True if sub-models must keep all channels."""
     loose: bool = False
-    """Whether it belongs to a parameter that no layer uses yet. It is pinned if nothing else decides."""
+    """True if the channels belong to a parameter that no layer uses. Channels that stay untied are pinned."""
 
     def __post_init__(self) -> None:
         self.order = next(_order)
         self.bound: Dim | None = None
-        """The parts that replace this variable."""
+        """Parts that replace this variable; None if the variable has not been replaced."""
 
 
 class Part(NamedTuple):
     of: Channels
     repeat: int = 1
-    """Consecutive entries of one channel."""
+    """Number of consecutive entries of each channel."""
 
     @property
     def entries(self) -> int:
@@ -45,21 +46,20 @@ class Part(NamedTuple):
 
 
 Dim = tuple[Part, ...]
-"""One axis of a tensor."""
 
 
 def fixed(size: int) -> Dim:
-    """An axis that is never cut, such as the batch, pixels, steps or the input's channels."""
+    """Return an axis that is never cut, such as the batch, pixels, steps or the input's channels."""
     return (Part(Channels(size, pinned=True)),)
 
 
 def made(size: int, origin: str, *, loose: bool = False) -> Dim:
-    """The axis of new channels. A single channel cannot be cut."""
+    """Return an axis with new channels. The channels are pinned if `size` is 1."""
     return (Part(Channels(size, origin, pinned=size == 1, loose=loose and size > 1)),)
 
 
 def resolved(dim: Dim) -> Dim:
-    """The axis with bound variables replaced."""
+    """Return the axis after replacing each variable whose `bound` is set by the parts in `bound`."""
     out: list[Part] = []
     for part in dim:
         bound = part.of.bound
@@ -68,7 +68,7 @@ def resolved(dim: Dim) -> Dim:
 
 
 def free(*dims: Dim) -> list[Channels]:
-    """The variables of these axes that can be cut, in order, each once."""
+    """Return the variables in the axes that are not pinned, in order and without duplicates."""
     return list(dict.fromkeys(part.of for dim in dims for part in resolved(dim) if not part.of.pinned))
 
 
@@ -82,19 +82,12 @@ def pin(*dims: Dim) -> None:
 
 
 def scaled(dim: Dim, times: int) -> Dim:
-    """The axis with `times` entries for each entry."""
+    """Return the axis with each entry repeated `times` times."""
     return tuple(Part(part.of, part.repeat * times) for part in dim)
 
 
-def merged(outer: Dim, inner: Dim) -> Dim | None:
-    """Two neighbouring axes flattened into one; None if the channels of both would mix."""
-    if not free(inner):
-        return scaled(outer, length(inner))
-    return inner * length(outer) if not free(outer) else None
-
-
 def coarser(channels: Channels, times: int) -> None:
-    """Keep or drop `times` neighbouring channels together; pin all if their number is not a multiple."""
+    """Combine every `times` neighbouring channels into one channel, or pin the variable if this is not possible."""
     if times == 1 or channels.pinned:
         return
     if channels.size % times or channels.size == times:
@@ -104,7 +97,7 @@ def coarser(channels: Channels, times: int) -> None:
 
 
 def aligned(dim: Dim, to: int) -> None:
-    """Make the channels so coarse that no block of `to` neighbouring entries is cut."""
+    """Combine channels so that sub-models never cut a block of `to` neighbouring entries."""
     for part in resolved(dim):
         coarser(part.of, math.lcm(part.repeat, to) // part.repeat)
     if any(part.entries % to for part in resolved(dim)):
@@ -112,7 +105,7 @@ def aligned(dim: Dim, to: int) -> None:
 
 
 def tie(one: Dim, other: Dim) -> None:
-    """Let both axes, of equal length, have the same channels."""
+    """Tie two axes of equal length, so that both refer to the same channels."""
     left, right = list(resolved(one)), list(resolved(other))
     while left and right:
         a, b = left[0], right[0]
@@ -139,12 +132,12 @@ def tie(one: Dim, other: Dim) -> None:
 
 
 def _rest(part: Part, gone: int) -> list[Part]:
-    """The rest of a pinned part without its first entries."""
+    """Return the entries of a pinned part after the first `gone` entries."""
     return list(fixed(part.entries - gone)) if part.entries > gone else []
 
 
 def compact(parts: Iterable[Part]) -> list[tuple[Part, int]]:
-    """(part, how often it repeats in a row), with neighbouring pinned parts as one."""
+    """Return pairs (part, number of consecutive repetitions). Neighbouring pinned parts are merged."""
     out: list[tuple[Part, int]] = []
     for part in parts:
         if out and part.of.pinned and out[-1][0].of.pinned:

@@ -1,12 +1,14 @@
-"""A user's module as a `ModelFamily`: what is found out about it once, and its sub-networks."""
+"""Wrap a user's module as a `ModelFamily`. The module is analysed once to build all sub-networks."""
 
 from __future__ import annotations
 
 import copy
+import json
+import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, make_dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,49 +21,54 @@ from fl_engine.core.seeds import drawing
 from fl_engine.core.slicing import take
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Params, Prunable, Slot, SubmodelSpec
 from fl_engine.models.exits import check_spec
-from fl_engine.models.traced import errors, graph, skeleton, verify
-from fl_engine.models.traced.flow import follow
-from fl_engine.models.traced.layout import Sizes, derived
-from fl_engine.models.traced.reshapes import with_any_width
+from fl_engine.models.traced import graph, subnetwork, verify
+from fl_engine.models.traced.flow import Flow, Sizes, layout_of, replace_written_sizes
+from fl_engine.models.traced.graph import cannot_cut, unusable
 from fl_engine.models.traced.user_module import (
     Build,
-    Tried,
-    check_callable,
+    ModuleTrial,
+    draws_numbers,
     makes_module,
     name_of,
-    new,
-    tried,
+    new_module,
+    try_module,
     without_dropout,
 )
-from fl_engine.models.traced.wrapper import wrap
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ModuleFamily:
-    """The network that `build` makes; `from_module` makes the class."""
+    """Network that `build` creates. `from_module` creates a subclass for each `build`."""
 
     input_shape: tuple[int, ...]
-    """Of one sample."""
     outputs: int
     whole: bool = False
-    """Train the network as it is, so that it can be any module. It then has no sub-models. Algorithms that send the
-    whole model do so without this option."""
-    pin: tuple[str, ...] = ()
-    """Modules, by their path, all of whose channels every sub-model keeps, with those of the modules inside."""
-
+    """True to train any module unchanged, without sub-models; not needed if the algorithm sends the whole model."""
     build: ClassVar[tuple[Build]]
 
     def __post_init__(self) -> None:
-        vocabulary = found(self).vocabulary
-        if vocabulary is not None:  # makes it a `contracts.TakesTokens`
+        vocabulary = analysis(self).vocabulary
+        if vocabulary is not None:  # Only networks for tokens have this attribute.
             object.__setattr__(self, "vocabulary", vocabulary)
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Options that the `model` section passes to the user's class or function."""
+        return dict(json.loads(_key(self.build[0])[1]))
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Operations, frozen weights and buffers. Sub-models keep all channels of these operations and tensors."""
+        return analysis(self).kept
+
     def layout(self) -> ParamLayout:
-        return found(self).layout
+        return analysis(self).layout
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, ...) -> (B, outputs)."""
-        about = found(self)
+        """Return a sub-model that maps samples (B, ...) to outputs (B, outputs)."""
+        about = analysis(self)
         check_spec(about.layout, spec)
         module = about.empty(spec)
         if torch.empty(0).device.type != "meta":
@@ -69,48 +76,49 @@ class ModuleFamily:
         return module
 
     def prunable(self) -> tuple[Prunable, ...]:
-        return found(self).prunable
+        return analysis(self).prunable
 
     def weights(self) -> Params:
-        """The weights of a given module, from which a run starts; empty if a class or function makes fresh ones."""
+        """Return the initial weights if `build` is a module; return {} if `build` is a class or function."""
         return self._first() if isinstance(self.build[0], nn.Module) else {}
 
     def _first(self) -> Params:
-        about, made = found(self), new(self.build[0], self.input_shape, self.outputs)
+        about, made = analysis(self), new_module(self.build[0], self.input_shape, self.outputs)
         state = made.state_dict()
         for name, tensor in about.skeleton.state_dict().items():
             if name not in state or state[name].shape != tensor.shape:
-                raise ModelError(f"{type(self).__name__} makes another network each time: {name} is not as before")
+                raise unusable(f"{type(self).__name__} must create the same network each time, but {name} has changed")
         return {name: state[name].detach().clone() for name in about.layout.slots}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self.build[0], self.input_shape, self.outputs, self.whole, self.pin)
+        return _restore, (self.build[0], self.input_shape, self.outputs, self.whole)
 
 
-_kinds: dict[tuple[Any, bool, tuple[str, ...]], type[ModelFamily]] = {}
+_kinds: dict[tuple[Any, bool], type[ModelFamily]] = {}
 
 
-def from_module(build: Build, *, whole: bool = False, pin: tuple[str, ...] = ()) -> type[ModelFamily]:
-    """Return the family of the networks that `build` makes. The same arguments return the same class.
-
-    The family, made with the data's shape and number of outputs, raises ModelError for a module that cannot be trained
-    or cut.
+def from_module(build: Build, *, whole: bool = False) -> type[ModelFamily]:
+    """Return the network class for the modules that `build` creates. The same arguments return the same class.
 
     Args:
-        build: A class or a function, which is called with those of the keywords `input_shape`, `outputs` and
-            `num_classes` that it has; or a module, whose weights are the first ones.
-        whole: The default of the family's option `whole`: train the network without sub-models.
-        pin: The default of the option `pin`: modules, by path, all of whose channels every sub-model keeps.
+        build: A module with the initial weights, or a class or function that creates a module. The call passes the
+            keywords `input_shape`, `outputs` and `num_classes` if the class or function accepts them.
+        whole: The default of the option `model.whole`; True trains the network without sub-models.
+
+    Returns:
+        The network class, for `flexfleet.run(model=...)`.
+
+    Raises:
+        ModelError: `build` cannot create a module. The class raises ModelError if the module cannot be trained or cut.
+
+    Example:
+        >>> flexfleet.run(model=flexfleet.from_module(MyNet, whole=True), algorithm="all_large")
     """
     if not makes_module(build):
-        raise ModelError(f"from_module needs an nn.Module, its class or a function that makes one, got {build!r}")
-    check_callable(build)
-    if isinstance(pin, str) or not all(isinstance(each, str) for each in pin):
-        raise ModelError(f"pin must be a tuple of module paths, such as ('encoder.norm',), got {pin!r}")
-    key = (build, whole, tuple(pin))
-    if key not in _kinds:
+        raise ModelError(f"from_module: build must be an nn.Module, a subclass or a function, got {build!r}")
+    if (key := (_key(build), whole)) not in _kinds:
         module, qualified = name_of(build)
-        options = [("whole", bool, field(default=whole)), ("pin", tuple[str, ...], field(default=tuple(pin)))]
+        options = [("whole", bool, field(default=whole))]
         made: Any = make_dataclass(
             qualified.rpartition(".")[2], options, bases=(ModuleFamily,), frozen=True, namespace={"build": (build,)}
         )
@@ -119,78 +127,119 @@ def from_module(build: Build, *, whole: bool = False, pin: tuple[str, ...] = ())
     return _kinds[key]
 
 
-def _rebuilt(build: Build, input_shape: tuple[int, ...], outputs: int, whole: bool, pin: tuple[str, ...]) -> Any:
-    """A family that another process has pickled."""
+def _key(build: Build) -> tuple[Any, str]:
+    """Return a tuple (class or function, options as JSON). Equal partials give equal results. If a partial has
+    positional arguments or options that are not JSON, the first element is the partial."""
+    if isinstance(build, partial) and not build.args:
+        try:
+            return build.func, json.dumps(build.keywords, sort_keys=True)
+        except TypeError:
+            pass
+    return build, "{}"
+
+
+def _restore(build: Build, input_shape: tuple[int, ...], outputs: int, whole: bool) -> Any:
+    """Restore a network that was pickled in another process."""
     kind: Any = from_module(build)
-    return kind(input_shape, outputs, whole, pin)
+    return kind(input_shape, outputs, whole)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What is known about a module for samples of one shape. `skeleton` has no storage except for `kept`, which all
-    copies share. `sizes` are the attributes of its layers that follow a sub-model's widths."""
+class Analysis:
+    """Properties of a user's module for samples of one shape."""
 
     layout: ParamLayout
     prunable: tuple[Prunable, ...]
     vocabulary: int | None
     skeleton: nn.Module
-    kept: tuple[Tensor, ...]
+    """Module without storage for its tensors, except for `constants`."""
+    constants: tuple[Tensor, ...]
+    """Tensors that all copies of the skeleton share."""
     sizes: Mapping[str, tuple[Sizes, ...]]
+    """Maps the path of each layer to the attributes that depend on a sub-model's widths."""
+    kept: tuple[str, ...] = ()
+    """Operations, frozen weights and buffers. Sub-models keep all channels of these operations and tensors."""
 
     def empty(self, spec: SubmodelSpec) -> nn.Module:
-        """The sub-network without storage."""
-        return skeleton.narrowed(self.skeleton, self.layout, self.sizes, spec, self.kept)
+        """Return a copy of the skeleton, without storage, that has the widths of the sub-model."""
+        module = copy.deepcopy(self.skeleton, {id(tensor): tensor for tensor in self.constants})
+        if not spec.keep:
+            return module
+
+        def width(group: str) -> int:
+            return self.layout.width(spec, group)
+
+        for path, attributes in self.sizes.items():
+            for name, axis, full, each in attributes:
+                setattr(module.get_submodule(path), name, axis.length(full, width) // each)
+        for name, slot in self.layout.slots.items():
+            holder, _, leaf = name.rpartition(".")
+            layer = module.get_submodule(holder)
+            old: Tensor = getattr(layer, leaf)
+            shape = [axis.length(size, width) for axis, size in zip(slot.axes, old.shape, strict=True)]
+            empty = torch.empty(shape, device="meta")
+            setattr(layer, leaf, nn.Parameter(empty) if isinstance(old, nn.Parameter) else empty)
+        return module
 
 
 @lru_cache(maxsize=32)
-def found(family: ModuleFamily) -> Found:
-    """Raises ModelError for a module that cannot be trained, or cannot be cut although it must be."""
+def analysis(family: ModuleFamily) -> Analysis:
+    """Analyse the module. Raises ModelError if the module cannot be trained, or cannot be cut as required."""
     name = type(family).__name__
     elsewhere = torch.empty(0).device.type != "cpu"
     with drawing(0, torch.device("cpu")), torch.device("cpu") if elsewhere else nullcontext():
-        module = new(family.build[0], family.input_shape, family.outputs)
-        trial = tried(name, module, family.input_shape, family.outputs)
+        module = new_module(family.build[0], family.input_shape, family.outputs)
+        trial = try_module(name, module, family.input_shape, family.outputs)
         return (_whole if family.whole else _cut)(name, module, trial, family)
 
 
-def _cut(name: str, module: nn.Module, trial: Tried, family: ModuleFamily) -> Found:
+def _cut(name: str, module: nn.Module, trial: ModuleTrial, family: ModuleFamily) -> Analysis:
+    if trial.tied is not None:
+        raise cannot_cut(name, f"its parameters {trial.tied[0]} and {trial.tied[1]} are tied")
     traced = graph.trace(name, module, trial.x)
-    flow = follow(name, traced, family.outputs, family.pin)
-    with_any_width(name, traced, flow)
-    tree = skeleton.of_graph(traced)
-    draws = _draws(traced, trial.x)
-    kept = skeleton.emptied(name, tree, trial.changing)
-    about = derived(flow, list(tree.state_dict()), family.outputs)
-    for node, target in about.relus.items():
+    flow = Flow(traced, family.outputs)
+    replace_written_sizes(name, traced, flow)
+    tree = subnetwork.of_graph(traced)
+    # The graph contains modules instead of F.dropout, so `without_dropout` removes every dropout.
+    draws = draws_numbers(without_dropout(fx.GraphModule(traced.module, traced.graph)).train(), trial.x)
+    constants = subnetwork.emptied(name, tree, trial.changing)
+    derived = layout_of(flow, list(tree.state_dict()), family.outputs)
+    kept = tuple(dict.fromkeys((*flow.mixing, *flow.fixed)))
+    if flow.mixing and set(derived.layout.groups) == {HEAD}:
+        raise cannot_cut(name, f"all its channels are kept by {', '.join(kept)}")
+    for place in flow.mixing:
+        log.info("%s: %s mixes channels, so every sub-model keeps all these channels", name, place)
+    _move_relus(traced, tree, derived.relus)
+    tree.__class__ = type(name, (type(tree),), {"forward": subnetwork.forward_of(traced.graph)})
+    subnetwork.wrap(tree, draws=draws, views=False, counts=_has_uncounted(tree))
+    made = Analysis(derived.layout, derived.prunable, trial.vocabulary, tree, tuple(constants), derived.sizes, kept)
+    state = module.state_dict()
+    weights = verify.spread({n: state[n] for n in made.layout.slots})
+    verify.check_same(name, module, made.empty, trial.x, weights, graph.UNTRACED)
+    verify.check_submodels(name, made.empty, made.layout, trial.x, weights)
+    return made
+
+
+def _move_relus(traced: graph.Traced, tree: nn.Module, relus: Mapping[fx.Node, str]) -> None:
+    """Replace each ReLU by a separate module with a name in `relus`, and remove all unused ReLU modules."""
+
+    def child(path: str) -> tuple[nn.Module, str]:
+        holder, _, leaf = path.rpartition(".")
+        return tree.get_submodule(holder), leaf
+
+    for node, target in relus.items():
         kind, inplace = _relu(traced, node)
-        holder, _, leaf = target.rpartition(".")
-        tree.get_submodule(holder).add_module(leaf, kind(inplace))
+        holder, leaf = child(target)
+        holder.add_module(leaf, kind(inplace))
         graph.becomes(node, target)
     used = {str(node.target) for node in traced.graph.nodes if node.op == "call_module"}
     for path in [path for path, layer in tree.named_modules() if isinstance(layer, nn.ReLU | nn.ReLU6)]:
         if path not in used:
-            holder, _, leaf = path.rpartition(".")
-            delattr(tree.get_submodule(holder), leaf)
-    tree.__class__ = type(name, (type(tree),), {"forward": skeleton.forward_of(traced.graph)})
-    wrap(tree, draws=draws, views=False, counts=_has_uncounted(tree))
-    made = Found(about.layout, about.prunable, trial.vocabulary, tree, tuple(kept), about.sizes)
-    state = module.state_dict()
-    weights = verify.spread({n: state[n] for n in made.layout.slots})
-    verify.check_same(name, module, made.empty, trial.x, weights, errors.UNTRACED)
-    verify.check_submodels(name, made.empty, about.layout, trial.x, weights)
-    return made
-
-
-def _draws(traced: graph.Traced, x: Tensor) -> bool:
-    """Like `Tried.draws`, of a graph in which F.dropout has become a module."""
-    own, state = without_dropout(fx.GraphModule(traced.module, traced.graph)).train(), torch.get_rng_state()
-    with torch.no_grad():
-        own(x)
-    return not torch.equal(state, torch.get_rng_state())
+            delattr(*child(path))
 
 
 def _relu(traced: graph.Traced, node: Any) -> tuple[type[nn.Module], bool]:
-    """(the kind of ReLU that a node is, whether it overwrites its input)"""
+    """Return a tuple (module class of a ReLU node, True if the ReLU works in place)."""
     if node.op == "call_module":
         layer: Any = traced.module.get_submodule(str(node.target))
         return type(layer), layer.inplace
@@ -199,27 +248,26 @@ def _relu(traced: graph.Traced, node: Any) -> tuple[type[nn.Module], bool]:
     return (nn.ReLU6 if called == "relu6" else nn.ReLU), bool(given) or called.endswith("_")
 
 
-def _whole(name: str, module: nn.Module, trial: Tried, family: ModuleFamily) -> Found:
-    if family.pin:
-        raise ModelError(f"{name}: whole=true has no sub-models, so there is nothing to pin: leave out one of the two")
+def _whole(name: str, module: nn.Module, trial: ModuleTrial, family: ModuleFamily) -> Analysis:
     original = copy.deepcopy(module)
-    kept = skeleton.emptied(name, module, trial.changing)
-    wrap(module, draws=trial.draws, views=True, counts=_has_uncounted(module))
+    subnetwork.name_once(module)
+    constants = subnetwork.emptied(name, module, trial.changing)
+    subnetwork.wrap(module, draws=trial.draws, views=True, counts=_has_uncounted(module))
     slots = {
         path: Slot(path.rpartition(".")[0] or path, (Axis(None),) * tensor.dim())
         for path, tensor in module.state_dict().items()
     }
-    made = Found(ParamLayout({HEAD: family.outputs}, slots), (), trial.vocabulary, module, tuple(kept), {})
+    made = Analysis(ParamLayout({HEAD: family.outputs}, slots), (), trial.vocabulary, module, tuple(constants), {})
     state = original.state_dict()
     weights = {n: state[n].detach().clone() for n in slots}
-    verify.check_same(name, original, made.empty, trial.x, weights, errors.UNBOUND)
+    verify.check_same(name, original, made.empty, trial.x, weights, graph.UNBOUND)
     return made
 
 
 def _has_uncounted(module: nn.Module) -> bool:
-    """Whether a module has weights of its own and its multiply-adds are not known by its layers."""
-    for layer in module.modules():
-        own = any(True for _ in layer.parameters(recurse=False))
-        if (own and not isinstance(layer, COUNTED)) or isinstance(layer, nn.MultiheadAttention):
-            return True
-    return False
+    """Return whether the module has weights outside of `COUNTED` layers. A count by layer would omit the weights."""
+    return any(
+        isinstance(layer, nn.MultiheadAttention)
+        or (any(True for _ in layer.parameters(recurse=False)) and not isinstance(layer, COUNTED))
+        for layer in module.modules()
+    )

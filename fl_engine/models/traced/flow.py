@@ -1,64 +1,49 @@
-"""Follows the channels through a graph: the layers that share them, and the operations that would mix them."""
+"""Determine the channels of each tensor in a traced graph, derive the layout, and adapt the forward to any width."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, count
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from fl_engine.core.errors import ModelError, nearest
+from fl_engine.core.types import HEAD, Axis, ParamLayout, Prunable, Slot
 from fl_engine.models.traced import operations as ops
-from fl_engine.models.traced import rules
-from fl_engine.models.traced.channels import Channels, Dim, fixed, free, length, made, pin, resolved
-from fl_engine.models.traced.errors import cannot_cut, path_of, place_of
-from fl_engine.models.traced.graph import Traced, attribute, name_of
+from fl_engine.models.traced.channels import Channels, Dim, compact, fixed, free, length, made, pin, resolved
+from fl_engine.models.traced.graph import Traced, attribute, cannot_cut, name_of, place_of
 from fl_engine.models.traced.layers import Dims, Layer, known, tied
-from fl_engine.models.traced.operations import Call, Given, Mixes
+from fl_engine.models.traced.operations import Call, Given, several
 
 RELUS = ("relu", "relu_", "relu6")
 
 
-@dataclass
 class Flow:
-    layers: dict[str, Layer] = field(default_factory=dict)
-    """By path, in the order of their first use."""
-    params: dict[str, Dims] = field(default_factory=dict)
-    """Parameters that the forward uses itself."""
-    relus: list[tuple[fx.Node, tuple[str, ...]]] = field(default_factory=list)
-    """The ReLUs, each with the layers used before it."""
-    dims: dict[fx.Node, Any] = field(default_factory=dict)
-    """Each node's axes; a tuple of these for several outputs, None if it is not a tensor."""
-    head: Channels | None = None
-    """The channels of the outputs."""
+    """Channels of every node in a graph. The module returns `outputs` values per sample."""
 
-
-def follow(name: str, traced: Traced, outputs: int, pins: Sequence[str]) -> Flow:
-    """Raises ModelError for the first operation that mixes channels which are not pinned."""
-    walk = _Walk(name, traced, pins)
-    for node in traced.graph.nodes:
-        walk.flow.dims[node] = walk.visit(node)
-    walk.finish(outputs)
-    return walk.flow
-
-
-class _Walk:
-    def __init__(self, name: str, traced: Traced, pins: Sequence[str]) -> None:
-        self.name, self.module, self.flow = name, traced.module, Flow()
-        paths = [path for path, _ in traced.module.named_modules() if path]
-        for each in pins:
-            if each not in paths:
-                raise ModelError(f"{name}: pin has the module {each!r}, which does not exist{nearest(each, paths)}")
-        self.pins = tuple(pins)
-        self.trouble: list[tuple[fx.Node, str, tuple[Dim, ...], tuple[Dim, ...]]] = []
-        """Operations that mix channels, which is an error unless they are pinned in the end: the node, the reason, the
-        channels, and the axes of its output (`mixed`)."""
-        self.output: fx.Node | None = None
-
-    def pinned(self, path: str) -> bool:
-        return any(path == each or path.startswith(f"{each}.") for each in self.pins)
+    def __init__(self, traced: Traced, outputs: int) -> None:
+        self.module = traced.module
+        self.layers: dict[str, Layer] = {}
+        """Maps paths to layers, sorted by the first use in the graph."""
+        self.params: dict[str, Dims] = {}
+        """Maps the paths of parameters that the forward uses directly, without a layer, to axes."""
+        self.relus: list[tuple[fx.Node, tuple[str, ...]]] = []
+        """Pairs (ReLU, paths of the layers that run before the ReLU)."""
+        self.dims: dict[fx.Node, Any] = {}
+        """Maps each node to the output's axes (a tuple for several outputs), or to None if the output is not a
+        tensor."""
+        self.mixing: list[str] = []
+        """Operations and lines in the user's code that mix channels. Sub-models keep all of these channels."""
+        self.fixed: list[str] = []
+        """Names of frozen weights and buffers. Sub-models keep all channels of these tensors."""
+        for node in traced.graph.nodes:
+            self.dims[node] = self.visit(node)
+        *_, output = traced.graph.nodes
+        self.head = self.channels_of_outputs(output, outputs)
+        """Variable of the network's output channels; None if the outputs cannot be cut."""
+        for channels in [c for dims in self.params.values() for c in free(*dims) if c.loose]:
+            channels.pinned = True
 
     def visit(self, node: fx.Node) -> Any:
         match node.op:
@@ -67,7 +52,6 @@ class _Walk:
             case "get_attr":
                 return self.parameter(node)
             case "output":
-                self.output = node
                 return None
             case "call_module":
                 return self.call_module(node)
@@ -77,164 +61,281 @@ class _Walk:
         path, shape = str(node.target), node.meta["shape"]
         if shape is None or not isinstance(attribute(self.module, path), nn.Parameter):
             return None if shape is None else ops.whole(shape)
-        if path not in self.flow.params:
-            self.flow.params[path] = tuple(made(size, path, loose=True) for size in shape)
-            if self.pinned(path) or not attribute(self.module, path).requires_grad:
-                pin(*self.flow.params[path])
-        return self.flow.params[path]
+        if path not in self.params:
+            self.params[path] = tuple(made(size, path, loose=True) for size in shape)
+            if not attribute(self.module, path).requires_grad:
+                self.keep_fixed(f"the frozen weight {path}", *self.params[path])
+        return self.params[path]
 
     # ------------------------------------------------------------------------------------------------- modules
     def call_module(self, node: fx.Node) -> Any:
         path = str(node.target)
         module = self.module.get_submodule(path)
         kind = type(module).__name__
-        if kind in rules.MODULES and not any(True for _ in module.parameters()):
-            return self.operation(node, rules.MODULES[kind], node.args, {})
-        if kind in rules.SOFTMAX:
-            options = {"dim": module.dim if module.dim is not None else 1}
-            return self.operation(node, rules.SOFTMAX[kind], node.args, options)
+        if kind.lower() in ops.MODULES and not any(True for _ in module.parameters()):
+            options = {"dim": getattr(module, "dim", None)}
+            return self.operation(node, ops.MODULES[kind.lower()], node.args, options)
         rule, x = known(module), self.value(node.args[0]) if node.args else None
         if rule is None or not isinstance(x, Given):
-            return self.unknown_layer(node, path, module)
+            weights = {name: ops.whole(tuple(p.shape)) for name, p in module.state_dict(keep_vars=True).items()}
+            self.layers.setdefault(path, Layer(weights, {}, ()))
+            return self.mixed(node, self.call(node, kind, node.args, dict(node.kwargs)))
         layer = rule(module, path, x.dims)
-        if path in self.flow.layers:
-            tied(self.flow.layers[path], layer)
-        self.flow.layers.setdefault(path, layer)
-        parts = (*x.dims, *layer.out, *(dim for dims in layer.weights.values() for dim in dims))
+        if path in self.layers:
+            tied(self.layers[path], layer)
+        self.layers.setdefault(path, layer)
         frozen = [n for n, p in module._parameters.items() if p is not None and not p.requires_grad]
-        pin(*(dim for n in frozen for dim in layer.weights[n]))
-        if self.pinned(path):
-            pin(*parts)
-        if layer.trouble is not None:
-            self.refuse(node, *layer.trouble)
+        for n in frozen:
+            self.keep_fixed(f"the frozen weight {path}.{n}", *layer.weights[n])
+        initial_state = layer.state is not None and len(node.args) > 1
+        if layer.mixes or initial_state:
+            self.keep_all(node, *x.dims, *layer.out, *(dim for dims in layer.weights.values() for dim in dims))
         if layer.state is not None:
-            return self.series(node, layer)
-        return self.in_shape(layer.out, node)
+            return self.series(node, layer.out, layer.state)
+        return self.in_shape(layer.out, node.meta["shape"])
 
-    def series(self, node: fx.Node, layer: Layer) -> Any:
-        """The axes of an LSTM's outputs and of its last states, whose last axis has the units."""
-        if len(node.args) > 1:
-            self.refuse(node, "gets an initial state (leave it out if it is zero)", layer.out)
-        state = layer.state
-        assert state is not None
+    def series(self, node: fx.Node, out: Dims, state: Dim) -> Any:
+        """Return a tuple (axes of an LSTM's outputs, axes of the states). The last axis of a state contains the
+        units."""
 
         def of(shape: Any) -> Any:
-            return tuple(map(of, shape)) if isinstance(shape[0], tuple) else (*ops.whole(shape[:-1]), state)
+            return tuple(map(of, shape)) if several(shape) else (*ops.whole(shape[:-1]), state)
 
-        out, last = node.meta["shape"]
-        return self.in_shape(layer.out, out), of(last)
-
-    def unknown_layer(self, node: fx.Node, path: str, module: nn.Module) -> Any:
-        weights = {name: ops.whole(tuple(p.shape)) for name, p in module.state_dict(keep_vars=True).items()}
-        self.flow.layers.setdefault(path, Layer(weights, {}, ()))
-        kind = type(module).__name__
-        why = rules.REASONS.get(rules.MODULES.get(kind, ""), f"is a {kind}, which is not supported")
-        given = ops.every(self.call(node, kind, node.args, dict(node.kwargs)))
-        if self.pinned(path):
-            pin(*given)
-        return self.mixed(node, why, given)
+        outputs, last = node.meta["shape"]
+        return self.in_shape(out, outputs), of(last)
 
     # ---------------------------------------------------------------------------------------------- operations
     def operation(self, node: fx.Node, name: str, args: Any, options: dict[str, Any]) -> Any:
         shape, call = node.meta["shape"], self.call(node, name, args, options)
         if name == "getitem" and not isinstance(self.value(args[0]), Given):
-            found = self.flow.dims.get(args[0])
-            if found is None and shape is not None:  # one of several outputs, some of which are not tensors
-                why, dims = next(((why, dims) for of, why, dims, _ in self.trouble if of is args[0]), ("", ()))
-                return self.mixed(node, why, dims)
-            return found[args[1]] if isinstance(found, tuple) and isinstance(args[1], int | slice) else None
+            parts = self.dims.get(args[0])
+            if parts is None and shape is not None:  # Some outputs are not tensors.
+                return ops.whole(shape)
+            return parts[args[1]] if isinstance(parts, tuple) and isinstance(args[1], int | slice) else None
         if shape is None or not any(True for _ in call.given):
             return None if shape is None else ops.whole(shape)
-        if self.pinned(path_of(node)):
-            pin(*ops.every(call))
         if name in RELUS:
-            self.flow.relus.append((node, tuple(self.flow.layers)))
-        rule = rules.RULES.get(name if node.target is not operator.getitem else "getitem", rules.unknown)
+            self.relus.append((node, tuple(self.layers)))
+        rule = ops.RULES.get(name if node.target is not operator.getitem else "getitem")
+        before = free(*(dim for given in call.given for dim in given.dims))
         try:
-            found = rule(call)
-        except TypeError:  # an axis is a tensor, whose value is not known here
-            found = rules.unknown(call)
-        if isinstance(found, Mixes):
-            return self.mixed(node, found.why, found.dims)
-        if shape and isinstance(shape[0], tuple):
-            return tuple(self.in_shape(each, of) for each, of in zip(found, shape, strict=True))  # type: ignore[arg-type]
+            found: Any = None if rule is None else rule(call)
+        except (TypeError, RuntimeError):  # An axis argument is a tensor with unknown value.
+            found = None
+        if found is not None and any(channels.pinned for channels in before):
+            constants = [f"the buffer {each.target}" for each in node.all_input_nodes if each.op == "get_attr"]
+            self.fixed += constants or [f"{name} in {place_of(node)}"]
+        if found is None:
+            return self.mixed(node, call)
+        if several(shape):
+            return tuple(self.in_shape(each, of) for each, of in zip(found, shape, strict=True))
         return self.in_shape(found, shape)
 
     def call(self, node: fx.Node, name: str, args: Any, options: dict[str, Any]) -> Call:
-        return Call(
-            name, tuple(map(self.value, args)), {k: self.value(v) for k, v in options.items()}, node.meta["shape"]
-        )
+        values = tuple(map(self.value, args))
+        named = {key: self.value(value) for key, value in options.items()}
+        return Call(name, values, named, node.meta["shape"], self.function(node))
+
+    def function(self, node: fx.Node) -> Callable[..., Any]:
+        target: Any = node.target
+        match node.op:
+            case "call_module":
+                module = self.module.get_submodule(target)
+                return lambda x, **_: module(x)
+            case "call_method":
+                return lambda x, *args, **options: getattr(x, target)(*args, **options)
+        return target  # type: ignore[no-any-return]
 
     def value(self, argument: Any) -> Any:
-        """A tensor as `Given`, another node as its number or None, and anything else unchanged."""
+        """Return `Given` for a tensor node, the value or None for another node. Return other arguments unchanged."""
         if isinstance(argument, fx.Node):
-            dims: Any = self.flow.dims.get(argument)
+            dims: Any = self.dims.get(argument)
             shape = argument.meta["shape"]
             if shape is None:
                 return argument.meta["value"]
-            return [Given(d, s) for d, s in zip(dims, shape, strict=True)] if _several(shape) else Given(dims, shape)
+            return [Given(d, s) for d, s in zip(dims, shape, strict=True)] if several(shape) else Given(dims, shape)
         if isinstance(argument, list | tuple):
             return type(argument)(map(self.value, argument))
         if isinstance(argument, slice):
             return slice(*map(self.value, (argument.start, argument.stop, argument.step)))
         return argument
 
-    def in_shape(self, dims: Sequence[Dim], node: Any) -> Dims:
-        """The axes, with the output's sizes for those that are not channels."""
-        shape = node.meta["shape"] if isinstance(node, fx.Node) else node
-        pairs = list(zip(dims, shape, strict=True))
-        return tuple(dim if length(dim) == size else fixed(size) for dim, size in pairs)
+    def in_shape(self, dims: Sequence[Dim], shape: Sequence[int]) -> Dims:
+        """Return `dims`, but replace each axis whose length differs from `shape` by an axis that is never cut."""
+        return tuple(dim if length(dim) == size else fixed(size) for dim, size in zip(dims, shape, strict=True))
 
-    def refuse(self, node: fx.Node, why: str, dims: Sequence[Dim], out: Sequence[Dim] = ()) -> None:
-        pin(*((part,) for dim in dims for part in resolved(dim) if part.of.loose))
-        self.trouble.append((node, why, tuple(dims), tuple(out)))
+    def mixed(self, node: fx.Node, call: Call) -> Any:
+        """Pin the input channels of an operation that mixes channels, and return the axes of the output."""
+        self.keep_all(node, *(dim for given in call.given for dim in given.dims))
+        return None if node.meta["shape"] is None else ops.whole(node.meta["shape"])
 
-    def mixed(self, node: fx.Node, why: str, dims: Sequence[Dim]) -> Any:
-        """The axes of an output that mixes these channels. If an input has free channels at a place, the output's axis
-        is free there, too: a fixed axis would pin the channels that it is added to, and nothing would be refused."""
-        shape, opened, known = node.meta["shape"], list[Dim](), self.flow.dims
-        # If some of several outputs are not tensors, only their inputs are known.
-        given = [n for each in node.all_input_nodes for n in ([each] if known.get(each) else each.all_input_nodes)]
-        inputs: Any = [known[n] for n in given if known.get(n) and not _several(n.meta["shape"])]
+    def keep_fixed(self, what: str, *dims: Dim) -> None:
+        self.fixed += [what] if free(*dims) else []
+        pin(*dims)
 
-        def axis(place: int, size: int) -> Dim:
-            alike = [of[place] for of in inputs if place < len(of) and length(of[place]) == size]
-            if not free(*alike):
-                return fixed(size)
-            opened.append(made(size, path_of(node)))
-            return opened[-1]
+    def keep_all(self, node: fx.Node, *dims: Dim) -> None:
+        if free(*dims):
+            self.mixing.append(f"{node.target if node.op == 'call_module' else name_of(node)} in {place_of(node)}")
+        pin(*dims)
 
-        out = None if shape is None else ops.whole(shape, axis)
-        self.refuse(node, why, dims, opened)
-        return out
-
-    # --------------------------------------------------------------------------------------------------- end
-    def finish(self, outputs: int) -> None:
-        assert self.output is not None
-        answer = self.output.args[0]
-        assert isinstance(answer, fx.Node)
-        dim = resolved(self.flow.dims[answer][1])
+    def channels_of_outputs(self, node: fx.Node, outputs: int) -> Channels | None:
+        """Return the channels of the network's output. Pin them and return None if they cannot be cut."""
+        output: Any = node.args[0]
+        dim = resolved(self.dims[output][1])
         if len(dim) == 1 and dim[0].repeat == 1 and dim[0].of.size == outputs and not dim[0].of.pinned:
-            self.flow.head = dim[0].of
+            return dim[0].of
+        pin(dim)
+        return None
+
+
+# -------------------------------------------------------------------------------------------------- the layout
+class Sizes(NamedTuple):
+    """Attribute of a layer that stores a number of channels. The number is the length of `axis` divided by `each`."""
+
+    attribute: str
+    axis: Axis
+    full: int
+    each: int
+
+
+class Derived(NamedTuple):
+    layout: ParamLayout
+    prunable: tuple[Prunable, ...]
+    sizes: Mapping[str, tuple[Sizes, ...]]
+    relus: Mapping[fx.Node, str]
+    """Maps each ReLU to the name of the module that replaces the ReLU."""
+
+
+def layout_of(flow: Flow, names: Sequence[str], outputs: int) -> Derived:
+    """Return the layout and further properties of a network. `names` are the keys of the state dict, in order."""
+    axes = {f"{path}.{name}": dims for path, layer in flow.layers.items() for name, dims in layer.weights.items()}
+    axes |= flow.params
+    called = _names((dim for name in names for dim in axes[name]), flow.head)
+    slots = {}
+    for name in names:
+        block = name.rpartition(".")[0] or name
+        slots[name] = Slot(block, tuple(_axis(dim, called) for dim in axes[name]))
+    groups = {name: channels.size for channels, name in called.items() if name != HEAD} | {HEAD: outputs}
+    sizes = {
+        path: tuple(Sizes(name, _axis(dim, called), length(dim), each) for name, (dim, each) in layer.sizes.items())
+        for path, layer in flow.layers.items()
+    }
+    owned = _owned(flow, called)
+    relus = _relus(flow, owned)
+    return Derived(ParamLayout(groups, slots), _prunable(called, owned, relus), sizes, relus)
+
+
+def _names(dims: Iterable[Dim], head: Channels | None) -> dict[Channels, str]:
+    """Map all channels in use to group names. A group has the name of the layer that creates the channels."""
+    called: dict[Channels, str] = {}
+    for channels in free(*dims):
+        taken = {*called.values(), HEAD}
+        called[channels] = HEAD if channels is head else _new_name(channels.origin, f"{channels.origin}:", taken)
+    return called
+
+
+def _new_name(first: str, stem: str, taken: Iterable[str]) -> str:
+    """Return `first` if the name is free, otherwise `stem` followed by the smallest free number from 2."""
+    names = set(taken)
+    return next(name for name in chain([first], (f"{stem}{n}" for n in count(2))) if name not in names)
+
+
+def _axis(dim: Dim, called: Mapping[Channels, str]) -> Axis:
+    parts = compact(resolved(dim))
+    if len(parts) == 1 and parts[0][0].of.pinned:
+        return Axis(None)
+    axis: Axis | None = None
+    for (channels, repeat), times in reversed(parts):
+        if channels.pinned:
+            axis = Axis(None, channels.size * repeat * times, then=axis)
         else:
-            pin(dim)
-        for node, why, dims, out in self.trouble:
-            cut = [channels for channels in free(*dims) if channels is not self.flow.head]
-            if cut:
-                raise cannot_cut(self.name, f"{place_of(node)} {why}", self.pinning(node, cut))
-            pin(*out)
-        loose = [c for dims in self.flow.params.values() for c in free(*dims) if c.loose]
-        for channels in loose:
-            channels.pinned = True
-
-    def pinning(self, node: fx.Node, cut: Sequence[Channels]) -> list[str]:
-        """The modules to pin so that these channels are not cut: the node's own, else those that make them."""
-        if node.op == "call_module" and str(node.target) in dict(self.module.named_modules()):
-            return [str(node.target)]
-        modules = {path for path, _ in self.module.named_modules() if path}
-        path = path_of(node)
-        return [path] if path else list(dict.fromkeys(c.origin for c in cut if c.origin in modules))
+            axis = Axis(called[channels], repeat, times, axis)
+    return axis or Axis(None)
 
 
-def _several(shape: Any) -> bool:
-    return bool(shape) and isinstance(shape[0], tuple)
+def _owned(flow: Flow, called: Mapping[Channels, str]) -> dict[str, Channels]:
+    """Map each layer to the created channels. Omit output layers and layers that create several groups."""
+    owned = {}
+    for path, layer in flow.layers.items():
+        made = free(*layer.out[1:]) if layer.weights else []
+        governed = free(*(dim for dims in layer.weights.values() for dim in dims))
+        outputs = HEAD in {called.get(channels) for channels in (*made, *governed)}
+        if len(made) == 1 and made[0] in called and made[0] in governed and not outputs:
+            owned[path] = made[0]
+    return owned
+
+
+def _relus(flow: Flow, owned: Mapping[str, Channels]) -> dict[fx.Node, str]:
+    """Map each ReLU to the name of a new module in the last preceding layer that creates the ReLU's channels. The zeros
+    then count for this layer. If the channels belong to several groups, the module is added to the network."""
+    relus: dict[fx.Node, str] = {}
+    for node, before in flow.relus:
+        over = free(*flow.dims[node])
+        makers = [path for path in before if len(over) == 1 and owned.get(path) is over[0]]
+        stem = f"{makers[-1]}.relu" if makers else "relu_of_several"
+        relus[node] = _new_name(stem, stem, relus.values())
+    return relus
+
+
+def _prunable(
+    called: Mapping[Channels, str], owned: Mapping[str, Channels], relus: Mapping[fx.Node, str]
+) -> tuple[Prunable, ...]:
+    found = []
+    for channels, group in called.items():
+        layers = tuple(f"{path}." for path, made in owned.items() if made is channels)
+        if layers:
+            found.append(Prunable(group, layers, tuple(n for n in relus.values() if n.startswith(layers))))
+    return tuple(found)
+
+
+# ------------------------------------------------------------------------------------------ hard-coded sizes
+def replace_written_sizes(name: str, traced: Traced, flow: Flow) -> None:
+    """Replace hard-coded sizes in a forward, such as `view(-1, 512)` or `expand(8, 64, 1, 1)`, by -1 or by sizes of the
+    input, so that the forward works for any sub-model. Replace `view` by `reshape`, because maps are stored channels
+    last.
+
+    Raises ModelError if a size cannot be replaced.
+    """
+    for node in list(traced.graph.nodes):
+        called = name_of(node) if node.op in ("call_method", "call_function") else ""
+        given = node.args[0] if node.args else None
+        if called not in ("view", "reshape", "expand") or not isinstance(given, fx.Node) or not node.args[1:]:
+            continue
+        if node.meta["shape"] is None:
+            continue
+        packed = isinstance(node.args[1], tuple | list)
+        sizes = list(node.args[1] if packed else node.args[1:])
+        out, old = flow.dims[node], flow.dims[given]
+        if called == "expand":
+            sizes = [-1 if free(dim) and isinstance(n, int) else n for dim, n in zip(out, sizes, strict=True)]
+        else:
+            _replace_sizes(name, traced, node, sizes, old, out)
+            if node.target == "view":
+                node.target = "reshape"
+        node.args = (given, tuple(sizes)) if packed else (given, *sizes)
+
+
+def _replace_sizes(name: str, traced: Traced, node: fx.Node, sizes: list[Any], old: Any, out: Any) -> None:
+    """Replace the sizes of a reshape in the list `sizes`, so that the reshape works for any width."""
+
+    def size(axis: int) -> fx.Node:
+        """Return a node that computes the size of an input axis of the reshape."""
+        with traced.graph.inserting_before(node):
+            return traced.graph.call_method("size", (node.args[0], axis))
+
+    for place, dim in enumerate(out):
+        if not free(dim) or not isinstance(sizes[place], int) or sizes[place] == -1:
+            continue
+        same = next((axis for axis, given in enumerate(old) if resolved(given) == resolved(dim)), None)
+        if same is not None:
+            sizes[place] = size(same)
+        elif -1 not in sizes:
+            sizes[place] = -1
+        elif sizes[0] == -1 and resolved(old[0]) == resolved(out[0]):  # the batch
+            sizes[0], sizes[place] = size(0), -1
+        else:
+            other = sizes.index(-1)
+            if free(out[other]) or other == 0:
+                why = f"hard-codes the size {sizes[place]} in {name_of(node)}, which cannot be replaced by -1"
+                raise cannot_cut(name, f"{place_of(node)} {why}")
+            sizes[other], sizes[place] = node.meta["shape"][other], -1

@@ -1,11 +1,14 @@
-"""The graph of a module's forward: traced in training and in evaluation, which have to agree."""
+"""Trace a module's forward in training and in evaluation mode. The graphs of both modes must be equal. This module also
+creates errors about a user's module, with the line in the user's code, the reason and the fix."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,97 +17,148 @@ from torch import Tensor, fx, nn
 
 from fl_engine.core.errors import ModelError
 from fl_engine.core.seeds import drawn
-from fl_engine.models.traced.errors import cannot_cut, line_now, line_of_error, place_of
 from fl_engine.models.traced.layers import is_torchs
 
 DROPOUTS = {
     "dropout": nn.Dropout, "dropout1d": nn.Dropout1d, "dropout2d": nn.Dropout2d, "dropout3d": nn.Dropout3d,
     "alpha_dropout": nn.AlphaDropout, "feature_alpha_dropout": nn.FeatureAlphaDropout,
 }  # fmt: skip
-"""The modules of functions with an argument `training`, whose value a trace would freeze."""
+"""Modules that replace dropout functions. In a trace, the argument `training` of these functions would be constant."""
+
+
+BRANCH_DROPS = ("StochasticDepth", "DropPath")
+"""Classes in torchvision and timm that drop whole branches in training. These classes do not mix channels."""
+OF_SHAPE = ("shape", "size", "dim", "ndim", "ndimension", "numel", "len", "dtype", "device", "is_cuda")
+"""Operations whose result depends on the shape, type or device of a tensor, but not on the values."""
+ZEROS = ("zeros", "zeros_like", "new_zeros")
+SAME_VALUES = ("to", "cuda", "type_as", "float", "double", "contiguous", "clone", "detach", "requires_grad_")
+BATCHES = (2, 1)
+"""Additional batch sizes. A test on a shape is traced only if the test has the same result for all batch sizes."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """`module` has the weights, and a further module for each function that became one; `graph` is of its forward. Each
-    node has the shape of its output in `meta["shape"]`: a tuple of shapes for several outputs, None if it is not a
-    tensor."""
+    """Copy of the user's module and graph of the copy's forward. In the copy, modules replace dropout functions.
+    `meta["shape"]` of a node is the shape of the output, a tuple of shapes for several outputs, or None if the output
+    is not a tensor."""
 
     module: nn.Module
     graph: fx.Graph
 
 
 class _Tracer(fx.Tracer):
+    """Tracer that knows the shapes for samples x (B, ...) and can therefore trace `if x.dim() == 3`."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self._batches = [x, *(x[:size] for size in BATCHES)]
+
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
-        node.meta["line"] = line_now()  # torch's own record of it would import its compiler
+        node.meta["line"] = line_now()  # Torch's own recording would import torch's compiler.
         return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return is_torchs(m)
+        return is_torchs(m) or (type(m).__name__ in BRANCH_DROPS and not any(True for _ in m.parameters()))
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def to_bool(self, obj: Any) -> bool:
+        value = self.known(obj.node, bool)
+        return super().to_bool(obj) if value is None else value
+
+    def known(self, node: fx.Node, function: Callable[[Any], Any]) -> Any:
+        """Return `function(value of the node)`; None if the result depends on more than the shape of one sample."""
+        if not _is_of_shape(node):
+            return None
+        root = copy.deepcopy(self.root).eval()
+        runs = [_Untraced(fx.GraphModule(root, self.graph), garbage_collect_values=False) for _ in self._batches]
+        try:
+            with torch.no_grad():
+                for run, x in zip(runs, self._batches, strict=True):
+                    run.run(x)
+        except Exception:  # User code may raise any error.
+            return None
+        found = {function(run.env[node]) for run in runs}
+        return found.pop() if len(found) == 1 else None
+
+
+class _Untraced(fx.Interpreter):
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.fetch_attr(target).forward(*args, **kwargs)  # `__call__` would add the module to the trace
+
+
+class _Proxy(fx.Proxy):
+    def __len__(self) -> int:
+        length: int | None = self.tracer.known(self.node, len)  # type: ignore[attr-defined]
+        if length is None:
+            super().__len__()  # raises an error
+        return length  # type: ignore[return-value]
+
+    def __getattr__(self, k: str) -> Any:
+        return _Attribute(self, k)
+
+
+class _Attribute(fx.proxy.Attribute, _Proxy):
+    pass
+
+
+def _is_of_shape(value: Any) -> bool:
+    """Return whether a node is computed only from the shapes of tensors."""
+    if name_of(value) == "getattr" or name_of(value) in OF_SHAPE:
+        return (value.args[1] if name_of(value) == "getattr" else name_of(value)) in OF_SHAPE
+    return bool(value.all_input_nodes) and all(map(_is_of_shape, value.all_input_nodes))
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of a function or method, without the underscores of an operator."""
+    """Return the name of the node's function or method, without the underscores around operator names."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     return name.strip("_") if name.startswith("__") else name
 
 
 def trace(name: str, module: nn.Module, x: Tensor) -> Traced:
-    """The graph for samples x (B, ...). Raises ModelError if the forward cannot be traced."""
-    training, evaluation = (_traced(name, module, mode) for mode in (True, False))
-    _same(name, training.graph, evaluation.graph)
+    """Trace the module with samples x (B, ...). Raises ModelError if the forward cannot be traced."""
+    training, evaluation = (_traced(name, module, x, mode) for mode in (True, False))
+    _check_same(name, training.graph, evaluation.graph)
     _own_dropouts(name, training, evaluation)
-    _shapes(evaluation, x)
+    with torch.no_grad():
+        _Shapes(fx.GraphModule(evaluation.module, evaluation.graph).eval()).run(x)
     return evaluation
 
 
-def _traced(name: str, module: nn.Module, training: bool) -> Traced:
+def _traced(name: str, module: nn.Module, x: Tensor, training: bool) -> Traced:
     own = copy.deepcopy(module).train(training)
     own.__class__ = _of_one_input(type(own))
     before = drawn()
     try:
-        with _traced_len(own):
-            graph = _Tracer().trace(own)
-    except Exception as error:  # a TraceError, or an error of the user's code about a proxy
+        graph = _Tracer(x).trace(own)
+    except Exception as error:  # User code may raise any error for a proxy instead of a tensor.
         said = " ".join(str(error).split())
-        why = f"its forward{line_of_error(error)} depends on values, or calls what torch.fx cannot trace"
+        why = f"its forward{line_of_error(error)} depends on values, or calls code that torch.fx cannot trace"
         raise cannot_cut(name, f"{why} ({type(error).__name__}: {said})") from error
     if moved := [each for each, state in drawn().items() if state != before[each]]:
-        raise cannot_cut(
-            name,
-            f"its forward draws from {moved[0]}'s generator apart from what is traced, so the number would stay the "
-            "same in all rounds. Let it follow from the samples, such as torch.rand_like(x), and decide by it in "
-            "tensors, not by `if`",
-        )
+        why = f"its forward draws from {moved[0]}'s generator outside the trace (use torch.rand_like(x) without `if`)"
+        raise cannot_cut(name, why)
     for node in graph.nodes:  # layer(input=x)
         if node.op == "call_module" and not node.args and "input" in node.kwargs:
             options = dict(node.kwargs)
             node.args, node.kwargs = (options.pop("input"),), options
+        recurrent = node.op == "call_module" and isinstance(own.get_submodule(str(node.target)), nn.RNNBase)
+        if recurrent and _is_zero((*node.args[1:], *node.kwargs.values())):
+            node.args, node.kwargs = node.args[:1], {}  # The layer starts from zeros by default.
     return Traced(own, graph)
 
 
-@contextmanager
-def _traced_len(module: nn.Module) -> Iterator[None]:
-    """Let `len(x)` in the forwards of these modules be `x.size(0)`, which can be traced."""
-
-    def traced(x: Any) -> Any:
-        return x.size(0) if isinstance(x, fx.Proxy) else len(x)
-
-    forwards: list[Any] = [kind.__dict__.get("forward") for each in module.modules() for kind in type(each).__mro__]
-    scopes = {id(f.__globals__): f.__globals__ for f in forwards if hasattr(f, "__globals__")}
-    changed = [scope for scope in scopes.values() if "len" not in scope]
-    for scope in changed:
-        scope["len"] = traced
-    try:
-        yield
-    finally:
-        for scope in changed:
-            del scope["len"]
+def _is_zero(value: Any) -> bool:
+    """Return whether an argument is a node that creates zeros, or a list of such nodes."""
+    if not isinstance(value, fx.Node):
+        return isinstance(value, tuple | list) and all(map(_is_zero, value))
+    return name_of(value) in ZEROS or (name_of(value) in SAME_VALUES and _is_zero(value.args[0]))
 
 
 def _of_one_input(kind: Any) -> Any:
-    """The class without its optional inputs, which a trace would treat as tensors."""
+    """Return a subclass whose forward has only one input. A trace would treat optional inputs as tensors."""
 
     def forward(self: nn.Module, x: Tensor) -> Any:
         return kind.forward(self, x)
@@ -112,26 +166,20 @@ def _of_one_input(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"forward": forward})
 
 
-def _said(node: fx.Node) -> tuple[Any, ...]:
-    """What must be equal in training and in evaluation."""
-    options = dict(node.kwargs)
-    if name_of(node) in DROPOUTS:
-        options.pop("training", None)
-    return node.op, str(node.target), repr(node.args), repr(options)
+def _check_same(name: str, training: fx.Graph, evaluation: fx.Graph) -> None:
+    def call(node: fx.Node) -> tuple[Any, ...]:
+        flag = {"training"} if name_of(node) in DROPOUTS else set()
+        options = {key: value for key, value in node.kwargs.items() if key not in flag}
+        return node.op, str(node.target), repr(node.args), repr(options)
 
-
-def _same(name: str, training: fx.Graph, evaluation: fx.Graph) -> None:
-    pairs = list(zip(training.nodes, evaluation.nodes, strict=False))
-    odd = next((t for t, e in pairs if _said(t) != _said(e)), None)
-    if odd is None and len(training.nodes) != len(evaluation.nodes):
-        odd = pairs[-1][0]
-    if odd is not None:
-        why = "does something else in training than in evaluation (use modules, such as nn.Dropout, for that)"
-        raise cannot_cut(name, f"{place_of(odd)} {why}")
+    for one, other in zip_longest(training.nodes, evaluation.nodes):
+        if one is None or other is None or call(one) != call(other):
+            why = "differs between training and evaluation (use modules such as nn.Dropout instead)"
+            raise cannot_cut(name, f"{place_of(one or other)} {why}")
 
 
 def _own_dropouts(name: str, training: Traced, evaluation: Traced) -> None:
-    """Replace each call of F.dropout and its like by a module, which drops in training only."""
+    """Replace each call of a function in `DROPOUTS` by a module, which is active only in training."""
     count = 0
     for before, node in zip(training.graph.nodes, evaluation.graph.nodes, strict=True):
         kind = DROPOUTS.get(name_of(node))
@@ -139,8 +187,8 @@ def _own_dropouts(name: str, training: Traced, evaluation: Traced) -> None:
             continue
         flags = before.kwargs.get("training"), node.kwargs.get("training")
         if flags != (True, False):
-            when = "in evaluation too" if flags[1] else "never"
-            raise ModelError(f"{name}: {place_of(node)} drops {when}: give F.dropout training=self.training")
+            when = "also in evaluation" if flags[1] else "never"
+            raise unusable(f"{name}: {place_of(node)} drops values {when}. Pass training=self.training to F.dropout")
         count += 1
         target = unused(evaluation.module, f"dropout_{count}")
         evaluation.module.add_module(target, kind(node.kwargs.get("p", 0.5)))
@@ -148,12 +196,12 @@ def _own_dropouts(name: str, training: Traced, evaluation: Traced) -> None:
 
 
 def becomes(node: fx.Node, target: str) -> None:
-    """Let the node call this module instead."""
+    """Change the node to a call of the module `target`."""
     node.op, node.target, node.args, node.kwargs = "call_module", target, node.args[:1], {}
 
 
 def unused(module: nn.Module, name: str) -> str:
-    """This name, or a similar one that the module does not have."""
+    """Append underscores to the name until the module has no attribute with this name."""
     while hasattr(module, name):
         name += "_"
     return name
@@ -176,12 +224,56 @@ def _shape(out: Any) -> Any:
     return None
 
 
-def _shapes(traced: Traced, x: Tensor) -> None:
-    module = fx.GraphModule(traced.module, traced.graph).eval()
-    with torch.no_grad():
-        _Shapes(module).run(x)
-
-
 def attribute(module: nn.Module, path: str) -> Any:
     holder, _, leaf = path.rpartition(".")
     return getattr(module.get_submodule(holder), leaf)
+
+
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+WHOLE_MODEL = "choose an algorithm that sends the whole model, such as fedavg"
+UNTRACED = (
+    "torch.fx does not record torch.no_grad(), torch.autocast, autograd.Function, module hooks and changes of module "
+    f"attributes. Use x.detach() instead, or {WHOLE_MODEL} (docs/guides/own-networks.md)"
+)
+UNBOUND = (
+    "Copies of the module must use their own weights: the forward must read parameters and buffers as attributes of "
+    "modules, and must change buffers in place"
+)
+
+
+def place_of(node: Any) -> str:
+    """Return the path of the module whose forward contains the node, followed by file and line."""
+    stack = node.meta.get("nn_module_stack")
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return f"{path or 'its forward'}{node.meta.get('line', '')}"
+
+
+def line_of_error(error: BaseException) -> str:
+    return _innermost((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+
+
+def line_now() -> str:
+    calls = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
+    return _innermost(reversed(calls))
+
+
+def _innermost(frames: Iterable[tuple[str, int]]) -> str:
+    """Return ` (net.py:12)` for the innermost frame in the user's code, or an empty string."""
+    own = [f" ({Path(file).name}:{line})" for file, line in frames if not file.startswith(_OURS)]
+    return own[-1] if own else ""
+
+
+def cannot_cut(network: str, why: str) -> ModelError:
+    text = f"{network} cannot be cut into sub-models: {why}; {WHOLE_MODEL}"
+    return ModelError(text, code="model.uncut", path="model.name")
+
+
+def failed(name: str, what: str, error: Exception) -> ModelError:
+    """Return a ModelError for an exception that user code raised."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    return unusable(f"{name} {what}{line_of_error(error)}: {type(error).__name__}: {said}")
+
+
+def unusable(text: str) -> ModelError:
+    return ModelError(text, code="model.untrainable", path="model.name")

@@ -1,4 +1,4 @@
-"""Layers with weights: the channels of their weights' axes and of their outputs."""
+"""Rules that determine the channels of the weights and outputs of layers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Dims = tuple[Dim, ...]
 @dataclass(frozen=True)
 class Layer:
     weights: Mapping[str, Dims]
-    """The axes of its parameters and statistics, by name."""
+    """Maps parameters and statistics of the layer to axes."""
     sizes: Mapping[str, tuple[Dim, int]]
-    """Its attributes with numbers of channels, each with the axis and the number of entries that one stands for."""
+    """Maps each attribute that stores a number of channels to a pair (axis, number of entries per channel)."""
     out: Dims
     state: Dim | None = None
-    """The axis of an LSTM's last state."""
-    trouble: tuple[str, Dims] | None = None
-    """Why it cannot be cut, and the axes concerned."""
+    """Axis of the last state of an LSTM."""
+    mixes: bool = False
+    """True if the layer mixes channels, so that sub-models must keep all channels."""
 
 
 def known(module: nn.Module) -> Callable[[Any, str, Dims], Layer] | None:
-    """The rule for a layer of torch, or of a subclass with the same forward."""
+    """Return the rule for a torch layer or for a subclass with an inherited forward; None if no rule exists."""
     for kind, rule in RULES.items():
         if isinstance(module, kind):
             return rule if type(module).forward is _forward(type(module), kind) and not _computed(module) else None
@@ -38,24 +38,24 @@ def known(module: nn.Module) -> Callable[[Any, str, Dims], Layer] | None:
 
 
 def is_torchs(module: nn.Module) -> bool:
-    """Whether its forward is torch's own, so that a trace need not look inside."""
+    """Return whether torch defines the module's forward. A trace treats such modules as leaves."""
     home = type(module).forward.__module__
     return home.startswith("torch.nn.") and not isinstance(module, nn.Sequential)
 
 
 def _forward(kind: type[nn.Module], base: type[nn.Module]) -> Any:
-    """The forward of the class of torch that `kind` is made from."""
+    """Return the forward method of the torch class from which `kind` inherits."""
     torchs = (each for each in kind.__mro__ if issubclass(each, base) and each.__module__.startswith("torch.nn."))
     return next(torchs).forward
 
 
 def _computed(module: nn.Module) -> bool:
-    """Whether a weight is computed from others (`parametrize`, `weight_norm`)."""
+    """Return whether a weight is computed from other weights (`parametrize`, `weight_norm`)."""
     return hasattr(module, "parametrizations") or hasattr(module, "weight_g")
 
 
 def _present(module: nn.Module, **axes: Dims) -> dict[str, Dims]:
-    """The ones of these parameters and buffers that the layer has."""
+    """Return the entries of `axes` for parameters and buffers that exist in the layer."""
     held = module._parameters | module._buffers
     return {name: dims for name, dims in axes.items() if held.get(name) is not None}
 
@@ -67,11 +67,9 @@ def _linear(m: nn.Linear, path: str, x: Dims) -> Layer:
 
 
 def _conv(m: _ConvNd, path: str, x: Dims) -> Layer:
-    """(B, C, ...) -> (B, C', ...)."""
     inside, kernel = x[1], tuple(fixed(n) for n in m.kernel_size)
     turned = isinstance(m, _ConvTransposeNd)
-    trouble: tuple[str, Dims] | None = None
-    sizes = {"in_channels": (inside, 1)}
+    sizes, mixes = {"in_channels": (inside, 1)}, bool(free(*x[2:]))
     if m.groups == 1:
         out = made(m.out_channels, path)
         pair = (inside, out) if turned else (out, inside)
@@ -82,40 +80,41 @@ def _conv(m: _ConvNd, path: str, x: Dims) -> Layer:
     else:
         out, each = made(m.out_channels, path), fixed((m.out_channels if turned else m.in_channels) // m.groups)
         pair = (inside, each) if turned else (out, each)
-        trouble = (f"is a convolution of {m.groups} groups of {m.in_channels} channels", (inside, out))
-    if free(*x[2:]):
-        trouble = ("is a convolution over channels", x[2:])
+        mixes = True
     sizes["out_channels"] = (out, 1)
     weights = _present(m, weight=(*pair, *kernel), bias=(out,))
-    return Layer(weights, sizes, (x[0], out, *x[2:]), trouble=trouble)
+    return Layer(weights, sizes, (x[0], out, *x[2:]), mixes=mixes)
 
 
 def _norm(m: _BatchNorm | _InstanceNorm, path: str, x: Dims) -> Layer:
     channels: Any = (x[1],)
     weights = _present(m, weight=channels, bias=channels, running_mean=channels, running_var=channels)
-    trouble = ("normalises over channels", x[2:]) if free(*x[2:]) else None
-    return Layer(weights, {"num_features": (x[1], 1)}, x, trouble=trouble)
+    return Layer(weights, {"num_features": (x[1], 1)}, x, mixes=bool(free(*x[2:])))
 
 
 def _group_norm(m: nn.GroupNorm, path: str, x: Dims) -> Layer:
-    each, trouble = m.num_channels // m.num_groups, None
-    if m.num_groups == 1:
-        trouble = ("normalises over all channels, as one group", (x[1],))
-    else:
+    each = m.num_channels // m.num_groups
+    if m.num_groups > 1:
         aligned(x[1], each)
     weights = _present(m, weight=(x[1],), bias=(x[1],))
-    return Layer(weights, {"num_channels": (x[1], 1), "num_groups": (x[1], each)}, x, trouble=trouble)
+    return Layer(weights, {"num_channels": (x[1], 1), "num_groups": (x[1], each)}, x, mixes=m.num_groups == 1)
 
 
 def _layer_norm(m: nn.LayerNorm, path: str, x: Dims) -> Layer:
     over = x[len(x) - len(m.normalized_shape) :]
     whole = tuple(fixed(n) for n in m.normalized_shape)
-    return Layer(_present(m, weight=whole, bias=whole), {}, x, trouble=("normalises over channels", over))
+    return Layer(_present(m, weight=whole, bias=whole), {}, x, mixes=bool(free(*over)))
 
 
 def _embedding(m: nn.Embedding, path: str, x: Dims) -> Layer:
     out = made(m.embedding_dim, path)
     return Layer({"weight": (fixed(m.num_embeddings), out)}, {"embedding_dim": (out, 1)}, (*x, out))
+
+
+def _embedding_bag(m: nn.EmbeddingBag, path: str, x: Dims) -> Layer:
+    """Rule for tokens (B, T), which the layer reduces to one embedding per sample."""
+    out = made(m.embedding_dim, path)
+    return Layer({"weight": (fixed(m.num_embeddings), out)}, {"embedding_dim": (out, 1)}, (x[0], out))
 
 
 def _prelu(m: nn.PReLU, path: str, x: Dims) -> Layer:
@@ -125,15 +124,15 @@ def _prelu(m: nn.PReLU, path: str, x: Dims) -> Layer:
 
 
 GATES = {"LSTM": 4, "GRU": 3}
-"""Rows of a unit in a weight of a recurrent layer; otherwise 1."""
+"""Number of weight rows per unit of a recurrent layer. All layers that are not listed have one row."""
 
 
 def _recurrent(m: nn.RNNBase, path: str, x: Dims) -> Layer:
-    """Series (B, T, F) or (T, B, F). A unit that is left out is zero at every step."""
+    """Rule for series (B, T, F) or (T, B, F). A removed unit is equivalent to a unit that always outputs zero."""
     ways = ("", "_reverse") if m.bidirectional else ("",)
     gates, given, weights = GATES.get(m.mode, 1), x[-1], dict[str, Dims]()
     units = [made(m.hidden_size, path) for _ in range(m.num_layers)]
-    for unit in units[1:]:  # the layer has one number of units
+    for unit in units[1:]:  # All layers of the RNN have the same number of units.
         tie(units[0], unit)
     for level, unit in enumerate(units):
         for way in ways:
@@ -142,17 +141,12 @@ def _recurrent(m: nn.RNNBase, path: str, x: Dims) -> Layer:
             axes = {f"weight_ih{at}": (rows, given), f"weight_hh{at}": (rows, unit)}
             weights |= axes | _present(m, **{f"bias_ih{at}": (rows,), f"bias_hh{at}": (rows,)})
         given = unit * len(ways)
-    trouble = None
-    if m.proj_size:
-        trouble = ("projects its outputs (proj_size)", (x[-1], *units))
-    elif len(x) != 3:
-        trouble = (f"gets {len(x)} axes instead of three", (x[-1], *units))
     sizes = {"input_size": (x[-1], 1), "hidden_size": (units[0], 1)}
-    return Layer(weights, sizes, (*x[:-1], given), units[-1], trouble)
+    return Layer(weights, sizes, (*x[:-1], given), units[-1], mixes=bool(m.proj_size) or len(x) != 3)
 
 
 def tied(one: Layer, other: Layer) -> None:
-    """A layer that is used twice has the same channels both times."""
+    """Tie the channels of two calls of one layer."""
     for name, dims in one.weights.items():
         for a, b in zip(dims, other.weights[name], strict=True):
             tie(a, b)
@@ -166,6 +160,7 @@ RULES: dict[type[nn.Module], Callable[[Any, str, Dims], Layer]] = {
     nn.GroupNorm: _group_norm,
     nn.LayerNorm: _layer_norm,
     nn.Embedding: _embedding,
+    nn.EmbeddingBag: _embedding_bag,
     nn.PReLU: _prelu,
     nn.RNNBase: _recurrent,
 }

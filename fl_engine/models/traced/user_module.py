@@ -1,160 +1,154 @@
-"""A user's module: made from a class, a function or a module, and tried once on made-up samples."""
+"""Create a user's module from a class, a function or a module, and run one training pass on random samples."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from fl_engine.core.errors import FlexfleetError, ModelError
-from fl_engine.models.traced.errors import failed
+from fl_engine.core.errors import FlexfleetError
+from fl_engine.models.traced.graph import failed, unusable
 
 Build = nn.Module | Callable[..., nn.Module]
 
 FROM_DATA = ("input_shape", "outputs", "num_classes")
-"""Keywords that a class or function gets if it has them; `num_classes` is `outputs`."""
+"""Keywords that are passed to a class or function if the signature contains them. `num_classes` equals `outputs`."""
+RESERVED = ("name", "init", "whole")
+"""Keys of the `model` section that are never passed to a class or function."""
 BATCH = 3
-"""Samples of the made-up batch."""
+"""Number of samples in the random batch."""
 
 
 def makes_module(found: object) -> bool:
-    """Whether `from_module` accepts it."""
+    """Return whether `from_module` accepts the object."""
     if isinstance(found, type):
         return issubclass(found, nn.Module)
     return isinstance(found, nn.Module) or (callable(found) and not inspect.isbuiltin(found))
 
 
-def check_callable(build: Build) -> None:
-    """Raise ModelError if a class or function requires parameters that it does not get."""
-    if isinstance(build, nn.Module):
-        return
-    try:
-        parameters = inspect.signature(build).parameters.values()
-    except ValueError:  # compiled code has no signature
-        return
-    if needed := [name for name in _required(parameters) if name not in FROM_DATA]:
-        raise ModelError(
-            f"{name_of(build)[1]} requires {', '.join(needed)}, but only {', '.join(FROM_DATA)} are passed: give the "
-            "others defaults"
-        )
-
-
-def _required(parameters: Any) -> list[str]:
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
 def name_of(build: Build) -> tuple[str, str]:
-    """(module, qualified name) of a class or function; of a module, those of its class."""
-    named: Any = build if hasattr(build, "__qualname__") else type(build)
+    """Return a tuple (Python module, qualified name) for a class or function, or for the class of an nn.Module."""
+    named: Any = build.func if isinstance(build, partial) else build
+    named = named if hasattr(named, "__qualname__") else type(named)
     return named.__module__, named.__qualname__
 
 
-def new(build: Build, input_shape: tuple[int, ...], outputs: int) -> nn.Module:
-    """A new module with initial weights of its own, or a copy of the module that was given."""
+def options_of(build: Build) -> Mapping[str, inspect.Parameter]:
+    """Return the keywords of a class or function that are options of the network."""
+    if isinstance(build, nn.Module):
+        return {}
+    other, known = (*FROM_DATA, *RESERVED), inspect.signature(build).parameters
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+    return {name: each for name, each in known.items() if name not in other and each.kind not in by_place}
+
+
+def new_module(build: Build, input_shape: tuple[int, ...], outputs: int) -> nn.Module:
+    """Create a module with the class or function `build`. If `build` is a module, return a copy."""
     name = name_of(build)[1]
     values = dict(zip(FROM_DATA, (input_shape, outputs, outputs), strict=True))
     try:
         if isinstance(build, nn.Module):
-            made: Any = copy.deepcopy(build)
+            made: Any = copy.deepcopy(_copyable(build))
         else:
             made = build(**{n: v for n, v in values.items() if n in inspect.signature(build).parameters})
     except FlexfleetError:
         raise
-    except Exception as error:  # the user's code may raise anything
-        raise failed(name, "cannot be made", error) from error
+    except Exception as error:  # User code may raise any error.
+        raise failed(name, "cannot be created", error) from error
     if not isinstance(made, nn.Module):
-        raise ModelError(f"{name} must return a torch.nn.Module, got {type(made).__name__}")
+        raise unusable(f"{name} must return a torch.nn.Module, got {type(made).__name__}")
     if lazy := [type(m).__name__ for m in made.modules() if isinstance(m, nn.modules.lazy.LazyModuleMixin)]:
-        raise ModelError(f"{name} has a {lazy[0]}, whose sizes are not known yet: give the layer its sizes")
-    return made
+        raise unusable(f"{name} must not contain lazy layers, got {lazy[0]}. Use a layer with explicit sizes")
+    return _copyable(made)
+
+
+def _copyable(module: nn.Module) -> nn.Module:
+    """Detach the results that layers store, such as the weight of `torch.nn.utils.weight_norm`, because a result with a
+    gradient cannot be copied."""
+    for layer in module.modules():
+        results = {key: value for key, value in vars(layer).items() if isinstance(value, Tensor) and not value.is_leaf}
+        layer.__dict__.update({key: value.detach() for key, value in results.items()})
+    return module
 
 
 @dataclass(frozen=True)
-class Tried:
-    """`x`: the made-up batch; `changing`: the buffers that training changes; `draws`: whether training draws from
-    torch's generator other than by nn.Dropout."""
+class ModuleTrial:
+    """Properties of a module that a forward and a backward pass have shown."""
 
     x: Tensor
+    """The random batch."""
     vocabulary: int | None
+    """Number of tokens; None if the inputs of the module are not tokens."""
     changing: frozenset[str]
+    """Names of the buffers that training changes."""
     draws: bool
+    """True if training draws from torch's generator outside of nn.Dropout."""
+    tied: tuple[str, str] | None
+    """Names of two parameters, in different layers, that refer to one tensor; None if no parameters are tied."""
 
 
-def tried(name: str, module: nn.Module, input_shape: tuple[int, ...], outputs: int) -> Tried:
-    """Run a forward and a backward pass. Raises ModelError for a module that cannot be trained here."""
+def try_module(name: str, module: nn.Module, input_shape: tuple[int, ...], outputs: int) -> ModuleTrial:
+    """Run a forward and a backward pass. Raises ModelError if the module cannot be trained."""
     if not all(isinstance(n, int) and n > 0 for n in input_shape) or outputs < 1:
-        raise ModelError(f"{name}: samples and outputs must have positive sizes, got {input_shape} and {outputs}")
-    _check_forward(name, module)
-    _check_parameters(name, module)
-    vocabulary = _vocabulary(module, torch.zeros(BATCH, *input_shape, dtype=torch.int64))
-    x = torch.randn(BATCH, *input_shape) if vocabulary is None else torch.randint(vocabulary, (BATCH, *input_shape))
-    own = without_dropout(module)
+        raise unusable(f"{name}: samples and outputs must have positive sizes, got {input_shape} and {outputs}")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise unusable(f"{name} has no weights to train. Set requires_grad=True for a parameter")
+    for path, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise unusable(f"{name}: the parameter {path} must not have a hook, which copies of the network lose")
+    x = torch.randn(BATCH, *input_shape)
     try:
+        own = without_dropout(module)
+        vocabulary = _vocabulary(module, torch.zeros(BATCH, *input_shape, dtype=torch.int64))
+        if vocabulary is not None:
+            x = torch.randint(vocabulary, (BATCH, *input_shape))
         with torch.no_grad():
-            out = own.eval()(x)
+            evaluated = own.eval()(x)
         before = {path: buffer.clone() for path, buffer in own.named_buffers()}
         state = torch.get_rng_state()
-        answer = own.train()(x)
+        trained = own.train()(x)
         draws = not torch.equal(state, torch.get_rng_state())
-        if isinstance(answer, Tensor) and answer.requires_grad:
-            answer.square().sum().backward()  # type: ignore[no-untyped-call]
-    except Exception as error:  # the user's code may raise anything
-        raise failed(name, f"cannot take a batch {tuple(x.shape)} of {str(x.dtype)[6:]}", error) from error
-    shape = tuple(out.shape) if isinstance(out, Tensor) and isinstance(answer, Tensor) else type(out).__name__
+        if isinstance(trained, Tensor) and trained.requires_grad:
+            trained.square().sum().backward()  # type: ignore[no-untyped-call]
+    except Exception as error:  # User code may raise any error.
+        raise failed(name, f"cannot process a batch {tuple(x.shape)} of {str(x.dtype)[6:]}", error) from error
+    tensors = isinstance(evaluated, Tensor) and isinstance(trained, Tensor)
+    shape = tuple(evaluated.shape) if tensors else type(evaluated).__name__
     if shape[:2] != (BATCH, outputs):
-        raise ModelError(
+        raise unusable(
             f"{name} must return a tensor ({BATCH}, {outputs}) for {BATCH} samples {input_shape}, got {shape}. The "
-            "data set decides the number of outputs; a keyword `outputs` or `num_classes` gets it"
+            "data set determines the number of outputs, which is passed as keyword `outputs` or `num_classes`"
         )
     if idle := [path for path, p in own.named_parameters() if p.requires_grad and p.grad is None]:
-        raise ModelError(
-            f"{name}: the loss does not depend on {', '.join(idle[:4])}: leave out what is not used, or freeze it with "
+        raise unusable(
+            f"{name}: the loss does not depend on {', '.join(idle[:4])}. Remove unused parameters, or freeze them with "
             "requires_grad_(False)"
         )
     changing = {path for path, buffer in own.named_buffers() if not torch.equal(buffer, before[path])}
-    return Tried(x, vocabulary, frozenset(changing), draws)
+    return ModuleTrial(x, vocabulary, frozenset(changing), draws, _tied(module))
 
 
-def _check_forward(name: str, module: nn.Module) -> None:
-    parameters = list(inspect.signature(module.forward).parameters.values())
-    needed = _required(parameters)
-    if len(needed) > 1 or not parameters:
-        raise ModelError(
-            f"{name} takes {len(needed)} inputs ({', '.join(needed)}): a network must take one, a batch of samples"
-        )
-
-
-def _check_parameters(name: str, module: nn.Module) -> None:
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise ModelError(f"{name} has no weights to train: it needs a parameter with requires_grad=True")
-    for path, layer in module.named_modules():
-        for attribute, value in vars(layer).items():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                raise ModelError(
-                    f"{name}: {f'{path}.{attribute}'.lstrip('.')} is computed from other weights when the network is "
-                    "made, so no copy of it can be trained: use torch.nn.utils.parametrizations"
-                )
+def _tied(module: nn.Module) -> tuple[str, str] | None:
+    """Return the names of two tied parameters, or None. A parameter of a module with several names is not tied."""
     paths: dict[int, str] = {}
-    for path, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ModelError(
-                f"{name}: the parameter {path} has a hook (register_hook), which copies of the network would lose. Use "
-                "a torch.autograd.Function in forward, or torch.nn.utils.parametrize"
-            )
-        other = paths.setdefault(id(parameter), path)
-        if other != path:
-            raise ModelError(
-                f"{name} ties the parameters {other} and {path}, but sub-models and averages need each by its own name"
-            )
+    for prefix, layer in module.named_modules():
+        for leaf, parameter in layer._parameters.items():
+            path = f"{prefix}.{leaf}".lstrip(".")
+            if parameter is not None and (other := paths.setdefault(id(parameter), path)) != path:
+                return other, path
+    return None
 
 
 def without_dropout(module: nn.Module) -> nn.Module:
-    """A copy whose nn.Dropout layers draw nothing. In training they have generators of their own."""
+    """Return a copy in which nn.Dropout layers draw no random numbers. Clients use separate generators for dropout."""
     own = copy.deepcopy(module)
     for layer in own.modules():
         if type(layer) is nn.Dropout:
@@ -162,22 +156,42 @@ def without_dropout(module: nn.Module) -> nn.Module:
     return own
 
 
+def draws_numbers(module: nn.Module, x: Tensor) -> bool:
+    """Return whether the forward draws from torch's generator."""
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        module(x)
+    return not torch.equal(state, torch.get_rng_state())
+
+
 def _vocabulary(module: nn.Module, tokens: Tensor) -> int | None:
-    """The number of tokens if the module looks its input up in an embedding; None: it takes numbers."""
-    sizes: list[int] = []
+    """Return the number of tokens if the module uses `tokens` as indices of a table or for one-hot vectors, otherwise
+    None."""
+    lookups = _Lookups(tokens)
+    try:
+        with torch.no_grad(), lookups:
+            copy.deepcopy(module).eval()(tokens)
+    except Exception:  # The module does not accept tokens.
+        pass
+    return min(lookups.sizes, default=None)
 
-    def look(layer: nn.Module, given: tuple[Any, ...]) -> None:
-        if given and isinstance(given[0], Tensor) and given[0].data_ptr() == tokens.data_ptr():
-            sizes.append(int(layer.num_embeddings))  # type: ignore[arg-type]
 
-    own = copy.deepcopy(module).eval()
-    embeddings = [layer for layer in own.modules() if isinstance(layer, nn.Embedding)]
-    for layer in embeddings:
-        layer.register_forward_pre_hook(look)
-    if embeddings:
-        try:
-            with torch.no_grad():
-                own(tokens)
-        except Exception:  # it does not take tokens
-            pass
-    return min(sizes) if sizes else None
+class _Lookups(TorchFunctionMode):
+    """Mode that records the number of rows of each table that `tokens` index."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        super().__init__()
+        self.sizes, self._place = list[int](), tokens.data_ptr()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func is torch._C._nn.one_hot and self._is_tokens(args[0]):
+            self.sizes += [size for size in (*args[1:], *options.values()) if size > 0]
+        elif func in (F.embedding, F.embedding_bag) and self._is_tokens(args[0]):
+            self.sizes.append(len(args[1]))
+        elif func is Tensor.__getitem__ and self._is_tokens(args[1]):
+            self.sizes.append(len(args[0]))
+        return func(*args, **options)
+
+    def _is_tokens(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.data_ptr() == self._place

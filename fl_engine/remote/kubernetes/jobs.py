@@ -1,8 +1,8 @@
-"""The Jobs of a run's workers: classes of equal pods, and the manifests, filled into the template. Pure.
+"""Group a run's pods into classes with equal settings, and fill in the manifests of their Jobs from the template.
 
-The pods of a *class* have equal resources and places: image, cpu, memory, selector, taint, runtime class, torch device.
-Device tiers of one class share its pods, so by default a run has one class. With placement=device each client is a
-class of its own, bound to its node.
+The pods of a *class* have equal settings: image, cpu, memory, selector, taint, runtime class, torch device. Device
+tiers with equal settings use the same class, so by default a run has one class. With placement=device each client has
+its own class, which is bound to the client's node.
 """
 
 from __future__ import annotations
@@ -10,36 +10,31 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from fl_engine.core.errors import ConfigError, did_you_mean
 from fl_engine.core.text import quantity, read_yaml
 from fl_engine.core.types import Device
+from fl_engine.remote.kubernetes.cluster import Resource
 from fl_engine.remote.settings import KubernetesConfig, NodePool
 
-log = logging.getLogger("flexfleet")
-
-Resource = dict[str, Any]
-
 CLIENT = "client"
-"""The container of the worker. Webhooks may add other containers, as a service mesh does."""
+"""Name of the worker's container. A webhook may add other containers, for example for a service mesh."""
 TEMPLATE = Path(__file__).with_name("worker-job.yaml")
 DATA_FOLDER = "/data"
 RUN, ROUND = "flexfleet.io/run", "flexfleet.io/round"
-"""Labels. Only Jobs with lifetime=round have the second."""
+"""Labels. Jobs have the label ROUND only if `lifetime` is `round`."""
 CLASS, NUMBER, SETTINGS = "flexfleet.io/class", "flexfleet.io/number", "flexfleet.io/settings"
 """Annotations."""
 SECRET_BYTES = 3 * 2**18
-"""The most bytes of a Job's invitations: a Secret holds 1 MiB in base64."""
+"""Maximum bytes of a Job's invitations. A Secret can store 1 MiB in base64."""
 WHEN = {"quorum", "attempts", "parallelism", "deadline_s", "lifetime"}
-"""Settings that do not change a pod."""
+"""Options that do not affect the pods."""
 
 
 @dataclass(frozen=True)
@@ -49,34 +44,31 @@ class PodClass:
     host: str | None = None
 
     def includes(self, other: PodClass, options: KubernetesConfig) -> bool:
-        """Whether its pods may execute assignments of `other`: they are at least as large and otherwise equal, and
-        `other` is not bound to nodes."""
+        """Return whether pods of this class may execute assignments of the class `other`. The pods must have at least
+        as much cpu and memory, and all other settings must be equal. The class `other` must not be bound to nodes."""
         if self == other:
             return True
         mine, its = self.pool, other.pool
         bound = self.host, other.host, its.arch, its.device_type, its.taint, its.runtime_class
-        if any(bound) or its.selector or options.observe == "cgroup" or "auto" in (mine.memory, its.memory):
+        if any(bound) or its.selector or options.observe == "cgroup":
             return False
         same = (mine.image, mine.torch_device, mine.runtime_class) == (its.image, its.torch_device, its.runtime_class)
         return same and quantity(mine.cpu) >= quantity(its.cpu) and quantity(mine.memory) >= quantity(its.memory)
 
 
 def classes(fleet: Sequence[Device], options: KubernetesConfig) -> Mapping[int, PodClass]:
-    """Map each client to its class, which is named after its tiers or its node."""
+    """Map each client to its pod class. A class is named after its tiers or its node."""
+    pools = {device.tier: options.pools.get(device.tier, NodePool()) for device in fleet}
     if options.placement == "device":
-        hosts = {device.client: options.hostname.format(client=device.client) for device in fleet}
-        pools = {device.client: options.pools.get(device.tier, NodePool()) for device in fleet}
-        return {client: PodClass(host, pools[client], host) for client, host in hosts.items()}
-    tiers: dict[str, list[str]] = {}
-    for tier in dict.fromkeys(device.tier for device in fleet):
-        tiers.setdefault(options.pools.get(tier, NodePool()).model_dump_json(), []).append(tier)
-    by_tier = {t: PodClass("+".join(ts), options.pools.get(t, NodePool())) for ts in tiers.values() for t in ts}
-    return {device.client: by_tier[device.tier] for device in fleet}
+        hosts = {device: options.hostname.format(client=device.client) for device in fleet}
+        return {device.client: PodClass(host, pools[device.tier], host) for device, host in hosts.items()}
+    names = {tier: "+".join(t for t, other in pools.items() if other == pool) for tier, pool in pools.items()}
+    return {device.client: PodClass(names[device.tier], pools[device.tier]) for device in fleet}
 
 
 def shares(sizes: Sequence[int], most: int | None) -> list[int]:
-    """Return the number of pods of each class: in proportion to `sizes`, at least one each, and otherwise at most
-    `most` together (None: no limit)."""
+    """Return the number of pods for each class, in proportion to `sizes`. Each class has at least one pod, even if the
+    total then exceeds the limit `most`. If `most` is None, return `sizes`."""
     if most is None or most >= sum(sizes):
         return list(sizes)
     found = [1] * len(sizes)
@@ -86,13 +78,14 @@ def shares(sizes: Sequence[int], most: int | None) -> list[int]:
 
 
 def run_label(run_id: str, store_uri: str) -> str:
-    """Return at most 24 characters for labels and names, which differ for runs of equal name in other stores."""
+    """Return a label of at most 24 characters, which depends on the run's name and on the address of the run's
+    store."""
     plain = re.sub(r"[^a-z0-9]+", "-", run_id.lower()).strip("-")[:17].strip("-")
     return f"{plain or 'run'}-{hashlib.sha256(f'{store_uri}/{run_id}'.encode()).hexdigest()[:6]}"
 
 
 def job_name(run: str, round: str | None, of: PodClass, number: int) -> str:
-    """Return at most 57 characters, which differ between classes. A pod's name adds its index and five characters."""
+    """Return a Job name of at most 57 characters. Kubernetes appends the index and 5 characters to name a pod."""
     plain = re.sub(r"[^a-z0-9]+", "-", of.name.lower()).strip("-")[:8].strip("-")
     if plain != of.name:
         plain += f"-{hashlib.sha256(of.name.encode()).hexdigest()[:5]}"
@@ -100,35 +93,31 @@ def job_name(run: str, round: str | None, of: PodClass, number: int) -> str:
 
 
 def template(path: str | None) -> Resource:
-    """Read the template of the Jobs; None: `TEMPLATE`. Raises ConfigError if it cannot be read or filled in."""
+    """Read the template for the Jobs, by default `TEMPLATE`. Raises ConfigError if the template is not valid."""
     file = Path(path) if path else TEMPLATE
     try:
         found: Resource = read_yaml(file.read_text("utf-8"))
         if found["kind"] != "Job":
-            raise ConfigError(f"kubernetes.template {file} must be a Job, got {found['kind']}")
+            raise ConfigError(f"kubernetes.template {file} must describe a Job, got {found['kind']}")
         job(found, KubernetesConfig(data="host:/"), "run", None, PodClass("weak", NodePool()), 0, 1, {})
-    except OSError as error:
-        raise ConfigError(f"kubernetes.template {file} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, TypeError, KeyError, AttributeError, ValueError, StopIteration, RecursionError) as error:
-        raise ConfigError(
-            f"kubernetes.template {file} must be a Job with a container `client` and a volume `invitation`: "
-            f"{type(error).__name__} {error}"
-        ) from error
+    except (OSError, yaml.YAMLError, TypeError, LookupError, AttributeError, ValueError, StopIteration) as error:
+        needs = "a Job with a container `client` and a volume `invitation`"
+        text = f"kubernetes.template {file} must be {needs}: {type(error).__name__} {error}"
+        raise ConfigError(text, path="kubernetes.template") from error
     return found
 
 
 def check(options: KubernetesConfig, tiers: Sequence[str]) -> None:
-    """Raise ConfigError for an invalid template and for a misspelt tier. Warn of another unknown tier, because the rows
-    of a comparison may have other fleets."""
+    """Raise ConfigError for an invalid template or a misspelt tier. Ignore unknown tiers that are not misspelt, because
+    the runs of a comparison may have different fleets."""
     template(options.template)
     for name in sorted(options.pools.keys() - set(tiers)):
         if hint := did_you_mean(name, set(tiers) - options.pools.keys()):
-            raise ConfigError(f"kubernetes.pools: the fleet has no tier {name!r}{hint}")
-        log.warning("kubernetes.pools: the fleet has no tier %r, only %s", name, ", ".join(sorted(tiers)))
+            raise ConfigError(f"kubernetes.pools: {name!r} is not a tier of the fleet{hint}", path="kubernetes.pools")
 
 
 def settings_sum(of: Resource, options: KubernetesConfig) -> str:
-    """Return a checksum of the template and of all settings that change a pod."""
+    """Return a checksum of the template and all options that affect the pods."""
     content = json.dumps([of, options.model_dump(mode="json", exclude=WHEN)], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -142,10 +131,9 @@ def job(
     number: int,
     size: int,
     owner: Resource,
-    memory: str | None = None,
 ) -> Resource:
-    """Return the manifest of a Job; its Secret has the same name. `round`: `RoundPlan.label`; None: its pods live for
-    the run. `memory`: memory of a pod; None: that of its node pool."""
+    """Return the manifest of a Job. The Job and its Secret have equal names. `round` is the round's label
+    (`RoundPlan.label`), or None if the pods run for the whole run."""
     out = copy.deepcopy(of)
     name, labels = job_name(run, round, pods, number), {RUN: run} | ({} if round is None else {ROUND: round})
     notes = {CLASS: pods.name, NUMBER: str(number), SETTINGS: settings_sum(of, options)}
@@ -162,7 +150,7 @@ def job(
     pod["metadata"] = {**meta, "labels": _with(meta.get("labels"), labels)}
     _place(pod["spec"], pods)
     container = next(c for c in pod["spec"]["containers"] if c["name"] == CLIENT)
-    memory = memory or pods.pool.memory
+    memory = pods.pool.memory
     container["image"] = pods.pool.image or options.image
     resources = container.get("resources") or {}
     container["resources"] = {
@@ -175,14 +163,16 @@ def job(
     secret = next(v for v in pod["spec"]["volumes"] if v["name"] == "invitation")
     secret["secret"]["secretName"] = name
     if options.data is not None:
-        pod["spec"]["volumes"].append({"name": "data", **_data_volume(options.data)})
+        kind, _, what = options.data.partition(":")
+        claim, folder = {"claimName": what, "readOnly": True}, {"path": what, "type": "Directory"}
+        source = {"persistentVolumeClaim": claim} if kind == "pvc" else {"hostPath": folder}
+        pod["spec"]["volumes"].append({"name": "data", **source})
         container["volumeMounts"].append({"name": "data", "mountPath": DATA_FOLDER, "readOnly": True})
         container["env"].append({"name": "FLEXFLEET_DATA", "value": DATA_FOLDER})
     return out
 
 
 def _with(of: Resource | None, own: Resource) -> Resource:
-    """Merge the template's values with our own, which replace them."""
     return {**(of or {}), **own}
 
 
@@ -204,15 +194,8 @@ def _place(pod: Resource, of: PodClass) -> None:
         pod["runtimeClassName"] = pool.runtime_class
 
 
-def _data_volume(data: str) -> Resource:
-    kind, _, what = data.partition(":")
-    if kind == "pvc":
-        return {"persistentVolumeClaim": {"claimName": what, "readOnly": True}}
-    return {"hostPath": {"path": what, "type": "Directory"}}
-
-
 def secret(job: Resource, invitations: Iterable[str]) -> Resource:
-    """Return the Secret with the invitations of a Job's pods by index. It is deleted with the Job."""
+    """Return the Secret that maps each index of a Job to the worker's invitation. The Job owns the Secret."""
     meta = job["metadata"]
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": meta["name"], "uid": meta["uid"]}
     labels = {key: value for key, value in meta["labels"].items() if key in (RUN, ROUND)}

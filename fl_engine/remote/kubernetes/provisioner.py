@@ -1,79 +1,58 @@
-"""Starts workers as pods: one elastic Indexed Job per class of pods, for the run or for a round.
+"""Starts workers as pods: one elastic Indexed Job per class of pods, for the whole run or for one round.
 
-Each index of a Job has a mailbox, whose invitation is in the Job's Secret. The Job's controller replaces pods that end
-or are lost. A worker's id is its pod's UID, so two pods of one index do not collide. Pod states end a lease only for
-facts (a container has terminated, a pod is gone); all others explain why pods do not start.
+Each index of a Job has a mailbox. The Job's Secret contains the invitations to the mailboxes. The Job controller
+replaces pods that end or are lost. A worker's id is the pod's UID, so two pods with the same index have different ids.
+A lease ends because of a pod's state only if the container has terminated or the pod no longer exists. All other pod
+states only explain why pods do not start.
+
+A thread polls Kubernetes (`Pods.watched`), so that rounds do not wait for the API. A restarted coordinator finds the
+Jobs by their labels, and reads the keys from the Jobs' Secrets.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-import os
-from collections.abc import Collection, Iterator, Sequence
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, Unreachable
 from fl_engine.core.types import Device, RoundPlan
 from fl_engine.remote.kubernetes import jobs
 from fl_engine.remote.kubernetes.cluster import Cluster
-from fl_engine.remote.kubernetes.controller import Controller, Demand
-from fl_engine.remote.kubernetes.objects import Objects
-from fl_engine.remote.mailboxes import Mailboxes
+from fl_engine.remote.kubernetes.objects import Objects, PodState, Seen, WorkerJob, image_for, is_over, pod_state
 from fl_engine.remote.provisioner import Lost, Need, Provisioner
-from fl_engine.remote.registry import Member
+from fl_engine.remote.registry import Mailboxes, Member
 from fl_engine.remote.settings import KubernetesConfig
 from fl_engine.storage import probe
+from fl_engine.storage.outage import Outage
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import Store
-from fl_engine.training.memory import Peaks, needed
+
+log = logging.getLogger("flexfleet")
 
 MAILBOXES = "agents"
 """Folder of the mailboxes in the run's store."""
-MOST_ORDERS = 100
-"""The most assignments of a pod at a time."""
+POLL_S = 1.0
+RENEW_S = 600.0
+"""Seconds between two updates of the URLs in a Job's Secret, which pods read when they start."""
+YIELD_S = 10.0
+"""Minimum seconds between two deletions of Jobs that free capacity for other Jobs."""
 FIRST_LOOK_S = 5.0
-"""How long a round waits until the pods of an earlier coordinator are found."""
-
-
-def check_reach(uri: str) -> None:
-    """Raise ConfigError if pods cannot get URLs of the store at `uri`."""
-    if not uri.startswith("s3://"):
-        raise ConfigError(f"run.remote must be an s3:// address with run.backend=kubernetes, got {uri}")
-
-
-def image_for(options: KubernetesConfig) -> str:
-    """Return the image of the pods. Raises ConfigError if it is not set."""
-    image = options.image or os.environ.get("FLEXFLEET_IMAGE")
-    if not image:
-        raise ConfigError("kubernetes.image must name the image of the pods, or set FLEXFLEET_IMAGE")
-    return image
-
-
-def reach(options: KubernetesConfig, run_id: str, store: Store) -> None:
-    """Check before the training that pods can be started. Raises ConfigError for store and image, and
-    EnvironmentFailure if the cluster refuses the first request of a run or cannot be reached."""
-    check_reach(store.uri())
-    image_for(options)
-    Cluster(options.namespace).get("configmaps", jobs.run_label(run_id, store.uri()))
+"""Maximum seconds that a round waits until the thread has found the pods of an earlier coordinator."""
+MOST = 100
+NOTHING = Need({}, {}, {}, frozenset())
 
 
 class Pods(Provisioner):
-    """The pods of a run.
-
-    Args:
-        options: The section `kubernetes`.
-        run_id: The run.
-        fleet: Its devices.
-        store: Its store.
-        home: The folder of the mailboxes.
-        lock: The key of the coordinator's lock in `home`.
-        patience_s: How long the API may be unavailable, and how long pods may take to start.
-        memory: What training takes, for memory=auto.
-        cluster: The cluster; None: the one of the environment.
-    """
+    """The pods of a run. The pods' mailboxes are in the store `home`. The Kubernetes API may be unavailable for
+    `patience_s` seconds, and pods may take `patience_s` seconds to start."""
 
     strangers, drains = False, 3
+    options: KubernetesConfig
 
     def __init__(
         self,
@@ -82,35 +61,42 @@ class Pods(Provisioner):
         fleet: Sequence[Device],
         store: Store,
         home: Store,
-        lock: str,
         patience_s: float,
-        memory: Peaks | None = None,
-        cluster: Cluster | None = None,
     ) -> None:
         self.options = options.model_copy(update={"image": image_for(options)})
-        self._run, self._memory = jobs.run_label(run_id, store.uri()), memory
+        self.room = 1 if options.placement == "device" else min(options.clients_per_pod, MOST)
+        self.quorum, self.wait_s = options.quorum, patience_s
+        self._run = jobs.run_label(run_id, store.uri())
         verb = probe.upload_verb(home) if isinstance(home, S3Store) else None
-        self.mailboxes = Mailboxes(home, verb, options.endpoint, lock)
+        self.mailboxes = Mailboxes(home, verb, options.endpoint)
+        self._objects = Objects(Cluster(options.namespace), self.options, self._run, store.uri(), self.mailboxes)
         self._class_of = jobs.classes(fleet, options)
         self._classes = {of.name: of for of in self._class_of.values()}
-        self.room = 1 if options.placement == "device" else min(options.clients_per_pod, MOST_ORDERS)
-        self.quorum, self.wait_s = options.quorum, patience_s
-        cluster = cluster or Cluster(options.namespace)
-        self._objects = Objects(cluster, self.options, self._run, store.uri(), self.mailboxes)
-        self._controller = Controller(
-            self._objects, self._classes, self.room, options.attempts, patience_s, options.placement == "pool"
-        )
-        self._demand = Demand()
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Poll Kubernetes inside, in a thread."""
-        with self._controller.watched():
-            yield
-
-    @property
-    def moved(self) -> float:
-        return self._controller.moved
+        self._looked = threading.Event()
+        """Event that is set after the first poll or failure of the thread."""
+        self._lock, self._awake, self._over = threading.RLock(), threading.Event(), False
+        # Acquire the lock to access the following fields.
+        self._jobs: list[WorkerJob] = []
+        self._label: str | None = None
+        """Label of the current round; None if the pods run for the whole run."""
+        self._sizes: dict[str, int] = {}
+        """Number of pods of each class that the round requires."""
+        self._need = NOTHING
+        self._is_new = False
+        """True if the scheduler has set `_need` after the last poll. In this case, the scheduler has read the results
+        of all ended pods."""
+        self._adopted = False
+        """True if the scheduler has adopted this round's leases from an earlier coordinator."""
+        self._heard: set[str] = set()
+        """UIDs of pods that have sent a heartbeat."""
+        self._ended: dict[str, Lost] = {}
+        """Map the UID of each ended pod to the reason."""
+        self._seen: dict[str, Seen] = {}
+        self._error: FlexfleetError | None = None
+        self._away = ""
+        """Error message if the Kubernetes API is unreachable; empty if the API is reachable."""
+        self._gave = -math.inf
+        """Time of the last deletion of a Job to free capacity for other Jobs (`time.monotonic`)."""
 
     def pool(self, client: int) -> str:
         return self._class_of[client].name
@@ -121,43 +107,59 @@ class Pods(Provisioner):
     def torch_device(self, client: int) -> str:
         return self._class_of[client].pool.torch_device
 
-    def names(self) -> Collection[str]:
-        return self._controller.members().keys()
-
-    def member(self, name: str) -> Member:
-        return self._controller.members()[name]
-
     def begin(self, plan: RoundPlan) -> None:
-        clients: dict[str, list[int]] = {}
-        for order in plan.orders:
-            clients.setdefault(self.pool(order.client), []).append(order.client)
-        wishes = [min(math.ceil(len(of) / self.room), self._objects.most) for of in clients.values()]
-        counts = {name: len(of) for name, of in clients.items()}
-        self._demand = Demand(
-            plan.label if self.options.lifetime == "round" else None,
-            dict(zip(clients, jobs.shares(wishes, self.options.parallelism), strict=True)),
-            {name: self._memory_of(plan, of) for name, of in clients.items() if self._is_auto(name)},
-            counts,
-            counts,
-        )
-        self._controller.begin(self._demand)
-        self._controller.looked.wait(FIRST_LOOK_S)
-
-    def end(self) -> None:
-        self._controller.end()
+        clients = Counter(self.pool(assignment.client) for assignment in plan.assignments)
+        wishes = [min(math.ceil(count / self.room), self._objects.most) for count in clients.values()]
+        with self._lock:
+            self._label = plan.label if self.options.lifetime == "round" else None
+            self._sizes = dict(zip(clients, jobs.shares(wishes, self.options.parallelism), strict=True))
+            self._need = Need(clients, clients, {}, frozenset())
+            self.moved, self._error, self._adopted, self._is_new = time.monotonic(), None, False, True
+            self._seen = {name: Seen(self.moved) for name in clients}
+        self._awake.set()
+        self._looked.wait(FIRST_LOOK_S)
 
     def need(self, need: Need) -> None:
-        self._demand = replace(self._demand, open=need.open, waiting=need.waiting, silent=need.silent)
-        self._controller.update(self._demand, need.present.keys())
+        with self._lock:
+            if sum(need.open.values()) < sum(self._need.open.values()):
+                self.moved = time.monotonic()  # a pod will end, so another pod can start
+            self._need, self._adopted, self._is_new = need, True, True
+            self._heard |= need.present.keys()
+            if self._error is not None and not need.present:
+                raise self._error
+
+    def end(self) -> None:
+        with self._lock:
+            self._sizes, self._need = {}, NOTHING
+
+    def names(self) -> Collection[str]:
+        return self._members().keys()
+
+    def member(self, name: str) -> Member:
+        return self._members()[name]
+
+    def _members(self) -> dict[str, Member]:
+        with self._lock:
+            return {member.name: member for job in self._jobs for member in job.members}
 
     def lost(self, name: str, worker: str) -> Lost | None:
-        return self._controller.lost(worker)
+        with self._lock:
+            return self._ended.get(worker)
 
     def hopeless(self, pool: str) -> bool:
-        return self._controller.hopeless(pool)
+        now = time.monotonic()
+        with self._lock:
+            its = [job for job in self._jobs if job.pods.name == pool]
+            seen = self._seen.setdefault(pool, Seen(now))  # the round may not have pods of this class
+            if len(seen.failed - self._heard) >= self.options.attempts:
+                return True
+            queued = any(job.queued for job in its)
+            return now - (max(seen.since, self.moved) if queued else seen.since) > self.wait_s
 
     def why(self, pool: str) -> str:
-        return self._controller.why(pool)
+        with self._lock:
+            seen = self._seen.get(pool)
+            return self._away or _text(self._reasons(pool)) or (seen.why if seen is not None else "")
 
     def advice(self, names: Sequence[str], pools: Sequence[str]) -> str:
         reasons = "".join(f"{pool}: {why}. " for pool in pools if (why := self.why(pool)))
@@ -166,23 +168,192 @@ class Pods(Provisioner):
             f"{jobs.RUN}={self._run}. Fix the cause"
         )
 
-    def _is_auto(self, name: str) -> bool:
-        return self._classes[name].pool.memory == "auto"
-
-    def _memory_of(self, plan: RoundPlan, clients: Sequence[int]) -> str:
-        """Return the memory that a pod needs for the largest of these clients' assignments."""
-        assert self._memory is not None, "memory=auto is measured at the start"
-        peaks, levels = self._memory, [plan.order_of[client].level for client in clients]
-        largest = sorted(levels, key=lambda level: peaks.levels[level], reverse=True)[: self.room]
-        return f"{math.ceil(needed(peaks, largest) / 2**20)}Mi"
-
     def clear(self) -> None:
-        """Delete all objects of the run in the cluster."""
         self._objects.clear()
 
     def what_is_left(self) -> str:
-        """Return how to delete what a stopped run leaves in the cluster."""
+        """Return instructions for deleting the remaining objects of a stopped run from the cluster."""
         return (
-            "the run's pods remain for --resume and end by themselves after 10 minutes. To end them now: "
+            "the run's pods remain for --resume and end by themselves after an hour. To end them now: "
             f"kubectl -n {self.options.namespace} delete jobs,configmaps -l {jobs.RUN}={self._run}"
         )
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._watch, daemon=True, name="kubernetes")
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over = True
+            self._awake.set()
+            thread.join(2.0)
+
+    def _watch(self) -> None:
+        outage, found = Outage("the Kubernetes API", self.wait_s), False
+        self._awake.wait()  # the first round sets this event
+        while not self._over:
+            try:
+                if not found:
+                    self._find()
+                found, is_new = True, self._is_new
+                try:
+                    if is_new:  # the scheduler has read the results of all ended pods
+                        self._change()
+                finally:
+                    self._look()
+                self._looked.set()
+                outage.ended()
+                self._away, self._error = "", None if is_new else self._error
+            except Unreachable as error:
+                self._away = str(error)
+                if outage.failed(error, "running pods continue"):
+                    self._fail(error)
+            except FlexfleetError as error:
+                self._fail(error)
+            except Exception as error:  # a bug must not end the thread silently, because the run would wait forever
+                log.exception("cannot observe the pods")
+                self._fail(EnvironmentFailure(f"cannot observe the pods: {type(error).__name__}: {error}"))
+            self._awake.wait(POLL_S)
+            self._awake.clear()
+
+    def _fail(self, error: FlexfleetError) -> None:
+        self._looked.set()
+        with self._lock:
+            self._error = error
+
+    def _find(self) -> None:
+        found = list(self._objects.adopted(self._label, self._classes))
+        for job in found:
+            log.info("reusing the Job %s of an earlier coordinator", job.name)
+        with self._lock:
+            self._jobs += found
+
+    def _look(self) -> None:
+        with self._lock:
+            self._is_new = False
+        there = {job["metadata"]["name"]: job for job in self._objects.jobs()}
+        pods = self._objects.pods()
+        events = self._objects.refusals() if any(job.lacks_pods for job in self._jobs) else {}
+        by_job: dict[str, list[PodState]] = {}
+        for pod in pods:
+            owner = pod["metadata"].get("labels", {}).get("batch.kubernetes.io/job-name", "")
+            by_job.setdefault(owner, []).append(pod_state(pod))
+        over_jobs = []
+        with self._lock:
+            for job in list(self._jobs):
+                self._see(job, by_job.get(job.name, []), events)
+                body = there.get(job.name)
+                # An earlier coordinator's pods may have ended with results that the scheduler has not read yet.
+                over = body is not None and is_over(body)
+                if body is None or body["metadata"]["uid"] != job.body["metadata"]["uid"] or (over and self._adopted):
+                    self._forget(job, "its Job was deleted" if body is None else "its Job is over")
+                    if body is not None:
+                        over_jobs.append(job)
+                    continue
+                job.update(body)
+            self._report()
+        for job in over_jobs:
+            self._objects.delete(job)
+
+    def _see(self, job: WorkerJob, states: Sequence[PodState], events: Mapping[str, str]) -> None:
+        now = time.monotonic()
+        seen = self._seen.setdefault(job.pods.name, Seen(now))
+        before = {state.uid: state for state in job.states}
+        for uid in before.keys() - {state.uid for state in states}:
+            self._ended.setdefault(uid, Lost("the pod is gone", False))
+        for state in states:
+            was = before.get(state.uid)
+            if state.started and not (was and was.started):
+                self._comes(seen)
+            if state.over and state.uid not in self._ended:
+                why = state.reason or "the pod has ended without an error"
+                self._ended[state.uid] = Lost(why, state.failed)
+                seen.ended.add(state.uid)
+                if state.uid in self._heard:
+                    self.moved = now
+                else:
+                    seen.why = why
+                if state.failed:
+                    seen.failed.add(state.uid)
+        job.states = list(states)
+        job.refused = events.get(str(job.body["metadata"]["uid"]), "") if job.lacks_pods else ""
+
+    def _comes(self, seen: Seen) -> None:
+        """Record that a pod of this class is about to start. Record nothing if earlier pods ended before their first
+        heartbeat, because a round must not wait for pods that fail repeatedly."""
+        if not seen.ended - self._heard:
+            self.moved = seen.since = time.monotonic()
+
+    def _forget(self, job: WorkerJob, why: str) -> None:
+        log.info("%s: %s", job.name, why)
+        self._jobs.remove(job)
+        for state in job.states:
+            self._ended.setdefault(state.uid, Lost(why, False))
+
+    def _report(self) -> None:
+        for name, seen in self._seen.items():
+            found = self._reasons(name)
+            new = {reason.partition(":")[0] for reason in found} - seen.reported  # ignore the details after the colon
+            seen.reported |= new
+            if new:
+                log.warning("pods of %s: %s", name, _text(found))
+
+    def _reasons(self, name: str) -> Counter[str]:
+        return sum((job.reasons() for job in self._jobs if job.pods.name == name), Counter[str]())
+
+    def _change(self) -> None:
+        """Create, enlarge and delete Jobs, so that each assignment has a pod."""
+        with self._lock:
+            label, sizes, need = self._label, self._sizes, self._need
+        for job in [job for job in self._jobs if label and job.body["metadata"]["labels"].get(jobs.ROUND) != label]:
+            self._delete(job, "the round is over")
+        for name, size in sizes.items():
+            waiting = need.waiting.get(name, 0)
+            if not waiting or self.hopeless(name):
+                continue
+            its = [job for job in self._jobs if job.pods.name == name]
+            free = sum(job.free - sum(m.name in need.silent for m in job.members) for job in its)
+            held = math.ceil((need.open.get(name, 0) - waiting) / self.room)
+            lack = min(size - free, math.ceil(waiting / self.room) - max(0, free - held))
+            if lack <= 0:
+                continue
+            grows = next((job for job in its if label is None and len(job.members) + lack <= self._objects.most), None)
+            if grows is None:
+                made = self._objects.make(self._classes[name], lack, label)
+                with self._lock:
+                    self._jobs.append(made)
+            else:
+                members = self._objects.grow(grows, lack)
+                with self._lock:
+                    grows.members = members
+            with self._lock:
+                self._comes(self._seen.setdefault(name, Seen(0.0)))
+        if self.options.placement == "pool":
+            self._give_way(need)
+        for job in self._jobs:
+            if time.monotonic() - job.written > RENEW_S:
+                self._objects.write_secret(job)
+
+    def _delete(self, job: WorkerJob, why: str) -> None:
+        self._objects.delete(job)
+        with self._lock:
+            self._forget(job, why)
+
+    def _give_way(self, need: Need) -> None:
+        """Delete a Job without assignments if another class waits for free capacity and has no running pod."""
+        idle = [job for job in self._jobs if not need.open.get(job.pods.name)]
+        queues = [
+            job.pods.name
+            for job in self._jobs
+            if need.waiting.get(job.pods.name) and job.queued and not any(s.started and not s.over for s in job.states)
+        ]
+        now = time.monotonic()
+        if idle and queues and now - self._gave >= YIELD_S:
+            self._gave = now
+            job = max(idle, key=lambda job: len(job.members))
+            self._delete(job, f"its pods have no assignments, and pods of {queues[0]} wait for free capacity")
+
+
+def _text(reasons: Counter[str]) -> str:
+    return "; ".join(f"{n} x {reason}" for reason, n in reasons.most_common(3))

@@ -4,7 +4,7 @@
     python -m tests.harness.attacks --only copy-source
 
 Each attack is a function in a table. The S3 server has to refuse those in `urls`; the engine has to refuse those in
-`stored`, `updates`, `runs` and `settings`. The servers are Ceph's radosgw, which checks signatures, and moto, which
+`stored` and `runs`. The servers are Ceph's radosgw, which checks signatures, and moto, which
 does not: attacks on moto that only a server can refuse are reported under `not_enforced`. Exit code 0: all attacks were
 refused; 1: some were not; 6: radosgw is not installed, and nothing was tried. The log goes to stderr.
 """
@@ -19,14 +19,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.harness.attacks import runs, settings, stored, updates, urls
+from tests.harness.attacks import runs, stored, urls
 from tests.harness.attacks.servers import served
 from tests.harness.attacks.table import Attack, Tally, try_all
 from tests.harness.world import missing
 
 log = logging.getLogger("flexfleet.attacks")
-
-ENGINE = {"updates": updates.ATTACKS, "settings": settings.ATTACKS, "runs": runs.ATTACKS}
 
 
 def campaign(only: str) -> Tally:
@@ -36,10 +34,8 @@ def campaign(only: str) -> Tally:
         return [attack for attack in attacks if only in attack.name]
 
     tally = Tally()
-    updates.control()
-    runs.control()
-    for attacks in ENGINE.values():
-        try_all(chosen(attacks), tally)
+    runs.control(runs.RUINS)
+    try_all(chosen(runs.ATTACKS), tally)
     for kind in ("radosgw", "moto"):
         theirs = chosen(urls.ATTACKS), chosen(stored.attacks(kind))
         if not any(theirs):

@@ -8,7 +8,7 @@ import math
 import statistics
 import tempfile
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -20,20 +20,21 @@ from fl_engine.algorithms.training import Training
 from fl_engine.backends import InProcess
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.slicing import take
-from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
+from fl_engine.core.types import Assignment, ClientFailure, ClientResult, ClientUpdate, Params, RoundPlan
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.manifest import Rejected, packed
-from fl_engine.exchange.updates import update_of
+from fl_engine.exchange.manifest import Rejected, pack_result
+from fl_engine.exchange.updates import read_update
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds import run as rounds_run
-from fl_engine.rounds.ledger import ledger_in
-from fl_engine.rounds.terms import NORM_BOUND, RoundsConfig
-from fl_engine.storage.store import MemoryStore
+from fl_engine.rounds.ledger import Ledger
+from fl_engine.rounds.options import NORM_BOUND, RoundsConfig
+from fl_engine.testing.rounds import federated
 from fl_engine.testing.tiny import SEED, Memory, context_of, start_of, tiny_site
-from flexfleet.pipeline import model_pool, partition, pretrain
+from flexfleet.pipeline.partition import initial_state, site_of
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.pipeline.site import initial_state, site_of
 from tests.harness.attacks.table import Attack
+from tests.harness.prepared import prepare
+from tests.harness.stores import MemoryStore
 
 LOST, LOST_OF_DIGITS, LOST_AT_WORST = 0.1, 0.03, 0.2
 """Accuracy that one lying client of twenty may cost. If its lies are refused, the run only has one client less. At
@@ -93,31 +94,31 @@ class Hostile:
         self.liar = liar
         self.asked: list[list[int]] = []
 
-    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
-        self.asked.append([o.client for o in plan.orders])
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[ClientResult]:
+        self.asked.append([o.client for o in plan.assignments])
         found = list(self.inner.run(algorithm, plan))
         if self.liar is None:
             yield from found
             return
-        for outcome in found:
-            if isinstance(outcome, ClientUpdate) and outcome.client != self.liar.client:
-                far = moved(outcome.payload, self._sent(plan.order_of[outcome.client], outcome))
-                self.liar.moved.append((far, outcome.metrics["steps"]))
-        for outcome in found:
-            yield self._told(plan.order_of[outcome.client], outcome)
+        for result in found:
+            if isinstance(result, ClientUpdate) and result.client != self.liar.client:
+                far = moved(result.payload, self._sent(plan.assignment_of[result.client], result))
+                self.liar.moved.append((far, result.metrics["steps"]))
+        for result in found:
+            yield self._told(plan.assignment_of[result.client], result)
 
-    def _told(self, order: WorkOrder, outcome: Outcome) -> Outcome:
-        if isinstance(outcome, ClientFailure) or self.liar is None or outcome.client != self.liar.client:
-            return outcome
-        manifest, value = packed(self.liar.lie(outcome, self._sent(order, outcome)), order)
+    def _told(self, assignment: Assignment, result: ClientResult) -> ClientResult:
+        if isinstance(result, ClientFailure) or self.liar is None or result.client != self.liar.client:
+            return result
+        manifest, value = pack_result(self.liar.lie(result, self._sent(assignment, result)), assignment)
         assert value is not None
         try:
-            return update_of(manifest, lambda _: bytes(value), order, self.rules)
+            return read_update(manifest, lambda _: bytes(value), assignment, self.rules)
         except Rejected as error:
-            return ClientFailure(order.round, order.client, "validate", str(error))
+            return ClientFailure(assignment.round, assignment.client, "validate", str(error))
 
-    def _sent(self, order: WorkOrder, update: ClientUpdate) -> Params:
-        return take(order.payload, self.site.layout, update.spec, have=order.spec)
+    def _sent(self, assignment: Assignment, update: ClientUpdate) -> Params:
+        return take(assignment.payload, self.site.layout, update.spec, have=assignment.spec)
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,6 @@ class Job:
     site: Site
     start: Any
     stop: int
-    seed: int
 
 
 Where = float | Literal["digits"]
@@ -148,32 +148,23 @@ def job(name: Name, where: Where) -> Job:
     kind: Any = {"flexfl": FlexFL, "heterofl": HeteroFL}[name]
     algorithm = kind(training=Training(fraction=where, epochs=2, batch_size=4, lr=0.05))
     site = tiny_site(algorithm)
-    return Job(algorithm, site, start_of(algorithm, site), ROUNDS[where], SEED)
+    return Job(algorithm, site, start_of(algorithm, site), ROUNDS[where])
 
 
 def _digits(name: Name) -> Job:
     resolved = Resolved.load(None, ("tracking.mlflow=null", f"algorithm.name={name}"))
     with tempfile.TemporaryDirectory() as folder:
-        here = Path(folder)
-        partition.partition(resolved, here / "partition")
-        pretrain.pretrain(resolved, here / "partition", here / "pretrain")
-        model_pool.model_pool(resolved, here / "pretrain", here / "pool")
-        site = site_of(resolved, here / "partition", here / "pool")
+        prepared = prepare(resolved, Path(folder))
+        site = site_of(resolved, prepared / "partition", prepared / "pool")
     state = initial_state(resolved, site)
-    return Job(resolved.algorithm, site, state, 20, resolved.config.seed)
+    return Job(resolved.algorithm, site, state, 20)
 
 
 def run(of: Job, liar: Liar | None) -> Run:
     """Run with the norm bound of strangers' devices; without a liar, an honest run."""
-    backend, tracker, ledger = Hostile(of.site, of.algorithm, liar), Memory(), ledger_in(MemoryStore())
-    terms = RoundsConfig(stop=of.stop, evaluate_every=of.stop, commit_every=of.stop, norm_bound=NORM_BOUND)
-    rounds.federate(
-        rounds_run.Run(of.algorithm, of.site, terms),
-        of.start,
-        backend,
-        ledger,
-        tracker,
-    )
+    backend, tracker, ledger = Hostile(of.site, of.algorithm, liar), Memory(), Ledger(MemoryStore())
+    options = RoundsConfig(stop=of.stop, evaluate_every=of.stop, commit_every=of.stop, norm_bound=NORM_BOUND)
+    rounds.federate(rounds_run.Run(of.algorithm, of.site, options), of.start, backend, ledger, tracker)
     lines = [line for row in ledger.checkpoints.rows() for line in row.clients]
     far = Counter(line["client"] for line in lines if str(line.get("failure", "")).startswith("validate: "))
     return Run(tracker.rows[of.stop]["avg"], backend.asked, far)
@@ -184,9 +175,9 @@ def honest(name: Name, where: Where) -> Run:
     return run(job(name, where), None)
 
 
-def control() -> None:
-    """Checks that honest runs learn, and that the bound refuses none of their updates."""
-    for name, where in {(n, w) for n, w, _ in RUINS}:
+def control(ruins: Iterable[tuple[Name, Where, str]]) -> None:
+    """Check that honest runs learn, and that the bound refuses none of their updates. `ruins`: keys of RUINS."""
+    for name, where in {(n, w) for n, w, _ in ruins}:
         found = honest(name, where)
         assert found.accuracy > 0.75 and not found.refused, f"{name}, {where}: {found}"
 
@@ -237,27 +228,16 @@ RUINS: dict[tuple[Name, Where, str], tuple[Factor, bool, float]] = {
 may cost."""
 
 
-# ------------------------------------------------------------------------------------------------------ privacy
 def cohort_from_the_seed() -> str | None:
     """Every client knows the run's seed. Who took part in a private round must not follow from it."""
     algorithm = FlexFL(training=Training(fraction=0.25, epochs=1, batch_size=4), aggregation=Private())
     site = tiny_site(algorithm)
-    start = start_of(algorithm, site)
-    backend = Hostile(site, algorithm, None)
-    rounds.federate(
-        rounds_run.Run(
-            algorithm,
-            site,
-            RoundsConfig(stop=3, evaluate_every=3, norm_bound=None),
-            noise_key=bytes(range(32)),
-        ),
-        start,
-        backend,
-        ledger_in(MemoryStore()),
-        Memory(),
-    )
+    backend, start = Hostile(site, algorithm, None), start_of(algorithm, site)
+    options = RoundsConfig(stop=3, evaluate_every=3, norm_bound=None)
+    run = rounds_run.Run(algorithm, site, options, noise_key=bytes(range(32)))
+    federated(run, MemoryStore(), backend)
     guessed = [
-        sorted(o.client for o in algorithm.plan(start, context_of(site, round, SEED)).orders) for round in range(3)
+        sorted(o.client for o in algorithm.plan(start, context_of(site, round, SEED)).assignments) for round in range(3)
     ]
     same = sum(sorted(asked) == guess for asked, guess in zip(backend.asked, guessed, strict=True))
     return f"who took part in {same} of 3 rounds follows from the run's seed" if same else None

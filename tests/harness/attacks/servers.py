@@ -22,10 +22,10 @@ BUCKET, OTHER = "runs", "mlflow"
 PREFIX = "experiments/a/"
 OWN = "rounds/00000/updates/3.safetensors"
 """The key that the client may write."""
-READ = "rounds/00000/orders/3.json"
+READ = "rounds/00000/assignments/3.json"
 """The key that it may read."""
 VICTIMS = {
-    f"{BUCKET}/{PREFIX}rounds/00000/orders/4.json": b"the order of another client",
+    f"{BUCKET}/{PREFIX}rounds/00000/assignments/4.json": b"the order of another client",
     f"{BUCKET}/{PREFIX}rounds/00000/closed.json": b"what the coordinator alone reads",
     f"{OTHER}/artifacts/model": b"an object of another bucket",
 }

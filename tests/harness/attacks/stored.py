@@ -8,30 +8,88 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
+from fl_engine.algorithms import FlexFL
 from fl_engine.core.errors import EnvironmentFailure, FlexfleetError
-from fl_engine.core.types import ClientFailure, ClientUpdate
-from fl_engine.exchange.client import execute
+from fl_engine.core.types import Assignment, ClientFailure, ClientResult, ClientUpdate, RoundPlan
+from fl_engine.exchange.client import Site, execute
+from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.exchange.manifest import key_of
+from fl_engine.models.chains import SmallCNN
+from fl_engine.rounds.ledger import Closed, RoundMailbox
 from fl_engine.storage import probe
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import Store
-from tests.harness.attacks.scene import ALGORITHM, Scene
+from fl_engine.testing.tiny import TRAINING, first_plan, tiny_site
 from tests.harness.attacks.servers import BUCKET, World
 from tests.harness.attacks.table import Attack
-from tests.harness.attacks.updates import scene
 from tests.harness.attacks.urls import EVERYBODY, KEY
 
+CLIENTS = key_of(b"a run's own, which no client has")
+LEASE = "ab" * 8
+ALGORITHM = FlexFL(training=TRAINING)
 PATIENCE_S = 1.0
 """Seconds of waiting that one client's bad file may cost."""
 Hide = Callable[[World, str, bytes], None]
 """Stores a value under a key of the bucket so that the coordinator cannot read it, or reads a false description."""
 
 
-# --------------------------------------------------------------------------------------------------- ways to hide
+@dataclass(frozen=True)
+class Scene:
+    """One round of a small run in which a client may send anything."""
+
+    site: Site
+    plan: RoundPlan
+    assignment: Assignment
+    """The liar's order."""
+    honest: ClientUpdate
+    """The liar's honest answer."""
+
+    @staticmethod
+    @cache
+    def open() -> Scene:
+        """A scene with a network that keeps running statistics, which clients send too."""
+        site = tiny_site(ALGORITHM, SmallCNN((1, 8, 8), 4, width=0.25, norm="static"))
+        plan = first_plan(ALGORITHM, site)
+        assignment = plan.assignments[0]
+        honest = execute(ALGORITHM, assignment, site)
+        assert isinstance(honest, ClientUpdate), honest
+        return Scene(site, plan, assignment, honest)
+
+    @property
+    def client(self) -> int:
+        return self.assignment.client
+
+    @property
+    def base(self) -> str:
+        return f"rounds/{self.plan.round:05d}/leases/{LEASE}/{self.client}"
+
+    def ledger(self, store: Store) -> Mailbox:
+        return Mailbox(store, rules=replace(self.site.rules, algorithm=ALGORITHM), key=CLIENTS, lease=LEASE)
+
+    def round(self, store: Store) -> RoundMailbox:
+        """The round's results, which the coordinator writes."""
+        return RoundMailbox(store, rules=replace(self.site.rules, algorithm=ALGORITHM), key=CLIENTS)
+
+    def closed(self, store: Store) -> Closed:
+        """Closes the round with the results that the workers have sent."""
+        there = {o.client: o for o in self.ledger(store).finished(self.plan)}
+        for assignment in self.plan.assignments:
+            lost = ClientFailure(self.plan.round, assignment.client, "pod", "did not answer")
+            self.round(store).put_result(self.plan, there.get(assignment.client, lost))
+        box = self.round(store)
+        assert len(list(box.finished(self.plan))) == len(self.plan.assignments)
+        return box.close(self.plan)
+
+    def merged(self, store: Store, closed: Closed) -> ClientResult:
+        """What the merge gets from the liar."""
+        return self.round(store).accepted(self.plan, self.client, closed)
+
+
 def by_acl(world: World, key: str, value: bytes) -> None:
     """The ACL does not let its owner read it."""
     world.s3.put_object(Bucket=BUCKET, Key=key, Body=value, GrantReadACP=EVERYBODY)
@@ -61,18 +119,17 @@ def by_encoding(world: World, key: str, value: bytes) -> None:
     world.s3.put_object(Bucket=BUCKET, Key=key, Body=value, ContentEncoding="gzip")
 
 
-# ------------------------------------------------------------------------------------------------------ attacks
 def hidden(hide: Hide, world: World, late: bool = False, kind: str = "safetensors") -> str | None:
     """One of two clients hides a file; `late`: after the round was closed."""
-    s = scene()
-    other = execute(ALGORITHM, s.plan.orders[1], s.site)
+    s = Scene.open()
+    other = execute(ALGORITHM, s.plan.assignments[1], s.site)
     assert isinstance(other, ClientUpdate)
-    s = replace(s, plan=replace(s.plan, orders=s.plan.orders[:2]))
+    s = replace(s, plan=replace(s.plan, assignments=s.plan.assignments[:2]))
     prefix = f"unreadable/{uuid.uuid4().hex}/"
     store = S3Store(f"s3://{BUCKET}/{prefix}")
     s.ledger(store).open_round(s.plan)
-    for outcome in (s.honest, other):
-        s.ledger(store).put_outcome(s.plan, outcome)
+    for result in (s.honest, other):
+        s.ledger(store).put_result(s.plan, result)
     key = f"{s.base}.{kind}"
     if late:
         closed = s.closed(store)
@@ -104,7 +161,7 @@ def _same(found: Any, s: Scene) -> bool:
 
 def a_store_that_fails_for_all(world: World) -> str | None:
     """A store that fails for all must not count as a client's failure: attackers could make others fail that way."""
-    s = scene()
+    s = Scene.open()
     store: Store = S3Store(f"s3://{BUCKET}-of-nobody/x")
     try:
         found = s.ledger(store).receive(s.plan, s.client)

@@ -23,7 +23,6 @@ ENCRYPTED = {
 }
 
 
-# ------------------------------------------------------------------------------------------- headers on an upload
 def copies(victim: str, world: World) -> str | None:
     for headers, fields in _both(world, {"x-amz-copy-source": f"/{victim}"}):
         world.send(world.grant(), b"", headers, fields)
@@ -84,7 +83,6 @@ def _grants(world: World) -> list[dict[str, dict[str, str]]]:
         return []
 
 
-# ------------------------------------------------------------------------------------------------ another upload
 def more_bytes(chunked: bool, world: World) -> str | None:
     world.send(world.grant(), HONEST + b"+" * 10_000, chunked=chunked)
     found = world.written()
@@ -127,9 +125,6 @@ def _wrote(world: World, key: str) -> str | None:
         return None
     world.s3.delete_object(Bucket=BUCKET, Key=PREFIX + key)
     return f"wrote {key}"
-
-
-# -------------------------------------------------------------------------------------------- another request
 
 
 def write_with_leave_to_read(world: World) -> str | None:

@@ -1,0 +1,84 @@
+"""Options for the rounds: the number of rounds, commits, and rules for merging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from fl_engine.core.fields import Count, Fraction, Moves, NotNegative, Positive, Section
+from fl_engine.rounds import fault_injection
+
+NORM_BOUND = 5.0
+"""Value for `rounds.norm_bound=auto` if other people own the clients' devices."""
+
+
+class RoundsConfig(Section):
+    stop: Annotated[Count, Moves.LENGTH] = 40
+    """Number of rounds. Increase the number to continue a finished run."""
+    stop_simulated_s: Annotated[Positive | None, Moves.LENGTH] = None
+    """Stop after the first round that ends later than this number of simulated seconds; null: no limit."""
+    mode: Literal["synchronous", "buffered"] = "synchronous"
+    """synchronous: a round waits for all selected clients. buffered (FedBuff): the fraction training.fraction of all
+    clients trains at any time, and a round merges the first `buffer` updates on the simulated clock."""
+    buffer: Count | None = None
+    """Number of updates that a buffered round merges; null: the updates of all clients that train."""
+    staleness: NotNegative = 0.5
+    """In buffered rounds, the weight of an update after s merges is (1 + s)^-staleness (FedBuff Sec. 4: 0.5)."""
+    evaluate_every: Count = 1
+    """Evaluate after every n-th round and after the last round."""
+    commit_every: Annotated[Literal["auto"] | Count, Moves.EXECUTION] = "auto"
+    """Commit after every n-th round; auto: every round if updates are stored, otherwise at most every two seconds."""
+    keep_every: Annotated[Count | None, Moves.EXECUTION] = None
+    """Keep the state of every n-th round; null: keep only the states of the last two commits."""
+    keep_updates: Annotated[bool, Moves.EXECUTION] = False
+    """Store each client's update on arrival, so that finished updates survive if the run is killed during a round."""
+    norm_bound: Literal["auto"] | Positive | None = "auto"
+    """Reject an update that moved further than this multiple of the usual movement (docs/guides/bad-clients.md). null:
+    reject no updates. auto: 5 if other people own the clients' devices, otherwise null."""
+    samples_bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """Limit the sample count of an update to this multiple of the round's median count; null: no limit."""
+    over_provision: Annotated[float, Field(ge=1)] = 1.0
+    """Multiply the number of selected clients by this factor, and merge only the first results."""
+    deadline_s: Positive | None = None
+    """Reject updates that take longer than this number of simulated seconds; null: wait for all updates."""
+    quorum: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Minimum fraction of the wanted updates that a merge requires. With fewer updates, the model does not change."""
+    faults: str | None = None
+    """Simulated dropouts, stragglers and Byzantine clients, each with a fraction of all assignments, for example
+    drop=0.2,slow=0.1x5,nan=0.02,scale=0.02x100,flip=0.02,corrupt=0.01; null: no faults."""
+
+    @property
+    def bound(self) -> float | None:
+        """Value of `norm_bound`; None if no update is rejected. The caller must replace `auto` first."""
+        return None if self.norm_bound == "auto" else self.norm_bound
+
+    def over(self, rounds: int, clock: float) -> bool:
+        """Return True if the run ends after this number of rounds, when the simulated clock is at `clock` seconds."""
+        return rounds >= self.stop or (self.stop_simulated_s is not None and clock >= self.stop_simulated_s)
+
+    def end(self, measured: Iterable[Mapping[str, float]]) -> int | None:
+        """Return the number of rounds after which the run ends; None if the run continues. `measured` contains the
+        metrics of each round, starting with the first round."""
+        clock = 0.0
+        for rounds, metrics in enumerate(measured, 1):
+            clock += metrics.get("seconds_simulated", 0.0)
+            if self.over(rounds, clock):
+                return rounds
+        return None
+
+    @field_validator("faults")
+    @classmethod
+    def _faults(cls, value: str | None) -> str | None:
+        fault_injection.parse(value)
+        return value
+
+
+class EvaluateConfig(Section):
+    on: Literal["server", "clients"] = "server"
+    """clients: clients also evaluate their models on held-out samples (docs/guides/partitions.md)."""
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Fraction of each client's samples that on=clients holds out from training."""
+    share: Fraction = 1.0
+    """Fraction of all clients that evaluate with on=clients, drawn again for each evaluation."""
