@@ -36,7 +36,7 @@ from fl_engine.storage.store import Store, Value, canonical, decode, laid_out, s
 
 log = logging.getLogger("flexfleet")
 
-FILE = re.compile(r"rounds/([0-9]{5,})/(?:([1-9][0-9]{0,17})-)?(.+)", re.DOTALL)
+FILE = re.compile(r"rounds/([0-9]{5}|[1-9][0-9]{5,})/(?:([1-9][0-9]{0,17})-)?(.+)", re.DOTALL)
 PACK = re.compile(r"metrics/([0-9]{5,})-([0-9]{5,})-[0-9a-f]{16}\.json")
 
 MARK = "COMMITTED"
@@ -95,8 +95,7 @@ class Checkpoints:
 
     def _files(self, prefix: str = "rounds/") -> list[RoundFile]:
         matches = ((FILE.fullmatch(key), key) for key in self.store.list(prefix))
-        found = [RoundFile(int(m[1]), int(m[2] or 0), m[3], key) for m, key in matches if m]
-        return [file for file in found if file.key.startswith(round_folder(file.round))]
+        return [RoundFile(int(m[1]), int(m[2] or 0), m[3], key) for m, key in matches if m]
 
     def commit(self, round: int, tensors: Params, rest: Mapping[str, Any], rows: Sequence[Row]) -> None:
         """Commit `round`, then delete files that are no longer needed. Raises Stopped if another coordinator has taken
@@ -205,20 +204,19 @@ class Checkpoints:
             self.store.put(f"metrics/{name}", value)
 
     def _cut_packs(self, round: int, damaged: bool = False) -> None:
-        """Delete packed measurements after `round`. With `damaged`, also delete packed files that cannot be read."""
+        """Delete packed measurements after `round`. With `damaged`, delete a file that cannot be read as a whole."""
         for first, last, key in self._packs():
             if first > round:
                 self.store.delete(key)
-            elif last > round or damaged:
+            elif last > round:
                 try:
                     rows = self._unpacked(key)
                 except IntegrityError:
                     if not damaged:
                         raise
                     rows = []
-                if last > round or not rows:
-                    self._put_pack([row for row in rows if row.round <= round])
-                    self.store.delete(key)
+                self._put_pack([row for row in rows if row.round <= round])
+                self.store.delete(key)
 
     def _committed(self, round: int, name: str) -> bytes:
         """Read a file of a committed round, and verify the file with the committed checksum."""
@@ -238,7 +236,7 @@ class Checkpoints:
         return value
 
     def discard_after(self, round: int | None) -> None:
-        """Delete all rounds after `round`, and damaged packed measurements. If `round` is None, delete all rounds."""
+        """Delete all rounds after `round`, which `last_good` has returned. If `round` is None, delete all rounds."""
         self.check_lock()
         first = 0 if round is None else round + 1
         gone = [file for file in self._files() if file.round >= first and self._may_delete(file)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from fl_engine.core.errors import IntegrityError
 from fl_engine.core.types import Assignment, ClientFailure, ClientUpdate, RoundPlan, SubmodelSpec
 from fl_engine.rounds.ledger import Ledger
 from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.store import Store
+from fl_engine.storage.store import FolderStore, Store
 from tests.harness.ledgers import DAMAGES, KEPT, STATE, commit, damage
 
 
@@ -94,6 +95,25 @@ def test_a_damaged_run_goes_on_only_when_told_to(job: Any, memory_store: Store, 
     found = job.federate(memory_store, stop=6, discard_damaged=True)
     assert found == job.federate(type(memory_store)(), stop=6)
     assert [row.round for row in Checkpoints(memory_store).rows()] == list(range(6))
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_tidy_deletes_what_a_kill_left_and_nothing_else(tmp_path: Path, committed: bool) -> None:
+    ledger = Ledger(FolderStore(tmp_path))
+    if committed:
+        commit(ledger, 0, 1, 3)
+    before = ledger.checkpoints.store.list("")
+    ledger.checkpoints.store.put("rounds/00002/state.json", b"of a round without a marker")
+    ledger.checkpoints.store.put("rounds/00004/closed.json", b"of the round that goes on")
+    ledger.checkpoints.store.put("rounds/000001/COMMITTED", b"a folder of another name")
+    for folder in ("rounds/00004", "metrics"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / ".state.json.1-1.part").write_bytes(b"half")
+    ledger.checkpoints.tidy()
+    assert not list(tmp_path.rglob("*.part"))
+    left = {"rounds/00004/closed.json", "rounds/000001/COMMITTED", *(() if committed else ["rounds/00002/state.json"])}
+    assert set(ledger.checkpoints.store.list("")) == {*before, *left}
+    assert ledger.checkpoints.commits() == ([0, 1, 3] if committed else [])
 
 
 # -------------------------------------------------------------------------------------------- inside a round

@@ -73,16 +73,35 @@ def test_a_kill_while_deleting_leaves_no_mark_without_metrics(
     assert writes > 30
 
 
+def test_a_kill_while_discarding_leaves_no_gap(
+    new_store: Make, dying: Any, killed: type[BaseException], small_packs: None
+) -> None:
+    for writes in range(1000):
+        store = new_store()
+        commit(Ledger(store, keep_every=4), *range(25))
+        try:
+            Ledger(dying(store, writes), keep_every=4).checkpoints.discard_after(3)
+            break
+        except killed:
+            pass
+        found = Checkpoints(store)
+        assert found.rows() == rows(*range(found.commits()[-1] + 1)), f"killed after {writes} writes"
+    assert writes > 5
+
+
 @pytest.mark.parametrize("how", [*DAMAGES, "deleted"])
 def test_a_damaged_pack_is_named_and_can_be_got_over(memory_store: Store, small_packs: None, how: str) -> None:
-    commit(Ledger(memory_store, keep_every=8), *range(35))
-    _, second, _ = memory_store.list("metrics/")
-    damage(memory_store, second, how)
-    ledger = Ledger(memory_store, keep_every=8)
-    said = "the measurements of 10 rounds are missing" if how == "deleted" else second
+    commit(Ledger(memory_store, keep_every=7), *range(45))
+    *_, third, _ = memory_store.list("metrics/")
+    assert third.startswith("metrics/00020-")
+    damage(memory_store, third, how)
+    ledger = Ledger(memory_store, keep_every=7)
+    said = "the measurements of 10 rounds are missing" if how == "deleted" else third
     with pytest.raises(IntegrityError, match=said) as error:
         ledger.checkpoints.rows()
     assert "--discard-damaged" in str(error.value)
-    assert ledger.checkpoints.last_good() == 7, "the last state before what is lost"
-    ledger.checkpoints.discard_after(7)
-    assert ledger.checkpoints.rows() == rows(*range(8))
+    assert ledger.checkpoints.last_good() == 13, "round 20 has a state, but its measurements are lost"
+    ledger.checkpoints.discard_after(13)
+    assert ledger.checkpoints.rows() == rows(*range(14))
+    assert [int(key.split("/")[1]) for key in memory_store.list("rounds/") if key.endswith("MITTED")] == [6, 13]
+    assert max(memory_store.list("rounds/")).startswith("rounds/00013/"), "no file of a later round is left"
