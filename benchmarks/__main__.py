@@ -55,7 +55,7 @@ class Contestant:
         module = "ours" if name == FP32 else name
         command = [str(python_of(name)), "-m", f"benchmarks.{module}", *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        # Log to a file, because a full pipe would block the contestant.
+        # Redirect stderr to a file, because a full pipe would block the contestant.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the contestant
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,

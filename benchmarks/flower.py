@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-# Flower and Ray read these variables during their import.
+# Flower and Ray read these variables when they are imported.
 os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 import numpy as np
@@ -116,8 +116,8 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Import this module by its name, because Ray resends functions of __main__ for each client, and a resent `held`
-    # has an empty cache.
+    # Import this module by its name. Ray sends functions of __main__ again for each client, so the cache of `held`
+    # would always be empty.
     from benchmarks import flower
 
     flower.main(sys.argv[1:])

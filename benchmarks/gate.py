@@ -18,7 +18,7 @@ from typing import Any
 
 class Gate:
     def __init__(self) -> None:
-        # Redirect stdout of libraries to stderr, because stdout is for the reports.
+        # Redirect the stdout of libraries to stderr, because stdout is reserved for the reports.
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         self._marks: list[float] = []

@@ -41,7 +41,7 @@ def lead(argv: list[str]) -> Callable[[], None]:
     with socket.socket() as s:
         s.bind(("localhost", 0))
         address = f"localhost:{s.getsockname()[1]}"
-    # pfl reads the number of workers from the list, but all workers connect to the first address.
+    # pfl counts the addresses to get the number of workers, but all workers connect to the first address.
     os.environ |= {RANK: "0", ADDRESSES: f"{address},{address}"}
     command = [sys.executable, "-m", "benchmarks.pfl", *argv]
     other = subprocess.Popen(command, env={**os.environ, RANK: "1"}, stdin=subprocess.PIPE, text=True)

@@ -73,7 +73,7 @@ def places() -> Iterator[dict[str, str]]:
             yield {"sqlite": f"sqlite:///{folder}/mlflow.db", "server": f"http://127.0.0.1:{port}"}
         finally:
             with suppress(ProcessLookupError):  # the server has already ended
-                os.killpg(server.pid, signal.SIGTERM)  # the group includes its child processes
+                os.killpg(server.pid, signal.SIGTERM)  # the process group includes the server's child processes
             server.wait()
 
 

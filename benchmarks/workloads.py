@@ -72,7 +72,7 @@ WORKLOADS = {
     "W4": _cifar_like("FlexFL, VGG16 of half width, lambda 10", algorithm="flexfl"),
     "W4-no-kd": _cifar_like("FlexFL, VGG16 of half width, lambda 0", algorithm="flexfl-no-kd"),
     "W5": _cifar_like("AdaptiveFL, ResNet18, pool of seven", algorithm="adaptivefl"),
-    # As in FedAIoT, 80 clients have 16,569 samples (W6) or 15,788 samples (W7) and batches of 32.
+    # As in FedAIoT, 80 clients share 16,569 samples (W6) or 15,788 samples (W7), and the batch size is 32.
     "W6": _aiot("FedAvg, LSTM of WISDM", shape=(200, 6), classes=12),
     "W7": _aiot("FedAvg, MLP of AEP", shape=(18,), classes=0),
 }

@@ -6,7 +6,7 @@ from kfp import dsl
 
 from components.task import task
 
-# kfp needs types as annotations, so do not add `from __future__ import annotations` here.
+# kfp needs type objects as annotations, not strings, so do not add `from __future__ import annotations` here.
 Artifact = dsl.Artifact
 
 

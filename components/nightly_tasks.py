@@ -6,7 +6,7 @@ from kfp import dsl
 
 from components.task import task
 
-# kfp needs types as annotations, so do not add `from __future__ import annotations` here.
+# kfp needs type objects as annotations, not strings, so do not add `from __future__ import annotations` here.
 Artifact = dsl.Artifact
 
 
@@ -89,7 +89,7 @@ def gate(
         return "" if found.passed else seen.text()
 
 
-# Fail here if the gate failed. The gate itself must not fail, because Kubeflow deletes the artifacts of a failed task.
+# Report a failed gate here. The task `gate` itself must not fail, because Kubeflow deletes a failed task's artifacts.
 @task
 def decide(failed: str) -> None:
     from fl_engine.core.errors import GateFailed

@@ -7,5 +7,5 @@ from kfp import dsl
 
 from flexfleet.kubeflow.retarget import DEFAULT_IMAGE
 
-# kfp has no type hints. Without this annotation, each task would need a `type: ignore`, which kfp would copy.
+# kfp is not typed. Without this annotation, each task would need a `type: ignore`, which kfp copies into pipelines.
 task: Callable[[Callable[..., Any]], Any] = dsl.component(base_image=DEFAULT_IMAGE, install_kfp_package=False)

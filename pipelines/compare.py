@@ -16,7 +16,7 @@ from components.compare_tasks import compare, prepare, run
 from pipelines.form import FIELDS, Field, form
 from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
 
-# kfp needs types as annotations, so do not add `from __future__ import annotations` here.
+# kfp needs type objects as annotations, not strings, so do not add `from __future__ import annotations` here.
 
 
 @pipeline(

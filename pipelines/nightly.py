@@ -13,7 +13,7 @@ from components.compare_tasks import run
 from components.nightly_tasks import decide, gate, prepare
 from pipelines.shared import COORDINATOR_KEYS, WEBHOOK_KEY, WEBHOOK_SECRET, described, on_cluster, pipeline
 
-# kfp needs types as annotations, so do not add `from __future__ import annotations` here.
+# kfp needs type objects as annotations, not strings, so do not add `from __future__ import annotations` here.
 
 
 @pipeline(

@@ -55,7 +55,7 @@ def described(
 LOST = ("unreachable", "not-ready")
 """Taints of a lost node, which tasks tolerate for one minute instead of the default five."""
 
-# kfp has no type hints. Without this annotation, each graph would need a `type: ignore`.
+# kfp is not typed. Without this annotation, each pipeline function would need a `type: ignore`.
 pipeline: Callable[..., Callable[[Callable[..., Any]], Any]] = dsl.pipeline
 
 

@@ -18,7 +18,7 @@ from components.train_tasks import evaluate, federate, model_pool, partition, pr
 from pipelines.form import Field, form
 from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
 
-# kfp needs types as annotations, so do not add `from __future__ import annotations` here.
+# kfp needs type objects as annotations, not strings, so do not add `from __future__ import annotations` here.
 
 
 @pipeline(

@@ -17,7 +17,7 @@ from components.tune_tasks import prepare, report, search
 from pipelines.form import FIELDS, NO_STORE, Field, form
 from pipelines.shared import COORDINATOR_KEYS, TUNE_KEY, TUNE_SECRET, described, on_cluster, pipeline
 
-# kfp needs types as annotations, so do not add `from __future__ import annotations` here.
+# kfp needs type objects as annotations, not strings, so do not add `from __future__ import annotations` here.
 
 
 @pipeline(

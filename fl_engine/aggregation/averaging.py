@@ -220,5 +220,5 @@ class StreamingMean:
             else:
                 rows = torch.stack([payload[name] for payload, _ in held])
                 into += torch.mv(rows.view(len(held), -1).double().T, weights).view(rows.shape[1:])
-            if any(isinstance(index, Tensor) for index in region):  # `into` is a copy instead of a view.
+            if any(isinstance(index, Tensor) for index in region):  # Tensor indices return copies, so write `into` back
                 self._sum[name][region] = into

@@ -108,7 +108,7 @@ def noise(seed: bytes, name: str, shape: Sequence[int]) -> np.ndarray:
 
 def _normal(key: bytes, block: int, count: int) -> np.ndarray:
     pairs = (count + 1) // 2
-    # The key has a fixed length, so SHAKE-256 of key and block number is a keyed function of the block number.
+    # The key has a fixed length, so SHAKE-256 of the key and the block number is a pseudorandom function.
     raw = hashlib.shake_256(key + block.to_bytes(8, "little")).digest(16 * pairs)
     u, v = np.frombuffer(raw, dtype="<u8").reshape(2, pairs) >> np.uint64(11)
     radius = np.sqrt(-2 * np.log((u + 1.0) * 2.0**-53))
@@ -258,7 +258,7 @@ def check_start(algorithm: Any, selection: Selector, layout: ParamLayout, pool: 
         _refuse("batch norm's statistics would be collected on all clients' data", "algorithm.static_bn=false")
     if any(is_statistic(name) for name in layout.slots):
         _refuse("the network has running statistics, whose noisy variances could be negative", STATELESS)
-    if type(selection) not in LEARN_NOTHING:  # A subclass may learn from clients, so do not use `isinstance`.
+    if type(selection) not in LEARN_NOTHING:  # A subclass may learn from client data, so do not use `isinstance`.
         _refuse(
             f"the selection {type(selection).__name__} may learn from single clients",
             "algorithm.selection={name: uniform}, {name: by_capacity} or {name: resource_table}",
@@ -317,6 +317,6 @@ def _one_round(noise_multiplier: float, sampled: tuple[int, int] | None) -> tupl
         return whole.orders, whole.rdp
     k, eligible = sampled
     part = library.rdp.RdpAccountant(neighboring_relation=relation.REPLACE_ONE)
-    half = library.GaussianDpEvent(noise_multiplier / 2)  # The sensitivity is 2 * clip.
+    half = library.GaussianDpEvent(noise_multiplier / 2)  # Replacing a client changes the sum by up to 2 * clip.
     part.compose(library.SampledWithoutReplacementDpEvent(eligible, k, half))
     return whole.orders, np.minimum(whole.rdp, part.rdp)

@@ -182,7 +182,7 @@ def _rows(region: Region, first: int, last: int) -> tuple[int, int, Region]:
     """Return (start, stop, region): the update's rows between the global rows `first` and `last`, and their region
     relative to `first`."""
     head, *rest = region
-    if isinstance(head, slice):  # The update has the first rows of the tensor.
+    if isinstance(head, slice):  # The update contains the first rows of the tensor.
         high = max(first, min(last, head.stop))
         return first, high, (slice(0, high - first), *rest)
     low, high = torch.searchsorted(head.flatten(), torch.tensor([first, last])).tolist()

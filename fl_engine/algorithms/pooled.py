@@ -145,7 +145,7 @@ class PooledAlgorithm:
         check_start(self, selection, layout, pool)
         sent = [m for m in pool if m.dispatched]
         full = all(layout.width(m.spec, group) == n for m in sent for group, n in layout.groups.items())
-        if self.scaler and not type(self).scaler and full:  # If scaler is true by default, accept it without an effect.
+        if self.scaler and not type(self).scaler and full:  # Accept a default of true, which then has no effect.
             raise ConfigError(
                 "algorithm.scaler must be false, because all sub-models have full width", path="algorithm.scaler"
             )
@@ -191,7 +191,7 @@ class PooledAlgorithm:
 
     def assign(self, state: Any, context: RoundContext, picks: Sequence[Pick]) -> RoundPlan:
         """Return a plan in which each selected client receives a sub-model."""
-        cut: dict[SubmodelSpec, Params] = {}  # Clients with equal sub-models share the same tensors.
+        cut: dict[SubmodelSpec, Params] = {}  # Clients with the same sub-model share its tensors.
         assignments = []
         for client, level in picks:
             spec = self.submodel(state, context, client, level)
@@ -261,7 +261,7 @@ class PooledAlgorithm:
     def weight(self, update: ClientUpdate, state: Any, server: ServerContext) -> float:
         """Return the weight of an update in the mean according to the option `weighting`."""
         steps = 1.0
-        if self.weighting in ("updates", "hybrid"):  # A client may report too many steps, so limit them.
+        if self.weighting in ("updates", "hybrid"):  # Limit the number, because a client may report too many steps.
             most = costs.steps(self.training, server.samples.get(update.client, update.num_examples))
             steps = min(max(1.0, update.metrics["steps"]), most)
         return weight_of(self.weighting, state.layout, update.payload, update.num_examples, steps)

@@ -66,7 +66,7 @@ def _in_pods(of: Surroundings) -> Iterator[Backend]:
             try:
                 yield of.remote(pods, lock)
             except Replaced:
-                raise  # another coordinator uses the Kubernetes objects
+                raise  # keep the Kubernetes objects, which another coordinator now uses
             except (FlexfleetError, KeyboardInterrupt):
                 log.warning(pods.what_is_left())
                 raise

@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing  # sends the site's tensors through shared memory
+import torch.multiprocessing  # this import makes pickling share the site's tensors through shared memory
 
 from fl_engine.backends.in_process import by_cost, check_devices, prepare_process
 from fl_engine.core import allowed
@@ -73,8 +73,8 @@ class Processes:
         self._code = None if code is None else Handed(*code)
         self._site = site
         check_devices(devices)
-        # Fork workers from a small process that has loaded torch, because forking a process with several threads is
-        # unsafe.
+        # Fork workers from a separate server process that has loaded torch, because forking a process with several
+        # threads is unsafe.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
         self._workers = [self._start(device) for device in devices]

@@ -141,7 +141,7 @@ class Qsgd:
         if self.coding == "fixed":
             return _flagged(FIXED, packing.pack(levels + np.int32(self.s), self.width))
         at = np.flatnonzero(levels)
-        runs, found = np.diff(at, prepend=-1), levels[at]  # `runs` counts the zeros before each value, plus 1.
+        runs, found = np.diff(at, prepend=-1), levels[at]  # `runs` is 1 plus the number of zeros before each value.
         sizes = np.abs(found)
         head = np.array([len(at) + 1])
         taken = packing.omega_size(head) + packing.omega_size(sizes) + len(at) + packing.omega_size(runs)

@@ -189,7 +189,7 @@ class Shear(OfMaps):
         count, _, height, width = x_bchw.shape
         angles = math.radians(self.degrees) * (2 * torch.rand(2, count, generator=generator) - 1)
         across, down = angles.tan()
-        across, down = across * (height / width), down * (width / height)  # from pixels to fractions of the image size
+        across, down = across * (height / width), down * (width / height)  # convert to fractions of the image size
         one = torch.ones(count)
         return transformed(x_bchw, y, torch.stack([one, across, down, one], dim=1).view(-1, 2, 2))
 
@@ -234,7 +234,7 @@ class MixUp(OfMaps):
         chosen &= held.sum(1) <= most
         weight = weight.view(-1, 1, 1, 1)
         mixed = weight * x_bchw + (1 - weight) * x_bchw[other]
-        first = (~held).long().sort(dim=1, stable=True).indices[:, :most]  # sort empty rows to the end
+        first = (~held).long().sort(dim=1, stable=True).indices[:, :most]  # move empty rows to the end
         joined = both.gather(1, first[..., None].expand(-1, -1, y.shape[2]))
         return torch.where(chosen[:, None, None, None], mixed, x_bchw), torch.where(chosen[:, None, None], joined, y)
 
@@ -249,7 +249,7 @@ def transformed(x_bchw: Tensor, y: Tensor, linear_b22: Tensor) -> tuple[Tensor, 
     matrices = matrices.to(x_bchw)
     (a, b), (c, d) = matrices[:, 0, :2].T, matrices[:, 1, :2].T
     back = torch.stack([d, -b, -c, a], dim=1).view(-1, 2, 2) / (a * d - b * c).view(-1, 1, 1)
-    # affine_grid expects the map from output to input pixels, on axes from -1 to 1.
+    # affine_grid expects the map from output to input pixels, in coordinates from -1 to 1.
     from_where = torch.cat([back, back @ (1 - 2 * matrices[:, :, 2:]) - 1], dim=2)
     grid = F.affine_grid(from_where, list(x_bchw.shape), align_corners=False)
     return F.grid_sample(x_bchw, grid, mode="bilinear", padding_mode="zeros", align_corners=False), y

@@ -116,7 +116,7 @@ def solve(
 ) -> tuple[float, SubmodelSpec]:
     """Return a tuple (gamma, sub-model). The sub-model has the size closest to `target` parameters. Raises PoolError if
     the difference is more than `epsilon` parameters."""
-    sizes: dict[SubmodelSpec, int] = {}  # cached, because the last steps of a bisection try the same models
+    sizes: dict[SubmodelSpec, int] = {}  # cache the sizes, because the last steps of a bisection try the same models
 
     def at(gamma: float) -> tuple[int, SubmodelSpec]:
         spec = spec_of(family, ratios_at(gamma, apoz, adjust))

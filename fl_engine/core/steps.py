@@ -68,7 +68,7 @@ class Balanced:
         counts = counts[counts > 0]
         by_label, first = labels.argsort(stable=True), counts.cumsum(0) - counts
         label = self._labels(counts.tolist(), len(y), generator)
-        # Integers give equal results on every machine. 2**48 is so large that the modulo bias is negligible.
+        # Drawing integers gives the same results on every machine. With 2**48, the modulo bias is negligible.
         place = torch.randint(2**48, (len(y),), generator=generator) % counts[label]
         return by_label[first[label] + place]
 

@@ -94,8 +94,8 @@ def check_torch() -> None:
 
 
 # Every training step allocates the same blocks again. Page faults for new pages take up to a fifth of a step's time, so
-# glibc is configured to keep freed blocks during training. Freed models, however, fragment the heap, because aligned
-# blocks of the same size do not fit into the gaps. Fragmentation can increase a coordinator's
+# glibc is configured to keep freed blocks during training. Freed models, however, fragment the heap, because an aligned
+# block often does not fit into the gap of a freed block of the same size. Fragmentation can increase a coordinator's
 # memory to ten times the size of its model. Therefore large blocks are returned to the system after training.
 LARGE_MODEL = 2**26
 """Minimum size of a large model, in bytes. A round with a large model takes much longer than the page faults."""

@@ -83,7 +83,7 @@ def cached(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[
         (part / INDEX).write_text(json.dumps(wanted), encoding="utf-8")
         arrays = _mapped(part)
         if part.parent == folder.parent:
-            shutil.rmtree(folder, ignore_errors=True)  # other processes can still use mapped arrays
+            shutil.rmtree(folder, ignore_errors=True)  # other processes can still use arrays that they have mapped
             with suppress(OSError):  # another process was faster
                 part.rename(folder)
         return arrays

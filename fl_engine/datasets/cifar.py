@@ -98,7 +98,7 @@ CIFAR10 = CifarSet(
     test="test_batch.bin",
     classes=10,
     label_bytes=1,
-    mean=(0.491, 0.482, 0.447),  # same values as FlexFL and AdaptiveFL
+    mean=(0.491, 0.482, 0.447),  # FlexFL and AdaptiveFL use the same values
     std=(0.247, 0.243, 0.262),
     checksums={
         "data_batch_1.bin": "sha1:aadd24acce27caa71bf4b10992e9e7b2d74c2540",

@@ -154,8 +154,8 @@ def _windows(lines: Lines, known: list[str]) -> tuple[torch.Tensor, torch.Tensor
     text = "".join(" " * WINDOW + line for _, line in lines)
     number = {character: at for at, character in enumerate(known)}
     table = {ord(character): number.get(character, number[" "]) for character in {*text}}
-    tokens = np.frombuffer(text.translate(table).encode("latin-1"), dtype=np.uint8)  # a byte has 256 values
-    # The window before character k of line i begins at `starts[i]` + k. Before each line there are 80 spaces.
+    tokens = np.frombuffer(text.translate(table).encode("latin-1"), dtype=np.uint8)  # latin-1 encodes 0-255 as one byte
+    # The window before character k of line i begins at `starts[i]` + k. Each line is preceded by 80 spaces.
     starts = np.cumsum([0, *(WINDOW + length for length in lengths[:-1])])
     at = np.concatenate([start + np.arange(length) for start, length in zip(starts, lengths, strict=True)])
     windows = np.lib.stride_tricks.sliding_window_view(tokens, WINDOW)[at].astype(np.int64)

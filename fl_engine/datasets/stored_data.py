@@ -92,7 +92,7 @@ def read(root: Path, name: str) -> Data:
         if stored is not None and _key(stored, value) == key:  # the user may have changed the arrays
             return stored
         about = json.loads(value)
-        TASK.kind(about["task"]["name"])  # raises ConfigError if the task's class cannot be imported
+        TASK.kind(about["task"]["name"])  # check that the task's class can be imported
         tensors = decode(folder.get(TENSORS), str(path / TENSORS))
         data = Data(
             about["name"],

@@ -136,7 +136,7 @@ def read_manifest(
         raise Rejected("file", str(error)) from error
     except ValidationError as error:
         raise Rejected("schema", f"not a manifest: {brief(error)}") from error
-    except ValueError as error:  # JSON cannot represent a value, for example NaN
+    except ValueError as error:  # JSON cannot represent some values, for example NaN
         raise Rejected("metrics", str(error)) from error
     found = (manifest.round, manifest.client, manifest.assignment)
     if found != (assignment.round, assignment.client, assignment_sum(assignment)):

@@ -115,7 +115,7 @@ def read_update(manifest: ResultManifest, payload: Read, assignment: Assignment,
     expected = None if rules is None or assignment.evaluates else _expected(rules, spec, assignment)
     codec = None if assignment.evaluates else coding.codec_up(assignment)
     assert codec is None or rules is not None, "decoding needs the network, which the rules have"
-    # If the upload requires a fixed length, clients pad the file, so use the limit of the sent sub-model.
+    # If uploads must have a fixed length, clients pad the file, so the limit depends only on the sent sub-model.
     limit = None if rules is None else payload_bytes(assignment, rules.client_state)
     try:
         value = payload(limit)

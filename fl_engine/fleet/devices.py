@@ -90,11 +90,11 @@ FLEETS: dict[str, tuple[Tier, ...]] = {
     "conf1": _thirds((4, 3, 3), (0.0,)),
     "conf2": _thirds((4, 3, 3), _TABLE_I),
     "conf3": _thirds((4, 3, 3), (10.0, 20.0, 30.0)),
-    # FlexFL Table VIII lists the 17 devices of its test bed: Raspberry Pi 4B (2 GB), Jetson Nano (8 GB) and Jetson
-    # Xavier AGX (32 GB). The paper does not specify how many parameters fit into a device. Therefore r_M and
-    # sigma are the values of Table I for weak, medium and strong devices. Speeds and bandwidth are assumed.
+    # FlexFL's test bed (Table VIII) consists of 17 devices of the types Raspberry Pi 4B (2 GB), Jetson Nano (8 GB) and
+    # Jetson Xavier AGX (32 GB). The paper does not state how many parameters fit into a device's memory, so r_M and
+    # sigma are the values of Table I for weak, medium and strong devices. Speeds and bandwidths are assumptions.
     "flexfl_testbed": _thirds((4, 10, 3), _TABLE_I, ("pi-4b", "jetson-nano", "xavier-agx")),
-    # AdaptiveFL (Sec. 4.1, code) gives the memory in million parameters for VGG16, and in MB of float32 for ResNet18.
+    # AdaptiveFL (Sec. 4.1, code) gives the memory for VGG16 in million parameters, and for ResNet18 in MB of float32.
     "adaptivefl": _gaussian(33.646666, {"weak": (8, 1, 6, 11), "medium": (16, 1, 13, 19), "strong": (35, 2, 25, 40)}),
     "adaptivefl_resnet18": _gaussian(
         4 * 11.378186, {"weak": (11, 1, 9, 14), "medium": (22, 1, 19, 25), "strong": (48, 2, 42, 55)}

@@ -54,7 +54,7 @@ def build_model(
         ModelError: A user's module cannot be trained, or cannot be cut into sub-models.
     """
     kind, values = model_kind(model), {**options_of(model), "input_shape": input_shape, "outputs": outputs}
-    if issubclass(kind, ModuleFamily):  # `kind` contains the options of the user's class
+    if issubclass(kind, ModuleFamily):  # `kind` already contains the options of the user's class
         values = {name: value for name, value in values.items() if name in OWN}
         values |= {} if submodels else {"whole": True}
     try:

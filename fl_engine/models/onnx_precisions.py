@@ -208,7 +208,7 @@ def _write_fp16(network: RawNetwork, data: Data, target: Path) -> None:
             if before is None or before.op_type != "Transpose":
                 continue
             (order,) = (list(a.ints) for a in before.attribute if a.name == "perm")
-            if order[-1] == len(order) - 1:  # ONNX Runtime does not fuse other transposes.
+            if order[-1] == len(order) - 1:  # ONNX Runtime fuses only transposes that keep the last axis.
                 same = f"{node.name}_input{index}"
                 shape = numpy_helper.from_array(np.zeros(len(order), dtype=np.int64), f"{same}_shape")  # 0: unchanged
                 graph.initializer.append(shape)
@@ -222,7 +222,7 @@ def _write_int8(source: Path, target: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # Hide the advice to optimise the graph, which torch has already done.
+    logging.disable(logging.WARNING)  # Hide the advice to optimise the graph, because torch has optimised it.
     try:
         quantize_dynamic(source, target, weight_type=QuantType.QUInt8)
     finally:

@@ -39,7 +39,7 @@ def gives_weights(kind: Preparation) -> bool:
 
 def giver(names: Iterable[str]) -> str | None:
     """Return the name of the preparation that returns weights, or None. Raises ConfigError for several preparations."""
-    from fl_engine.preparation import preparation  # A global import would be circular.
+    from fl_engine.preparation import preparation  # An import at module level would be circular.
 
     givers = [name for name in names if gives_weights(preparation(name))]
     if len(givers) > 1:

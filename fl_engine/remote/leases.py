@@ -57,7 +57,7 @@ class OpenRound:
     def __post_init__(self) -> None:
         self.waiting = deque(assignment.client for assignment in self.plan.assignments)
         self.open_ = set(self.waiting)
-        # The times of the last activity of a worker and of the last log line about waiting assignments.
+        # Times of the workers' last activity and of the last log line about waiting assignments.
         self.worked_at = self.reported = self.result_at
         self.wanted = Counter(map(self.provisioner.pool, self.waiting))
 
@@ -140,7 +140,7 @@ def why_ended(worker: Worker, r: OpenRound, lost: Lost | None = None) -> Lost | 
     silent = worker.polled_at - held.heartbeat_at
     if silent > (lease_s if held.taken else max(lease_s, UNTAKEN_S)):
         worker.away = True
-        # A pod's heartbeats may stop because its node is lost, so the first timeouts are not failures.
+        # A pod's heartbeats may stop because its node is lost, so the first timeouts do not count as failures.
         failed = held.taken and (r.provisioner.strangers or _interrupted_too_often(worker, held.clients, r))
         return Lost(f"{worker.name} has sent no heartbeat for {silent:.0f} s", failed, untaken=not held.taken)
     return None

@@ -110,7 +110,7 @@ class Mailboxes:
 
     def _made(self, member: Member, before: Message | None, changes: dict[str, Any]) -> Message:
         message, heartbeat = self.urls(member.name)
-        # Use the clock, so that the number increases even if the last message was lost.
+        # Derive the number from the clock, so that it increases even if the last message was lost.
         number = max(int(time.time()), -1 if before is None else before.number + 1)
         enrolled = "" if member.id is None else messages.short(member.id)
         fresh = {"number": number, "enrolled": enrolled, "message": message, "heartbeat": heartbeat}

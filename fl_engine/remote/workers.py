@@ -138,7 +138,7 @@ class Workers:
             worker = self.by_name[name]
             worker.revoked = True
             if worker.held is None:
-                if not worker.member.pod:  # a mailbox of a deleted pod has no reader
+                if not worker.member.pod:  # nothing reads the mailbox of a deleted pod
                     self.send(worker, None, run="", site="")
                 del self.by_name[name]
         return new

@@ -268,7 +268,7 @@ def record_round(run: Run, plan: RoundPlan, due: Due, began: float) -> tuple[dic
     for line in lines:
         if line["client"] in due.stale:
             line["staleness"] = due.stale[line["client"]]
-    for name in SIMULATED:  # These metrics describe single rounds, but rounds overlap.
+    for name in SIMULATED:  # Drop metrics that describe single rounds, because rounds overlap.
         metrics.pop(name, None)
     metrics["clients_pending"] = float(len(due.pending))
     if due.stale:

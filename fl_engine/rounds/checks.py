@@ -80,7 +80,7 @@ def check_finite(algorithm: Any, before: Any, after: Any, round: int) -> None:
 def _within(tensor: Tensor, most: float) -> bool:
     if not tensor.numel():
         return True
-    least, greatest = (float(end) for end in tensor.detach().aminmax())  # NaN if an element is NaN.
+    least, greatest = (float(end) for end in tensor.detach().aminmax())  # Both bounds are NaN if any element is NaN.
     return max(-least, greatest) <= most
 
 

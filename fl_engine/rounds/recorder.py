@@ -185,7 +185,7 @@ def _simulated(
     if updates:
         return max(update.elapsed for update in updates)
     ends = [took.total for took in times.values()]
-    if run.trace is not None:  # Wait for dropped-out clients to go offline, or for a client to come online.
+    if run.trace is not None:  # Wait until dropped-out clients go offline, or until a client comes online.
         left = [run.trace.leaves(failure.client, begin) for failure in failures if failure.stage == "drop"]
         left = left if plan.assignments else [run.trace.arrives(begin)]
         ends.append(max((end - begin for end in left if end < math.inf), default=0.0))

@@ -241,7 +241,7 @@ class Checkpoints:
         first = 0 if round is None else round + 1
         gone = [file for file in self._files() if file.round >= first and self._may_delete(file)]
         marks = [file.key for file in gone if file.name == MARK]
-        self.store.delete(*reversed(marks))  # delete the last round first, so that a kill leaves no gap
+        self.store.delete(*reversed(marks))  # delete the last round first, so that a kill does not leave a gap
         self.store.delete(*(file.key for file in gone if file.name != MARK))
         self._cut_packs(first - 1, damaged=True)
 

@@ -35,7 +35,7 @@ def overlapped(store: Store, size: int, work: Callable[[T], R], items: Iterable[
     if at_once == 1:
         yield from map(work, items)
         return
-    # Use daemon threads, because a process would wait for the threads of a ThreadPoolExecutor before it ends.
+    # Use daemon threads, because Python waits at exit for the threads of a ThreadPoolExecutor.
     jobs: SimpleQueue[tuple[T, Future[R]] | None] = SimpleQueue()
     threads = [Thread(target=_serve, args=(jobs, work), daemon=True, name="requests") for _ in range(at_once)]
     for thread in threads:

@@ -156,7 +156,7 @@ class S3Store:
             except ClientError as error:
                 if error.response["ResponseMetadata"]["HTTPStatusCode"] == 412:
                     return False
-                # 409: another request for this key is in progress, possibly an earlier attempt of this request.
+                # 409 means that another request for this key is in progress, possibly an earlier attempt.
                 time.sleep(0.2 * 2**attempt)
         if key in self.list(key):
             return False
@@ -340,6 +340,6 @@ def http_address(name: str, address: str) -> str:
 
 def _refusal(error: ClientError, uri: str) -> str:
     code, message = error.response["Error"].get("Code", ""), error.response["Error"].get("Message")
-    reason = f"{code} {message or ''}".rstrip(" .")  # radosgw may omit the message, and Amazon adds a full stop
+    reason = f"{code} {message or ''}".rstrip(" .")  # radosgw may omit the message; Amazon ends it with a full stop
     hint = HINTS.get(code, "Check AWS_ENDPOINT_URL and the credentials")
     return f"{uri}: the server rejects {error.operation_name} with {reason}. {hint}"

@@ -290,7 +290,7 @@ class AlgorithmSuite(Suite):
     def test_order_of_results_does_not_matter(
         self, algorithm: Algorithm, site: Site, round: int, data: st.DataObject
     ) -> None:
-        # In float32, rounding errors would hide a difference.
+        # Use float64, because rounding errors of float32 would hide a difference.
         params = {name: t.double() for name, t in initial_params(site.family, SEED).items()}
         state = start_of(algorithm, site, params)
         plan, results = results_of(algorithm, site, state, round, data)

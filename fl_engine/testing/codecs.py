@@ -95,7 +95,7 @@ class CodecSuite:
         for seed in range(rounds):
             total += coding.decode(codec, coding.encode(codec, given, seed), header)["a.weight"].double()
         exact = given["a.weight"].double()
-        # By Hoeffding's inequality, the mean error exceeds this limit in one of 10^7 elements.
+        # By Hoeffding's inequality, an element's mean error exceeds this limit with a probability of at most 10^-7.
         most = self.most_error(codec, exact) * (2 * np.log(2e7) / rounds) ** 0.5
         assert bool(((total / rounds - exact).abs() <= most + 1e-7).all())
 

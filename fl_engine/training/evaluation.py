@@ -158,7 +158,7 @@ def collect_statistics(module: nn.Module, data: Data, x: Tensor, device: str, ba
         norm.running_mean = torch.zeros(norm.num_features, device=device)
         norm.running_var = torch.ones(norm.num_features, device=device)
         norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=device)
-        norm.track_running_stats, norm.momentum = True, None  # With momentum None, all batches have equal weight.
+        norm.track_running_stats, norm.momentum = True, None  # With momentum None, all batches have the same weight.
         norm.forward = partial(_BatchNorm.forward, norm)  # type: ignore[method-assign]
         norm.train()
     with torch.no_grad():

@@ -85,7 +85,7 @@ class _UnfoldedConv2d(torch.autograd.Function):
     def forward(ctx: Any, x_bchw: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
         o, _, kh, kw = weight.shape
         padded = F.pad(x_bchw.permute(0, 2, 3, 1), (0, 0, padding[1], padding[1], padding[0], padding[0]))
-        windows = padded.unfold(1, kh, stride[0]).unfold(2, kw, stride[1])  # (B, H', W', C, kh, kw)
+        windows = padded.unfold(1, kh, stride[0]).unfold(2, kw, stride[1])  # shape (B, H', W', C, kh, kw)
         b, h, w = windows.shape[:3]
         rows = windows.permute(0, 1, 2, 4, 5, 3).reshape(b * h * w, -1)
         weight_of = weight.permute(0, 2, 3, 1).reshape(o, -1)

@@ -52,10 +52,10 @@ class Conv2d(Lane):
 
     def forward(self, x_bchw: Tensor) -> Tensor:
         if self._skips != (1, 1):
-            x_bchw = F.avg_pool2d(x_bchw, 1, self._skips)  # A slice's gradient would not be channels last.
+            x_bchw = F.avg_pool2d(x_bchw, 1, self._skips)  # A slice's gradient would not be in channels-last format.
         weight, bias = self.weight.flatten(0, 1), None if self.bias is None else self.bias.flatten()
         if len(x_bchw) == len(weight) == 1:
-            weight = weight.contiguous()  # The backward pass fails for channels last.
+            weight = weight.contiguous()  # The backward pass fails for a channels-last weight.
         groups = self.groups * len(self.weight)
         if groups == 1 and self._plain and kernels.suits_unfolding(x_bchw, weight, self.stride, self._pixels):
             return kernels.unfolded_conv2d(x_bchw, weight, bias, self.stride, self._pixels)
@@ -67,7 +67,7 @@ class Conv2d(Lane):
         x, weight = F.pad(x_bchw, (0, 0, 0, 0, 0, 1)), F.pad(weight, (0, 0, 0, 0, 0, 0, 0, outputs // 3))
         bias = None if bias is None else F.pad(bias, (0, outputs // 3))
         out = F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, 4)
-        return F.pad(out, (0, 0, 0, 0, 0, -(outputs // 3)))  # A slice's gradient would not be channels last.
+        return F.pad(out, (0, 0, 0, 0, 0, -(outputs // 3)))  # A slice's gradient would not be in channels-last format.
 
 
 class Linear(Lane):
@@ -95,14 +95,14 @@ class BatchNorm2d(Lane):
         more = 0 if len(self.weight) == 1 else -channels % VECTOR
         if not more:
             return F.batch_norm(x_bchw, mean, var, weight, bias, by_batch, self.momentum, self.eps)
-        # The kernel rounds differently for channels that do not fill a register, so fill the last register with zeros.
+        # If the channels do not fill the last register, the kernel rounds differently, so fill the register with zeros.
         x = F.pad(x_bchw, (0, 0, 0, 0, 0, more))
         wide = [None if v is None else F.pad(v, (0, more)) for v in (mean, var, weight, bias)]
         out = F.batch_norm(x, wide[0], wide[1], wide[2], wide[3], by_batch, self.momentum, self.eps)
         for kept, updated in ((mean, wide[0]), (var, wide[1])):
             if kept is not None and updated is not None:
                 kept.copy_(updated[:channels])
-        return F.pad(out, (0, 0, 0, 0, 0, -more))  # A slice's gradient would not be channels last.
+        return F.pad(out, (0, 0, 0, 0, 0, -more))  # A slice's gradient would not be in channels-last format.
 
 
 class MeanOfPixels(nn.Module):

@@ -127,7 +127,7 @@ def _peak(site: TrialSite, trial: LevelTrial) -> tuple[int, int]:
         x = made_up(site.family, site.samples, generator)
     job = site.job(trial, sent, site.data.normalise(x))
     task = replace(job.task, epochs=1)
-    if task.widths and task.sandwich is None:  # A short trial may never draw the largest width.
+    if task.widths and task.sandwich is None:  # Train the largest width, which a short trial may never draw.
         task = replace(task, widths=(task.spec,))
     train(site.family, site.data.task, [replace(job, task=task)], site.numerics, most_steps=BATCHES)
     return before, peak()
@@ -193,7 +193,7 @@ def restart_peak() -> tuple[int, int]:
     peak = resident_peak()
     try:
         with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
-            file.write("5")  # proc(5): sets VmHWM to VmRSS
+            file.write("5")  # writing 5 sets VmHWM to VmRSS, see proc(5)
     except OSError:
         return peak, peak
     return _status("VmRSS"), peak

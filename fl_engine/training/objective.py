@@ -79,7 +79,7 @@ def _give_back(what: object, network: LaneNetwork) -> None:
     network.release()
     if not network.module.training:
         network.module.train()
-    if len(_free) > MOST_NETWORKS:  # Rolling windows (FedRolex) rarely repeat a sub-model.
+    if len(_free) > MOST_NETWORKS:  # Limit the cache, because FedRolex's rolling windows rarely repeat a sub-model.
         _free.clear()
     _free.setdefault(what, []).append(network)
 

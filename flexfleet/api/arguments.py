@@ -213,7 +213,7 @@ def algorithm_options(value: Any) -> Overrides:
     if not is_dataclass(kind):
         raise ConfigError(f"algorithm must be a name, a class or an object, got {value!r}", path="algorithm.name")
     name = algorithm_options(kind)["algorithm.name"]
-    CONTRACT.kind(name)  # raises ConfigError if the class is not an algorithm
+    CONTRACT.kind(name)  # check that the class is an algorithm
     if value.training != next(field.default for field in fields(kind) if field.name == "training"):
         raise ConfigError(
             "The object must have the default `training`, which all algorithms share. Set learning_rate= or options=",

@@ -245,7 +245,7 @@ def paired(
         raise ConfigError(f"{a!r} cannot be compared with itself. Choose two labels")
     known = {label: [v for v in found if v is not None] for label, found in values.items() if None not in found}
     tests = {pair: tested(known[pair[0]], known[pair[1]]) for pair in combinations(known, 2)}
-    # A pair without a test is treated as p = 1.
+    # A pair without a test gets p = 1.
     adjusted = dict(zip(tests, holm([1.0 if found is None else found.p for found in tests.values()]), strict=True))
     differences = tuple(x - y for x, y in zip(known[a], known[b], strict=True))
     mean, pair = fmean(differences), (a, b) if (a, b) in tests else (b, a)

@@ -154,7 +154,7 @@ class Result:
 
     @property
     def config(self) -> dict[str, Any]:
-        return copy.deepcopy(self._run.config)  # the user may change the copy
+        return copy.deepcopy(self._run.config)  # return a copy, because the user may change it
 
     @cached_property
     def status(self) -> str:
@@ -237,7 +237,7 @@ class Result:
     # -------------------------------------------------------------------------------------------------- model
     @property
     def params(self) -> Params:
-        return {name: tensor.clone() for name, tensor in self._params.items()}  # the user may change the copy
+        return {name: tensor.clone() for name, tensor in self._params.items()}  # the user may change the tensors
 
     @cached_property
     def _params(self) -> Params:
@@ -339,7 +339,7 @@ class Result:
             if not kept_parameters(algorithm, family, pool) and not isinstance(algorithm, HasPersonalModels):
                 raise ConfigError(f"{type(algorithm).__name__} has one model for all clients. Use result.model()")
             member = pool[level_of(fleet_of(resolved, pool)[client], pool)]
-            weights = weights_of(self._params, family.layout(), member)  # ConfigError without a committed round
+            weights = weights_of(self._params, family.layout(), member)  # fails if no round was committed
             files = named(self._ledger.checkpoints.rest(max(self._ledger.checkpoints.commits())))
             state = self._ledger.states.get(files[client]) if client in files else {}
             return self._network(resolved, member, personal_weights(algorithm, state, weights))

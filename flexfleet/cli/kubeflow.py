@@ -55,7 +55,7 @@ def _start(args: argparse.Namespace) -> int:
 
     fields = read(args.pipeline, fields_of(args.param, args.set))
     label_overrides: Overrides = {}
-    if args.pipeline == "compare":  # `--config` does not support `label:a.b=value`.
+    if args.pipeline == "compare":  # `config_of` does not support `label:a.b=value`.
         label_overrides = {path: value for path, value in args.set.items() if ":" in path}
     overrides = {path: value for path, value in args.set.items() if path not in label_overrides}
     if args.pipeline != "nightly":
@@ -106,7 +106,7 @@ def follow(
             followed = follow_run(run_id, host=args.host, retries=retries, report=_printer(args))
     except (KeyboardInterrupt, Stopped) as stopped:
         print(f"stopped following the run, which continues. {again}", file=sys.stderr)
-        return 143 if isinstance(stopped, Stopped) else 130  # Exit code 3 means that the run was terminated.
+        return 143 if isinstance(stopped, Stopped) else 130  # Do not return 3, which means that the run was terminated.
     except FlexfleetError as error:
         raise type(error)(f"{error}. {again}") from error
     if args.json:

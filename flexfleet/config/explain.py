@@ -33,7 +33,7 @@ def config_error(error: ValidationError, values: Any, known: Mapping[str, Any], 
     expected: dict[tuple[str, str], list[Any]] = {}
     wrong = []
     for names, beside, each in found:
-        path = (prefix + ".".join(names)).rstrip(".")  # empty for an error of the whole configuration
+        path = (prefix + ".".join(names)).rstrip(".")  # `path` is empty if the error concerns the whole configuration
         kind, got = each["type"], quoted(each["input"])
         if kind == "value_error" or kind == COMPLETE:
             wrong.append(_own_error(path, each, got))

@@ -303,6 +303,6 @@ def _line(text: str, meaning: str, indent: str) -> list[str]:
     short = f"{indent}{text} # {meaning}" if meaning else f"{indent}{text}"
     if len(short) <= WIDTH:
         return [short]
-    # The description of a commented option is indented by two more spaces, so that the option stands out.
+    # The description of a commented-out option is indented by two more spaces, so that the option stands out.
     lead = f"{indent}  " if indent.endswith("# ") else f"{indent}# "
     return [*textwrap.wrap(meaning, WIDTH, initial_indent=lead, subsequent_indent=lead), f"{indent}{text}"]

@@ -186,7 +186,7 @@ def algorithm(config: Config) -> Algorithm:
         raise config_error(error, options, dict.fromkeys(known), "algorithm.") from error
     if "preparations" not in known:  # the user has already trusted the code of the algorithm
         trust(built.preparations)
-    client_metrics(built)  # raises ConfigError for invalid metrics
+    client_metrics(built)  # check that the metrics are valid
     buffer.check(built, config.rounds)
     rounds, run = config.settled().rounds, config.run
     exposed = {

@@ -88,7 +88,7 @@ def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
                 while waiting and len(running) < at_once and not received:
                     command = waiting.pop(0)
                     running[command] = (_start(command), time.monotonic())
-                    if received:  # the signal came before this process was in `running`
+                    if received:  # the signal arrived before this process was added to `running`
                         running[command][0].send_signal(received[-1])
                 for command, (process, started) in list(running.items()):
                     code = process.poll()

@@ -172,7 +172,7 @@ def hand_over(nightly: NightlyRun, shared: Path, out: Path, job_id: str) -> list
     pairs = [
         pair for case, runs in nightly.runs.items() for pair in compare.pairs_of(runs, f"{nightly.id}-{case}", shared)
     ]
-    commit = take_commit(nightly)  # only after the checks, because a user may correct the code if a check fails
+    commit = take_commit(nightly)  # do this after the checks, because the user may correct the code if one fails
     mlflow = begin(nightly, track.of_job(nightly.config, job_id))
     return compare.write_pairs(pairs, mlflow, out, commit)
 

@@ -122,7 +122,7 @@ def _first(values: Mapping[str, Sequence[float]]) -> First:
     highest = min(values, key=lambda label: (-fmean(values[label]), label))
     others = {label: each for label, each in values.items() if label != highest}
     tests = [tested(values[highest], each) for each in others.values()]
-    # Without a test, a label does not differ significantly.
+    # If no test is possible, the difference does not count as significant.
     adjusted = holm([1.0 if test is None else test.p for test in tests])
     behind = {}
     for (label, each), test, p_holm in zip(others.items(), tests, adjusted, strict=True):

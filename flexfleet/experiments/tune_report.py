@@ -302,7 +302,7 @@ def importance(study: Any, complete: Sequence[Any], space: Mapping[str, Any]) ->
     """Map each parameter to its importance; 0 if there are fewer than four trials, or if all values are equal."""
     import optuna
 
-    complete = [t for t in complete if all(p in t.params for p in space)]  # ignore a default outside the space
+    complete = [t for t in complete if all(p in t.params for p in space)]  # ignore a default that is outside the space
     varied = {p for p in space if len({repr(t.params.get(p)) for t in complete}) > 1}
     shares = dict.fromkeys(space, 0.0)
     if len(complete) > 3 and varied and len({t.value for t in complete}) > 1:

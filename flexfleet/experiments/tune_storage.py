@@ -79,7 +79,7 @@ def _data_base(url: str, begun: bool) -> Any:
 
     parsed = make_url(url)
     if parsed.get_backend_name() != "sqlite":
-        # pool_pre_ping: reconnect after a restart of the database.
+        # With pool_pre_ping, SQLAlchemy reconnects after a restart of the database.
         return RDBStorage(url, engine_kwargs={"pool_pre_ping": True})
     if not begun and parsed.database and not parsed.database.startswith((":", "file:")):
         with suppress(OSError):  # if this fails, SQLite reports the error later
@@ -91,7 +91,7 @@ def _data_base(url: str, begun: bool) -> Any:
 
     event.listen(storage.engine, "connect", no_implicit_begin)
     event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
-    storage.engine.dispose()  # close connections without the listeners
+    storage.engine.dispose()  # close connections that do not have the listeners
     return storage
 
 

@@ -42,7 +42,7 @@ def call(text: str, backoff_s: tuple[float, ...] = BACKOFF_S) -> None:
     why = ""
     for seconds in (0.0, *backoff_s):
         time.sleep(seconds)
-        try:  # without urllib3's own retries, which log the address
+        try:  # do not use urllib3's own retries, which log the address
             pool = pool_of(url, timeout=TIMEOUT_S, retries=False)
             status = pool.request("POST", url, json={"text": masked(text)}, redirect=False).status
             if status < 300:

@@ -48,7 +48,7 @@ class Live:
             log.info("%s", text)
             return
         if not self._handlers:
-            here = [*log.handlers, *logging.getLogger().handlers]  # without the handlers that write to files
+            here = [*log.handlers, *logging.getLogger().handlers]  # the next line excludes handlers that write to files
             self._handlers = [each for each in here if getattr(each, "stream", sys.stderr) is sys.stderr]
             for handler in self._handlers:
                 handler.addFilter(self._before)

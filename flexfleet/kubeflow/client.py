@@ -45,7 +45,7 @@ def connected(host: str | None, timeout_s: tuple[float, float] = TIMEOUT_S) -> I
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it logs every attempt
     with translated():
         with without_links(), warnings.catch_warnings():
-            for kind in (FutureWarning, UserWarning):  # hide warnings about Kubeflow 2 and an added https://
+            for kind in (FutureWarning, UserWarning):  # hide the warnings about Kubeflow 2 and about adding https://
                 warnings.simplefilter("ignore", kind)
             client = _client(host, timeout_s)
         yield client
@@ -179,6 +179,6 @@ def parameters_of(client: Any, run: Any) -> dict[str, Any]:
     if not spec and version is not None:
         with contextlib.suppress(ConfigError, EnvironmentFailure), translated():
             spec = client.get_pipeline_version(version.pipeline_id, version.pipeline_version_id).pipeline_spec or {}
-    spec = spec.get("pipeline_spec") or spec  # the key exists if there is a specification for Kubernetes
+    spec = spec.get("pipeline_spec") or spec  # the key exists if there is also a specification for Kubernetes
     form = spec.get("root", {}).get("inputDefinitions", {}).get("parameters", {})
     return {**{name: about.get("defaultValue") for name, about in form.items()}, **given}

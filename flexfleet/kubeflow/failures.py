@@ -112,7 +112,7 @@ def logs(client: Any, run: Any, only_failed: bool = False) -> Iterator[tuple[str
     with translated():
         experiment = client.get_experiment(experiment_id=run.experiment_id) if run.experiment_id else None
     query = {"runid": run.run_id, "createdat": f"{run.created_at:%Y-%m-%d}" if run.created_at else ""}
-    query |= {"podnamespace": (experiment and experiment.namespace) or ""}  # empty for a single-user Kubeflow
+    query |= {"podnamespace": (experiment and experiment.namespace) or ""}  # a single-user Kubeflow has no namespace
     query = {name: value for name, value in query.items() if value}
     seen = set[str]()
     for task, node in _nodes(run, only_failed):

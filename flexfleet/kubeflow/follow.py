@@ -273,7 +273,7 @@ def _ledgers(store_uri: str, name: str, prefixes: list[str]) -> NewRounds:
             commits_read[folder], last[folder] = commits[folder], max((row.round for row in rows), default=-1)
         return new
 
-    store.list(prefixes[0])  # raises an error early if the store cannot be read
+    store.list(prefixes[0])  # fail early if the store cannot be read
     return read
 
 

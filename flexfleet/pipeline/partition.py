@@ -88,7 +88,7 @@ def _noisy(resolved: Resolved, parts: Partition) -> Partition:
     """
     config, data = resolved.config, resolved.data
     n, device, seed = config.noise, config.run.devices[0], cut_seed(config)
-    _ = resolved.family  # raises an error if the network does not fit the data
+    _ = resolved.family  # check that the network fits the data
     check_classes(data.task, data.name)
     family = build_model(config.model, data.input_shape, data.task.outputs, submodels=False)
     check_device(device)

@@ -126,7 +126,7 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> RunResult:
     config, tally, run = resolved.config, tally_in(out), RunFile.read(out / "run.json")
     if not (useful := tally.status == "finished"):
         log.warning("%s", tally.problem())
-    if useful and config.publish.models:  # publish before the report, which shows the exported levels
+    if useful and config.publish.models:  # publish first, because the report lists the exported levels
         publish(resolved, out, run.mlflow_run_id, out / EXPORT)
     page = report([load(out)], out / "report.html")
     outcome = result(out, run.run_id, run.mlflow_run_id, page, store.uri(), tally)

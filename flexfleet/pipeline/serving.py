@@ -22,7 +22,7 @@ from fl_engine.models.export import load, read
 class AnyLevel(PythonModel):  # type: ignore[misc]
     def load_context(self, context: Any) -> None:
         folders = sorted(Path(context.artifacts["levels"]).iterdir())
-        trust([read(folder).model for folder in folders])  # trusted, because the model contains the network's code
+        trust([read(folder).model for folder in folders])  # trust the network's code, because it is part of the model
         self.networks = {folder.name: load(folder) for folder in folders}
 
     # Type hints are omitted, because MLflow would infer another signature from them.

@@ -96,7 +96,7 @@ class Client:
             try:
                 return wait()
             except Refused as error:
-                if code_of(error) != "BAD_REQUEST":  # MLflow's error code for database errors other than outages
+                if code_of(error) != "BAD_REQUEST":  # MLflow uses this code for database errors other than outages
                     raise
                 return wait()
 

@@ -41,7 +41,7 @@ def serve(args: argparse.Namespace) -> int:
     """Run a worker. Returns the exit code."""
     try:
         # Without a handler, the first process of a container ignores SIGTERM. Set the handler before importing torch,
-        # which takes seconds. `run_main` reports a crash of the import.
+        # which takes seconds. If the import crashes, `run_main` reports the error.
         with stopping_at_once():
             from flexfleet.worker.server import run
 

@@ -208,7 +208,7 @@ def run(args: argparse.Namespace) -> None:
         sys.stderr.flush()
         flags = [f"--{name}" for name in ("once", "quiet", "verbose") if getattr(args, name)]
         named = [f"--{name}={value}" for name in ("folder", "device") if (value := getattr(args, name))]
-        code.clear()  # Clear last, because the main thread may still import from the code.
+        code.clear()  # Delete the code last, because the main thread may still import from it.
         command = [sys.executable, "-m", "flexfleet.worker", f"--invite={args.invite}", *named, *flags]
         os.execv(sys.executable, command)
 
@@ -219,7 +219,7 @@ def run(args: argparse.Namespace) -> None:
         try:
             Server(mailbox, restart, args.device).serve(POD_SILENCE_S if device.pod else SILENCE_S, args.once)
         except ClientError:
-            if mailbox.revoked:  # An unsigned message may have caused another error.
+            if mailbox.revoked:  # An unsigned message may have caused another ClientError.
                 mailbox.forget()
             raise
         finally:  # Even after a signal, send the heartbeat, so that the coordinator reassigns the lease at once.

@@ -55,7 +55,7 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
-        node.meta["line"] = line_now()  # Torch's own recording would import torch's compiler.
+        node.meta["line"] = line_now()  # Recording the line with torch.fx would import torch's compiler.
         return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -146,7 +146,7 @@ def _traced(name: str, module: nn.Module, x: Tensor, training: bool) -> Traced:
             node.args, node.kwargs = (options.pop("input"),), options
         recurrent = node.op == "call_module" and isinstance(own.get_submodule(str(node.target)), nn.RNNBase)
         if recurrent and _is_zero((*node.args[1:], *node.kwargs.values())):
-            node.args, node.kwargs = node.args[:1], {}  # The layer starts from zeros by default.
+            node.args, node.kwargs = node.args[:1], {}  # The layer's initial state is zero by default.
     return Traced(own, graph)
 
 

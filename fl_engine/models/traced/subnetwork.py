@@ -62,7 +62,7 @@ def name_once(module: nn.Module) -> None:
     tensor."""
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     seen = set[nn.Module]()
-    for parent in module.modules():  # also yields the modules inside a copy
+    for parent in module.modules():  # the iterator also yields the modules inside a copy
         for name, child in parent._modules.items():
             if child in seen:
                 parent._modules[name] = child = copy.deepcopy(child, dict(tensors))
@@ -80,7 +80,7 @@ def name_once(module: nn.Module) -> None:
 def _read(layer: nn.Module, leaf: str, source: nn.Module, name: str) -> None:
     """Replace the attribute `leaf` by a property that returns the attribute `name` of `source`."""
     key, kind = f"_source_of_{leaf}", type(layer)
-    layer.__dict__[key] = source  # not a submodule, so that the state dict does not contain the tensor again
+    layer.__dict__[key] = source  # do not register a submodule, which would repeat the tensor in the state dict
     tied = property(lambda self: getattr(self.__dict__[key], name))
     layer.__class__ = type(kind.__name__, (kind,), {leaf: tied, "__module__": kind.__module__})
 

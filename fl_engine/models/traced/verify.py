@@ -73,7 +73,7 @@ def check_submodels(name: str, make: Make, layout: ParamLayout, x: Tensor, weigh
             with drawing(0, x.device):
                 draws = draws_numbers(_with(make(FULL), weights).train(), x)
             break
-        except RuntimeError:  # In double precision, `forward` may create float32 tensors.
+        except RuntimeError:  # Even in a float64 network, `forward` may create float32 tensors.
             if precision is torch.float32:
                 raise
     for number in range(SPECS):

@@ -108,7 +108,7 @@ class Cluster:
         busy = conflict or error.status == 429 or error.status >= 500 or (error.status == 0 and not untrusted)
         unauthenticated = error.status == 401 or "system:anonymous" in message
         if unauthenticated:
-            self._client = None  # so that the next attempt reloads the credentials
+            self._client = None  # the next attempt reloads the credentials
         hint = ""
         if unauthenticated or untrusted:
             hint = ". Check the credentials in KUBECONFIG; a token or certificate may have expired"
