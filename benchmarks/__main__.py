@@ -1,16 +1,17 @@
 """Compare the speed of flexfleet with other frameworks and with a hand-written loop.
 
-The contestants run in turn, so that other load on the machine affects all of them.
+Each framework (contestant) runs in its own process, which runs rounds on request (see `benchmarks.gate`). The
+contestants alternate in short turns, so that other load on the machine affects all of them equally.
 
-A contestant is a process that runs rounds on request (`gate`). Flower, pfl-research and FedJAX have separate virtual
-environments, which `make bench-peers` creates from benchmarks/requirements/.
+Flower, pfl-research and FedJAX have separate virtual environments, which `make bench-peers` creates from
+benchmarks/requirements/.
 
 Usage:
-    `python -m benchmarks W3 --against naive,flower,pfl`: Print a table for one workload.
+    `python -m benchmarks W3 --against naive,flower,pfl`: Compare flexfleet with three contestants on W3.
     `python -m benchmarks W1 --precision bf16`: Compare flexfleet in bf16 and fp32 with the naive loop in fp32.
     `python -m benchmarks W1 --device cuda`: Run flexfleet and the naive loop on one GPU.
-    `python -m benchmarks --json W1`: Print one line of JSON.
-    `python -m benchmarks W8`: Measure the codecs (`codecs`).
+    `python -m benchmarks --json W1`: Print the results as one line of JSON.
+    `python -m benchmarks W8`: Measure the speed of the codec QSGD (see `benchmarks.codecs`).
     `make bench`: Compare flexfleet with the naive loop on all workloads.
 """
 
@@ -40,15 +41,15 @@ ROOT = Path(__file__).parents[1]
 CODECS = "W8"
 PEERS = ("naive", "flower", "pfl", "fedjax")
 FP32 = "ours-fp32"
-"""Name of the contestant for flexfleet in fp32, which is added if `ours` has another precision."""
+"""Name of the additional contestant that runs flexfleet in fp32 if `ours` uses another precision."""
 COUNTED = 50
-"""Maximum number of rounds for the mean number of operations per round."""
+"""Maximum number of rounds over which the number of operations per round is averaged."""
 BUSY = 0.1
-"""Fraction of the processors that other programs may use before the table reports them."""
+"""The table reports the load of other programs if they use more than this fraction of the processors."""
 
 
 class Contestant:
-    """Process that starts immediately and runs rounds when `run` is called."""
+    """Process of a contestant. The constructor starts the process, and `run` makes it run rounds."""
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.name = name
@@ -106,8 +107,8 @@ def python_of(name: str) -> Path:
 
 
 def compete(workload: str, peers: Sequence[str], turns: int, seconds: float, options: Sequence[str]) -> dict[str, Any]:
-    """Measure all contestants in turn, `turns` times each. A turn has as many rounds as fit into about `seconds`. If
-    `options` set a precision, flexfleet in fp32 is an additional contestant.
+    """Measure `turns` turns of each contestant. The contestants alternate, and the rounds of a turn take about
+    `seconds`. If `options` set a precision, flexfleet in fp32 is an additional contestant.
     """
     peers = [*([FP32] if "--precision" in options else []), *peers]
     contestants: dict[str, Contestant] = {}
@@ -168,7 +169,7 @@ def _quartiles(values: Sequence[float]) -> list[float]:
 
 # ---------------------------------------------------------------------------------------------- the machine
 def others_busy(seconds: float = 1.0) -> float:
-    """Measure the fraction of all processors that is busy while every contestant waits."""
+    """Return the fraction of the processors that other programs use. All contestants wait during the measurement."""
     before, idle = _cpu_times()
     time.sleep(seconds)
     after, idle_after = _cpu_times()
@@ -231,7 +232,7 @@ def gpu_gflops(size: int = 8192, repeats: int = 10) -> float:
 
 def gflop(workload: str, options: Sequence[str], rounds: int) -> float:
     """Return the mean GFLOP per round of the first `rounds` rounds. A training step counts as three forward passes, and
-    each teacher counts as one.
+    each distillation teacher adds one forward pass.
     """
     from benchmarks.ours import site_of, works_of
     from benchmarks.workloads import chosen

@@ -1,19 +1,19 @@
-"""Measure FlexFL's adaptive pruning on a device (AdaPrune) and its local training, as in FlexFL's Table IX.
+"""Measure the time of FlexFL's adaptive pruning on a device (AdaPrune) and of local training (FlexFL, Table IX).
 
-For each dispatched model, the client has too little free memory and trains the next smaller model of the pool, as in
-the paper. The smallest model is never pruned.
+For each dispatched model, the benchmark assumes that the client has too little free memory and trains the next smaller
+model of the pool, as in the paper. The smallest model is never pruned.
 
 Pruning chooses the model that fits into the free memory, and copies its weights from the received weights. Training is
 measured with and without self-distillation from all smaller models. Batches have 50 random images of 32 x 32 pixels in
-10 classes. The time of `--batches` batches is scaled to the paper's round of 50 batches (500 samples, 5 epochs). The
-pool uses an APoZ of 0.5 for all layers, so that the models have the paper's target sizes.
+10 classes. The benchmark trains `--batches` batches and scales the time to the paper's round of 50 batches (500
+samples, 5 epochs). The pool uses an APoZ of 0.5 for all layers, so that the models have the paper's target sizes.
 
-All times are CPU seconds of one thread, which other programs hardly affect. Each time is the median of `--repeats`
-measurements.
+All times are CPU seconds of one thread, because other programs hardly affect CPU time. Each time is the median of
+`--repeats` measurements.
 
 Usage:
-    `python -m benchmarks.adaprune`: Measure VGG16, ResNet34 and MobileNetV2 (many minutes).
-    `python -m benchmarks.adaprune --only vgg16 --repeats 1`: Measure networks with vgg16 in their name once.
+    `python -m benchmarks.adaprune`: Measure VGG16, ResNet34 and MobileNetV2 (takes many minutes).
+    `python -m benchmarks.adaprune --only vgg16 --repeats 1`: Measure only VGG16, without repetitions.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ PUBLISHED = {
     ("vgg16", "M2"): (1.45, 73.92, 52.88),
     ("vgg16", "M1"): (0, 46.06, 45.77),
 }
-"""Seconds in Table IX for pruning, and for training with and without self-distillation.
+"""Seconds in Table IX for pruning, for training with self-distillation, and for training without it.
 
 M1, M2 and M3 have 25, 50 and 100 % of the parameters."""
 BATCH, BATCHES = 50, 50
-"""Number of samples in a batch, and of batches in a round (500 samples, 5 epochs)."""
+"""Number of samples in a batch, and number of batches in a round (500 samples, 5 epochs)."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Times:
 
     @property
     def share(self) -> float:
-        """Time of pruning as a percentage of pruning and training."""
+        """Pruning time in % of the total time for pruning and training."""
         return 100 * self.pruning / (self.pruning + self.training)
 
 
@@ -96,7 +96,7 @@ def _assignment(site: Site, whole: Params, sent: int) -> Assignment:
 
 
 def _pruned(algorithm: FlexFL, assignment: Assignment, site: Site) -> Params:
-    """Copy the weights for training, so that the received weights can be freed."""
+    """Return a copy of the weights to train, so that the memory of the received weights can be freed."""
     start = _accepted(algorithm, assignment, site).start
     return {name: t if t.nbytes == t.untyped_storage().nbytes() else t.clone() for name, t in start.items()}
 

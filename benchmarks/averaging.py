@@ -1,4 +1,4 @@
-"""Compare the memory throughput of averaging with a plain copy.
+"""Compare the memory throughput of averaging updates with the throughput of a plain copy.
 
 Adding one float32 update to float64 sums moves 20 bytes per parameter (4 + 8 bytes are read, 8 bytes are written).
 Copying float64 numbers moves 16 bytes per number.
@@ -27,7 +27,7 @@ from fl_engine.models import VGG16
 
 
 def seconds(work: Callable[[], object], turns: int = 9) -> float:
-    """Return the median seconds of a turn. The median excludes an additional first turn, which is a warm-up."""
+    """Return the median seconds of `turns` calls of `work`, after one call as a warm-up."""
     work()
     taken = []
     for _ in range(turns):

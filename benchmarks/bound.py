@@ -1,8 +1,8 @@
-"""Measure the effect of `rounds.norm_bound` on honest runs and on runs with one Byzantine client of twenty.
+"""Measure the effect of `rounds.norm_bound` on honest runs and on runs in which one of twenty clients is Byzantine.
 
-`rounds.faults` selects the Byzantine client, which attacks whenever it gets an assignment. The attack is computed from
-the other clients' updates and the bound. The script writes docs/robustness/bound.json in a quarter of an hour on one
-core.
+The Byzantine client is chosen in the same way as by `rounds.faults`, and attacks whenever it gets an assignment. The
+client knows the bound and the other clients' updates. The script takes a quarter of an hour on one core and writes
+docs/robustness/bound.json.
 
 Usage:
     FLEXFLEET_DATA=... python -m benchmarks.bound        (resumes after an interruption; finished runs are kept)
@@ -58,8 +58,9 @@ ALGORITHMS = {"flexfl": ("algorithm.epsilon=5.0",), "heterofl": ("algorithm.name
 FEW = {"1 client a round": ("training.fraction=0.05", "rounds.stop=40"), "2": ("training.fraction=0.1",)}
 
 Attack = Callable[[float, float, float], float]
-"""Function that returns the factor for the client's change of the weights. The arguments are the norm of the honest
-change, the largest accepted norm of one change, and the largest accepted mean norm of the client's changes."""
+"""Function that returns the factor by which the Byzantine client multiplies its change of the weights. The arguments
+are the norm of the honest change, the largest accepted norm of one change, and the largest accepted mean norm of the
+client's changes."""
 ATTACKS: dict[str, Attack] = {
     "change x 90": lambda moved, once, often: 90.0,
     "change x -90": lambda moved, once, often: -90.0,
@@ -75,7 +76,7 @@ ATTACKS: dict[str, Attack] = {
 
 @dataclass
 class Bad:
-    """Backend in which one client attacks."""
+    """Backend that replaces the updates of one client by attacks."""
 
     inner: Backend
     client: int
@@ -116,7 +117,7 @@ class Bad:
 
 
 def prepared(name: str, settings: tuple[str, ...]) -> tuple[Resolved, Path]:
-    """Return a run's resolved configuration, and the folder with its partition and model pool."""
+    """Prepare a run. Return its resolved configuration, and the folder with its partition and model pool."""
     found = Resolved.load(None, ("tracking.mlflow=null", "rounds.evaluate_every=100", *settings))
     out = STORE / name
     if not (out / "pool/pool.json").exists():

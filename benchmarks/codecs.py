@@ -1,9 +1,9 @@
-"""W8: compare the speed of QSGD's encoding and decoding with a naive implementation.
+"""Workload W8: compare flexfleet's QSGD codec with a naive implementation by the speed of encoding and decoding.
 
-Speeds are MB of float32 per CPU second of one thread, including random numbers and packing. Other programs hardly
-affect CPU seconds. The naive implementation computes the level of one number after another, and appends the bits of the
-level to a string. The naive implementation encodes only a part of the numbers, because its encoding is slow. Both
-implementations run in turn and produce the same levels from the same random numbers.
+Speeds are MB of float32 per CPU second of one thread, including random numbers and packing. CPU seconds are used
+because other programs hardly affect them. The naive implementation computes the level of one number after another, and
+appends the bits of the level to a string. Because this is slow, the naive implementation encodes only some of the
+numbers. The implementations alternate and produce the same levels from the same random numbers.
 
 Usage:
     python -m benchmarks W8
@@ -28,7 +28,7 @@ from fl_engine.core import seeds
 NUMBERS, PART = 2_400_000, 48_000
 TITLE = "QSGD, 2.4 M normal numbers, 8 bits, buckets of 512"
 GOALS = {"fixed": 200, "elias": 50}
-"""Target speed of encoding and decoding in MB/s."""
+"""Map each coding to the target speed of encoding and decoding in MB/s."""
 
 
 def normal(count: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ class Naive:
     codec: Qsgd
 
     def encode(self, x: torch.Tensor, seed: int) -> tuple[list[float], str]:
-        """Return a tuple: the norms, and the encoded levels as a string of zeros and ones."""
+        """Return the norms of the buckets, and the encoded levels as a string of zeros and ones."""
         values, rng, codec = x.tolist(), seeds.rng(seed, "x"), self.codec
         size, norms, levels = codec.bucket or len(values), list[float](), list[int]()
         for start in range(0, len(values), size):
@@ -95,8 +95,8 @@ def number(text: str, at: int) -> tuple[int, int]:
 
 # -------------------------------------------------------------------------------------------------------- the row
 def compete(turns: int) -> dict[str, Any]:
-    """Return the speeds of flexfleet and the naive codec in MB/s, for each coding and direction. Also return the bits
-    per number, including norms. Speeds are medians of `turns` measurements.
+    """Measure the speeds of both codecs in MB/s, for encoding and decoding with each coding. Speeds are medians of
+    `turns` measurements. The result also contains the bits per number, including the norms.
     """
     torch.set_num_threads(1)
     whole = normal(NUMBERS)

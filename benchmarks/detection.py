@@ -1,9 +1,9 @@
-"""Check that point_detector can learn real images, by central training on 20 images of VisDrone on one core.
+"""Check that the network point_detector can learn from real images. It is trained centrally on 20 images of VisDrone.
 
-The script requires VisDrone's validation images (`flexfleet fetch visdrone` prints their source). The score is measured
-on the training images. The score shows that network, loss and metric work together, not how well the detector
-generalizes. Training uses `training.central`. The script prints one line of JSON with the mAP-50 of the last and of the
-best epoch, and the CPU seconds.
+The script requires VisDrone's validation images (`flexfleet fetch visdrone` prints their source). Training uses
+`fl_engine.training.central` on one core. The score is measured on the training images. Therefore it shows that the
+network, the loss and the metric work together, but not how well the detector generalizes. The script prints one line of
+JSON with the mAP-50 of the last and of the best epoch, and the CPU seconds.
 
 Usage:
     python -m benchmarks.detection [--images 20] [--epochs 120] [--seed 0]

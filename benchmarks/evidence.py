@@ -1,18 +1,18 @@
 """Compare the algorithms on real data.
 
-`CAMPAIGNS` lists the comparisons (`flexfleet compare`).
+`CAMPAIGNS` lists the comparisons, which `flexfleet compare` runs.
 
-All main algorithms run on CIFAR-10, Fashion-MNIST, WISDM and AEP, with IID, Dirichlet and natural partitions. FlexFL
-runs with ablations. HeteroFL runs with and without scaler, label masks and static batch norm. ScaleFL runs with and
-without distillation. Other comparisons are for FjORD, Federated Dropout, DepthFL and FedSGD. FlexFL and HeteroFL run
-with VGG16, MobileNetV2 and ResNet34 (rows of FlexFL's Table II). FlexFL and HeteroFL also run with VGG16 on
-Tiny-ImageNet. With VGG16, FlexFL runs with other APoZ values, with all channels (requires a GPU), and with few bits per
-weight. FedAvg, personalised methods and methods against client drift run on Fashion-MNIST with strongly skewed labels.
-Wrong labels are tested on Fashion-MNIST and WISDM. Multi-branch networks with Oort's client selection are tested on
-Fashion-MNIST. FedX and related algorithms run on CIFAR-10, and their times are measured on Tiny-ImageNet. A Transformer
-and an LSTM predict the next characters of Shakespeare's roles. FedRolex and HeteroFL run at high heterogeneity, with a
-learning rate that was chosen with a separate seed. AEP runs at the scale of FedAIoT's authors, with FedOPT at the
-published server rate and central training with Adam.
+All main algorithms run on CIFAR-10, Fashion-MNIST, WISDM and AEP, with IID, Dirichlet and natural partitions. Ablations
+of FlexFL omit one of its components. HeteroFL runs with and without the scaler, label masks and static batch norm.
+ScaleFL runs with and without distillation. Other comparisons test FjORD, Federated Dropout, DepthFL and FedSGD. FlexFL
+and HeteroFL run with VGG16, MobileNetV2 and ResNet34 (as in FlexFL's Table II). FlexFL and HeteroFL also run with VGG16
+on Tiny-ImageNet. With VGG16, FlexFL runs with other APoZ values, with all channels (requires a GPU), and with few bits
+per weight. FedAvg, personalised methods and methods against client drift run on Fashion-MNIST with strongly skewed
+labels. The effect of wrong labels is tested on Fashion-MNIST and WISDM. Multi-branch networks with Oort's client
+selection are tested on Fashion-MNIST. FedX and related algorithms run on CIFAR-10, and their times are measured on
+Tiny-ImageNet. A Transformer and an LSTM predict the next characters in the lines of Shakespeare's roles. FedRolex and
+HeteroFL run at high heterogeneity, with a learning rate that was chosen with a separate seed. AEP runs at the scale of
+FedAIoT's authors, with FedOPT at the published server learning rate, and with central training by Adam.
 
 FedRolex and AEP have a separate comparison for each seed. On two cores all comparisons take about seventeen hours, and
 AEP at full scale takes three more hours for each of three seeds.
@@ -73,7 +73,7 @@ MAIN: dict[str, tuple[str, ...]] = {
     "all_large": ("algorithm.eligible=all",),
     "capable=all_large": ("algorithm.eligible=capable",),
 }
-"""Map algorithms (label, or label=algorithm) to their settings."""
+"""Map each row of a comparison (`algorithm` or `label=algorithm`) to its settings."""
 ADDITIONS: dict[str, tuple[str, ...]] = {
     "heterofl": MAIN["heterofl"],
     "heterofl_published=heterofl": (TABLE,),
@@ -101,7 +101,7 @@ PERSONAL: dict[str, tuple[str, ...]] = {
     "scaffold": (),
     "qffl": (),
 }
-"""Methods for non-IID clients that train the full model, and FedAvg."""
+"""FedAvg, and methods for non-IID clients that train the full model."""
 
 ABLATIONS: dict[str, tuple[str, ...]] = {
     "flexfl": MAIN["flexfl"],
@@ -127,8 +127,8 @@ SUBJECTS = (
     "training.fraction=1.0",
     f"fleet.tiers=[{', '.join(f'{{name: {name}, share: 0.5, memory: {memory}}}' for name, memory in TWO_DEVICES)}]",
 )
-"""One device can train a third of the network, and the other device can train all of it. The seed assigns the subjects
-to the devices."""
+"""Two devices: one can train a third of the network, and the other can train the full network. The seed determines
+which subjects belong to which device."""
 AEP = ("model.name=aep_mlp", "partition.clients=80", "training.fraction=0.1", "partition.proxy=0.05", *SENSORS)
 ON_SENSORS: dict[str, tuple[str, ...]] = {name: MAIN[name] for name in ("flexfl", "heterofl", "all_large")}
 ON_SENSORS["flexfl"] = ()
@@ -141,8 +141,8 @@ NOISY: dict[str, tuple[str, ...]] = {
 }
 """FedAvg with 0, 10 and 30 % wrong labels (FedAIoT, Table 2.5).
 
-Labels change in every class in which the central model makes errors. `wrong30_sure95` follows FedAIoT's code, which
-does not change classes that the model recognises in 95 % of the cases."""
+Labels are changed in every class in which the central model makes errors. `wrong30_sure95` follows FedAIoT's code,
+which does not change labels of classes that the model recognises in 95 % of the cases."""
 
 BRANCHED = (
     "dataset.train_samples=20000",
@@ -198,10 +198,10 @@ TEXT = (
     "rounds.evaluate_every=20",
     "tracking.mlflow=null",
 )
-"""There are 299 roles for 290 clients, because the proxy data may include all lines of a role.
+"""Only 290 of the 299 roles become clients, because the proxy data may take all lines of a role.
 
-Half of the roles have less than 800 characters, and Gloucester has 30,000. The norms of updates differ by more than
-`rounds.norm_bound` allows, so the bound is switched off."""
+Half of the roles have fewer than 800 characters, but Gloucester has 30,000. Therefore the norms of updates differ by
+more than `rounds.norm_bound` allows, and the bound is switched off."""
 TRANSFORMER = ("model.name=text_transformer", "model.hidden=512", "training.lr=0.1")
 LSTM = ("model.name=text_lstm", "training.lr=1.5")
 ON_TEXT: dict[str, tuple[str, ...]] = {
@@ -246,10 +246,10 @@ QUANTISED: dict[str, tuple[str, ...]] = {
     "fedavg=fedx": (_tiers(None), TUNED),
     "dadaquant": ("algorithm.fine_tuning={gamma: 0}",),
 }
-"""Comparison of FedX's section IV-D. Each number of bits is tested with FedX, FedX without the regulariser, FedX
-without fine-tuning, and AdaGQ. FedAvg trains one sub-network, and its server does not have data. FedAvg and DAdaQuant
-do not have an option for the number of bits. FedX and FedAvg start with weights that the server has trained on its
-classes. The other algorithms start with random weights."""
+"""Comparison of FedX's section IV-D. FedX, FedX without the regulariser or without fine-tuning, AdaGQ and quantized
+FedAvg run with each number of bits. The row `fedavg` trains FedX's sub-networks in float32, and DAdaQuant chooses its
+number of bits. Quantized FedAvg trains one sub-network, and its server does not have data. FedX and `fedavg` start with
+weights that the server has trained on its classes. The other algorithms start with random weights."""
 for _bits in (8, 9, 10, 11):
     QUANTISED |= {
         f"fedx_{_bits}=fedx": (_tiers(_bits),),
@@ -266,8 +266,8 @@ SIZES: dict[str, tuple[str, ...]] = {
     "fedavg=fedx": ("algorithm.assigned={strong: {level: large, bits: null}}", TUNED),
     **{f"fedx_{level}": () for level in ("small", "medium", "large")},
 }
-"""One sub-network on all devices, with the number of bits that the search finds (FedX, Figure 4), and the full network
-in float32."""
+"""All devices train the same sub-network in the number of bits that the search finds (FedX, Figure 4), or the full
+network in float32."""
 _UNEVEN = "algorithm.assigned={weak: {level: small, bits: 11}, medium: {level: medium, bits: 9}}"
 
 
@@ -278,8 +278,8 @@ def _medium(percent: int) -> str:
 
 
 SHARES: dict[str, tuple[str, ...]] = {f"medium{p}=fedx": (_UNEVEN, _medium(p)) for p in (0, 25, 50, 75, 100)}
-"""Fractions of devices with the medium sub-network in 9 bits. Other devices have the small sub-network in 11 bits
-(FedX, Fig. 5)."""
+"""Different fractions of the devices train the medium sub-network in 9 bits. The other devices train the small
+sub-network in 11 bits (FedX, Fig. 5)."""
 TIMED = (
     "partition.clients=4",
     "partition.proxy=0.1",
@@ -299,7 +299,7 @@ TIMES: dict[str, tuple[str, ...]] = {
     "dadaquant": ("algorithm.fine_tuning={gamma: 0}",),
     "adagq": ("algorithm.bits=9", "algorithm.fine_tuning={gamma: 0}"),
 }
-"""Seconds per phase as in FedX's Table IV, with the paper's network, on 20 classes of Tiny-ImageNet."""
+"""Comparison of the seconds per phase (FedX, Table IV), with the paper's network and 20 classes of Tiny-ImageNet."""
 CODED: dict[str, tuple[str, ...]] = {"fp32=flexfl": MAIN["flexfl"]} | {
     f"bits{bits}=flexfl": (
         *MAIN["flexfl"],
@@ -325,7 +325,7 @@ VGG = (
     "rounds.evaluate_every=5",
     "tracking.mlflow=null",
 )
-"""FlexFL's network with the pooling and training of its authors' code and a quarter of the channels."""
+"""VGG16 with a quarter of the channels, and with the pooling and training settings of FlexFL's published code."""
 WITH_VGG: dict[str, tuple[str, ...]] = {
     "flexfl": (),
     "heterofl": MAIN["heterofl"],
@@ -343,7 +343,7 @@ FEW_IMAGES = (
     "training.fraction=0.4",
     "training.batch_size=10",
 )
-"""Settings for the available part of Tiny-ImageNet: 20 classes with 50 images each, 64 x 64 pixels."""
+"""Settings for the available part of Tiny-ImageNet, which has 20 classes with 50 images of 64 x 64 pixels each."""
 OR_HETEROFL = {name: WITH_VGG[name] for name in ("flexfl", "heterofl")}
 ON_GPU = "run.devices=[cuda]"
 WHOLE_VGG = (*_without(VGG, "model.width="), ON_GPU)
@@ -352,7 +352,7 @@ WITH_APOZ: dict[str, tuple[str, ...]] = {
     "printed=flexfl": (f"algorithm.apoz={list(APOZ['vgg16'])}",),
     "proxy_10=flexfl": ("partition.proxy=0.1", "partition.proxy_shared=true"),
 }
-"""FlexFL with the APoZ values of its authors' code, and with APoZ measured on five times as many images."""
+"""FlexFL with the APoZ values of its authors' code, and with APoZ measured on five times as many images as usual."""
 
 
 ALL_CHANNELS = {"flexfl": APOZ_OR_NOT["flexfl"], "heterofl": MAIN["heterofl"], "scalefl": MAIN["scalefl"]}
@@ -367,7 +367,7 @@ class Campaign:
     algorithms: Mapping[str, Sequence[str]]
     common: tuple[str, ...] = COMMON
     about: str = ""
-    """Name of the property that varies between rows; empty if the algorithm varies."""
+    """Last part of the ID. If it is empty, the ID ends with the partition rule."""
     to: str = ""
     """Target accuracies. The comparison reports the rounds and seconds until each target is reached."""
 
@@ -395,7 +395,7 @@ class Suite:
     seed: int
     about: str = "suite"
     over: str = ""
-    """Parameter `a.b=value,value`, with a row for each value."""
+    """Parameter with its values (`a.b=value,value`). The comparison has a row for each value."""
     settings: tuple[str, ...] = ()
     """Settings `a.b=value` that override settings of the suite."""
 

@@ -1,14 +1,14 @@
 """Run FedJAX as a contestant: federated averaging with its `for_each_client`, on the CPU, without evaluation.
 
-The fastest settings are used.
+The benchmark uses FedJAX's fastest settings.
 
 The jit backend trains the clients one after another, and XLA uses both cores. The pmap backend on two CPU devices was
-slower (W3: 0.36 s instead of 0.19 s per round, W1: 1.4 s instead of 1.3 s), and fails with newer versions of JAX.
-JAX is pinned to 0.5.3, the last version that FedJAX 0.0.17 supports. Since 0.6, XLA runs convolutions on one core
-(W1 with 100 samples per client: 2.2 s per round with 0.10, 1.3 s with 0.5.3).
-The MLP uses XLA's older CPU runtime, because its launch overhead is smaller (W3: 0.09 s instead of 0.19 s per round).
-The CNN does not use the older runtime, which is slower for the CNN.
-A max pool over a reshaped array has a faster gradient than Haiku's (46 ms instead of 77 ms per step of the CNN).
+slower (W3: 0.36 s instead of 0.19 s per round, W1: 1.4 s instead of 1.3 s), and fails with newer versions of JAX. JAX
+is pinned to 0.5.3, the last version that FedJAX 0.0.17 supports. Since JAX 0.6, XLA runs convolutions on one core (W1
+with 100 samples per client: 2.2 s per round with JAX 0.10, 1.3 s with JAX 0.5.3). The MLP uses XLA's older CPU runtime,
+because its launch overhead is smaller (W3: 0.09 s instead of 0.19 s per round). The CNN uses the newer runtime, because
+the older runtime is slower for the CNN. A maximum over a reshaped array replaces Haiku's max pool, because its gradient
+is faster (46 ms instead of 77 ms per step of the CNN).
 
 Usage:
     python -m benchmarks.fedjax W3

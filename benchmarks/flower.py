@@ -1,13 +1,13 @@
 """Run Flower as a contestant: its FedAvg strategy in its Ray simulation, without evaluation.
 
-The fastest settings are used.
+The benchmark uses Flower's fastest settings.
 
-There are two Ray actors with one CPU and one torch thread each. An actor creates the data and the network only once
-and trains with the code of the hand-written loop. A client object contains only the client's number.
+There are two Ray actors with one CPU and one torch thread each. An actor creates the data and the network only once and
+trains with the code of the hand-written loop (`benchmarks.naive`). A client object contains only the client's number.
 Flower 1.41 has two deprecated simulation engines. `start_simulation` passes a client directly to an actor, and
 `run_simulation` polls a message store ten times a second for every client. This benchmark uses `start_simulation`,
-because it was faster with many small clients (W3, on a busy machine: 0.90 s instead of 1.35 s per round).
-Actors have the same priority as the server. Ray's default is a lower priority.
+because it was faster with many small clients (W3, on a busy machine: 0.90 s instead of 1.35 s per round). Actors have
+the same process priority as the server, although Ray gives them a lower priority by default.
 
 Usage:
     python -m benchmarks.flower W3
@@ -68,7 +68,7 @@ def client_of(context: Context) -> Client:
 
 # --------------------------------------------------------------------------------------------- the server
 class GateOfRay(Gate):
-    """Stops Ray before the process ends, because otherwise some Ray processes run for another half minute."""
+    """Gate that stops Ray before the process ends, because otherwise some Ray processes run for another half minute."""
 
     def _report(self, what: dict[str, Any]) -> None:
         if "peak_mb" in what:

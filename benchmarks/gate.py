@@ -1,4 +1,4 @@
-"""Lets a contestant run rounds on request. A gate reads numbers of rounds from stdin and writes their times to stdout.
+"""Let a contestant run rounds on request. A gate reads round counts from stdin and writes round times to stdout.
 
 A contestant calls `Gate.round_begins()` at the start of each round. The call blocks until the contestant's turn. The
 time of a round is the time between two calls, so it includes work between rounds. This module uses only the standard
@@ -49,8 +49,8 @@ class Gate:
 
 
 def family(pid: int) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Yield a pair for the process and for each descendant process. A pair contains the fields of /proc/<pid>/status,
-    and the values of /proc/<pid>/stat from the third value on. Outside Linux, yield nothing.
+    """Yield a pair for the process `pid` and for each of its descendants. The pair contains the fields of
+    /proc/<pid>/status, and the values of /proc/<pid>/stat from the third value on. Outside Linux, yield nothing.
     """
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):

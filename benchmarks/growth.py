@@ -1,16 +1,16 @@
 """Measure how the time and the memory of a round grow with the number of clients, in total and per round.
 
 Each point runs in a separate process, because peak memory is measured per process. Except for --model and --methods,
-the network is the MLP of W3, and only 2,000 clients have distinct samples. Seconds are CPU seconds, which other
-programs hardly affect.
+the network is the MLP of workload W3, and clients after the first 2,000 reuse the samples of the first. Most times are
+CPU seconds, because other programs hardly affect CPU time.
 
 Usage:
-    `python -m benchmarks.growth --fleet`: 100 clients per round in fleets of 1,000 to 100,000, for each selection.
-    `python -m benchmarks.growth --round`: 100 to 10,000 clients per round in a fleet of 20,000.
-    `python -m benchmarks.growth --model`: 3 clients per round, models of 100 MB to 1.3 GB (`benchmarks.large`).
-    `python -m benchmarks.growth --methods`: Measure models with different aggregations, a server optimizer and codecs.
-    `python -m benchmarks.growth --report`: `flexfleet report` of 10,000 rounds, copied from a run of three rounds.
-    `python -m benchmarks.growth --mlflow`: MLflow with 100 to 10,000 rounds, and with 1,000 to 100,000 client lines.
+    `python -m benchmarks.growth --fleet`: Select 100 of 1,000 to 100,000 clients per round, with each selector.
+    `python -m benchmarks.growth --round`: Select 100 to 10,000 of 20,000 clients per round.
+    `python -m benchmarks.growth --model`: Train models of 100 MB to 1.3 GB on three clients (`benchmarks.large`).
+    `python -m benchmarks.growth --methods`: Train a large model with other aggregations, a server optimizer and codecs.
+    `python -m benchmarks.growth --report`: Measure `flexfleet report` for a synthetic run of 10,000 rounds.
+    `python -m benchmarks.growth --mlflow`: Log 100 to 10,000 rounds, or 1,000 to 100,000 client lines, to MLflow.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def point(selection: str, clients: int, per_round: int, stop: int = ROUNDS) -> d
     """Measure the time and memory of a run of `stop` rounds.
 
     Returns:
-        CPU seconds `fleet` to create the site, `round` per round, and `resume` to resume the run for one round.
+        CPU seconds to create the site (`fleet`), per round (`round`), and to resume the run for one round (`resume`).
         Median wall-clock seconds of the phases `plan`, `train` and `merge` of a round.
         Peak memory in MB of 1e6 bytes before the rounds (`mb_before`), after the rounds (`mb_rounds`), and after the
         resumed round (`mb_peak`). `mb_ledger` is the size of the ledger's files.
@@ -124,7 +124,7 @@ def point(selection: str, clients: int, per_round: int, stop: int = ROUNDS) -> d
 
 
 def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Fit a line by least squares of relative errors. Return (value at zero, slope)."""
+    """Fit a line that minimizes the squared relative errors, and return (value at zero, slope)."""
     slope, base = np.polyfit(x, y, 1, w=1 / np.array(y))
     return float(base), float(slope)
 
@@ -146,8 +146,8 @@ FITTED = (("round", "ms a round", 1e3), ("resume", "ms to resume", 1e3), ("mb_pe
 
 
 def fits(what: str, found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe for each selection how the time of a round, the time of a resume and the peak memory grow with the
-    clients."""
+    """Describe for each selection how the time of a round, the time to resume and the peak memory grow with the number
+    of clients."""
     key, lines = "clients" if what == "fleet" else "per_round", []
     for name in dict.fromkeys(row["selection"] for row in found):
         rows = [row for row in found if row["selection"] == name]
@@ -165,8 +165,8 @@ MODELS = (100, 200, 400, 800, 1300)
 
 
 def sweep_models(sizes: Sequence[float] = MODELS, clients: int = 3) -> list[str]:
-    """Measure models of all sizes, and return descriptions of the memory growth. The descriptions are for a coordinator
-    with worker processes, for a worker, and for a run in one process.
+    """Measure models of all `sizes`. Return three lines that describe how memory grows with the model's size: for the
+    coordinator of worker processes, for a worker, and for a run in one process.
     """
     found: dict[str, list[dict[str, float]]] = {"workers": [], "process": []}
     for way, rows in found.items():
@@ -185,7 +185,7 @@ def sweep_models(sizes: Sequence[float] = MODELS, clients: int = 3) -> list[str]
 
 
 def print_methods(size: float, clients: int = 3) -> None:
-    """Print a line for each of `large.METHODS`, with two worker processes.
+    """Measure each of `large.METHODS` with two worker processes, and print a line for each.
 
     The first columns are the peak memory of each stage, the written bytes and the peak memory of a worker, in multiples
     of the model's size. The last column is the coordinator's CPU seconds per round.
@@ -208,7 +208,7 @@ def _model_point(size: float, clients: int, way: str, method: str = "mean") -> d
 # ------------------------------------------------------------------------------------------------- the report
 def long_run(short: Path, out: Path, count: int = LONG) -> Path:
     """Create a finished run of `count` rounds in `out`. The new rounds repeat the rounds of the run `short`, with
-    different measured values."""
+    randomly changed metrics."""
     rng = random.Random(0)
     out.mkdir(parents=True)
     for path in short.rglob("*.json"):
@@ -260,7 +260,7 @@ LOGGED, LINES = (100, 1000, LONG), (1000, 10_000, 100_000)
 
 
 def print_mlflow(rounds: Sequence[int] = LOGGED, lines: Sequence[int] = LINES) -> None:
-    """Print a line for each point of `benchmarks.tracking`, which logs the metrics of the last round of a real run."""
+    """Print a line for each measurement of `benchmarks.tracking`. The logged metrics are from a real round."""
     with tempfile.TemporaryDirectory() as folder:
         row = json.loads((_short(folder) / "history.json").read_text("utf-8"))["rounds"][-1]
     metrics, client = row["metrics"], row["clients"][0]

@@ -56,7 +56,7 @@ class WideMLP:
 
     @staticmethod
     def of(megabytes: float) -> WideMLP:
-        """Return a network with float32 weights of this size. The size is accurate to one percent."""
+        """Return a network whose float32 weights have a size of `megabytes`, accurate to one percent."""
         return WideMLP(round(math.sqrt(megabytes * 1e6 / 4 / INNER)))
 
     def layout(self) -> ParamLayout:
@@ -101,8 +101,8 @@ class Stages:
 
 
 class SeenStore(FolderStore):
-    """Store that counts written bytes, and detects the current stage by the name of the written file. Workers get a
-    plain store."""
+    """Store that counts written bytes, and detects the current stage of a round by the keys that are written or read.
+    Workers get a `FolderStore` without these measurements."""
 
     def __init__(self, root: Path, stages: Stages) -> None:
         super().__init__(root)
@@ -144,7 +144,8 @@ class SeenBackend:
 
 
 _seen = Stages()
-"""Stages of the measured point. The variable is global, because workers get a copy of the algorithm."""
+"""Stages of the measured point. The variable is global instead of a field of `SeenAvg`, because workers get a copy of
+the algorithm."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ METHODS: Mapping[str, tuple[Mapping[str, Any], Codecs]] = {
 
 
 def point(megabytes: float, clients: int, way: str, stop: int = 2, method: str = "mean") -> dict[str, float]:
-    """Measure a run of `stop` rounds. From the second round on, the memory of the initial model is free.
+    """Measure a run of `stop` rounds. After the first round, the memory of the initial model is freed.
 
     Args:
         megabytes: Size of the model.
@@ -188,8 +189,8 @@ def point(megabytes: float, clients: int, way: str, stop: int = 2, method: str =
         method: Key of METHODS.
 
     Returns:
-        The peak resident memory of this process above `mb_before` for each stage, in multiples of the model's size. The
-        stage `start` creates the initial model.
+        For each stage, the peak resident memory of this process above `mb_before`, in multiples of the model's size.
+        The stage `start` creates the initial model.
         The values `mb_model`, `mb_before`, `mb_peak` (all stages) and `mb_worker` (the larger worker) are in MB of 1e6
         bytes. The values per round are `written` (bytes in multiples of the model's size), `seconds` (wall clock) and
         `cpu_s` (CPU seconds of this process).

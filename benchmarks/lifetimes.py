@@ -1,10 +1,10 @@
-"""Compare `kubernetes.lifetime=run` and `round` with worker processes and with one process.
+"""Compare `kubernetes.lifetime=run` and `kubernetes.lifetime=round` with worker processes and with a single process.
 
 The table has the wall-clock seconds, CPU seconds and store requests per round, and the number of pods. The table also
 has the memory of client processes early in the run and at the end.
 
-The cluster is the fake API server of the tests. The kubelet runs the commands of pods as local processes. An S3 server
-runs in another process. A real cluster is slower because of its scheduler, network and images. Requires Linux.
+The cluster is simulated by the fake API server of the tests, which runs the commands of pods as local processes. An S3
+server runs in another process. A real cluster is slower because of its scheduler, network and images. Requires Linux.
 
 Usage:
     python -m benchmarks.lifetimes --clients 3 --rounds 12
@@ -60,11 +60,11 @@ server.main(["-p", sys.argv[1]])
 """
 """Code of an S3 server. The arguments are the port and the delay of each response in seconds."""
 EARLY = 0.1
-"""Fraction of the rounds after which the memory of clients is first measured."""
+"""Fraction of the rounds after which the memory of clients is reported for the first time."""
 
 
 def contestants(pods: int, clients: int) -> dict[str, tuple[str, ...]]:
-    """Map contestants to settings with `pods` pods or worker processes at a time."""
+    """Map each contestant to its settings. At most `pods` pods or worker processes run at the same time."""
     packed = f"kubernetes.clients_per_pod={-(-clients // pods)}"
     return {
         "in_process": ("run.strategy=single", "run.devices=[cpu]"),
@@ -175,7 +175,7 @@ class Marks(Tracker):
 
 
 def measured(around: Surroundings, folder: Path, name: str, sets: Sequence[str]) -> tuple[list[float], list[Mark]]:
-    """Run a contestant. Return the seconds of each round, and the marks of all commits."""
+    """Run a contestant. Return the seconds of each round, and a `Mark` for each commit."""
     marks = Marks(around)
     resolved = Resolved.load(None, tuple(sets))
     federate(resolved, folder / "partition", folder / "pool", folder / name, Attempt(observer=marks), run_id=name)

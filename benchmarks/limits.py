@@ -1,12 +1,13 @@
 """Measure a coordinator's memory, files and time with many clients, updates or rounds.
 
 The case `updates` merges 100, 500 and 2,000 updates of a 10 MB model in one round, from memory or from the store, and
-reports the peak memory relative to 100 updates. The median merges at most 1,000 updates, because it copies updates.
+reports the peak memory relative to 100 updates. Aggregation by median merges at most 1,000 updates, because it needs
+memory for a copy of all updates.
 The case `clients` trains tiny models on 1,000 of 10,000 clients per round.
 The case `rounds` commits 10,000 rounds, and reports the number and size of files. This case also reports the time of a
 round in the last tenth of the run, relative to the first tenth.
 
-The benchmark takes about a quarter of an hour and 25 GB of disk. The cases run in separate processes, because peak
+The benchmark takes about 15 minutes and needs 25 GB of disk space. The cases run in separate processes, because peak
 memory is measured per process.
 
 Usage:
@@ -114,7 +115,7 @@ def of_rounds(stop: int, folder: str) -> dict[str, float]:
     """Measure `stop` rounds of four clients that do not train.
 
     Returns:
-        `files`: Largest number of files.
+        `files`: Largest number of files in the store.
         `mb`: Size on disk at the end, in MB.
         `seconds`: Seconds per round in the last tenth.
         `pace`: Ratio of `seconds` to the seconds per round in the first tenth.

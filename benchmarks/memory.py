@@ -1,12 +1,12 @@
 """Measure the memory of a training step of FedAIoT's networks, as in Table 2.6 of the thesis.
 
-The precisions are float32 and two kinds of half precision. Only tensors are measured (`benchmarks.step_memory`), in MB
-of 1e6 bytes. Table 2.6 has the memory of centralised training on a GPU, including the memory of CUDA, and does not
-state the batch size.
+The precisions are fp32, amp and fp16. Only the memory of tensors is measured (`benchmarks.step_memory`), in MB of 1e6
+bytes. Table 2.6 has the memory of centralised training on a GPU, including the memory of CUDA, and does not state the
+batch size.
 
 Usage:
     `python -m benchmarks.memory`: Measure seven networks at batch size 32 on the CPU (a few minutes).
-    `python -m benchmarks.memory --device cuda --only wisdm`: Measure networks with wisdm in their name on a GPU.
+    `python -m benchmarks.memory --device cuda --only wisdm`: Measure only networks whose name contains wisdm, on a GPU.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ PUBLISHED: dict[str, tuple[int, int] | None] = {
     "epic_resnet18": (2176, 936),
     "point_detector": None,
 }
-"""MB in FP32 and FP16 (Table 2.6). The row for VisDrone is omitted, because the thesis measured another detector."""
+"""MB in FP32 and FP16 (Table 2.6). The value for VisDrone is None, because the thesis measured another detector."""
 MOST = 100
 PRECISIONS: tuple[Precision, ...] = ("fp32", "amp", "fp16")
 
 
 def measured(name: str, batch: int, device: str) -> dict[str, float]:
-    """Measure a network's step. Returns MB by precision."""
+    """Measure a training step of a network, and return the MB for each precision."""
     kind: Any = MODELS[name]
     assert isinstance(kind, PublishedFor)
     family: ModelFamily = kind(kind.published_input, kind.published_outputs)  # type: ignore[call-arg]

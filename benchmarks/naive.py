@@ -1,8 +1,8 @@
 """Hand-written training loop in plain PyTorch, with one process per core or GPU and all data in memory as tensors.
 
-The workers share the memory of the global model. A worker copies the model (or a client's slice), trains, and returns
-the weights as arrays. One message contains the weights of several clients. The server averages the weights. A free
-worker immediately gets the next clients.
+The workers share the memory of the global model. A worker copies the model (or the sub-network of the client), trains
+it, and returns the weights as arrays. One message contains the weights of several clients. The server averages the
+weights. A free worker immediately gets the next clients.
 
 Usage:
     python -m benchmarks.naive W3

@@ -77,8 +77,8 @@ def site_of(name: str, w: Workload, numerics: Numerics = Numerics()) -> tuple[Al
 
 
 def works_of(algorithm: Any, site: Site) -> Iterator[list[Work]]:
-    """Yield the clients' work in each round, without training. Weights do not change, and the selection is updated only
-    with the returned levels.
+    """For each round, yield the work of the clients without executing it. The weights do not change, and the selector
+    learns only which levels the clients would return.
     """
     run = Run(algorithm, site, RoundsConfig())
     state = algorithm.init(initial_params(site.family, SEED), site.layout, site.fleet, site.pool, run.server)

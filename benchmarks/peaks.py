@@ -1,17 +1,18 @@
-"""Measure the peak memory of training the levels of FlexFL, which `kubernetes.observe=cgroup` compares with a pod's
-memory.
+"""Measure the peak memory of training each level of FlexFL.
 
-M1, M2 and M3 have 25, 50 and 100 % of the parameters. Memory is in MB of 1e6 bytes:
+`kubernetes.observe=cgroup` compares this memory with the memory of a pod. M1, M2 and M3 have 25, 50 and 100 % of the
+parameters. Memory is in MB of 1e6 bytes:
 
 `tensors` is the memory of live tensors, as in `benchmarks.memory`, including the batches and the received weights.
 `resident` is the resident memory without the memory of an idle process (`fl_engine.training.memory.level_peaks`).
 `with idle` is the resident memory including the idle process.
 
-`KD` is self-distillation from all smaller models of the pool, so M1 has no values for `KD`.
+`KD` is self-distillation from all smaller models of the pool. M1 is the smallest model, so its memory is the same with
+and without `KD`.
 
 Usage:
     `python -m benchmarks.peaks`: Measure VGG16, ResNet34 and MobileNetV2 at batch size 50 (a few minutes).
-    `python -m benchmarks.peaks --only vgg16`: Measure networks with vgg16 in their name.
+    `python -m benchmarks.peaks --only vgg16`: Measure only VGG16.
     `python -m benchmarks.peaks --apoz half`: Use an APoZ of 0.5 for all layers instead of the APoZ in FlexFL's code.
     `python -m benchmarks.peaks --resident`: Also measure the resident memory, as the coordinator does.
 """
@@ -46,7 +47,7 @@ from fl_engine.training.numerics import SINGLE
 
 BATCH = 50
 STEPS = 2
-"""Number of measured steps. The optimizer's state exists only from the second step on."""
+"""Number of measured steps. At least two are needed, because the optimizer's state is created after the first step."""
 
 
 def trials(family: ModelFamily, algorithm: FlexFL, batch: int) -> list[LevelTrial]:

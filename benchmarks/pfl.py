@@ -1,9 +1,9 @@
 """Run pfl-research as a contestant: federated averaging with its simulated backend, without evaluation.
 
-The fastest settings are used. This module starts two worker processes with one torch thread each. The variables
-PFL_WORKER_* connect the two processes. Each process trains half of a round's clients, and torch.distributed adds their
-updates. A single process was slower with one and with two torch threads (W3: 0.34 s instead of 0.18 s per round). The
-fused kernel of SGD was not faster. The data are in memory as tensors, and pfl does not print metrics.
+The benchmark uses the fastest settings: two worker processes with one torch thread each, which the environment
+variables PFL_WORKER_* connect. Each process trains half of a round's clients, and torch.distributed adds their updates.
+A single process was slower with one and with two torch threads (W3: 0.34 s instead of 0.18 s per round). The fused
+kernel of SGD was not faster. The data are in memory as tensors, and pfl does not print metrics.
 
 Usage:
     python -m benchmarks.pfl W3
@@ -32,7 +32,7 @@ RANK, ADDRESSES = "PFL_WORKER_RANK", "PFL_WORKER_ADDRESSES"
 
 # ------------------------------------------------------------------------------------------ two processes
 def lead(argv: list[str]) -> Callable[[], None]:
-    """Start the other process.
+    """Start the second process.
 
     Return a function that synchronizes both processes before a round. Otherwise the second process would work while the
     first process waits for the gate.

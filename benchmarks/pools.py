@@ -23,7 +23,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "resnet34": ResNet34(IMAGE, CLASSES),
     "mobilenetv2": MobileNetV2(IMAGE, CLASSES),
 }
-"""Map names to networks. In VGG16, the max pools are the same as in FlexFL's code."""
+"""Map names to networks. VGG16 has its max pools after the same layers as in FlexFL's code."""
 APOZ = {
     "vgg16": (
         0.5064863739, 0.5133746033, 0.6503060303, 0.6177527161, 0.6347842560, 0.5949074097, 0.5648363647, 0.6065169678,
@@ -35,7 +35,7 @@ APOZ = {
         0.9949864386,
     ),
 }  # fmt: skip
-"""APoZ of each layer that can be pruned, as in the published code."""
+"""APoZ of each layer that can be pruned, from FlexFL's published code."""
 
 
 def site_of(family: ModelFamily, algorithm: FlexFL, samples: int) -> Site:

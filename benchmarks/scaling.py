@@ -1,8 +1,8 @@
-"""Measure how the time of a round grows with the numbers of clients, models, parameters and rounds.
+"""Measure how the time of a round grows with the number of clients, pool models, parameters or rounds.
 
-The script fits a line to the times, and draws the time of a round inside and outside training. All points are runs of
-`rounds.federate` with a ledger, on one device, without evaluation. `benchmarks.growth` measures larger fleets, rounds
-and models.
+The script fits a line to the times of a round, and plots them next to the time that a round spends outside training.
+Each point is a run of `rounds.federate` with a ledger, on one device, without evaluation. `benchmarks.growth` measures
+larger fleets, rounds and models.
 
 Usage:
     `python -m benchmarks.scaling --out docs/performance`: Measure all times.
@@ -160,7 +160,7 @@ SWEEPS: dict[str, tuple[str, Callable[[], list[Point]]]] = {
 
 
 def fit(points: Sequence[Point]) -> tuple[float, float]:
-    """Fit a line by least squares of relative errors. Return (seconds at zero, seconds per unit)."""
+    """Fit a line that minimizes the squared relative errors, and return (seconds at zero, seconds per unit)."""
     x, y = np.array([p.x for p in points]), np.array([p.round_s for p in points])
     slope, base = np.polyfit(x, y, 1, w=1 / y)
     return float(base), float(slope)

@@ -1,9 +1,9 @@
 """Measure the peak memory of the tensors of one training step.
 
 The memory includes weights, gradients, the optimizer's state, the batch, and the activations for the backward pass. On
-CUDA the allocator reports this memory. On a CPU, a tensor's storage counts from the operator that creates the storage
-until it is freed. Temporary memory inside of a kernel is not counted. The memory of the interpreter and the libraries
-is not included. `memory.level_peaks` measures this memory.
+a GPU, PyTorch's CUDA allocator reports this memory. On a CPU, the storage of a tensor counts from the operator that
+creates it until the storage is freed, and temporary memory inside a kernel is not counted. The memory of the
+interpreter and the libraries is never included. `memory.level_peaks` measures the memory of the whole process.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def _address(tensor: Tensor) -> int:
 
 @contextmanager
 def counted(device: str) -> Iterator[Mapping[str, int]]:
-    """Measure the work in the context. When the context ends, the yielded mapping contains the `peak` in bytes."""
+    """Measure the tensor memory of the code in the context. When the context ends, the yielded mapping contains the
+    peak in bytes (`peak`)."""
     found: dict[str, int] = {}
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)

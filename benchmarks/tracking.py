@@ -1,7 +1,7 @@
 """Measure how MLflow's time grows with the number of rounds and with the number of clients per round.
 
-The backends are an SQLite file, and an MLflow server that uses an SQLite file. `benchmarks.growth --mlflow` prints the
-results.
+The script measures MLflow with an SQLite file, and an MLflow server that uses an SQLite file. `benchmarks.growth
+--mlflow` prints the results.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import requests
 from flexfleet.tracking.trackers import MLflow
 
 COMMIT = 100
-"""Number of rounds that are logged together. A run commits every two seconds, and the shortest rounds take about 20
-ms."""
+"""Number of rounds that are logged together. In a real run with the shortest rounds (about 20 ms), a commit logs the
+rounds of two seconds."""
 START_S = 120.0
 
 

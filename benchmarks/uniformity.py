@@ -1,8 +1,8 @@
-"""Simulate how uniformly and how fast the clients of a round finish, with and without branches and Oort.
+"""Simulate how uniformly and how fast the clients of a round finish, with and without multi-branch networks and Oort.
 
-Clients do not train. The package provides the selections, the Tier Clustering Algorithm, the trace, the simulated clock
-and the sizes of MB-ResNet34. Only the loss of a client, which Oort's utility requires, is synthetic. The initial loss
-is random and is multiplied by 0.9 each time the client participates.
+Clients do not train. The simulation uses flexfleet's selectors, Tier Clustering Algorithm, device trace, simulated
+clock and sizes of MB-ResNet34. The loss of a client, which Oort's utility requires, is synthetic. The initial loss is
+random and is multiplied by 0.9 each time the client participates.
 
 As in the paper's section 5, 100 of 2,800 clients are selected in each of 1,000 rounds. The paper is "Enhancing
 Communication Efficiency and Training Time Uniformity in Federated Learning through Multi-Branch Networks and the Oort
@@ -92,7 +92,8 @@ def world(devices: LogNormal, clients: int = CLIENTS, seed: int = SEED) -> World
 
 
 def correlated(r: float) -> LogNormal:
-    """Return a fleet in which fast devices have better connections and more samples, and are online more often."""
+    """Return a fleet in which fast devices have better connections and more samples, and are online more often. `r` is
+    the correlation of these properties."""
     return replace(DEVICES, speed_bandwidth=r, speed_data=r, speed_online=r, data_online=r)
 
 
@@ -105,8 +106,8 @@ def pools() -> tuple[Pool, Pool]:
 def simulated(
     where: World, selection: Selector, pool: Pool, mu: float | None, rounds: int = ROUNDS, asked: int = ASKED
 ) -> Row:
-    """Simulate the rounds of a row. `mu` is the parameter of the tiers. If `mu` is None, all clients get the largest
-    model."""
+    """Simulate the rounds of a row. `mu` is the parameter of the Tier Clustering Algorithm. If `mu` is None, all
+    clients get the largest model."""
     tables, clock, trained = selection.init(where.fleet, pool), 0.0, 0.0
     taken = np.zeros(len(where.fleet), dtype=int)
     seen: dict[str, list[float]] = {name: [] for name in ("uniformity", "compute", "communication", "round_s")}
