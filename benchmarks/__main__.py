@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if asked != ["naive"]:
             p.error("--device cuda supports only --against naive")
     if unknown := [peer for peer in asked if peer not in PEERS]:
-        p.error(f"--against must name peers from {', '.join(PEERS)}, got {unknown[0]!r}")
+        p.error(f"--against must contain only names from {', '.join(PEERS)}, got {unknown[0]!r}")
     options = [] if args.samples is None else ["--samples", str(args.samples)]
     options += [] if args.device == "cpu" else ["--devices", "cuda"]
     options += [] if args.precision == "fp32" else ["--precision", args.precision]

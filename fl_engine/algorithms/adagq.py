@@ -91,7 +91,8 @@ class AdaGQ(FineTuned):
         super().check(fleet, pool, server)
         if not self.least <= self.bits <= self.most:
             raise ConfigError(
-                f"algorithm.bits must be between least = {self.least} and most = {self.most}, got {self.bits}",
+                f"algorithm.bits must be between algorithm.least = {self.least} and algorithm.most = {self.most}, got "
+                f"{self.bits}",
                 path="algorithm.bits",
             )
 

@@ -104,7 +104,8 @@ class AdaptiveFL(PooledAlgorithm):
             starts = self.starts
             if len(starts) != self.p or list(starts) != sorted(set(starts), reverse=True) or starts[0] >= layers:
                 raise PoolError(
-                    f"algorithm.starts must have p = {self.p} descending numbers below {layers}, got {list(starts)}",
+                    f"algorithm.starts must contain algorithm.p = {self.p} numbers below {layers} in descending order, "
+                    f"got {list(starts)}",
                     path="algorithm.starts",
                 )
             return starts
@@ -114,8 +115,8 @@ class AdaptiveFL(PooledAlgorithm):
             if all(shares((first,), w)[0] <= limit for w, limit in zip(widths, LIMITS, strict=True)):
                 return tuple(range(first, max(-1, first - self.p), -1))
         raise PoolError(
-            f"algorithm.starts must be set, because with widths {list(widths)} S1 always exceeds {LIMITS[0]:g} % or M1 "
-            f"{LIMITS[1]:g} % of the full model",
+            f"algorithm.starts must be set, because no start with the widths {list(widths)} limits S1 to {LIMITS[0]:g} "
+            f"% and M1 to {LIMITS[1]:g} % of the full model",
             path="algorithm.starts",
         )
 

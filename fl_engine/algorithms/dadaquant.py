@@ -92,7 +92,8 @@ class DAdaQuant(FineTuned):
         super().check(fleet, pool, server)
         if self.phi is not None and is_private(self):
             raise ConfigError(
-                "algorithm.phi must be null with a private aggregation, because levels would reveal clients' losses",
+                "algorithm.phi must be null with a private aggregation, because the quantization levels would reveal "
+                "the clients' losses",
                 path="algorithm.phi",
             )
         if self.q_max < self.q_min:

@@ -72,7 +72,8 @@ class FedSGD(FedAvg):
         largest = max(context.samples)
         if largest > self.most_samples:
             raise ConfigError(
-                f"algorithm.most_samples must be at least {largest} (the largest client), got {self.most_samples}",
+                f"algorithm.most_samples must be at least {largest}, the number of samples of the largest client, got "
+                f"{self.most_samples}",
                 path="algorithm.most_samples",
             )
         return super().plan(state, context)

@@ -31,7 +31,8 @@ class FedNova(FedAvg):
         check_constant_sgd(self.training)
         if is_private(self):
             raise ConfigError(
-                "algorithm.aggregation must not be private, because each update is scaled by the steps of all clients",
+                "algorithm.aggregation must not be private, because an update's scale depends on the steps of all "
+                "clients",
                 path="algorithm.aggregation",
             )
 

@@ -151,8 +151,8 @@ class FedX(FineTuned):
             model = pool[tiers[device.tier][0]]
             if not holds(device, model.share):
                 raise ConfigError(
-                    f"algorithm.assigned: {model.name} is {100 * model.share:.1f} % of the full model, but tier "
-                    f"{device.tier!r} has memory for {device.most:g} %. Assign a smaller sub-network",
+                    f"algorithm.assigned: {model.name} has {100 * model.share:.1f} % of the full model's size, but "
+                    f"tier {device.tier!r} has memory for only {device.most:g} %. Assign a smaller sub-network",
                     path="algorithm.assigned",
                 )
 

@@ -33,8 +33,8 @@ class FjORD(PooledAlgorithm):
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         if any(is_statistic(name) for name in family.layout().slots):
             raise PoolError(
-                "the network must not store running statistics, which differ by width. Set model.norm=batch, or in "
-                "your own network track_running_stats=False",
+                "the network must not store running statistics, because the statistics differ between widths. Set "
+                "model.norm=batch, or set track_running_stats=False in your own network",
                 path="model.norm",
             )
         return prefix_pool(self, family, self.widths)

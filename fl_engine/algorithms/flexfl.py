@@ -84,7 +84,8 @@ class FlexFL(PooledAlgorithm):
         targets."""
         if list(self.targets) != sorted(set(self.targets)) or not self.targets or self.targets[-1] != 100:
             raise PoolError(
-                f"algorithm.targets must ascend and end with 100, got {list(self.targets)}", path="algorithm.targets"
+                f"algorithm.targets must be in ascending order and end with 100, got {list(self.targets)}",
+                path="algorithm.targets",
             )
         if self.gammas is not None and len(self.gammas) != len(self.targets) - 1:
             raise PoolError(
@@ -125,7 +126,8 @@ class FlexFL(PooledAlgorithm):
         gaps = [b - a for a, b in pairwise(percent)]
         if gaps and self.adaptive_size >= min(gaps):  # Sec. III-C
             raise PoolError(
-                f"algorithm.adaptive_size must be below {min(gaps):.4f} (smallest size gap), got {self.adaptive_size}",
+                f"algorithm.adaptive_size must be below {min(gaps):.4f}, the smallest difference between the sizes of "
+                f"two models, got {self.adaptive_size}",
                 path="algorithm.adaptive_size",
             )
         models = mains[:1]

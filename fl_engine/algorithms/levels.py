@@ -47,7 +47,7 @@ def prefix_pool(
     """
     if not widths or list(widths) != sorted(set(widths)) or (widths[-1] != 1 and not full_only):
         raise PoolError(
-            f"algorithm.widths must ascend{'' if full_only else ' and end with 1'}, got {list(widths)}",
+            f"algorithm.widths must be in ascending order{'' if full_only else ' and end with 1'}, got {list(widths)}",
             path="algorithm.widths",
         )
     layout = family.layout()
@@ -69,8 +69,8 @@ def exit_pool(
     behind one of the blocks `ends`; the last model is the whole network. `more` are further fields."""
     if len(ends) != len(widths) - 1 or widths[-1] != 1 or list(widths) != sorted(widths):
         raise PoolError(
-            "algorithm.widths must increase and end with 1, with one exit for each smaller width, got the widths "
-            f"{list(widths)} and the exits {list(ends)}",
+            "algorithm.widths must be in ascending order and end with 1, with one exit for each width except the last, "
+            f"got the widths {list(widths)} and the exits {list(ends)}",
             path="algorithm.widths",
         )
     specs = [early_exit(family, w, end) for w, end in zip(widths, (*ends, None), strict=True)]

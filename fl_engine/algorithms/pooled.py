@@ -346,4 +346,4 @@ def check_fits(ctx: TaskContext, level: int) -> None:
 
 
 def too_small(free: float, need: float) -> ClientError:
-    return ClientError(f"it has memory for {free:.6g} % of the model and needs more than {need:.6g} %")
+    return ClientError(f"the device has memory for {free:.6g} % of the model, but more than {need:.6g} % is required")

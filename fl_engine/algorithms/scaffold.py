@@ -62,7 +62,7 @@ class Scaffold(FedAvg):
             )
         if self.mask_labels:
             raise ConfigError(
-                "algorithm.mask_labels must be false, because SCAFFOLD does not mask variates",
+                "algorithm.mask_labels must be false, because SCAFFOLD does not mask control variates",
                 path="algorithm.mask_labels",
             )
 

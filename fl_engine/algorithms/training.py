@@ -55,7 +55,7 @@ class Training:
         for name in ("objective", "optimizer"):
             value = getattr(self, name)
             if value is not None and not all(value.partition(":")):
-                raise ValueError(f"training.{name} must be a function, package.module:NAME, got {value!r}")
+                raise ValueError(f"training.{name} must name a function as package.module:NAME, got {value!r}")
         if self.optimizer is not None:
             for name in ("momentum", "weight_decay"):
                 if getattr(self, name) not in (0, getattr(Training, name)):

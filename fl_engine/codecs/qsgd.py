@@ -97,7 +97,7 @@ class Qsgd:
         squares = np.square(x, dtype=np.float64)
         exact = np.sqrt(np.add.reduceat(squares, np.arange(0, len(x), self.bucket or len(x))))
         if not np.isfinite(exact).all():
-            raise ModelError(f"{name} must have finite values for QSGD, but has infinite values or NaN")
+            raise ModelError(f"{name} must have finite values for QSGD, but contains infinite values or NaN")
         if (largest := exact.max()) >= np.finfo(np.float32).max:
             raise ModelError(
                 f"the norm of {name} must be less than {np.finfo(np.float32).max:.3g} (float32), got {largest:.3g}"
@@ -154,7 +154,7 @@ class Qsgd:
     def _read(self, stream: Bytes, count: int) -> Levels:
         flag = int(stream[0]) if len(stream) else None
         if flag not in {"fixed": (FIXED,), "elias": (ELIAS,), "shorter": (FIXED, ELIAS)}[self.coding]:
-            raise IntegrityError(f"the stream's first byte must be a flag of the coding {self.coding!r}, got {flag}")
+            raise IntegrityError(f"the first byte must be a valid flag for the coding {self.coding!r}, got {flag}")
         if flag == ELIAS:
             return self._read_elias(np.unpackbits(stream[1:]), count)
         levels = packing.unpack(stream[1:], count, self.width)

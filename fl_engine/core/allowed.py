@@ -65,15 +65,16 @@ def check_module(name: str, what: str) -> None:
     package = module.partition(".")[0]
     if module == LOCAL and not hasattr(sys.modules.get(LOCAL), own):
         raise ConfigError(
-            f"{what} {own!r} was defined inside a function or as an object, so only the process that defined it can "
-            "use it. Create the same object again and pass it to flexfleet.run(..., run_id=..., resume=True)",
+            f"{what} {own!r} was passed as an object or defined inside a function, so only the process that defined it "
+            "can use it. Create the same object again and pass it to flexfleet.run(..., run_id=..., resume=True)",
             code="config.own_code",
         )
     packages = {each.partition(":")[0].partition(".")[0] for each in trusted}
     if package not in (*OURS, *wheels, *packages) and module not in sys.modules:
         raise ConfigError(
-            f"{what} {name!r} is named in a file, not in your configuration, so its module is not imported. To trust "
-            f"{module}, import it first, name it in your configuration, or set {TRUSTED}={package} in the environment",
+            f"{what} {name!r} is named in a file but not in your configuration, so its module is not imported. To "
+            f"trust {module}, import it first, name it in your configuration, or set {TRUSTED}={package} in the "
+            "environment",
             code="config.own_code",
         )
 
@@ -87,8 +88,9 @@ def check_call(value: Any, name: str, what: str) -> None:
         return
     if package in OURS or getattr(value, "__module__", None) != module or is_installed(module):
         raise ConfigError(
-            f"{what} {name!r} is a function that is named in a file, not in your configuration, so it is not called. "
-            f"If you trust the function, name it in your configuration, or set {TRUSTED}={package} in the environment",
+            f"{what} {name!r} is a function that is named in a file but not in your configuration, so it is not "
+            f"called. If you trust the function, name it in your configuration, or set {TRUSTED}={package} in the "
+            "environment",
             code="config.own_code",
         )
 

@@ -102,7 +102,8 @@ def kept_by_clients(algorithm: object, family: ModelFamily, pool: Pool) -> Shape
     for name, shape in found.items():
         if NAME.fullmatch(name) is None or not all(isinstance(size, int) and size > 0 for size in shape):
             raise ConfigError(
-                f"{whose}.client_state must map names like {NAME.pattern} to positive shapes, got {name!r}: {shape}"
+                f"{whose}.client_state must map names that match {NAME.pattern} to shapes with positive sizes, got "
+                f"{name!r}: {shape}"
             )
     return found
 

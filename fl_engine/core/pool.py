@@ -138,8 +138,9 @@ def solve(
     if abs(size - target) > epsilon:
         whole = count_params(family)
         raise PoolError(
-            f"no gamma gives {target:,.0f} +- {epsilon:,.0f} parameters ({100 * target / whole:.2f} % of the network). "
-            f"The closest models have {below:,} and {above:,}. Change the target, or increase algorithm.epsilon"
+            f"no value of gamma yields a model with {target:,.0f} +- {epsilon:,.0f} parameters "
+            f"({100 * target / whole:.2f} % of the network). The closest models have {below:,} and {above:,} "
+            "parameters. Change the target, or increase algorithm.epsilon"
         )
     # Return the gamma with the fewest decimal places that gives the same model.
     shorter = (round(gamma, digits) for digits in range(2, 15))
@@ -164,7 +165,8 @@ def solve_as_authors(
         if abs(prunable_size(spec) / whole - share) <= AUTHORS_TOLERANCE:
             return gamma, spec
     raise PoolError(
-        f"no gamma 100/g gives a model of {100 * share:.0f} +- 5 %. Change the target, or set algorithm.rule=closest"
+        f"no gamma of the form 100/g yields a model with {100 * share:.0f} +- 5 % of the network's prunable "
+        "parameters. Change the target, or set algorithm.rule=closest"
     )
 
 
@@ -191,7 +193,7 @@ def pool_of(algorithm: Algorithm, family: ModelFamily, prepared: Prepared, serve
     name = type(algorithm).__name__
     found: Any = algorithm.pool(family, prepared, server)
     if not isinstance(found, tuple | list) or not found or not all(isinstance(each, PoolModel) for each in found):
-        raise PoolError(f"{name}.pool must return at least one PoolModel, smallest first, got {repr(found)[:100]}")
+        raise PoolError(f"{name}.pool must return a tuple of at least one PoolModel, got {repr(found)[:100]}")
     names = [str(model.name) for model in found]
     if len(set(names)) < len(names) or not all(map(NAMED.fullmatch, names)):
         raise PoolError(
@@ -200,7 +202,8 @@ def pool_of(algorithm: Algorithm, family: ModelFamily, prepared: Prepared, serve
     sizes = [model.params for model in found]
     if sizes != sorted(sizes) or not found[-1].reported:
         raise PoolError(
-            f"{name}.pool must sort the models by size and report the largest, got {names} with {sizes} parameters"
+            f"{name}.pool must sort the models by size and set reported=True for the largest, got {names} with {sizes} "
+            "parameters"
         )
     return tuple(found)
 

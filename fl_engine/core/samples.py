@@ -105,7 +105,7 @@ def _check_normalisation(name: str, x: Tensor, mean: tuple[float, ...], std: tup
         if images and any(abs(value) > 1 for value in values):
             raise DataError(f"{name}: {what} of images must be at most 1, got {values}. Divide the values by 255")
     if any(value <= 0 for value in std):
-        raise DataError(f"{name}: std must be greater than 0, got {min(std):g}. Remove features that never change")
+        raise DataError(f"{name}: std must be greater than 0, got {min(std):g}. Remove constant features")
     if not images and not mean and x.dim() == IMAGE_AXES and float(x.min()) >= 0 and float(x.max()) <= 1:
         raise DataError(
             f"{name}: float samples {tuple(x.shape[1:])} from 0 to 1 look like images. Set mean and std, or use uint8"

@@ -172,7 +172,10 @@ def full_shapes(family: ModelFamily) -> dict[str, torch.Size]:
     state = blank(family).state_dict()
     if list(state) != list(family.layout().slots):
         odd = sorted(set(state) ^ set(family.layout().slots))
-        raise ModelError(f"{type(family).__name__}: the module must have the layout's parameters, in order: {odd[:6]}")
+        raise ModelError(
+            f"{type(family).__name__}: the module and the layout must have the same parameters in the same order, got "
+            f"differences in {odd[:6]}"
+        )
     return {name: tensor.shape for name, tensor in state.items()}
 
 
@@ -206,7 +209,7 @@ def runnable(family: ModelFamily, spec: SubmodelSpec, params: Params) -> nn.Modu
     try:
         module.load_state_dict(params, assign=True)
     except RuntimeError as error:
-        raise ModelError(f"these parameters do not fit the sub-model: {error}") from error
+        raise ModelError(f"the parameters do not fit the sub-model: {error}") from error
     for parameter in module.parameters():
         parameter.requires_grad_(True)
     return module

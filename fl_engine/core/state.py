@@ -113,7 +113,7 @@ def dumped(value: Any, kind: Any, where: str, can: str = CAN) -> Any:
         raise ModelError(f"{where} is {text}, which cannot be stored: {reason}. {can}") from error
     # Sets are rejected, because their order is not stable. Comparing `repr` also detects a changed type or order.
     if re.search(r"\b(frozen)?set\b", str(kind)) or back != value or repr(back) != repr(value):
-        raise ModelError(f"{where} is {text}, but the stored value is read as {printable(repr(back))[:60]}. {can}")
+        raise ModelError(f"{where} is {text}, but would be restored as {printable(repr(back))[:60]}. {can}")
     return stored
 
 

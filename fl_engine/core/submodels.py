@@ -100,7 +100,7 @@ class ParamLayout:
                     raise ModelError(f"{name}: group {part.group!r} is not in the layout's groups")
                 if part.choice is not None and (part.choice in self.groups or self.choices[part.choice] != part.group):
                     raise ModelError(
-                        f"{name}: the choice {part.choice!r} must have one group and a name that no group has"
+                        f"{name}: the choice {part.choice!r} must have one group, and no group may have the same name"
                     )
 
     @cached_property

@@ -148,7 +148,7 @@ def at_home(path: str) -> str:
         return path
     scheme, name = match.groups()
     if (home := os.path.expanduser(name)) == name:
-        raise ConfigError(f"{path!r} contains {name}, but this user does not exist. Write ./{name} to name a folder")
+        raise ConfigError(f"{path!r} contains {name}, but this user does not exist. Write ./{name} for a folder")
     return f"{scheme}{home}{path[match.end() :]}"
 
 

@@ -34,8 +34,8 @@ def check_cuttable(groups: Collection[str], family: ModelFamily | None = None) -
     if not groups:
         kept = ", ".join(getattr(family, "kept", ()))
         raise PoolError(
-            f"the network must have channels that can be cut{kept and f', but all are kept by {kept}'}. Choose "
-            "all_large, fedprox or another network"
+            f"the network must have channels that can be cut{kept and f', but all are kept by {kept}'}. Use the "
+            "algorithm all_large or fedprox, or choose another network"
         )
 
 
@@ -69,8 +69,8 @@ def nested(
         return dict(family.nested())
     if len(set(names)) != len(widths) or list(widths) != sorted(set(widths)) or widths[-1] != 1:
         raise PoolError(
-            "algorithm.widths must increase and end with 1, with a distinct name for each width, got the widths "
-            f"{list(widths)} and the names {list(names)}",
+            "algorithm.widths must be in ascending order and end with 1, with a distinct name for each width, got the "
+            f"widths {list(widths)} and the names {list(names)}",
             path="algorithm.widths",
         )
     pairs = zip(names, widths, strict=True)
@@ -180,7 +180,8 @@ def choose_exits(family: ModelFamily, widths: Sequence[float], targets: Sequence
     include one exit head. Raises PoolError if a level does not have such an exit."""
     if len(widths) != len(targets) or not widths or list(targets) != sorted(targets):
         raise PoolError(
-            f"widths and targets must be equally long, and targets must ascend, got {list(widths)} and {list(targets)}"
+            "widths and targets must have the same length, and targets must be in ascending order, got the widths "
+            f"{list(widths)} and the targets {list(targets)}"
         )
     points = exit_points(family)
     every = with_exits(family, points)

@@ -168,8 +168,8 @@ def _one_of_widths(setting: Setting, layout: ParamLayout) -> lanes.Forward:
     task, state = setting.tasks[0], setting.state
     if task.sandwich is None and any(is_statistic(name) for name in state):
         raise ModelError(
-            "the network must not store running statistics, which differ by width. Set model.norm=batch, or in "
-            "your own network track_running_stats=False",
+            "the network must not store running statistics, because the statistics differ between widths. Set "
+            "model.norm=batch, or set track_running_stats=False in your own network",
             path="model.norm",
         )
     networks = [setting.borrow(replace(task, spec=spec)) for spec in task.widths]
