@@ -1,4 +1,4 @@
-"""Reads arrays from NumPy's .npy files, without unpickling, and caches arrays."""
+"""Reads NumPy's .npy files without unpickling, and caches the arrays of data sets on disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from fl_engine.data.files import part_of
 log = logging.getLogger(__name__)
 
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-"""Map format versions to functions that read the header. Version 3.0 is only for arrays with named fields."""
+"""Map supported format versions to functions that read the header. Only arrays with named fields require version
+3.0."""
 
 DAMAGE = (
     OSError, ValueError, TypeError, LookupError, SyntaxError, TokenError, MemoryError, RecursionError, OverflowError,
@@ -33,8 +34,8 @@ DAMAGE = (
 
 
 def map_npy(path: Path) -> NDArray[np.generic]:
-    """Map the numbers of a .npy file into memory. Numbers are read when they are used, so a wrong size in the header
-    does not allocate memory. Raises ValueError with a description of wrong content."""
+    """Map the array in a .npy file into memory. Values are read from disk only when they are used, so a wrong size in
+    the header cannot allocate memory. Raises ValueError if the file is not a valid array of numbers."""
     try:
         with path.open("rb") as file:
             shape, fortran, dtype = HEADERS[np.lib.format.read_magic(file)](file)
@@ -52,11 +53,11 @@ INDEX = "pack.json"
 
 
 def cached(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[Path], None]) -> dict[str, Tensor]:
-    """Return the arrays of a data set from a cache next to its files, because reading the files takes minutes.
+    """Return the arrays of a data set, and cache them next to its files, because reading the files takes minutes.
 
-    The arrays are mapped copy-on-write, so they may be larger than the memory, and changes are never written to the
-    files. The arrays are created again if the version, or the size or a time stamp of an input, has changed. If
-    `folder` is not writable, the arrays are created for this process only.
+    The arrays are mapped copy-on-write, so they may be larger than RAM, and changes are never written to the files. The
+    cache is rebuilt if the version has changed, or if the size or a time stamp of an input has changed. If `folder` is
+    not writable, the arrays are created for this process only.
 
     Args:
         folder: Folder of the cache.
@@ -94,7 +95,8 @@ def cached(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[
 
 
 def _states(root: Path, files: Sequence[Path]) -> dict[str, list[int]]:
-    """Map relative paths of files to their sizes and time stamps. Programs cannot set the time stamp `st_ctime`."""
+    """Map relative paths of files to sizes and time stamps. Programs cannot set `st_ctime`, so it reveals every
+    change."""
     try:
         found = {os.path.relpath(path, root): path.stat() for path in files}
     except OSError as error:

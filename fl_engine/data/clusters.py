@@ -36,11 +36,12 @@ def features_of(path: Path, samples: int) -> NDArray[np.float32]:
 
 
 def clusters_of(features: NDArray[np.float32], count: int, seed: int, what: str) -> NDArray[np.int64]:
-    """Return the cluster (N,) of each sample, 0 to count - 1, computed with k-means on `features` (N, F). `what` is the
-    name of the features in error messages.
+    """Cluster `features` (N, F) with k-means, and return the cluster of each sample (N,), numbered 0 to count - 1.
+    `what` is the name of the features in error messages.
 
-    Because of rounding, another machine may resolve a tie differently. Raises PartitionError if there are fewer
-    distinct samples than clusters, and EnvironmentFailure if scikit-learn is not installed.
+    Because of rounding errors, machines may resolve ties between equally close clusters differently. Raises
+    PartitionError if there are fewer distinct samples than clusters, and EnvironmentFailure if scikit-learn is not
+    installed.
     """
     try:
         from sklearn.cluster import KMeans

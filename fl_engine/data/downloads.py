@@ -1,6 +1,6 @@
 """Downloads the files of data sets, and unpacks members of archives.
 
-An existing file with wrong content is an error. The file is not replaced, because the user may still need it.
+If a file exists with wrong content, an error is raised. The file is not replaced, because the user may still need it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DAMAGE = (
     KeyError, tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError,
     RuntimeError, struct.error, MemoryError,
 )  # fmt: skip
-"""Exceptions for a damaged archive. A wrong header may declare a dictionary of gigabytes and cause a MemoryError."""
+"""Exceptions that damaged archives cause. A header that declares a dictionary of gigabytes causes a MemoryError."""
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def download(remote: RemoteFile, folder: Path) -> Path:
 
 
 def download_members(archive: RemoteFile, folder: Path, members: Mapping[str, Path]) -> None:
-    """Download the archive into `folder` and unpack the members whose path does not exist. The archive is kept.
+    """Download the archive into `folder` and unpack the members whose target paths do not exist. The archive is kept.
 
     Raises the same errors as `download` and `extract`.
     """
@@ -89,10 +89,10 @@ def download_members(archive: RemoteFile, folder: Path, members: Mapping[str, Pa
 
 
 def extract(archive: Path, members: Mapping[str, Path]) -> None:
-    """Write members of a tar or .zip file to the given paths.
+    """Unpack members of a tar or .zip file. `members` maps names in the archive to target paths.
 
-    Other members and all paths in the archive are ignored, so an archive cannot write to other paths. Raises DataError
-    if the archive is damaged or a member is missing, and EnvironmentFailure if a member cannot be written.
+    Other members are ignored. Files are written only to the target paths, never to paths from the archive. Raises
+    DataError if the archive is damaged or a member is missing, and EnvironmentFailure if a member cannot be written.
     """
     try:
         if archive.suffix == ".zip":

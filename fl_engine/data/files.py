@@ -29,19 +29,19 @@ DEFAULT_ROOT = "~/.cache/flexfleet/data"
 MOST_NAMED = 10
 """Maximum number of missing files that an error lists by name."""
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Error numbers of failed writes. Other errors without a file name are raised by a network or an archive."""
+"""Error numbers of failed writes. Other OSErrors without a file name come from the network or an archive."""
 
 log = logging.getLogger(__name__)
 
 
 def data_root(argument: str | os.PathLike[str] | None = None) -> Path:
     """Return the folder of all data sets: the argument, the environment variable FLEXFLEET_DATA, or `DEFAULT_ROOT`.
-    Raises ConfigError if the path contains the home folder (~name) of an unknown user."""
+    Raises ConfigError if the path begins with `~name` and no user has this name."""
     return path_of(argument or os.environ.get("FLEXFLEET_DATA") or DEFAULT_ROOT)
 
 
 def absent(root: Path, files: Sequence[str]) -> tuple[Path, ...]:
-    """Return the paths of missing `files` (relative to `root`). A name with a `*` must match at least one file."""
+    """Return the paths of missing `files` (relative to `root`). A name with a `*` is missing if no file matches it."""
     return tuple(root / file for file in files if not any(path.is_file() for path in root.glob(file)))
 
 
@@ -51,8 +51,8 @@ def require(name: str, root: Path, files: Sequence[str], url: str) -> None:
 
 
 def require_by_hand(name: str, root: Path, files: Sequence[str], how: str) -> None:
-    """Raise DataError unless all `files` exist, for a data set that users download themselves. `how` describes the
-    download, its URL and size, and the target folder."""
+    """Raise DataError unless all `files` of a data set that users download themselves exist. `how` is the instruction
+    in the error message. It states the URL, the size of the download, and the target folder."""
     if missing := absent(root, files):
         more = [f"{len(missing) - MOST_NAMED} more"] if len(missing) > MOST_NAMED else []
         raise DataError(
@@ -77,12 +77,12 @@ def warn_of_other_counts(data: Data, train: int, test: int) -> None:
 
 
 def damaged(where: Path | str, expected: str, found: object) -> DataError:
-    """Return a DataError for a file, or a location in a file, with wrong content."""
+    """Return a DataError about wrong content. `where` is a file or a location in a file."""
     return DataError(f"{where}: expected {expected}, found {str(found)[:400]}. Delete the file and download it again")
 
 
 def check_labels(where: Path | str, labels: NDArray[np.integer], classes: int) -> None:
-    """Raise DataError for a label outside 0 .. classes - 1."""
+    """Raise DataError if a label is outside 0 .. classes - 1."""
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if wrong.size:
         raise damaged(where, f"labels 0..{classes - 1}", f"{labels[wrong[0]]} at sample {wrong[0]}")
@@ -112,7 +112,7 @@ def read(path: Path, checksum: str | None = None, most: int | None = None) -> by
 
 
 def read_text(path: Path, most: int, checksum: str | None = None) -> str:
-    """Return the content of a UTF-8 file. Raises DataError as `read` does, or if the content is not UTF-8."""
+    """Return the content of a UTF-8 file. Raises the same errors as `read`, and DataError if the file is not UTF-8."""
     try:
         return read(path, checksum, most).decode()
     except UnicodeDecodeError as error:
@@ -120,7 +120,8 @@ def read_text(path: Path, most: int, checksum: str | None = None) -> str:
 
 
 def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict from the pairs of a JSON object (`object_pairs_hook`). Raises ValueError if a name occurs twice."""
+    """Return a dict from the pairs of a JSON object (as an `object_pairs_hook`). Raises ValueError if a name occurs
+    twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = Counter(name for name, _ in pairs)
@@ -129,7 +130,7 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def part_of(path: Path) -> Path:
-    """Return a temporary path for a file or folder, which is renamed to `path` when it is complete."""
+    """Return a temporary path next to `path`. The caller renames the file or folder to `path` when it is complete."""
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
 
 

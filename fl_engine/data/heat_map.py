@@ -13,7 +13,7 @@ from fl_engine.data.partition_rules import Ints
 def save_figure(
     figure: Any, to: Path | IO[str] | IO[bytes], kind: Literal["svg", "png"], dpi: float | Literal["figure"] = "figure"
 ) -> None:
-    """Write a Matplotlib figure with a fixed salt and without a date, so that equal figures have equal bytes."""
+    """Write a Matplotlib figure with a fixed hash salt and without a date, so that equal figures have equal bytes."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": "flexfleet"}):
@@ -22,7 +22,7 @@ def save_figure(
 
 def draw(counts: Ints, path: Path, word: str = "class") -> None:
     """Write a heat map of `counts` (labels, clients) as SVG, with the total of each client at the top. `word` is the
-    noun for a label. Raises OSError if the file cannot be written."""
+    noun for a label, such as class or cluster. Raises OSError if the file cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save_figure(heat_map(counts, word), path, "svg", dpi=150)
 

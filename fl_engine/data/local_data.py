@@ -1,7 +1,7 @@
-"""Data that belong to devices (`partition.rule: local`). Each client's samples are in a separate folder.
+"""Partitions for devices with their own data (`partition.rule: local`). Each client has a separate folder.
 
 The server's data are the proxy and the test samples. A device reads only its own folder. `Form` describes the samples
-and their normalisation. A simulation on one machine reads the same folders and computes the same result bit for bit.
+and their normalisation. A simulation on one machine reads the same folders, and its result is bit-identical.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fl_engine.data.transforms import fingerprint
 
 LOCAL = "local"
 FORM = "data.json"
-"""Name of the file with a run's `Form`."""
+"""Name of the file that stores a run's `Form`."""
 NOBODY: Ints = np.zeros(0, dtype=np.int64)
 
 
@@ -71,8 +71,8 @@ class Form(BaseModel):
 
 
 def of_server(data: Data, clients: int, seed: int) -> Partition:
-    """Return the partition of the server. All training samples are in the proxy, and the clients' samples are
-    unknown."""
+    """Return the partition for the server. All training samples of the server are in the proxy. The clients' parts are
+    empty, because the server does not know their samples."""
     train, test, _ = split_proxy(len(data.train_y), 1.0, seeds.rng(seed, "proxy"), shared=True)
     counts = np.zeros((max(1, data.task.label_count), clients), dtype=np.int64)
     parameters = {"clients": clients, "seed": seed}
@@ -82,7 +82,7 @@ def of_server(data: Data, clients: int, seed: int) -> Partition:
 
 
 def of_client(data: Data, clients: int, client: int) -> Partition:
-    """Return the partition of a device. All training samples belong to this client."""
+    """Return the partition for a device. All training samples on the device belong to `client`."""
     everything = np.arange(len(data.train_y), dtype=np.int64)
     held = tuple(everything if each == client else NOBODY for each in range(clients))
     return Partition(NOBODY, NOBODY, held, LOCAL, {}, "", np.zeros((1, clients), dtype=np.int64))
@@ -106,8 +106,8 @@ def natural(name: str) -> tuple[tuple[tuple[int, int, str], ...], str]:
 
 
 def joined(server: Data, partition: Partition, parts: Sequence[Data]) -> tuple[Data, Partition]:
-    """Return one data set and its partition for simulated clients. The server's samples are followed by the samples of
-    each client (`parts`)."""
+    """Join the data of the server and of all simulated clients (`parts`), in this order. Return the joined data and
+    their partition."""
     ends = np.cumsum([len(server.train_y), *(len(part.train_y) for part in parts)])
     held = tuple(np.arange(start, end, dtype=np.int64) for start, end in pairwise(ends))
     x, y = (torch.cat([getattr(each, name) for each in (server, *parts)]) for name in ("train_x", "train_y"))
@@ -115,7 +115,8 @@ def joined(server: Data, partition: Partition, parts: Sequence[Data]) -> tuple[D
 
 
 class Unknown(Mapping[int, int]):
-    """Stands for the clients' sample counts if the server does not know them. `get` returns the default."""
+    """Placeholder for the clients' sample counts if the server does not know them. `get` returns the default, and
+    indexing raises PartitionError."""
 
     def __init__(self, clients: int) -> None:
         self._clients = clients

@@ -48,7 +48,7 @@ class NoiseFigures(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Ascending positions in the training data (int64), and the rule that selected these positions."""
+    """Positions in the training data (int64, ascending) that belong to the proxy and to each client."""
 
     proxy_train: Ints
     proxy_test: Ints
@@ -58,13 +58,13 @@ class Partition:
     data: str
     """Fingerprint of the data set."""
     counts: Ints
-    """Number of samples (labels, clients) for each label and client; one row if the task has no labels."""
+    """Number of samples of each label at each client (labels, clients); one row if the task has no labels."""
     label: str = "class"
     """Noun for a label, such as class or cluster."""
     clusters: Ints | None = None
     """Cluster of each training sample (N_train,); None if the labels are not clusters."""
     server_classes: tuple[int, ...] = ()
-    """Ascending classes whose samples form the proxy; empty if the proxy is a fraction of all samples."""
+    """Classes whose samples form the proxy, in ascending order; empty if the proxy is a fraction of all samples."""
     noise: NoiseFigures | None = None
     noisy: tuple[Ints, ...] = ()
     """Noisy labels of each client's samples; empty without label noise."""
@@ -73,8 +73,8 @@ class Partition:
         """Write partition.safetensors and partition.json, and return the path of partition.json.
 
         The int64 tensors are `proxy_train`, `proxy_test` and `clients` (the concatenated positions of all clients). The
-        optional tensor `clusters` has a cluster for every training sample. The optional tensor `noisy` has the clients'
-        labels in the order of `clients`.
+        optional tensor `clusters` contains the cluster of every training sample. The optional tensor `noisy` contains
+        the clients' noisy labels in the order of `clients`.
         """
         tensors = {
             "proxy_train": self.proxy_train,
@@ -110,8 +110,8 @@ class Partition:
     def load(folder: Path, data: Data | None = None) -> Partition:
         """Read a partition from `folder`. If `data` is given, check that the partition belongs to these data.
 
-        Raises PartitionError if the folder does not contain a partition, or if the partition belongs to other data.
-        Raises IntegrityError if one of the two files is missing or has changed.
+        Raises PartitionError if partition.json does not exist, or if the partition belongs to other data. Raises
+        IntegrityError if partition.safetensors cannot be read, or if one of the two files is damaged.
         """
         path, tensors_path = folder / MANIFEST, folder / TENSORS
         if not path.is_file():
@@ -163,7 +163,7 @@ class PartitionManifest(BaseModel):
     tensors_sha256: str
     label: str
     clusters: Index
-    """Number of samples that have a cluster."""
+    """Number of samples that are assigned to clusters; 0 without clusters."""
     noise: NoiseFigures | None
     server_classes: tuple[Index, ...]
     """Classes of the proxy; empty if the proxy is a fraction of all samples."""

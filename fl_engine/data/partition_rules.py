@@ -1,13 +1,13 @@
-"""Partition rules: pure functions that map labels (or groups) to an ascending index array for each client.
+"""Partition rules: pure functions that return an ascending array of sample positions for each client.
 
-`iid` creates equal random parts (McMahan et al., AISTATS 2017; "uniform partition" of FedAIoT).
-`dirichlet` draws one Dir(alpha) over the clients for each class (Yurochkin et al., ICML 2019). Li et al., Federated
+`iid` splits the samples at random into equal parts (McMahan et al., AISTATS 2017; FedAIoT's "uniform partition").
+`dirichlet` draws the clients' shares of each class from Dir(alpha) (Yurochkin et al., ICML 2019). Li et al., Federated
 Learning on Non-IID Data Silos: An Experimental Study, ICDE 2022, call the rule "distribution-based label imbalance".
 The option `cap` is from the code of FedAIoT (Alam, Michigan State University 2023).
-`dirichlet_per_client` draws one Dir(alpha) over the classes for each client (Hsu et al., arXiv:1909.06335). The rule
-draws the sample counts of all clients from another Dir(alpha) (FedAIoT, section 2.2.3.1).
-`quantity` draws the sizes of random parts from Dir(alpha) ("quantity skew" of Li et al.).
-`disjoint_labels` gives each client L labels ("quantity-based label imbalance", #C = L, of Li et al.).
+`dirichlet_per_client` draws each client's class proportions from Dir(alpha) (Hsu et al., arXiv:1909.06335). The
+proportions of the clients' sample counts are also drawn from Dir(alpha) (FedAIoT, section 2.2.3.1).
+`quantity` draws the relative sizes of random parts from Dir(alpha) ("quantity skew" of Li et al.).
+`disjoint_labels` gives each client samples of L labels (Li et al.: "quantity-based label imbalance", #C = L).
 `natural` groups samples by their writer or user in the data set.
 `manual` reads the client of each sample from a file (`partition.map`).
 `local` is for clients with their own data (`data.local_data`).
@@ -27,7 +27,7 @@ from fl_engine.core.errors import PartitionError
 
 Ints = NDArray[np.int64]
 TO_MEASURE = 0.2
-"""Fraction of the proxy for measurements. The rest of the proxy is for training (FlexFL: 20 % APoZ, 80 % training)."""
+"""Fraction of the proxy for measurements; the rest is for training. FlexFL measures APoZ on 20 % and trains on 80 %."""
 
 
 def iid(labels: Ints, clients: int, rng: np.random.Generator) -> tuple[Ints, ...]:
@@ -38,17 +38,18 @@ def iid(labels: Ints, clients: int, rng: np.random.Generator) -> tuple[Ints, ...
 def dirichlet(
     labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator, cap: bool = False
 ) -> tuple[Ints, ...]:
-    """Split the shuffled samples of each class by one draw from Dir(alpha), then top up small clients.
+    """Split the shuffled samples of each class in proportions drawn from Dir(alpha), then top up small clients.
 
-    With `cap`, a client that already has at least samples / clients samples gets no samples of the next class. The
-    fractions of the other clients grow in proportion (FedAIoT, the authors' code). To top up, a random sample moves
-    from the largest to the smallest client until all clients have `minimum` samples (ties: the lower client number).
+    With `cap`, a client that already has its equal share (samples / clients) gets no samples of the next class. The
+    fractions of the other clients are scaled to a sum of 1, as in FedAIoT's published code. To top up, random samples
+    of the largest client move one by one to the smallest client until all clients have `minimum` samples. If several
+    clients have the same size, the lowest client number is chosen.
     """
     return _topped_up(dealt_by_label(labels, clients, alpha, rng, cap), clients, minimum, rng)
 
 
 def dealt_by_label(labels: Ints, clients: int, alpha: float, rng: np.random.Generator, cap: bool = False) -> Ints:
-    """Return the client of each sample in `dirichlet`, before small clients are topped up."""
+    """Return the client of each sample according to `dirichlet`, before small clients are topped up."""
     order = rng.permutation(len(labels))
     owner, sizes = np.empty(len(labels), dtype=np.int64), np.zeros(clients, dtype=np.int64)
     for label in np.unique(labels):
@@ -64,8 +65,8 @@ def dealt_by_label(labels: Ints, clients: int, alpha: float, rng: np.random.Gene
 
 
 def _capped(shares: NDArray[np.float64], below: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return the fractions with a sum of 1, and with 0 for each client that is not `below` the cap. At least one client
-    is below the cap until all samples are dealt."""
+    """Set the fractions of clients that are not `below` the cap to 0, and scale the others to a sum of 1. Until all
+    samples are dealt, at least one client is below the cap."""
     left = np.where(below, shares, 0.0)
     total = left.sum()
     capped: NDArray[np.float64] = left / total if total > 0 else below / below.sum()
@@ -75,12 +76,13 @@ def _capped(shares: NDArray[np.float64], below: NDArray[np.bool_]) -> NDArray[np
 def dirichlet_per_client(
     labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator
 ) -> tuple[Ints, ...]:
-    """Draw a mixture of classes from Dir(alpha) for each client, and the sample counts of all clients from one
-    Dir(alpha). While a count is below `minimum`, the smallest count grows by one and the largest count shrinks by one.
+    """Draw the class proportions of each client from Dir(alpha), and the proportions of the clients' sample counts from
+    one more Dir(alpha). While a count is below `minimum`, the smallest count grows by one and the largest count shrinks
+    by one.
 
-    Clients get one sample at a time, in random order. The sample's class is drawn from the client's mixture, restricted
-    to classes that still have samples. If the mixture is 0 for all remaining classes, the sample is drawn uniformly
-    from all remaining samples.
+    Clients get one sample at a time, in random order. The class of the sample is drawn according to the client's class
+    proportions, among the classes that still have samples. If the proportions of all these classes are 0, the sample is
+    drawn uniformly from all remaining samples.
     """
     cuts = np.floor(np.cumsum(_drawn(clients, alpha, rng)) * len(labels) + 0.5).astype(np.int64)
     cuts[-1] = len(labels)
@@ -106,7 +108,7 @@ def dirichlet_per_client(
 
 
 def quantity(labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator) -> tuple[Ints, ...]:
-    """Draw the sizes of the clients' random parts from Dir(alpha), then top up small clients as in `dirichlet`."""
+    """Split the samples at random in proportions drawn from Dir(alpha), then top up small clients as in `dirichlet`."""
     cuts = np.floor(np.cumsum(_drawn(clients, alpha, rng))[:-1] * len(labels) + 0.5).astype(np.int64)
     owner = np.empty(len(labels), dtype=np.int64)
     for client, part in enumerate(np.split(rng.permutation(len(labels)), cuts)):
@@ -134,9 +136,9 @@ def _topped_up(owner: Ints, clients: int, minimum: int, rng: np.random.Generator
 
 
 def disjoint_labels(labels: Ints, clients: int, labels_per_client: int, rng: np.random.Generator) -> tuple[Ints, ...]:
-    """Assign exactly L labels to each client, and deal the samples of each class evenly to its clients.
+    """Assign exactly `labels_per_client` labels to each client, and deal each label's samples evenly to its clients.
 
-    The numbers of clients per class are as equal as the sample counts allow. Raises PartitionError if a class would not
+    The numbers of clients per label are as equal as the sample counts allow. Raises PartitionError if a label would not
     have a client, or if a client would not get a sample of one of its labels.
     """
     classes, samples = np.unique(labels, return_counts=True)
@@ -178,10 +180,10 @@ def disjoint_labels(labels: Ints, clients: int, labels_per_client: int, rng: np.
 
 
 def natural(groups: Ints, clients: int) -> tuple[Ints, ...]:
-    """Create one client from each group (writer, user), in ascending order of group numbers.
+    """Assign the samples of each group (writer, user) to one client, in ascending order of group numbers.
 
-    If there are fewer clients than groups, client g mod `clients` gets the g-th group. Groups are never split. Raises
-    PartitionError if there are more clients than groups.
+    The g-th group belongs to client g mod `clients`, so a client may have several groups. Groups are never split.
+    Raises PartitionError if there are more clients than groups.
     """
     names, rank = np.unique(groups, return_inverse=True)
     if not 1 <= clients <= len(names):
@@ -191,8 +193,8 @@ def natural(groups: Ints, clients: int) -> tuple[Ints, ...]:
 
 
 def manual(owner: Ints, clients: int, rest: Ints) -> tuple[Ints, ...]:
-    """Deal the samples at the positions `rest` to the clients in `owner`, which has an entry for each training sample.
-    Raises PartitionError if `owner` has another number of clients."""
+    """Assign the samples at the positions `rest` to clients. `owner` contains the client of each training sample.
+    Raises PartitionError if the number of clients in `owner` is not `clients`."""
     found = int(owner.max()) + 1
     if clients != found:
         raise PartitionError(f"partition.clients must be {found} (the clients in partition.map), got {clients}")
@@ -201,10 +203,11 @@ def manual(owner: Ints, clients: int, rest: Ints) -> tuple[Ints, ...]:
 
 def split_proxy(samples: int, share: float, rng: np.random.Generator, shared: bool = False) -> tuple[Ints, Ints, Ints]:
     """Split the positions 0 .. samples - 1 at random into (training proxy, measurement proxy, rest). With `shared`, the
-    rest contains all positions, and the proxy does not change.
+    rest contains all positions, and both proxies are the same as without `shared`.
 
-    The proxy contains the fraction `share` of the samples, and the measurement proxy the fraction TO_MEASURE of the
-    proxy. The sizes of both proxies are rounded half up, to at least one sample. The proxy is empty if `share` is 0.
+    Together, both proxies contain the fraction `share` of the samples. The measurement proxy contains the fraction
+    TO_MEASURE of these samples. Both sizes are rounded half up, to at least one sample. Both proxies are empty if
+    `share` is 0.
     """
     if not (0 < share <= 1 if shared else 0 <= share < 1):
         allowed = "in (0, 1] with partition.proxy_shared" if shared else "in [0, 1) without partition.proxy_shared"
@@ -221,9 +224,9 @@ def split_proxy(samples: int, share: float, rng: np.random.Generator, shared: bo
 def split_classes(
     classes_n: Ints, owned: Sequence[int], count: int, rng: np.random.Generator
 ) -> tuple[Ints, Ints, Ints]:
-    """Return (training proxy, measurement proxy, rest). The proxy contains exactly the samples of the classes `owned`.
-    `classes_n` (N,) is the class of each sample, 0 .. count - 1. The fraction TO_MEASURE of the proxy is for
-    measurements."""
+    """Return (training proxy, measurement proxy, rest). Together, both proxies contain exactly the samples of the
+    classes `owned`. The measurement proxy contains the fraction TO_MEASURE of these samples. `classes_n` (N,) is the
+    class of each sample, 0 .. count - 1."""
     if len(set(owned)) < len(owned) or len(owned) >= count or not all(0 <= each < count for each in owned):
         raise PartitionError(
             f"partition.server_classes must be distinct classes from 0 to {count - 1} and leave at least one class for "
@@ -242,7 +245,7 @@ def _to_measure(size: int) -> int:
 
 
 def check_room(samples: int, clients: int, minimum: int) -> None:
-    """Raise PartitionError unless every client can have `minimum` samples."""
+    """Raise PartitionError unless there are enough samples to give every client `minimum` samples."""
     if clients < 1 or minimum < 1 or clients * minimum > samples:
         raise PartitionError(
             f"partition.clients={clients} with partition.minimum={minimum} requires {clients * minimum} samples, but "

@@ -1,14 +1,14 @@
-"""Partitions the training samples: first the server's proxy, then the clients. Adds label noise and holds out samples.
+"""Partitions the training samples into the server's proxy and the clients' parts, adds label noise, and holds out data.
 
 The proxy contains a fraction of all samples, or all samples of the server's classes. The proxy is drawn before clients
 get samples, so the server measures on data that no client trains on. Neither the server nor the clients get test
-samples. With `proxy_shared`, clients also get the samples of the proxy. For one seed, the proxy is the same for every
-rule, with and without `proxy_shared`.
+samples. With `proxy_shared`, clients also get the samples of the proxy. For a given seed, the proxy does not depend on
+the rule or on `proxy_shared`.
 
-The task defines the label of a sample: the class, or the quantile bin of a number. If a task has no labels, rules that
-deal samples by label require clusters of the samples instead (`data.clusters`).
+The task defines the label of a sample, which is the class, or the quantile bin of a numeric target. If a task has no
+labels, rules that deal samples by label require clusters of the samples instead (`data.clusters`).
 
-Every sample belongs to the proxy or to exactly one client. Samples of a shared proxy also belong to a client. All
+Every sample belongs to the proxy or to exactly one client. Only the samples of a shared proxy belong to both. All
 randomness comes from `seeds.rng(seed, "proxy")` and `seeds.rng(seed, "partition")`.
 
 Label noise imitates the mistakes of a centrally trained model (FedAIoT: Alam, Federated Learning Benchmarks and
@@ -17,8 +17,8 @@ fraction of samples of class i that the model predicts as class j. From the n tr
 share) samples are drawn at random. The label y of a drawn sample is replaced by another label, drawn from row Q[y].
 
 As in the authors' code, labels of a class do not change if its row of Q has an entry of 0.95 or more. The fraction of
-wrong labels may therefore be smaller than `share`. The authors' code draws from Q[y] until the label differs. A single
-draw from Q[y] without the diagonal, scaled to a sum of 1, has the same distribution.
+wrong labels may therefore be smaller than `share`. The authors' code draws from Q[y] until the label differs. This
+module draws only once, from Q[y] without the diagonal entry, scaled to a sum of 1. The distribution is the same.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from fl_engine.data.partition_rules import Ints
 from fl_engine.data.transforms import fingerprint
 
 Rule = Literal["iid", "dirichlet", "dirichlet_per_client", "quantity", "disjoint_labels", "natural", "manual", "local"]
-"""Rules that deal samples to clients. With `local`, each client has its own data (`data.local_data`)."""
+"""Rules that assign samples to clients. With `local`, each client has its own data (`data.local_data`)."""
 BY_LABEL = ("dirichlet", "dirichlet_per_client", "disjoint_labels")
 CLUSTER = "cluster"
 LEAST_HELD_OUT = 2
-"""Minimum number of held-out samples, and of remaining training samples, because batch norm requires two samples. A
-client with fewer than twice this number of samples does not hold out samples."""
+"""Minimum number of held-out samples and of remaining training samples at a client, because batch norm requires two
+samples. A client with fewer than twice this number of samples does not hold out any samples."""
 
 
 class PartitionConfig(Section):
@@ -78,7 +78,7 @@ class PartitionConfig(Section):
     clusters: Annotated[int, Field(ge=2)] = 10
     """Number of k-means clusters of `features`."""
     proxy: float = 0.05
-    """Fraction of the training data for the server: 80 % for pre-training, 20 % for measuring APoZ."""
+    """Fraction of the training data for the server, which pre-trains on 80 % of it and measures APoZ on 20 %."""
     proxy_shared: bool = False
     """If true, clients also get the samples of the proxy (FlexFL's Table III). Use this option only for studies,
     because the server then has data of clients."""
@@ -194,8 +194,8 @@ def labels_of(data: Data) -> Ints:
 
 
 def statistics(clients: tuple[Ints, ...], labels: Ints, classes: int) -> Ints:
-    """Return the number of samples (classes, clients) of each class at each client. `labels` has the label of every
-    training sample."""
+    """Return an array (classes, clients) with the number of samples of each class at each client. `labels` contains the
+    label of every training sample."""
     return np.stack([np.bincount(labels[part], minlength=classes) for part in clients], axis=1).astype(np.int64)
 
 
@@ -204,10 +204,10 @@ def likely_mistakes(confusion: NDArray[np.int64], sure: float, unknown: Sequence
     """Return an array (classes, classes) in which row c is the distribution of wrong labels for class c. The row is
     zero if labels of class c do not change.
 
-    `confusion` (classes, classes) counts how often a class (row) was predicted as another class (column). Labels of a
-    class do not change if at least the fraction `sure` of its samples was predicted as one class, or if the class has
-    no samples. Clients do not have samples of the `unknown` classes, so labels never change to an unknown class. Labels
-    of a class that was confused only with unknown classes do not change.
+    `confusion` (classes, classes) counts how often samples of a class (row) were predicted as a class (column). Labels
+    of a class do not change if at least the fraction `sure` of its samples was predicted as one class, or if the class
+    has no samples. Clients do not have samples of the `unknown` classes, so labels never change to an unknown class.
+    Labels of a class that was confused only with unknown classes do not change.
     """
     counts = confusion.astype(np.float64)
     of_class = counts.sum(1, keepdims=True)
@@ -226,8 +226,8 @@ def draw_noise(
     seed: int,
     held_out: Sequence[Ints] = (),
 ) -> tuple[NoiseFigures, tuple[Ints, ...]]:
-    """Return a tuple: statistics of the noise, and the noisy labels of each client's samples. Each client has a
-    separate random stream.
+    """Return the statistics of the noise, and the noisy labels of each client's samples. Each client has a separate
+    random stream.
 
     `targets` (N_train,) contains the correct classes, and `mistakes` is the result of `likely_mistakes`. `held_out`
     contains the held-out samples of each client; it is empty if clients train on all samples.
@@ -246,7 +246,7 @@ def draw_noise(
 
 
 def with_noise(data: Data, partition: Partition) -> Data:
-    """Return the data with the clients' noisy labels, or `data` itself without label noise."""
+    """Return the data with the clients' noisy labels, or `data` itself if the partition has no label noise."""
     if partition.noise is None:
         return data
     targets = data.train_y.clone()
@@ -266,8 +266,8 @@ def split_held_out(samples: int, share: float, seed: int, client: int) -> tuple[
 
 
 def hold_out(partition: Partition, share: float, seed: int) -> tuple[Partition, tuple[Ints, ...]]:
-    """Return a tuple: the partition without held-out samples, and each client's held-out samples in ascending order.
-    Clients evaluate the global model on held-out samples (`evaluate.on: clients`). `counts` and `noise` do not
+    """Return the partition without held-out samples, and each client's held-out samples in ascending order. Clients
+    evaluate the global model on held-out samples (`evaluate.on: clients`). The partition's `counts` and `noise` do not
     change."""
     parts = [split_held_out(len(own), share, seed, client) for client, own in enumerate(partition.clients)]
     clients = tuple(own[train] for own, (train, _) in zip(partition.clients, parts, strict=True))

@@ -23,7 +23,7 @@ COUNTED = 4096
 SMALL = 1e-3
 """Standard deviations below this value are rounded to six significant digits instead of six decimals."""
 EQUAL = 1e-6
-"""Standard deviations below this fraction of the mean are rounding errors of float32."""
+"""Standard deviations below this fraction of the mean are treated as rounding errors of float32."""
 
 
 def as_tensors(x: NDArray[Any], y: NDArray[Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +47,7 @@ def fingerprint(data: Data) -> str:
 
 
 def random_split(samples: int, test_share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return two arrays of ascending positions, training and test, for a data set that is published without a split.
+    """Return the ascending positions of training and of test samples, for a data set that is published without a split.
 
     The test part equals scikit-learn's `train_test_split(test_size=test_share, random_state=42)`, which published code
     often uses. NumPy guarantees that the stream of its legacy generator never changes.
@@ -58,10 +58,11 @@ def random_split(samples: int, test_share: float) -> tuple[NDArray[np.int64], ND
 
 
 def stratified(labels: NDArray[np.int64], samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Draw `samples` ascending positions without replacement. The class frequencies are the same as in `labels`.
+    """Draw `samples` positions without replacement, with the class frequencies of `labels`. The positions are
+    ascending.
 
-    Class sizes are rounded by largest remainder (ties: the lower label) with integers, so that all machines agree. A
-    class with fewer than about len(labels) / `samples` samples may be left out.
+    Class sizes are rounded by the largest remainder method (ties: the lower label) in integer arithmetic, so that all
+    machines get the same result. A class with fewer than about len(labels) / `samples` samples may be left out.
     """
     values, counts = np.unique(labels, return_counts=True)
     shares, remainders = np.divmod(counts * samples, len(labels))
@@ -74,9 +75,9 @@ def stratified(labels: NDArray[np.int64], samples: int, rng: np.random.Generator
 
 
 def subset(data: Data, train_samples: int | None, test_samples: int | None, seed: int) -> Data:
-    """Return a smaller data set, stratified by label, in the original order. None selects all samples of the part. If
-    the task has no labels, samples are drawn uniformly. Raises DataError if a number is less than 1 or larger than the
-    part."""
+    """Return a smaller data set, stratified by label, in the original order. If a number is None, all samples of this
+    part are used. If the task has no labels, samples are drawn uniformly. Raises DataError if a number is less than 1
+    or exceeds the size of its part."""
     train = _choose(data, "training", data.train_y, train_samples, seed)
     test = _choose(data, "test", data.test_y, test_samples, seed)
     return replace(
@@ -101,9 +102,9 @@ def _choose(data: Data, part: str, targets: torch.Tensor, samples: int | None, s
 def pad(data: Data, side: int) -> Data:
     """Centre all images on black squares of `side` x `side` pixels, for networks that require larger images (`min_hw`).
 
-    If a margin is odd, the larger half is on the right or below. Boxes are moved with their objects, and
-    the margin of a segmentation is ignored. Raises DataError
-    if samples are not images, images are larger than `side`, or `side` is larger than LARGEST_SIDE.
+    If a margin is odd, the larger half is on the right or below. Boxes are moved with the image, and the margins of
+    segmentation maps get the ignored label VOID. Raises DataError if samples are not images, images are larger than
+    `side`, or `side` is larger than LARGEST_SIDE.
     """
     if not data.has_images:
         raise DataError(f"{data.name} does not contain images, so it cannot be padded. Set dataset.pad=none")
@@ -123,16 +124,17 @@ def pad(data: Data, side: int) -> Data:
 
 
 def as_numbers(data: Data) -> Data:
-    """Convert tokens to floats with a mean and a deviation per position, for networks that do not accept tokens."""
+    """Convert tokens to floats, normalised at each position, for networks that do not accept tokens."""
     train_x, test_x = data.train_x.float(), data.test_x.float()
     mean, std = moments(train_x.numpy())
     return replace(data, train_x=train_x, test_x=test_x, mean=mean, std=tuple(each or 1.0 for each in std))
 
 
 def byte_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel of images (N, C, H, W), divided by 255, to four decimals.
+    """Return the mean and the standard deviation of each channel of images (N, C, H, W), divided by 255.
 
-    Sums of integers ensure the same result on all machines. The deviation of a constant channel is replaced by 1.
+    Values are rounded to four decimals. Sums are computed with integers, so that all machines get the same result. The
+    standard deviation of a constant channel is replaced by 1.
     """
     mean, std = [], []
     for channel in range(images.shape[1]):
@@ -149,9 +151,9 @@ def byte_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple
 
 
 def moments(x: NDArray[np.float32], axis: int = -1) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and the standard deviation for each index of `axis`, rounded so that all machines agree. The
-    rounding is to six decimals, or to six significant digits of a deviation below SMALL. A deviation that is a rounding
-    error of float32 is set to 0."""
+    """Return the mean and the standard deviation for each index of `axis`. Both are rounded to six decimals, or to six
+    significant digits of a standard deviation below SMALL, so that all machines get the same result. A standard
+    deviation that is a rounding error of float32 is set to 0."""
     others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
     mean = x.mean(others, dtype=np.float64, keepdims=True)
     squares = np.zeros(x.shape[axis])
