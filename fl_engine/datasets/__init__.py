@@ -1,6 +1,6 @@
 """Registry of all data sets. A data set is a module with `load` (and optionally `fetch`) and an entry in `DATASETS`.
 
-`fl_engine.testing.datasets.DatasetSuite` tests a data set. Data sets outside of this package are `Source` objects in
+`fl_engine.testing.datasets.DatasetSuite` tests a data set. A data set outside of this package is a `Source` object in
 any module.
 """
 
@@ -49,8 +49,9 @@ class Source:
     """Function that reads the files without using the network. Raises DataError if the files are missing or damaged."""
 
     fetch: Callable[[Path], None] | None = None
-    """Function that downloads missing files; None if a package contains the data, or users must download the files.
-    Raises DataError if a file is damaged, and EnvironmentFailure if the network fails or a file cannot be written."""
+    """Function that downloads missing files; None if a Python package contains the data, or if users must download the
+    files. Raises DataError if a file is damaged, and EnvironmentFailure if the network fails or a file cannot be
+    written."""
 
     files: tuple[str, ...] = ()
     """Names of the files that `load` reads. A name with a `*` must match at least one file."""
@@ -116,7 +117,7 @@ DATASETS: dict[str, Source] = {
 
 
 def source_of(name: str) -> Source:
-    """Return the data set with a registered name or an import path `package.module:NAME`. Raises ConfigError if the
+    """Return the data set for a registered name or for an import path `package.module:NAME`. Raises ConfigError if the
     name is unknown."""
     source = resolve(DATASETS, name, "data set")
     if not isinstance(source, Source):

@@ -2,12 +2,13 @@
 
 Candanedo, Feldheim and Deramaix, Data driven prediction models of energy use of appliances in a low-energy house,
 Energy and Buildings 140, 2017. The data are prepared as in FedAIoT (Alam, Federated Learning Benchmarks and Frameworks
-for Artificial Intelligence of Things, Michigan State University 2023, section 2.2.3.2). The order of the steps is the
-same as in FedAIoT's published code: logarithms, visibility as 0 or 1, clipping, two means, day and month, three
-principal components. A feature with a strong correlation to an earlier feature is left out. Test readings are drawn at
-random, as in the published code. All transformations are fitted on the training readings.
+for Artificial Intelligence of Things, Michigan State University 2023, section 2.2.3.2). The steps are in the order of
+FedAIoT's published code. They take logarithms, convert the visibility to 0 or 1, clip values, add two means, replace
+the date by day and month, and add three principal components. Features with a strong correlation to an earlier feature
+are left out. Test readings are drawn at random, as in the published code. All transformations are fitted on the
+training readings.
 
-Departs from the paper, which scales the output. Here, as in the published code, the output is a logarithm. Features are
+Departs from the paper, which scales the target. Here, as in the published code, the target is a logarithm. Features are
 normalised with `mean` and `std`. Features are rounded to five decimals, because the last bits of principal components
 depend on the linear algebra library.
 """
@@ -75,8 +76,8 @@ def load(root: Path, rows: int = ROWS) -> Data:
 
 
 def prepared(train: Table, test: Table) -> tuple[Table, Table]:
-    """Return the features of the training and the test part. Percentiles, components and the selection of features are
-    computed from the training part."""
+    """Return the features of the training and the test part. Percentiles, principal components and the selection of
+    features are computed from the training part."""
     train, test = transformed(train), transformed(test)
     bounds = {name: np.percentile(value, (10, 90)) for name, value in train.items()}
     # The published code also clips the date.
@@ -91,13 +92,13 @@ def prepared(train: Table, test: Table) -> tuple[Table, Table]:
 
 
 def transformed(table: Table) -> Table:
-    """Replace four columns with log(1 + x), and the visibility with 0 or 1."""
+    """Replace the values x of four columns with log(1 + x), and the visibility with 0 or 1."""
     logarithms = {name: np.log1p(table[name]) for name in ("t9", "rv1", "rv2", "windspeed")}
     return table | logarithms | {"visibility": (table["visibility"] > CLEAR).astype(np.float64)}
 
 
 def with_means_and_day(table: Table) -> Table:
-    """Add the mean temperature (t9 is already a logarithm) and the mean humidity of the rooms. Replace the date, in
+    """Add the mean humidity and the mean temperature of the rooms (t9 contributes its logarithm). Replace the date, in
     seconds since 1970, with the day of the month and the month."""
     means = {
         "avg_house_temp": np.stack([table[f"t{room}"] for room in ROOMS]).mean(0),
@@ -114,7 +115,8 @@ def with_means_and_day(table: Table) -> Table:
 def principal(table: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the means (F,) and the first three principal components (F, 3) of the unscaled columns.
 
-    The sign of a component is arbitrary. As in scikit-learn, the largest weight of a component is made positive.
+    The sign of a component is arbitrary. As in scikit-learn, the weight with the largest absolute value is made
+    positive.
     """
     values = np.stack(list(table.values()))
     centre = values.mean(1)
@@ -131,8 +133,8 @@ def with_components(table: Table, centre: NDArray[np.float64], axes: NDArray[np.
 
 
 def uncorrelated(table: Table) -> list[str]:
-    """Return the names of columns without a strong correlation to any earlier column, even to a column that is left
-    out."""
+    """Return the names of columns without a strong correlation to an earlier column. Columns that are left out also
+    count as earlier columns."""
     with np.errstate(invalid="ignore", divide="ignore"):  # correlations of a constant column are NaN
         alike = np.abs(np.corrcoef(np.stack(list(table.values())))) > ALIKE
     return [name for i, name in enumerate(table) if not alike[i, :i].any()]

@@ -1,18 +1,17 @@
 """CASAS: recognise activities from up to 2,000 events of motion, door and temperature sensors in three homes.
 
 Schmitter-Edgecombe and Cook, Assessing the Quality of Activities in a Smart Environment, Methods of Information in
-Medicine 48, 2009; the homes Cairo, Milan, and Kyoto at three times, from https://casas.wsu.edu/datasets. The data are
+Medicine 48, 2009. The homes are Cairo, Milan, and Kyoto in three periods (https://casas.wsu.edu/datasets). The data are
 prepared as in FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of Things,
 Michigan State University 2023, section 2.2.3.2). FedAIoT follows Liciotti et al., A sequential deep learning
-application for recognising human activities in smart homes, Neurocomputing 2019. A sample has the events between the
-begin and the end of an activity, or between two activities ("other"). The activities of all homes are grouped into
-eleven classes and "other".
+application for recognising human activities in smart homes, Neurocomputing 2019. A sample consists of the events from
+the beginning to the end of an activity, or of the events between two activities (class "other"). The activities of all
+homes are grouped into eleven classes and "other".
 
-Departs from the paper, which describes the 2,000 events before each activity. Here, as in the paper's published code, a
-sample has the last 2,000 events of the activity itself. The published code numbers each home's events from 0. A
-published number therefore means different events in two homes, and 0 is also the padding. Here a number means the same
-value of the same sensor in all homes, and 0 is only the padding. Test samples are drawn at random, as in the published
-code.
+Departs from the paper, in which a sample has the 2,000 events before an activity. Here, as in the paper's published
+code, a sample has the last 2,000 events of the activity itself. The published code numbers each home's events from 0,
+so a number has different meanings in different homes, and 0 is also the padding. Here a number means the same value of
+the same sensor in all homes, and 0 is only the padding. Test samples are drawn at random, as in the published code.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ EVENTS = 2000
 PADDING = 0
 TEST_SHARE = 0.2
 PUBLISHED = (12_190, 3_048)
-"""Training and test samples."""
+"""Numbers of training and test samples."""
 MOST_SAMPLES = 50_000
-"""Maximum number of samples, because every line of a damaged file might start a sample. The set has 15,238 samples."""
+"""Maximum number of samples. The set has 15,238, but every line of a damaged file might start another sample."""
 MOST_UNREADABLE = 0.01
 """Maximum fraction of unreadable lines in a file. Faulty sensors cause a few unreadable lines, but a damaged file
 contains more."""
@@ -82,7 +81,7 @@ ACTIVITIES = {
 LABELS = {name: CLASSES.index(label) for label, names in ACTIVITIES.items() for name in names.split()}
 LABELS[""] = CLASSES.index("other")
 STATES = {b"ON": "on", b"OF": "off", b"OP": "open", b"CL": "closed"}
-"""Map the first two characters of a value to a state. The other characters of a value may be unreadable."""
+"""Map the first two characters of a value to a state. The rest is ignored, because it may be unreadable."""
 
 DEGREES = re.compile(rb"-?[01]?\d{1,2}(\.\d*)?")
 """Pattern of a temperature. Values of 200 degrees or more are invalid."""
@@ -150,7 +149,7 @@ def events(path: Path, content: bytes) -> Iterator[Event]:
 
     A line has a date, a time, a sensor, a value, and optionally an activity with `begin` or `end`. The lines with
     `begin` and `end` belong to the activity. An activity also ends when another activity begins. Raises DataError if
-    more than 1 % of the lines are not events.
+    more than 1 % of the lines are unreadable.
     """
     activity, lines, unreadable = "", 0, []
     for number, line in enumerate(content.splitlines(), 1):

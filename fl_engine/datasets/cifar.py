@@ -65,12 +65,12 @@ class CifarSet:
         return Data(self.name, Classification(self.classes), *train, *test, self.mean, self.std)
 
     def fetch(self, root: Path) -> None:
-        """Download the archive and unpack the files that do not exist. Raises as `download_members` does."""
+        """Download the archive and unpack the files that do not exist. Raises the same errors as `download_members`."""
         members = {f"{self.inner}/{Path(file).name}": root / file for file in self.files}
         download_members(self.archive, root / self.name, members)
 
     def _read(self, folder: Path, names: tuple[str, ...], records: int) -> tuple[Tensor, Tensor]:
-        """Return uint8 images (N, 3, 32, 32) and int64 labels (N,). Every file must have `records` records."""
+        """Return uint8 images (N, 3, 32, 32) and int64 labels (N,). Every file must have exactly `records` records."""
         x, y, size = [], [], self.label_bytes + math.prod(CHW)
         for name in names:
             path = folder / name

@@ -1,6 +1,6 @@
 """Digits: 1,797 grey images of 8 x 8 pixels in 10 classes. scikit-learn contains the data, so nothing is downloaded.
 
-Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI 1998 (only the test part).
+The images are the test part of Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI 1998.
 
 scikit-learn does not define a split. Here 20 % of each class are drawn as test samples with a constant seed, 359
 samples in total. Pixel values 0..16 are scaled to 0..255.
@@ -29,11 +29,11 @@ TEST_SAMPLES = 359
 CHECKSUM = "e10b10289c0d9d8a1b3e6b7dfe998949029a89056e0e06dfb989924a36d75a3c"
 """SHA-256 of the table (1797, 65), stored as little-endian int64."""
 MEAN, STD = (0.3054,), (0.3762,)
-"""Mean and standard deviation of the 1,438 training images, divided by 255."""
+"""Mean and standard deviation of the pixels in the 1,438 training images, divided by 255."""
 
 
 def _table() -> NDArray[np.int64]:
-    """Return 64 pixels and a label per row. The file is read directly, because importing scikit-learn takes 2 s."""
+    """Return rows of 64 pixels and a label. The file is read directly, because importing scikit-learn takes 2 s."""
     found = importlib.util.find_spec("sklearn")
     if found is None or found.origin is None:
         raise EnvironmentFailure("digits requires scikit-learn, which is not installed. Run `pip install scikit-learn`")

@@ -1,19 +1,19 @@
-"""EPIC-SOUNDS: sounds in kitchens, in 44 classes, as log-mel spectrograms of 400 x 128.
+"""EPIC-SOUNDS: recognise 44 classes of kitchen sounds from log-mel spectrograms of 400 x 128.
 
 Huh et al., EPIC-SOUNDS: A Large-Scale Dataset of Actions that Sound, ICASSP 2023. Each row of the annotations
-(https://github.com/epic-kitchens/epic-sounds-annotations) is a segment of a video's sound, in samples at 24 kHz. The
-publisher's script (https://github.com/epic-kitchens/download-scripts-100) downloads the videos of EPIC-KITCHENS-100
-without a registration form. The publisher refers to Auditory SlowFast (https://github.com/ekazakos/auditory-slow-fast,
-audio_extraction/extract_audio.py), which extracts `<video_id>.wav` from each video (24 kHz, one channel, 16 bits). The
-reader uses these WAV files, not the HDF5 file of Auditory SlowFast.
+(https://github.com/epic-kitchens/epic-sounds-annotations) states the start and stop of a segment in a video's sound,
+counted in samples at 24 kHz. The publisher's script (https://github.com/epic-kitchens/download-scripts-100) downloads
+the videos of EPIC-KITCHENS-100 without a registration form. The publisher refers to Auditory SlowFast
+(https://github.com/ekazakos/auditory-slow-fast, audio_extraction/extract_audio.py), which extracts `<video_id>.wav`
+from each video (24 kHz, one channel, 16 bits). The reader uses these WAV files, not the HDF5 file of Auditory SlowFast.
 
 The spectrogram follows FedAIoT (Alam et al., 2023, Sec. 2.2.3). Details that the paper omits are taken from the
-authors' code. Centred Hann windows of 10 ms begin every 5 ms, with silence before and after the segment. A Fourier
-transform of 2,048 points yields magnitudes. The magnitudes are the input of 128 triangular mel filters of height 1 from
-0 to 12 kHz (HTK's formula). The value is the natural logarithm of a filter's output + 1e-6. The last frame is repeated
-to fill 400 frames. Departs from FedAIoT, which draws 1.999 s of a longer segment at random in each epoch, and five
-clips of this length for a test. Here training and test samples use the middle 1.999 s, so that a sample is one tensor.
-Values are rounded to 1/1024, so that machines with different rounding errors get the same data.
+authors' code. Hann windows of 10 ms are centred every 5 ms, with silence before and after the segment. The magnitudes
+of a 2,048-point Fourier transform are the input of 128 triangular mel filters of height 1 from 0 to 12 kHz (HTK's
+formula). Each value is the natural logarithm of a filter's output + 1e-6. The last frame is repeated to fill 400
+frames. Departs from FedAIoT, which draws a random clip of 1.999 s from a longer segment in each training epoch, and
+tests on five random clips. Here training and test samples use the middle 1.999 s, so that a sample is one tensor.
+Values are rounded to multiples of 1/1024, so that machines with different rounding errors get the same data.
 
 The training part has the 60,055 training segments. The test part has the 8,035 validation segments, because the labels
 of the test segments are not published. FedAIoT's text states 40,175 test samples (Sec. 2.2.1), which is more than all
@@ -65,7 +65,7 @@ CLASSES = 44
 MOST_BYTES = 2**25
 """Maximum size of an annotation file in bytes. The training file has about 6 MB."""
 PUBLISHED = (60_055, 8_035)
-"""Training and test segments."""
+"""Numbers of training and test segments."""
 MOST_SEGMENTS = 100_000
 
 RATE = 24_000
@@ -96,7 +96,7 @@ class Segment(NamedTuple):
 def load(root: Path) -> Data:
     """Load `root`/epic-sounds as spectrograms (N, 1, 400, 128), which are not normalised.
 
-    Raises DataError if annotations or WAV files are missing or damaged, or a segment ends after its video's sound.
+    Raises DataError if annotations or WAV files are missing or damaged, or a segment extends beyond its video's sound.
     """
     require_by_hand("epic_sounds", root, FILES, HOW)
     parts = tuple(segments(root / file) for file in FILES[:2])
@@ -143,7 +143,7 @@ def _segment(participant: str, video: str, *numbers: str) -> Segment:
 
 
 def _sound(path: Path, segment: Segment) -> NDArray[np.float64]:
-    """Return at most 1.999 s from the middle of the segment, with values in -1..1."""
+    """Return the middle 1.999 s of the segment, or the whole segment if it is shorter, with values in -1..1."""
     length = min(segment.stop - segment.start, CLIP)
     start = segment.start + (segment.stop - segment.start - length) // 2
     try:
@@ -162,8 +162,8 @@ def _sound(path: Path, segment: Segment) -> NDArray[np.float64]:
 
 
 def log_mel(sound: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the log-mel spectrogram (400, 128) of 1 to 47,999 samples at 24 kHz. The frames are 5 ms apart, and the
-    mel bands have ascending frequencies."""
+    """Return the log-mel spectrogram (400, 128) of a sound with 1 to 47,999 samples at 24 kHz. The frames are 5 ms
+    apart, and the mel bands have ascending frequencies."""
     silence = np.zeros(WINDOW // 2)
     padded = np.concatenate([silence, sound, silence])
     frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::STEP]
@@ -178,8 +178,8 @@ def log_mel(sound: NDArray[np.float64]) -> NDArray[np.float64]:
 @cache
 def _mel_filters() -> tuple[NDArray[np.intp], NDArray[np.float64], NDArray[np.intp]]:
     """Return the 128 filters as three arrays: the concatenated frequency indices of all filters, the weights at these
-    indices, and the position of each filter's first entry. The 130 band edges are equidistant in mel = 2595 log10(1 +
-    Hz / 700). Filter m rises from edge m to edge m + 1 and falls to edge m + 2."""
+    indices, and the position of each filter's first entry. The 130 band edges are equidistant on the mel scale, 2595
+    log10(1 + Hz / 700). Filter m rises from edge m to edge m + 1 and falls to edge m + 2."""
     top = 2595 * np.log10(1 + RATE / 2 / 700)
     edges = 700 * (10 ** (np.linspace(0, top, MELS + 2) / 2595) - 1)[:, None]
     hertz = np.linspace(0, RATE / 2, POINTS // 2 + 1)

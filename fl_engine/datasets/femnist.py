@@ -9,7 +9,7 @@ Pixels are stored row by row as numbers in 0..1, with black ink on a white backg
 by 255 to restore LEAF's bytes. Labels 0 to 9 are digits, 10 to 35 are upper-case letters, and 36 to 61 are lower-case
 letters. Each writer is a natural client.
 
-LEAF does not define a split. From a writer's n samples, n // 10 test samples are drawn with a constant seed.
+LEAF does not define a split. Here n // 10 of a writer's n samples are drawn as test samples, with a constant seed.
 `femnist_tff` is TensorFlow Federated's version, which defines a split.
 
 Reading JSON takes about four minutes, so `fl_engine.data.array_files` stores the arrays in femnist/packed (0.6 GB).

@@ -1,14 +1,15 @@
 """MNIST, Fashion-MNIST and EMNIST: grey images of 28 x 28 pixels. Each data set has four gzipped idx files.
 
-`mnist` contains handwritten digits (LeCun et al., Gradient-Based Learning Applied to Document Recognition, 1998), with
-files and checksums as in torchvision. `fashion_mnist` contains clothes (Xiao et al., 2017, arXiv:1708.07747;
-https://github.com/zalandoresearch/fashion-mnist).
+`mnist` contains handwritten digits (LeCun et al., Gradient-Based Learning Applied to Document Recognition, 1998). The
+files and checksums are the same as in torchvision. `fashion_mnist` contains clothes (Xiao et al., 2017,
+arXiv:1708.07747; https://github.com/zalandoresearch/fashion-mnist).
 
-`emnist` is the balanced split of EMNIST, with 47 classes of equal size. The two cases of a letter are one class if they
-look alike. `emnist_byclass` has digits (0 to 9), upper-case letters (10 to 35) and lower-case letters (36 to 61). Cohen
-et al., EMNIST: an Extension of MNIST to Handwritten Letters, 2017 (arXiv:1702.05373). EMNIST's files store images
-column by column, so the reader transposes the images. EMNIST's archive must match the MD5 checksum in torchvision. No
-checksums of the unpacked files are published, so the reader checks sizes and labels.
+`emnist` is the balanced split of EMNIST, with 47 classes of equal size. The upper-case and the lower-case form of a
+letter are one class if they look alike. `emnist_byclass` has digits (0 to 9), upper-case letters (10 to 35) and
+lower-case letters (36 to 61). Cohen et al., EMNIST: an Extension of MNIST to Handwritten Letters, 2017
+(arXiv:1702.05373). EMNIST's files store images column by column, so the reader transposes the images. EMNIST's archive
+must match the MD5 checksum in torchvision. No checksums of the unpacked files are published, so the reader checks sizes
+and labels.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class IdxSet:
         return Data(self.name, Classification(self.classes), *train, *test, *byte_statistics(train[0].numpy()))
 
     def fetch(self, root: Path) -> None:
-        """Download the files that do not exist. Raises the errors of `downloads.download` and `download_members`."""
+        """Download missing files. Raises the same errors as `downloads.download` and `download_members`."""
         paths = [root / file for file in self.files]
         if self.archive is not None:
             download_members(self.archive, root / FOLDER, {f"{INNER}/{path.name}": path for path in paths})

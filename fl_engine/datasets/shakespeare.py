@@ -3,19 +3,20 @@
 The task is from LEAF (Caldas et al., 2018, arXiv:1812.01097; data/shakespeare) and McMahan et al., AISTATS 2017. A
 model predicts a character from the 80 preceding characters of the same line. As in LEAF, a line is one line of a role's
 speech. Repeated spaces become one space. Each line gets 80 spaces at the start and a line feed at the end. Each
-position is a sample, and each role is a natural client. The last fifth of a role's lines are test lines.
+character of the line, including the line feed, is the target of one sample. Each role is a natural client. The last
+fifth of a role's lines are test lines.
 
 The text is tiny Shakespeare (https://github.com/karpathy/char-rnn, data/tinyshakespeare/input.txt). The text consists
 of blocks, which begin with "ROLE:" and are separated by empty lines. The file must match the SHA-256 checksum in
 TensorFlow Datasets. Departs from LEAF, which uses the whole Gutenberg edition and separates the roles of different
-plays. Tiny Shakespeare does not mark the ends of plays, so roles with the same name are one role. Characters that are
-not in both training and test targets are replaced by a space, LEAF's unknown character. Characters are numbered in
-Unicode order.
+plays. Tiny Shakespeare does not mark the ends of plays, so roles with the same name are one role. Characters that do
+not occur in both training and test targets are replaced by a space, as LEAF does with unknown characters. Characters
+are numbered in Unicode order.
 
-`load_text` returns the same lines for networks that predict at every position. The training lines of a role are joined
-and cut into pieces of 80 characters. The test lines are joined separately. The target of each position is the next
-character. Token 0 is padding after the last piece. The tokens from 1 on are the characters of the training lines. The
-last two tokens stand for any other character (OOV) and for the start of a role's joined lines.
+`load_text` returns the same lines for networks that predict the next character at every position. The training lines of
+a role are joined and cut into pieces of 80 characters. The test lines are joined separately. The target of each
+position is the next character. Token 0 pads the last piece. The tokens from 1 on stand for the characters of the
+training lines. The last two tokens stand for any other character (OOV) and for the start of a role's joined lines.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ TEST_SHARE = 5
 PADDING = 0
 """Token that fills a piece after its last character in `load_text`."""
 MOST_BYTES = 2**23
-"""Maximum size of the text in bytes. In memory each character becomes a window of 80 numbers."""
+"""Maximum size of the text in bytes. In memory, every character becomes a sample of 80 numbers."""
 MOST_CHARACTERS = 256
 """Maximum number of different characters. The text has 65."""
 ROLE = re.compile(r"\S.{0,80}:")
@@ -88,7 +89,7 @@ def load_text(root: Path, checksum: str | None = REMOTE.checksum) -> Data:
 
 
 def fetch(root: Path, remote: RemoteFile = REMOTE) -> None:
-    """Download the text if it does not exist. Raises as `downloads.download` does."""
+    """Download the text if it does not exist. Raises the same errors as `downloads.download`."""
     download(remote, root / FOLDER)
 
 

@@ -1,11 +1,11 @@
-"""Stores data that a user passes in Python, so that other processes and later runs can load them.
+"""Stores data that a user passes as Python objects, so that other processes and later runs can load them.
 
 The file `<root>/<key>/data.safetensors` contains train_x, train_y, test_x, test_y and natural_client. The file
 `<root>/<key>/data.json` contains name, task, mean and std.
 
 In a configuration, `dataset.name` is `sha256:<key>`, and `dataset.root` is `<root>`. A folder never changes after it is
-written. The key is the SHA-256 of the data's fingerprint and of data.json, because the fingerprint does not contain the
-name and the additional metrics of the task (top-5 accuracy).
+written. The key is the SHA-256 of the data's fingerprint and of data.json, because the fingerprint does not cover the
+name, or additional metrics of the task such as top-5 accuracy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ KEY = re.compile("[0-9a-f]{64}")
 TASK: Contract[Any] = Contract("task", TASKS, Task)
 
 _STORED: WeakValueDictionary[str, Data] = WeakValueDictionary()
-"""Map keys to data that this process stored and still uses. Reading the file again would double the memory."""
+"""Map keys to data that this process stored and still uses. `read` returns these objects, because a second copy would
+double the memory use."""
 
 
 def is_stored(name: str) -> bool:
@@ -41,7 +42,8 @@ def is_stored(name: str) -> bool:
 
 
 def display_name(name: str, root: Any) -> str:
-    """Return the user-defined name if stored data with this name exist below `root`, otherwise `name` itself."""
+    """Return the name that the user gave to the stored data `name` below `root`, or `name` itself if there are no such
+    data."""
     if not is_stored(name) or root is None:
         return name
     try:
@@ -56,8 +58,8 @@ def exists(root: Path, name: str) -> bool:
 
 
 def store(data: Data, root: Path) -> str:
-    """Write the data below `root` unless they exist, and return their name. Raises DataError if the task cannot be
-    written as JSON."""
+    """Write the data below `root` unless they exist there, and return their name `sha256:<key>`. Raises DataError if
+    the task cannot be written as JSON."""
     if not is_dataclass(data.task):
         raise DataError(f"data.task must be a dataclass, so that it can be stored, got {data.task!r}")
     about = canonical({"name": data.name, "task": TASK.section(data.task), "mean": data.mean, "std": data.std})
@@ -74,8 +76,8 @@ def store(data: Data, root: Path) -> str:
 
 
 def read(root: Path, name: str) -> Data:
-    """Return data that `store` wrote. If this process still uses the data, return the object in memory. Raises
-    DataError if the data do not exist, and IntegrityError if the data are damaged."""
+    """Return data that `store` wrote. If this process still uses the data, return the existing object. Raises DataError
+    if the data do not exist, and IntegrityError if the data are damaged."""
     key = name.removeprefix(PREFIX)
     if KEY.fullmatch(key) is None:
         raise ConfigError(f"dataset.name must consist of {PREFIX!r} and 64 hexadecimal digits, got {name!r}")

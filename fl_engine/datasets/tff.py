@@ -3,22 +3,22 @@
 https://www.tensorflow.org/federated/api_docs/python/tff/simulation/datasets. The archives must match the SHA-256
 checksums in TensorFlow Federated. Each client in a file is a natural client. Clients are sorted by name.
 
-`femnist_tff` has the characters of `femnist` with a published split (emnist, only_digits=False). The set has 671,585
-training and 77,483 test images. Each of the 3,400 writers has at least one training and one test image. The files are
-fed_emnist_train.h5 and fed_emnist_test.h5. The array `examples/<writer>/pixels` is float32 (n, 28, 28) in 0..1, with
-black ink on a white background (1). The array `examples/<writer>/label` is int32 (n,). Labels 0 to 9 are digits, 10 to
-35 are upper-case letters, and 36 to 61 are lower-case letters.
+`femnist_tff` has the same characters as `femnist`, but a published split (`emnist` with only_digits=False). The set has
+671,585 training and 77,483 test images. Each of the 3,400 writers has at least one training and one test image. The
+files are fed_emnist_train.h5 and fed_emnist_test.h5. The array `examples/<writer>/pixels` is float32 (n, 28, 28) in
+0..1, with black ink on a white background (1). The array `examples/<writer>/label` is int32 (n,). Labels 0 to 9 are
+digits, 10 to 35 are upper-case letters, and 36 to 61 are lower-case letters.
 
 `stackoverflow_tff` predicts the next word of a sentence. The set has 135,818,730 training sentences of 342,477 users
 and 16,586,035 test sentences of 204,088 users. The files are stackoverflow_train.h5 and stackoverflow_test.h5. The
 array `examples/<user>/tokens` has one sentence per string, with spaces between words. Other arrays are not read. The
-file stackoverflow.word_count has a line `word count` for each word. The most frequent word is first. Words are
-converted to tokens as in google-research/federated (stackoverflow_word_prediction.py). FedRolex's baseline has the same
-vocabulary and sentence length. Token 0 is padding, and tokens 1 to 10,000 are the most frequent words. The last three
-tokens stand for any other word (OOV), and for the beginning and the end of a sentence. A sample consists of the begin
-token and 20 words. If a sentence is shorter, the end token and padding follow. The model predicts the next word at all
-20 positions. Departs from the published set, which does not fit into memory. Only the first 128 sentences of each user
-are read, and only the first 1,000 users of each file, sorted by name.
+file stackoverflow.word_count has a line of the form `word count` for each word, with the most frequent word first.
+Words are converted to tokens as in google-research/federated (stackoverflow_word_prediction.py). FedRolex's baseline
+has the same vocabulary and sentence length. Token 0 is padding, and tokens 1 to 10,000 are the most frequent words. The
+last three tokens stand for any other word (OOV), and for the beginning and the end of a sentence. A sample consists of
+the begin token and 20 words. If a sentence is shorter, the end token and padding follow. The model predicts the next
+word at all 20 positions. Departs from the published set, which does not fit into memory. Here only the first 1,000
+users of each file, sorted by name, are read, and only the first 128 sentences of each user.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ LONGEST = 2**16
 def load_femnist(root: Path) -> Data:
     """Load `root`/femnist-tff. Mean and standard deviation are computed from the training images.
 
-    Raises DataError if a file is missing or damaged, images or labels are invalid, or the parts have different writers.
-    Raises EnvironmentFailure if h5py is not installed.
+    Raises DataError if a file is missing or damaged, images or labels are invalid, or the training and test parts have
+    different writers. Raises EnvironmentFailure if h5py is not installed.
     """
     require("femnist_tff", root, FEMNIST_FILES, FEMNIST.url)
     train, test = (_clients(root / file, ("pixels", "label"), _samples) for file in FEMNIST_FILES)
@@ -131,7 +131,7 @@ def _numbered(counts: list[int]) -> torch.Tensor:
 
 def _clients(path: Path, arrays: tuple[str, ...], read: Callable[..., Any], most: int | None = None) -> dict[str, Any]:
     """Map each client to the result of `read`. The arguments of `read` are a description of the client for error
-    messages, and the client's arrays. The values of the arrays are not loaded yet.
+    messages, and the client's arrays, whose values are not loaded yet.
 
     Raises DataError if h5py cannot read the file, or if the file has another format or no clients. Raises
     EnvironmentFailure if h5py is not installed.

@@ -8,8 +8,8 @@ Le and Yang, Tiny ImageNet Visual Recognition Challenge, Stanford CS231n 2015. L
 `val/val_annotations.txt` contains the file, the class and the box of one image per line, separated by tabs.
 
 The official test images have no labels, so the validation images are the test part. Classes are numbered in the order
-of their names. If a folder in train/ is missing, its class is left out, so that trials can use a part of the set. The
-archive must match the SHA-256 checksum in TensorFlow Datasets.
+of their names. A class without a folder in train/ is left out, so users can try out a part of the set. The archive must
+match the SHA-256 checksum in TensorFlow Datasets.
 
 Pillow, which is installed with Matplotlib, decodes the images. Mean and standard deviation are computed from the
 training images.
@@ -84,9 +84,8 @@ def load(root: Path) -> Data:
 
 
 def fetch(root: Path, archive: RemoteFile = ARCHIVE) -> None:
-    """Download the archive, keep it, and unpack missing files. Do nothing if the folders exist without the archive.
-
-    Raises the errors of `downloads.download` and `extract`.
+    """Download the archive, keep it, and unpack missing files. Do nothing if the folders exist but the archive does
+    not. Raises the same errors as `downloads.download` and `extract`.
     """
     # An existing archive may have been unpacked only partially.
     if not absent(root, FILES) and not (root / archive.filename).exists():

@@ -5,10 +5,10 @@ Yousefi et al., A Survey on Behavior Recognition Using WiFi Channel State Inform
 SenseFi's files are NumPy arrays, although their names end in .csv. As in FedAIoT (Alam, Michigan State University 2023,
 section 2.2.2.1), the validation part is not used.
 
-Departs from the paper, whose text has samples of 3 x 30 x 250. Here, as in the paper's published code, samples are 1 x
-250 x 90, with the 30 subcarriers of all 3 antennas on one axis. The published code combines the test samples with the
-validation labels. Here test samples have the test labels. The published code scales each part to 0..1 by the part's
-minimum and maximum. Here mean and standard deviation of the training part normalise both parts.
+Departs from the paper, whose text describes samples of 3 x 30 x 250. Here, as in the paper's published code, samples
+are 1 x 250 x 90, with the 30 subcarriers of all 3 antennas on one axis. The published code combines the test samples
+with the validation labels. Here test samples have the test labels. The published code scales each part to 0..1 by the
+part's minimum and maximum. Here both parts are normalised with the mean and standard deviation of the training part.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PACKETS, CARRIERS = 250, 90
 
 
 def load(root: Path, samples: tuple[int, int] = SAMPLES) -> Data:
-    """Load `root`/uthar/UT_HAR as maps (N, 1, 250, 90). `samples` is a pair of the numbers of training and test
+    """Load `root`/uthar/UT_HAR as maps (N, 1, 250, 90). `samples` are the expected numbers of training and test
     samples.
 
     Raises DataError if a file is missing or is not an array of this shape, a number is not finite, or a label is
@@ -65,8 +65,8 @@ def _part(folder: Path, part: str, samples: int) -> tuple[NDArray[np.float32], N
 
 
 def _array(path: Path, shape: tuple[int, ...]) -> NDArray[np.generic]:
-    """Return the numbers of a .npy file, reshaped to `shape`. The samples in the file may have another shape. Raises
-    DataError."""
+    """Return the array in a .npy file, reshaped to `shape`. Raises DataError if the number of samples or the total
+    number of values differs from `shape`."""
     try:
         found = map_npy(path)
         if found.shape[:1] != shape[:1] or found.size != math.prod(shape):

@@ -13,8 +13,8 @@ All 12 categories are learned, and pixels are scaled to 0..1. Departs from the c
 to 10, without 0 (an ignored region) and 11 (others). Images and their boxes are resized to 224 x 224, ignoring the
 aspect ratio.
 
-If VisDrone2019-DET-train is missing, only the validation images are used, and every fifth image by name is a test
-image. The natural client of an image is its video clip, the first number of the file name.
+If VisDrone2019-DET-train is missing, only the validation images are used, and every fifth image in the order of the
+file names is a test image. Each video clip, identified by the first number of the file name, is a natural client.
 
 Pillow, which is installed with Matplotlib, decodes the images.
 """
@@ -145,8 +145,8 @@ def _picture(path: Path) -> tuple[NDArray[np.uint8], int, int]:
 
 
 def read_boxes(path: Path, width: int, height: int) -> list[Box]:
-    """Return the boxes of an image with `width` x `height` pixels. Some boxes in the set have a width or height of 0.
-    Raises DataError if a line has another format or a box is outside the image."""
+    """Return the boxes of an image with `width` x `height` pixels. Boxes with a width or height of 0, which occur in
+    the set, are included. Raises DataError if a line has another format or a box is outside the image."""
     found = list[Box]()
     for number, line in enumerate(read_text(path, MOST_TEXT).splitlines(), 1):
         box = _box(line, width, height)

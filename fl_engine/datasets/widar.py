@@ -2,10 +2,11 @@
 
 Zheng et al., Zero-Effort Cross-Domain Gesture Recognition with Wi-Fi, MobiSys 2019. SenseFi (Yang et al., Patterns
 4(3), 2023) publishes the profiles with a folder for each gesture, such as `1-Push&Pull`. Each sample is a file such as
-`user3-...csv` with 22 lines of 400 numbers. Widar's own .mat files would require SciPy. The data are prepared as in
-FedAIoT (Alam, Michigan State University 2023, section 2.2.3.2). Only the nine gestures that more than three users made
-are used. The values are scaled with FedAIoT's constants. Users are sorted by number of samples. The fifth to the
-fifteenth user are for training, and the other users are for testing.
+`user3-...csv` with 22 lines of 400 numbers. Widar's own .mat files are not used, because reading them would require
+SciPy. The data are prepared as in FedAIoT (Alam, Michigan State University 2023, section 2.2.3.2). Only the nine
+gestures that more than three users performed are used. The values are scaled with FedAIoT's constants. Users are sorted
+by number of samples, fewest first. The fifth to the fifteenth user are used for training, and all other users for
+testing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ TRAINS = range(4, 15)
 """Ranks of the training users. Users are ranked by their number of samples of all 22 gestures, fewest first."""
 SHAPE = (22, 20, 20)
 PUBLISHED = (11_372, 5_222)
-"""Training and test samples."""
+"""Numbers of training and test samples."""
 CENTRE, SPREAD = 0.0025, 0.0119
 """Mean and standard deviation of all profile values, as in SenseFi and FedAIoT."""
 
@@ -57,8 +58,8 @@ class Sample(NamedTuple):
 def load(root: Path) -> Data:
     """Load the scaled profiles (N, 22, 20, 20) from `root`/widar/Widardata. `natural_client` is the user.
 
-    Raises DataError if files are missing or do not have 22 lines of 400 finite numbers. Also raises DataError for fewer
-    than five users, because the training part would be empty.
+    Raises DataError if files are missing or do not have 22 lines of 400 finite numbers. Also raises DataError if there
+    are fewer than five users, because the training part would be empty.
     """
     require_by_hand("widar", root, FILES, HOW)
     every = list(listed(root / FOLDER))
@@ -101,7 +102,7 @@ def _read(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def profile(path: Path) -> NDArray[np.float32]:
-    """Return a profile (22, 20, 20) from a file of 22 lines with 400 numbers. Raises DataError."""
+    """Return a profile (22, 20, 20) from a file of 22 lines with 400 numbers. Raises DataError if it is damaged."""
     try:
         lines = [line.split(",") for line in read(path).decode("ascii").splitlines()]
         if [len(line) for line in lines] != [SHAPE[1] * SHAPE[2]] * SHAPE[0]:

@@ -3,14 +3,14 @@
 Weiss, Yoneda and Hayajneh, Smartphone and Smartwatch-Based Biometrics Using Activities of Daily Living, IEEE Access 7,
 2019. The data are prepared as in FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial
 Intelligence of Things, Michigan State University 2023, sections 2.2.1 and 2.2.3.2). Readings of the accelerometer and
-the gyroscope are joined by time. In each activity, windows of 200 readings begin at readings 200, 300 and so on. As in
-the text, soup, chips, pasta and sandwich are one class, eating. The published code uses only sandwich.
+the gyroscope are joined by time. For each activity, windows of 200 readings begin at readings 200, 300 and so on. As in
+FedAIoT's text, eating soup, chips, pasta or a sandwich is one class. The published code uses only sandwich.
 
 Departs from the text, which uses 45 people for training and 6 for testing. The numbers of samples in the text (16,569
 and 4,103 for the watch, 13,714 and 4,073 for the phone) match the published code, which uses a fifth of the people for
-testing. Here 40 of the 51 people are for training. The published code draws the people without a seed. Here the test
-subjects are fixed. The published code normalises over all people. Here mean and standard deviation are computed from
-the training part.
+testing. Here 40 of the 51 people are used for training. The published code draws the people without a seed. Here the
+people for testing are always the same. The published code normalises with statistics of all people. Here mean and
+standard deviation are computed from the training part.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WINDOW = 200
 STEP = 100
 TRAIN_SHARE = 0.8
 MOST_REPEATS = 2
-"""Maximum ratio of joined readings to one sensor's readings. All pairs of readings with the same time are joined."""
+"""Maximum ratio of joined readings to readings of one sensor. All pairs of readings with the same time are joined."""
 
 LINE = np.dtype([("subject", "i4"), ("activity", "S2"), ("time", "i8"), ("x", "f4"), ("y", "f4"), ("z", "f4")])
 
@@ -96,7 +96,7 @@ def load(root: Path, device: str) -> Data:
 
 def windows(accel: NDArray[np.void], gyro: NDArray[np.void]) -> Windows:
     """Return all windows of one person, sorted by activity in the order of CLASSES. The windows of an activity begin at
-    its readings 200, 300, ... and do not exceed its last reading."""
+    its readings 200, 300, ... and do not extend beyond its last reading."""
     activity, values = joined(accel, gyro)
     x, y = [], []
     for letter, label in CLASSES.items():
