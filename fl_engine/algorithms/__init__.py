@@ -56,14 +56,14 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 @dataclass(frozen=True)
 class Preset:
-    """Named set of default options for an algorithm."""
+    """Alternative name of an algorithm, with other default options."""
 
     algorithm: str
     """Name of the algorithm in `ALGORITHMS`."""
     meaning: str
     """Description that `flexfleet list algorithms` prints."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options that replace defaults of the algorithm, with the keys of the section `algorithm`."""
+    """Map keys of the section `algorithm` to values that replace the algorithm's defaults."""
 
 
 PRESETS: dict[str, Preset] = {
@@ -94,8 +94,8 @@ CONTRACT = Contract(
 
 
 def options_of(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the section `algorithm`. If its `name` is a preset, add the preset's options that the
-    section does not set."""
+    """Return the options of the section `algorithm`. If the section's `name` is a preset, add those options of the
+    preset that the section does not set."""
     preset = PRESETS.get(section["name"])
     given = {key: value for key, value in section.items() if key != "name"}
     return {**(preset.options if preset else {}), **given}

@@ -1,31 +1,32 @@
 """AdaGQ: Communication-Efficient Federated Learning for Heterogeneous Edge Devices Based on Adaptive Gradient
-Quantization (Liu, He, Cao; arXiv:2212.08272). The number of bits depends on the gradient norm and the clients' speeds.
+Quantization (Liu, He, Cao; arXiv:2212.08272). The number of bits per weight depends on the gradient norm and client
+speed.
 
 Only the paper's abstract was available, so the two rules below are flexfleet's interpretation. According to the
 abstract, AdaGQ "exploits the change of gradient norm to adjust the quantization resolution in each training round".
 AdaGQ also assigns "lower quantization resolution to slow clients to align their training time with other clients" and
 "higher quantization resolution to fast clients".
 
-- **Over time**: QSGD's step size is the norm divided by the number of levels. If the number of levels is proportional
-  to the norm, the step size does not change. The mean number of bits per client in round t is
+- **Over time**: QSGD's step size is the norm divided by the number of levels. The number of levels grows in proportion
+  to the norm, so that the step size stays constant. The mean number of bits per client in round t is
 
       bits + log2(|D_t| / |D_1|), at least `least` and at most `most`,
 
   where |D_1| is the L2 norm of the first change of the global model, and |D_t| is the norm of its latest change, both
   before fine-tuning.
 - **Between clients**: every client gets `least` bits. The remaining bits of the round are assigned one by one. Each bit
-  is assigned to the client that would finish first on the simulated clock with this bit. Ties are broken by the lower
-  client number. No client gets more than `most` bits.
+  is assigned to the client that would finish the round first on the simulated clock if it got this bit. Ties are broken
+  by the lower client number. No client gets more than `most` bits.
 
 The server sends unquantised weights. Clients quantise the returned changes with QSGD, and the run's `codec` is ignored.
-Three sub-networks are nested, and each device trains the largest one that fits into its memory. In FedX's comparison
-(Section IV-D), the server "has data, fine-tunes without regularization" (`fine_tuning: {gamma: 0}`).
+Each device trains the largest of three nested sub-networks that fits into its memory. In FedX's comparison (Section
+IV-D), the server "has data, fine-tunes without regularization", which is the option `fine_tuning: {gamma: 0}`.
 
-With a private aggregation, the simulated clock assumes one sample per client, because the sample counts are secret.
+With a private aggregation, bits are assigned as if each client had one sample, because the sample counts are secret.
 `secret_selection` is rejected, because a client's number of bits depends on the other selected clients.
 
 `rounds.norm_bound` limits how much a malicious client can change the norm. If a malicious client cancels out the other
-updates of the first round, the number of bits increases in all later rounds, up to `most`.
+updates of the first round, |D_1| is too small, and all later rounds use more bits, up to `most`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ from fl_engine.core.types import (
 
 @dataclass(frozen=True, kw_only=True)
 class AdaGQState(PooledState):
-    """L2 norms of the global model's changes: `first` is the first nonzero norm, `last` is the latest nonzero norm."""
+    """`first` and `last` are the first and the latest nonzero L2 norm of the global model's change in a round."""
 
     first: float = 0.0
     last: float = 0.0
@@ -73,9 +74,9 @@ class AdaGQ(FineTuned):
     draw_matters: ClassVar[str] = "adagq shares a round's bits among the clients that are drawn"
 
     widths: Widths = WIDTHS
-    """Ascending width ratios of the sub-networks; the last is 1. Ignored if the network has nested sub-networks."""
+    """Ascending width ratios that end with 1. Ignored if the network defines its own nested sub-networks."""
     bits: Bits = 8
-    """Mean QSGD bits per client in rounds 1 and 2. Later, the mean depends on the norm of the model's change."""
+    """Mean number of QSGD bits per client in rounds 1 and 2. It then depends on the norm of the model's change."""
     least: Bits = 4
     """Minimum number of bits per client."""
     most: Bits = 12
@@ -137,14 +138,14 @@ def mean_bits(bits: int, first: float, last: float, least: int, most: int) -> fl
 
 
 def clock(model: PoolModel, device: Device, draws: int) -> tuple[float, float]:
-    """Return a tuple: the seconds of a round without the upload, and the seconds to upload one bit per parameter."""
+    """Return two durations in seconds: a round without the upload, and the upload of one bit per parameter."""
     compute = FORWARDS_PER_STEP * model.macs * draws / device.speed
     return compute + model.bytes / device.bandwidth, model.params / 8 / device.bandwidth
 
 
 def share_bits(clocks: Sequence[tuple[float, float]], total: int, least: int, most: int) -> list[int]:
     """Distribute `total` bits over the clients. All clients get `least` bits. Each further bit is assigned to the
-    client that would finish first with this bit. Every encoded number needs one additional bit for the sign."""
+    client that would finish the round first if it got this bit. Each encoded number takes one more bit for its sign."""
     bits = [least] * len(clocks)
 
     def finish(client: int) -> tuple[float, int]:

@@ -1,23 +1,24 @@
 """AdaptiveFL: Adaptive Heterogeneous Federated Learning for Resource-Constrained AIoT Systems (Jia et al., DAC 2024;
 arXiv:2311.13166).
 
-Before the first round, the server builds a pool of 2p + 1 models, S_p < ... < S_1 < M_p < ... < M_1 < L_1. The first
-layers of a model have full width, and a width ratio reduces the later layers (Sec. 3.2). In each round, the server
-draws pool models at random. A client's probability of selection depends on the sizes of the models that the client
-returned before (Sec. 3.3, Alg. 1). A device prunes the received model to the largest nested pool model that fits into
-its free memory (`task`). Each element is averaged over the updates that contain it (Alg. 2).
+Before the first round, the server builds a pool of 2p + 1 models, S_p < ... < S_1 < M_p < ... < M_1 < L_1. The first I
+layers of a model have full width, and the width ratio r_w applies to the later layers (Sec. 3.2). For each client to
+select, the server draws a pool model at random. The probability of each client then depends on the sizes of the models
+that the client returned before (Sec. 3.3, Alg. 1). A device prunes the received model to the largest nested pool model
+that fits into its free memory (`task`). Each parameter is averaged over the updates that contain it (Alg. 2).
 
 Departs from the paper:
-- A device chooses only among the pairs (r_w, I) of the pool, as in the authors' code. Unlike in the code, the chosen
-  model must be nested in the received model (S_1 is not nested in M_3).
+- A device can prune only to a pair (r_w, I) of the pool, as in the authors' code. Unlike in the code, the chosen model
+  must be nested in the received model (S_1 is not nested in M_3).
 - A model fits if the free memory is larger than the model's size, both in % of the full model. In the paper a model
   also fits if its size equals the free memory (size <= Gamma). If no model that is nested in the received model fits,
-  the device still trains the smallest nested model (`on_too_small`). The paper's search would then not find a model.
-- For networks outside of paper and code, S_1 and M_1 have at most 30 and 60 % of the size (Table 1: 25 and 50 %).
+  the device still trains the smallest nested model (`on_too_small`). The paper's search would then fail.
+- For networks that neither the paper nor the code uses, S_1 has at most 30 % and M_1 at most 60 % of the parameters. In
+  Table 1, these models have 25 % and 50 %.
 - The reward R_s is divided by the number of models of the same type (see `selection.Curiosity`).
 
-The width ratios r_w and start layers I for VGG16 are from the paper (Table 1). The values for ResNet18 and MobileNetV2
-are from the authors' code. The paper's devices are the fleets `adaptivefl` (VGG16) and `adaptivefl_resnet18`.
+The values of r_w and I are from the paper for VGG16 (Table 1), and from the authors' code for ResNet18 and MobileNetV2.
+The fleets `adaptivefl` (for VGG16) and `adaptivefl_resnet18` contain the paper's devices.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ PUBLISHED: dict[tuple[str, ...], tuple[Widths, tuple[int, ...]]] = {
     _RESNET18: ((0.43, 0.68), (3, 2, 1)),
     _MOBILENETV2: ((0.46, 0.69), (4, 3, 2)),
 }
-"""Map the names of a network's prunable layers to a tuple: the published ratios r_w of the S and M models, and the
-published values of I."""
+"""Map the names of a network's prunable layers to a tuple (published ratios r_w of the S and M models, published values
+of I)."""
 
 OTHERS: Widths = (0.40, 0.66)
-"""r_w for other networks."""
+"""Width ratios r_w of networks without published values."""
 
 LIMITS = (30.0, 60.0)
 """Maximum sizes of S_1 and M_1 in % of the full model, for networks without published values."""
@@ -65,16 +66,16 @@ class AdaptiveFL(PooledAlgorithm):
     """Width ratios r_w of the S and M models. null: (0.43, 0.68) for ResNet18 and other networks with a stem and four
     stages, (0.46, 0.69) for MobileNetV2, (0.4, 0.66) for all other networks."""
     p: Count = 3
-    """Number of models in each of the levels S and M. The paper compares 3 (fine-grained) with 1 (coarse; Table 4)."""
+    """Number of models in each of the levels S and M. Table 4 compares 3 (fine-grained) with 1 (coarse-grained)."""
     starts: tuple[Index, ...] | None = None
-    """Number I of full-width layers, for each model of a level in descending order. null: the published values for
-    VGG16 (8, 6, 4), ResNet18 (3, 2, 1) and MobileNetV2 (4, 3, 2). For other networks or values of `p` or `widths`:
-    consecutive numbers, from the largest I for which S_1 has at most 30 % and M_1 at most 60 % of the parameters."""
+    """Numbers I of full-width layers of a level's models, in descending order. null: the published values for VGG16 (8,
+    6, 4), ResNet18 (3, 2, 1) and MobileNetV2 (4, 3, 2); otherwise consecutive numbers, starting at the largest I for
+    which S_1 has at most 30 % and M_1 at most 60 % of the parameters."""
     variant: Variant = "cs"
     """Rule for the selection of clients. cs: by curiosity and resources; c: only by curiosity; s: only by resources;
     random: at random; greed: at random, and every client receives the full model."""
     selection: Selection | None = None  # type: ignore[assignment]
-    """null: the selection that `variant` names."""
+    """null: the selection rule of the option `variant`."""
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         """Return the models S_p to S_1, M_p to M_1 and L_1 (Sec. 3.2, Table 1). Only S_1, M_1 and L_1 are evaluated."""

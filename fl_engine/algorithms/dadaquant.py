@@ -2,37 +2,37 @@
 2022; arXiv:2111.00465). The number of quantisation levels grows when the loss stops decreasing. Clients with a larger
 weight get more levels.
 
-The number of levels q starts at `q_min`. The clients' loss has the moving average
+The number of levels q starts at `q_min`. The server computes a moving average of the clients' loss:
 
     L_t = psi L_{t-1} + (1 - psi) (mean loss of the round's clients).
 
 If L_t is at least L_{t - phi}, q doubles, up to `q_max`. After doubling, q stays constant for at least phi rounds. Each
-client k gets a separate number of levels q_k. The variance of the mean must be the same as with q levels for every
-client. Under this condition, the sum of all q_k is smallest for:
+client k gets a separate number of levels q_k. The variance of the mean must be the same as if every client used q
+levels. Under this condition, the sum of all q_k is smallest for:
 
     q_k = sqrt(a / b) w_k^(2/3),  a = sum_j w_j^(2/3),  b = sum_j w_j^2 / q^2       over the clients of the round
 
-where w_j is the weight of client j in the mean. With any other aggregation all clients have the same weight, and q_k is
-q. The server sends unquantised weights. Clients quantise the returned changes with QSGD and q_k levels per sign. The
-levels are encoded as run lengths of zeros and Elias omega codes, or with a fixed width. The shorter encoding is sent.
-The run's `codec` is ignored. Three sub-networks are nested, and each device trains the largest one that fits into its
-memory. In FedX's comparison (Section IV-D), the server "has data, fine-tunes without regularization" (`fine_tuning:
-{gamma: 0}`).
+where w_j is the weight of client j in the mean. With any aggregation other than `mean`, all clients have the same
+weight, so q_k = q. The server sends unquantised weights. Clients quantise the returned changes with QSGD and q_k levels
+per sign. The levels are encoded as run lengths of zeros and Elias omega codes, or with a fixed width. A client sends
+the shorter encoding of each tensor. The run's `codec` is ignored. Each device trains the largest of three nested
+sub-networks that fits into its memory. In FedX's comparison (Section IV-D), the server "has data, fine-tunes without
+regularization", which is the option `fine_tuning: {gamma: 0}`.
 
 Departs from the paper, whose text was not available:
 
-- q_k is rounded to the nearest integer (halves are rounded up), at least 1. If only some clients train an element, the
-  weights of these clients in the element's mean differ from w_j. This difference is ignored.
-- The first L is the first round's loss. phi is a number of rounds, by default 4, a tenth of 40. In the paper phi is a
-  tenth of all rounds, but here extending a run must not change its earlier rounds.
+- q_k is rounded to the nearest integer (halves are rounded up), at least 1. If only some clients train a parameter,
+  their weights in its mean differ from w_j, but q_k does not take this difference into account.
+- The first L is the mean loss of the first round. The paper sets phi to a tenth of all rounds. Here phi is a fixed
+  number of rounds (by default 4), so that extending a run does not change its earlier rounds.
 - A client's loss is clipped to the range from 0 to twice the round's median. If fewer than half of the clients report
-  wrong losses, the mean stays between 0 and twice the largest correct loss. Wrong losses can double q as soon as
-  possible, so that more bits are sent. Wrong losses can also prevent any doubling, so that the accuracy is lower.
-- Every 512 elements have a common norm. `bucket: null` is the paper's single norm for a tensor. With few levels, a
-  single norm for n elements causes a root-mean-square error of about sqrt(n) / q times the change.
+  wrong losses, the mean stays between 0 and twice the largest correct loss. Wrong losses can still make q double too
+  early, so that clients send more bits, or prevent q from doubling, so that the accuracy is lower.
+- QSGD uses one norm for every 512 elements. With `bucket: null`, it uses a single norm per tensor, as in the paper.
+  With few levels, a single norm for n elements causes a relative mean squared error of about sqrt(n) / q.
 
-A private aggregation does not add noise to the clients' losses, so it requires `phi: null`. All clients then use
-`q_min` levels in every round.
+A private aggregation does not add noise to the clients' losses, so it requires `phi: null`. With these options, all
+clients use `q_min` levels in every round.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Levels = Annotated[int, Field(ge=1, le=MOST_LEVELS)]
 
 @dataclass(frozen=True, kw_only=True)
 class DAdaQuantState(PooledState):
-    """`level` is the number of levels per sign, q, in the next round. `averages` are the latest values of L since q
+    """`level` is q, the number of levels per sign in the next round. `averages` contains the latest values of L since q
     changed, at most phi + 1 values."""
 
     level: int
@@ -72,11 +72,12 @@ class DAdaQuantState(PooledState):
 @dataclass(frozen=True)
 class DAdaQuant(FineTuned):
     widths: Widths = WIDTHS
-    """Ascending width ratios of the sub-networks; the last is 1. Ignored if the network has nested sub-networks."""
+    """Ascending width ratios that end with 1. Ignored if the network defines its own nested sub-networks."""
     q_min: Levels = 1
-    """Number of quantisation levels per sign in the first round. 2^b - 1 levels need b bits and one sign bit."""
+    """Number of quantisation levels per sign in the first round. 2^b - 1 levels need b bits and a sign bit per
+    value."""
     q_max: Levels = 2047
-    """Maximum number of levels per sign in a round. A client with a large weight may exceed this maximum."""
+    """Maximum number of levels per sign in a round. A client with a large weight may use more levels."""
     psi: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Weight of the previous value in the moving average of the loss."""
     phi: Count | None = 4
@@ -137,14 +138,14 @@ def _collecting_losses(results: Iterable[ClientResult], losses: list[float]) -> 
 
 
 def averaged(losses: Sequence[float], averages: Sequence[float], psi: float) -> float:
-    """Return the next moving average after `averages`. Clip each loss to at least 0 and at most twice the median."""
+    """Return the moving average after `averages`. Each loss is clipped to the range from 0 to twice the median."""
     most = 2 * max(0.0, median(losses))
     mean = math.fsum(min(max(0.0, loss), most) for loss in losses) / len(losses)
     return psi * averages[-1] + (1 - psi) * mean if averages else mean
 
 
 def doubled(level: int, averages: Sequence[float], phi: int, q_max: int) -> tuple[int, tuple[float, ...]]:
-    """Return a tuple: the number of levels for the next round, and the averages since q changed to this number."""
+    """Return a tuple (number of levels q for the next round, averages since q last changed)."""
     recent = tuple(averages)[-(phi + 1) :]
     if len(recent) > phi and recent[-1] >= recent[0]:
         return min(2 * level, q_max), recent[-1:]

@@ -1,5 +1,5 @@
-"""Decoupled: a separate FedAvg for each level, among the devices whose memory can hold the level. FlexFL, AdaptiveFL,
-HeteroFL and ScaleFL use Decoupled as a baseline.
+"""Decoupled: a separate model for each level, which FedAvg trains on the devices that can hold the level. FlexFL,
+AdaptiveFL, HeteroFL and ScaleFL use Decoupled as a baseline.
 
 In every round, k devices are selected for each level. A device fails if the received model does not fit into its free
 memory. A smaller level has different weights, so it cannot be pruned from the received model. The smallest model is
@@ -42,7 +42,7 @@ from fl_engine.selection.capacity import level_of
 
 @dataclass(frozen=True, kw_only=True)
 class DecoupledState(PooledState):
-    """`params` is the model of the largest level. `levels` maps `<level>/<name>` to the tensors of all smaller
+    """`params` is the model of the largest level. `levels` maps `<level>/<tensor name>` to the tensors of all smaller
     levels."""
 
     levels: Params
@@ -57,7 +57,7 @@ class Decoupled(PooledAlgorithm):
     draw_matters: ClassVar[str] = "decoupled draws its clients level by level"
 
     widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
-    """Ascending width ratios; the last is 1. The defaults give about 25, 50 and 100 % of the parameters."""
+    """Ascending width ratios that end with 1. The defaults give about 25, 50 and 100 % of the parameters."""
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         return prefix_pool(self, family, self.widths)
@@ -89,8 +89,8 @@ class Decoupled(PooledAlgorithm):
     def merge(
         self, state: DecoupledState, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext
     ) -> DecoupledState:
-        """Merge each level separately. The full model's layout is valid for every level, because levels are
-        prefixes."""
+        """Merge each level separately. The full model's layout is valid for every level, because each level is a prefix
+        of the full model."""
         tables = state.tables
         old = {m.name: _own(state, m) for m in state.pool}
         aggregates = {}

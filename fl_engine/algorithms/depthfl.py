@@ -9,15 +9,16 @@ logits. Clients and server optimise with FedDyn (Acar et al., ICLR 2021; arXiv:2
     client k:  min F_k(w) - <g_k, w> + alpha/2 * ||w - w^t||^2,     g_k <- g_k - alpha * (w_k - w^t)
     server:    h <- h - alpha/K * sum_k (w_k - w^t),                w^(t+1) = mean_k w_k - h / alpha
 
-Departs from the paper: an exit is a global pooling and one linear layer. The exit of a level follows the deepest block
-with which the level's size exceeds the target by at most 5 percentage points (`widths.choose_exits`). The sizes are
-29.7, 50.1 and 100 % for VGG16, and 15.8, 26.2 and 100 % for ResNet18. A device trains a smaller level if the assigned
-level does not fit into its free memory. In the paper devices store g_k. Here the server's state contains g_k, which is
-as large as the model, for each client that has returned an update. Each commit writes all g_k, so set `alpha: 0` for
-large networks, or commit rarely. g_k is sent with the assignment and counts in `bytes_down`.
+Departs from the paper: an exit consists of global pooling and one linear layer. The exit of a level follows the deepest
+block with which the level's size exceeds the target by at most 5 percentage points (`widths.choose_exits`). By default,
+the levels have 29.7, 50.1 and 100 % of the full size for VGG16, and 15.8, 26.2 and 100 % for ResNet18. A device trains
+a smaller level if the assigned level does not fit into its free memory. In the paper devices store g_k. Here the
+server's state contains g_k, which is as large as the model, for each client that has returned an update. Each commit
+writes all g_k, so set `alpha: 0` for large networks, or commit rarely. The server sends g_k with the assignment, so
+`bytes_down` includes g_k.
 
-If a codec compresses the server's weights, w^t in the updates of g_k and h is the model that client k decoded.
-Otherwise g_k and h would accumulate the codec's rounding errors.
+If a codec compresses the server's weights, the updates of g_k and h use the model that client k decoded as w^t. With
+the exact weights, g_k and h would accumulate the codec's rounding errors.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from fl_engine.core.widths import choose_exits, with_exits
 
 @dataclass(frozen=True, kw_only=True)
 class DepthState(PooledState):
-    """`memory` maps `<client>/<name>` to tensors of g_k. `h` has a tensor for each parameter that clients trained."""
+    """`memory` maps `<client>/<tensor name>` to the tensors of g_k. `h` has a tensor for each trained parameter."""
 
     memory: Params
     h: Params
@@ -73,9 +74,9 @@ class DepthFL(PooledAlgorithm):
     temperature: Positive = 1.0
     """Temperature of the distillation between exits."""
     ramp: Count = 300
-    """Number of rounds until the weight is kd_weight. In round t < ramp: kd_weight * exp(-5 (1 - t/ramp)^2)."""
+    """Number of rounds until the weight reaches kd_weight. In round t < ramp: kd_weight * exp(-5 (1 - t/ramp)^2)."""
     alpha: NotNegative = 0.1
-    """Regularisation weight alpha of FedDyn; 0 is FedAvg."""
+    """Regularisation weight alpha of FedDyn; 0: FedAvg instead of FedDyn."""
     weighting: Weighting = "uniform"
     server: Server = Average()
     """Server optimizer that is applied to the mean before FedDyn's correction by h."""

@@ -30,7 +30,7 @@ class Ditto(FedAvg):
     """Ditto: each client also trains a model of its own, close to the global model (Li et al., ICML 2021)."""
 
     lam: Positive = 0.1
-    """lambda, the strength with which the global model attracts a client's own model."""
+    """lambda: weight of the term that pulls a client's own model towards the global model."""
 
     def client_state(self, family: ModelFamily, pool: Pool) -> Mapping[str, tuple[int, ...]]:
         return {PERSONAL + name: tuple(shape) for name, shape in full_shapes(family).items()}
@@ -39,8 +39,8 @@ class Ditto(FedAvg):
         return start
 
     def keep(self, state: Params, client: ClientContext) -> Params:
-        """Train the client's own model v, starting from v_0. `proximal` adds lam * (v - v_0) to the gradient. The
-        constant `attraction` changes this term to lam * (v - w^t)."""
+        """Train the client's own model v, starting from v_0. `proximal` adds lam * (v - v_0) to the gradient. Adding
+        the constant `attraction` turns this term into lam * (v - w^t)."""
         received = client.received
         start = self.personal(state, received) if state else received
         attraction = {

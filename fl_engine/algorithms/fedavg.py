@@ -1,8 +1,9 @@
 """FedAvg on the full model (McMahan et al., AISTATS 2017, Algorithm 1; arXiv:1602.05629), and its close variants.
 
-By default, every client trains the full model, even if the model exceeds the memory of the device. With `eligible:
+By default, every selected client trains the full model, even if the model exceeds the device's memory. With `eligible:
 capable`, only devices that can hold the full model at their maximum capacity are selected. A selected device fails if
-its free memory in the round is too small for the model. Heterogeneous methods should be more accurate than this FedAvg.
+its free memory in the round is too small for the model. A model-heterogeneous method should be more accurate than
+FedAvg with `eligible: capable`.
 
 `fedprox` is FedAvg with `mu: 0.01`: Federated Optimization in Heterogeneous Networks (Li et al., MLSys 2020;
 arXiv:1812.06127), Algorithm 2. Clients minimise `F_k(w) + mu/2 * ||w - w^t||^2`. Departs from the paper: all clients
@@ -12,15 +13,15 @@ implementations, clients are sampled uniformly, and the mean is weighted by data
 
 `fedopt` is FedAvg with `server: {name: adam}`: Adaptive Federated Optimization (Reddi et al., ICLR 2021;
 arXiv:2003.00295), Algorithms 1 and 2. The server uses the clients' mean change as a gradient and steps with Adam, Yogi
-or Adagrad. The rules are in `fl_engine/aggregation/server_opt.py`, and every other algorithm has the option `server` as
-well. Departs from Algorithm 2 of the paper: the mean over clients is weighted by sample counts, as in the paper's
-experiments. The clients' learning-rate decay in these experiments is `training.lr_decay`.
+or Adagrad. `fl_engine/aggregation/server_opt.py` contains the update rules. All other algorithms also have the option
+`server`. Departs from Algorithm 2 of the paper: the mean over clients is weighted by sample counts, as in the paper's
+experiments. These experiments decay the clients' learning rate, which `training.lr_decay` reproduces.
 
 `fedsgd` is FedAvg in which each client trains for one epoch with a single batch of all its samples (McMahan et al.,
 Section 2). A round is one gradient step on the data of the selected clients, `w - lr * sum_k (n_k / n) grad F_k(w)`.
 `training.epochs`, `training.batch_size`, `training.drop_last` and `training.sampler` are ignored. `training.momentum`
 and `training.schedule` have no effect on a single step. Departs from the paper: all samples of a client are one batch
-for the network, so that batch norm uses all samples. A large batch needs much memory. Therefore a run fails before
+for the network, so that batch norm uses all samples. Because a large batch needs much memory, a run fails before
 training if a client has more than `most_samples` samples.
 """
 
@@ -42,10 +43,10 @@ class FedAvg(PooledAlgorithm):
     """FedAvg: every selected client trains the full model (McMahan et al., AISTATS 2017)."""
 
     eligible: Literal["all", "capable"] = "all"
-    """Devices that can be selected: `all`, or only devices that can hold the model (`capable`)."""
+    """Devices that can be selected. all: every device; capable: only devices whose memory can hold the model."""
     selection: Selection = Uniform(model="largest")
     mu: NotNegative = 0.0
-    """Weight of FedProx's proximal term; 0 is FedAvg."""
+    """Weight of FedProx's proximal term; 0: FedAvg without this term."""
 
     def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
         if self.eligible == "capable" or self.on_too_small == "fail":
@@ -58,7 +59,7 @@ class FedSGD(FedAvg):
     """FedSGD: every selected client takes one gradient step on all its samples (McMahan et al., AISTATS 2017)."""
 
     local_work: ClassVar[str] = "one step on all of a client's samples in a round"
-    """Description of the local training in comparisons, because most options of the section `training` are ignored."""
+    """Description of the local training, because FedSGD ignores most options of the section `training`."""
 
     most_samples: Count = 8192
     """Maximum number of samples per client. The maximum limits the memory that one batch of all samples needs."""

@@ -2,8 +2,8 @@
 2018; arXiv:1812.07210), as implemented in FedRolex's comparison (thesis ch. 3, Eq. 3.5).
 
 A client of capacity beta trains floor(beta * K_i) random channels of each layer i. The channels are drawn again for
-every client and round. As in FedRolex's code, two convolutions have the same channels only if a shortcut adds their
-outputs. Each element is averaged over the updates that contain it. The output layer is never cut. Only the full model
+every client and round. As in FedRolex's code, two convolutions keep the same channels only if a shortcut adds their
+outputs. Each parameter is averaged over the updates that contain it. The output layer is never cut. Only the full model
 is evaluated.
 
 Departs from the paper: the paper's lossy compression is left out, as in FedRolex's comparison. A device trains a random

@@ -1,8 +1,8 @@
 """FedNova: Tackling the Objective Inconsistency Problem (Wang et al., NeurIPS 2020; arXiv:2007.07481), Section 4.
 
-If a client takes more steps, the mean of FedAvg moves towards the optimum of this client. FedNova divides each client's
-change by the distance that the client's steps cover. The mean of these quotients is multiplied by the average distance
-tau (Eq. 8, Table 1).
+In FedAvg, a client that takes more local steps pulls the global model further towards its own optimum. FedNova divides
+each client's change by |a_i|, the effective number of its local steps. The mean of these quotients is multiplied by
+tau, the average of |a_i| (Eq. 8, Table 1).
 
 Departs from the paper: the option `server` defines the server's momentum.
 """
@@ -25,7 +25,7 @@ from fl_engine.core.types import ClientResult, ClientUpdate, Device, Pool, Round
 
 @dataclass(frozen=True)
 class FedNova(FedAvg):
-    """FedNova: changes are normalised by the clients' numbers of local steps (Wang et al., NeurIPS 2020)."""
+    """FedNova: each client's change is normalised by its number of local steps (Wang et al., NeurIPS 2020)."""
 
     def check(self, fleet: Sequence[Device], pool: Pool, server: ServerContext) -> None:
         check_constant_sgd(self.training)
@@ -59,7 +59,7 @@ def check_constant_sgd(training: Training) -> None:
 
 
 def distance(training: Training, steps: float) -> float:
-    """Return `|a_i|` (Table 1): the distance that steps cover along a constant gradient, divided by the learning rate.
-    Without momentum, `|a_i|` is the number of steps."""
+    """Return `|a_i|` (Table 1), the effective number of steps: the distance that the steps cover along a constant
+    gradient, divided by the learning rate. Without momentum, `|a_i|` is `steps`."""
     m = training.momentum
     return float((steps - m * (1 - m**steps) / (1 - m)) / (1 - m))

@@ -3,8 +3,8 @@
 A client keeps the output layer of its model, and all other parameters are averaged. With `evaluate.on: clients`, each
 client evaluates its own model on its held-out samples.
 
-Departs from the paper: the personal layers are always exactly the output layer. The personal layers start with the
-weights of the global model instead of random weights.
+Departs from the paper: only the output layer is personal, and it starts with the weights of the global model instead of
+random weights.
 """
 
 from __future__ import annotations

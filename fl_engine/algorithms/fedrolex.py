@@ -2,9 +2,9 @@
 arXiv:2212.01548; thesis ch. 3).
 
 A client of capacity beta trains a window of floor(beta * K_i) channels of each layer i. The window moves by one channel
-per round and wraps around at the end of the layer, so all channels are trained equally often (Eq. 3.4). Each element is
-averaged over the updates that contain it, with equal weights (Eq. 3.10). The output layer is never cut. If all widths
-are below 1, the server's model is larger than every client's model.
+per round and wraps around at the end of the layer, so all channels are trained equally often (Eq. 3.4). Each parameter
+is averaged over the updates that contain it, with equal weights (Eq. 3.10). The output layer is never cut. If all
+widths are below 1, the server's model is larger than every client's model.
 
 Departs from the paper:
 
@@ -13,13 +13,13 @@ Departs from the paper:
 - The default widths suit this project's common fleet. The paper uses 1/16, 1/8, 1/4, 1/2 and 1 (fleet `capacities`).
 - `weighting: updates` weights a client by the number of its local steps. The paper weights by the "number of updates",
   and the authors' code counts how often each parameter was updated.
-- The authors' code moves the window backwards and rounds up. The implementation here follows the paper.
+- The authors' code moves the window backwards and rounds channel numbers up. The implementation follows the paper.
 - The authors' code redraws every client's capacity in every round (`dynamic`). Here each device has a constant
   capacity, as in the paper. The options `selection: {name: uniform, model: random}` and `fleet.tiers: [{name: any,
   share: 1, memory: 125}]` reproduce the code's dynamic capacities.
 
-As in the paper, only the full model is evaluated. `mask_labels` is the label-masked output layer of the authors' code.
-Batch norm and scaler are the same as in HeteroFL.
+As in the paper, only the full model is evaluated. `mask_labels` masks the output layer as in the authors' code. The
+options `static_bn` and `scaler` have the same effect as in HeteroFL.
 """
 
 from __future__ import annotations
@@ -46,5 +46,5 @@ class FedRolex(MovingWidths):
         return self._window(ctx.layout, self.widths[assignment.level], width, assignment.round)
 
     def _window(self, layout: ParamLayout, sent: float, width: float, round: int) -> SubmodelSpec:
-        """Return the start of this round's window for the capacity `sent`. The result has the width ratio `width`."""
+        """Return this round's window for the capacity `sent`, shortened to the width ratio `width`."""
         return rolling(layout, width, window_start(layout, sent, round, self.overlap))

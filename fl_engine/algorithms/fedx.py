@@ -1,24 +1,24 @@
 """FedX: Adaptive Model Decomposition and Quantization for IoT Federated Learning (Lai et al., DCOSS-IoT 2025;
 arXiv:2504.12849), Algorithm 1.
 
-Each tier of the fleet has a nested sub-network and a number of bits. Before the first round, the preparation `supernet`
-trains the sub-networks on the server's data and chooses the sub-network of each tier (Eq. 2). In each round the server
-sends the sub-networks, quantised by QSGD. A device trains the decoded weights and returns unquantised weights. The
-server averages each element over the updates that contain it, with equal weights (Eq. 4). Then the server trains the
-whole network on its own data (`fine_tuning`, Eq. 5). `fedx_small`, `fedx_medium` and `fedx_large` send the same
-sub-network to all devices and search only for the number of bits.
+Each tier of the fleet has one of several nested sub-networks and a number of bits. Before the first round, the
+preparation `supernet` trains the sub-networks on the server's data and chooses the sub-network of each tier (Eq. 2). In
+each round the server sends the sub-networks, quantised by QSGD. A device trains the decoded weights and returns
+unquantised weights. The server averages each parameter over the updates that contain it, with equal weights (Eq. 4).
+Then the server trains the whole network on its own data (`fine_tuning`, Eq. 5). `fedx_small`, `fedx_medium` and
+`fedx_large` send the same sub-network to all devices and search only for the number of bits.
 
 Departs from the paper:
 
-- A tier gets the smallest number of bits with nearly the best accuracy (`delta` in `preparation.submodel_search`).
-- QSGD has a norm for every 512 elements. With the paper's single norm over all weights, quantising 2.4 M weights with 8
-  bits causes a root-mean-square error of about twice the weights. `bucket: null` is one norm per tensor.
+- A tier gets the candidate with the fewest encoded bits within `delta` of the best accuracy (`submodel_search`).
+- QSGD uses one norm for every 512 elements. With the paper's single norm, quantising 2.4 M weights with 8 bits causes a
+  root-mean-square error about twice as large as the weights. `bucket: null` uses one norm per tensor.
 - The server's first training starts from random weights. The paper's MobileNetV3 is pretrained on ImageNet.
 - A device fails if its sub-network does not fit into its free memory. The smallest level is trained regardless of the
   memory (`on_too_small`).
-- Sub-networks have different running statistics, which are collected again before a level is evaluated (`static_bn`).
-- The paper's MobileNetV3 and 1-D network define their nested sub-networks. The sub-networks of other networks are the
-  first channels of each layer, with the ratios `widths`.
+- Each sub-network needs separate running statistics, which are collected before its evaluation (`static_bn`).
+- The paper's MobileNetV3 and 1-D network define their nested sub-networks. In other networks, a sub-network consists of
+  the first channels of each layer, according to the ratios `widths`.
 - After a round without any update the server does not fine-tune, so the model does not change.
 """
 
@@ -63,9 +63,9 @@ class FedX(FineTuned):
     preparations: ClassVar[tuple[str, ...]] = ("supernet",)
 
     widths: tuple[Fraction, ...] = (0.5, 0.75, 1.0)
-    """Ascending width ratios of the sub-networks; the last is 1. Ignored if the network has nested sub-networks."""
+    """Ascending width ratios that end with 1. Ignored if the network defines its own nested sub-networks."""
     names: tuple[str, ...] = SIZES
-    """Names of the sub-networks in `widths`."""
+    """Names of the sub-networks, one for each ratio in `widths`."""
     level: str | None = None
     """Name of the sub-network for all devices; null: each tier has its own sub-network."""
     assigned: Mapping[str, Assigned] = field(default_factory=dict, hash=False)
@@ -83,7 +83,7 @@ class FedX(FineTuned):
     search_levels: Annotated[int, Field(ge=3)] | None = 9
     """Number of sub-networks to try for a tier: small, medium, large, and others at equal distances; null: all."""
     search_seeds: Count = 3
-    """Number of random roundings for each candidate. The candidate's score is the mean accuracy."""
+    """Number of times that each candidate is randomly rounded and measured. Its score is the mean accuracy."""
     kd_weight: NotNegative = 1.0
     """Weight of the distillation from the largest sub-network in the server's first training; 0: no distillation."""
     up: Literal["identity", "quantised"] = "identity"
@@ -96,8 +96,8 @@ class FedX(FineTuned):
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         """Return the small, medium and large sub-network and all sub-networks that are assigned to tiers. Before the
-        preparation, tiers do not have sub-networks yet. The selection may then send any model, or only `level` if this
-        option is set."""
+        preparation has assigned sub-networks to tiers, the selection may send any model, or only `level` if this option
+        is set."""
         levels = nested(family, self.widths, self.names)
         if self.level is not None:
             _known(self.level, levels, "algorithm.level")
@@ -166,7 +166,7 @@ class FedX(FineTuned):
         return with_codecs(plan, (of_client[assignment.client][1] for assignment in plan.assignments))
 
     def search_space(self, pool: Pool) -> Mapping[str, Interval]:
-        """Return the search ranges of the fine-tuning's `lr` and `gamma`, without `gamma` if `gamma` is 0."""
+        """Return the search ranges of the fine-tuning's `lr` and `gamma`. Omit `gamma` if its value is 0."""
         if self.fine_tuning is None:
             return {}
         ranges = {"fine_tuning.lr": around(self.fine_tuning.lr, 1e-4, 0.1, log=True)}

@@ -3,12 +3,12 @@ section III-B; Algorithm 1, line 13; Eq. 5).
 
     theta^{t+1} = argmin L(theta, D_S) + gamma * ||theta - G||_2        G: the aggregate of the round
 
-Departs from the paper, or chooses one of two contradicting statements:
+Departs from the paper, or follows one of two contradicting statements of the paper:
 
-- Eq. 5 prints the norm without a square, but its gradient is not defined at theta = G. Here, as in the proof (section
-  III-D), the term is gamma/2 * ||theta - G||^2 with the gradient gamma * (theta - G).
-- Training starts at G, as in Algorithm 1, so the regulariser is 0 in the first step. In the proof, training has a
-  single step and starts at theta^{t-1}, the weights before the round.
+- Eq. 5 contains the norm without a square, but the gradient of this norm is not defined at theta = G. Here, as in the
+  proof (section III-D), the term is gamma/2 * ||theta - G||^2 with the gradient gamma * (theta - G).
+- Training starts at G, as in Algorithm 1, so the regulariser is 0 in the first step. In the proof, training consists of
+  a single step that starts at theta^{t-1}, the weights before the round.
 - The paper does not state the number of steps. Here the server trains for `epochs` epochs over its data.
 
 The norm is computed over all weights together. Running statistics of batch norm are not part of the norm.
@@ -34,7 +34,7 @@ log = logging.getLogger("flexfleet")
 
 @dataclass(frozen=True)
 class FineTuning:
-    """Options of the server's training, which uses SGD without momentum. Incomplete last batches are used."""
+    """Options of the server's training, which uses SGD without momentum. The last batch may be smaller."""
 
     __pydantic_config__ = STRICT
 

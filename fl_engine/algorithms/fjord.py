@@ -2,14 +2,14 @@
 NeurIPS 2021; arXiv:2102.13451), Algorithm 1.
 
 Sub-networks of smaller widths are nested in sub-networks of larger widths. p_max is the largest width that fits into a
-device's maximum memory. In every local step, the device draws a width up to p_max uniformly and trains this
-sub-network. The server averages each channel over the clients whose p_max includes the channel.
+device's maximum memory. In every local step, the device draws a width up to p_max uniformly and trains the sub-network
+of this width. The server averages each channel over the clients whose p_max includes the channel.
 
-Departs from the paper: larger widths are not distilled into smaller widths, which is optional in Sec. 3.2. If p_max
-does not fit into the free memory of a round, the device uses the largest width that fits. The default widths are from
-the paper. FlexFL's comparison uses `widths: [0.5, 0.71, 1.0]`. The result `avg` is the mean over all widths. The paper
-stores the running statistics of batch norm per width. Here batch norm has no running statistics. All widths share the
-affine parameters, as in the paper.
+Departs from the paper: the distillation from larger to smaller widths, which is optional in Sec. 3.2, is not
+implemented. If p_max does not fit into the free memory of a round, the device uses the largest width that fits. The
+default widths are from the paper. FlexFL's comparison uses `widths: [0.5, 0.71, 1.0]`. The metric `avg` is the mean
+over all widths. The paper stores the running statistics of batch norm per width. Here batch norm has no running
+statistics. All widths share the affine parameters, as in the paper.
 """
 
 from __future__ import annotations

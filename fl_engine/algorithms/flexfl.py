@@ -1,24 +1,26 @@
 """FlexFL: Heterogeneous Federated Learning via APoZ-Guided Flexible Pruning in Uncertain Scenarios (Chen et al.,
 IEEE TCAD 2024; arXiv:2407.12729), Sections III-B to III-F, Algorithms 1 and 2.
 
-Before the first round, the server pre-trains on proxy data, measures APoZ and builds a nested pool M1 < M2' < M2 < M3'
-< M3 (`pool`). In each round, the server sends each selected device a model that fits into the device's maximum memory
-(`plan`). The device prunes the model to its free memory and trains it with self-distillation from the smaller nested
-models (`task`). Each element is averaged over the updates that contain it (`merge`).
+Before the first round, the server pre-trains the network on proxy data, measures APoZ (the fraction of zeros after each
+ReLU) and builds a nested pool M1 < M2' < M2 < M3' < M3 (`pool`). In each round, the server sends each selected device a
+model that fits into the device's maximum memory (`plan`). The device prunes the model to its free memory and trains it
+with self-distillation from the smaller nested models (`task`). Each parameter is averaged over the updates that contain
+it (`merge`).
 
 Departs from the paper:
 - The proxy data are split off from the training data before the partition. The authors' code uses a part of the test
   set.
-- One Adam optimizer pre-trains for all epochs. The authors' code creates a new optimizer in each epoch.
-- gamma is found by bisection on the size of all parameters (`pool.py`), and a model fits if the free memory exceeds the
+- Pre-training uses one Adam optimizer for all epochs. The authors' code creates a new optimizer in each epoch.
+- A bisection on the number of all parameters finds gamma (`pool.py`), and a model fits if the free memory exceeds the
   model's size. `rule: authors` uses the search of the authors' code. This search finds models that are larger than the
   targets, but devices compare their free memory with the targets.
 - Devices are drawn uniformly from all devices that can hold the level (`selection.ResourceTable`).
 - The distillation term is the mean over batch and classes, as in the authors' code (`losses.py`).
-- As in the code, all smaller models of the pool are teachers, including M2' and M3', but here without dropout. In the
-  code, teachers use dropout only in the first round, because the evaluation then leaves the teachers in evaluation mode
-  (`teachers: authors`).
-- The ablation "without APoZ" sets every A_i to 0.5. If A_i were 1, the largest layer could not be wider than 1 %.
+- As in the code, all smaller models of the pool are teachers, including M2' and M3', but here teachers never use
+  dropout. In the code, teachers use dropout only in the first round, because the first evaluation leaves them in
+  evaluation mode. `teachers: authors` reproduces this behaviour.
+- The ablation "without APoZ" sets every A_i to 0.5. With A_i = 1, the largest layer would keep at most 1 % of its
+  channels.
 """
 
 from __future__ import annotations
@@ -54,13 +56,14 @@ class FlexFL(PooledAlgorithm):
     adaptive_size: Positive | None = 10.0
     """Gamma: difference between the sizes of M and M', in percentage points; null: no adaptive models M' (ablation)."""
     gammas: tuple[Positive, ...] | None = None
-    """Fixed gamma for each target below 100; null: search. With fixed values, `targets` only set the models' order."""
+    """Fixed gamma for each target below 100; null: search. With fixed values, `targets` only define the models'
+    order."""
     epsilon: Positive | None = None
-    """Tolerance between a model's size and its target, in percentage points; null: the largest of 0.5, one channel of
-    the widest layer, and half a channel of the layer with the largest channels."""
+    """Tolerance between a model's size and its target, in percentage points; null: the maximum of 0.5, one channel of
+    the widest layer, and half a channel of the layer with the most parameters per channel."""
     rule: pools.Rule = "closest"
-    """Search for gamma. closest: the size closest to the target; authors: the first match from above, as in the
-    authors' code. With `authors`, a device compares its free memory with the targets instead of the models' sizes."""
+    """Search for gamma. closest: the size closest to the target; authors: the largest size within 5 points of the
+    target, as in the authors' code. With `authors`, a device compares its free memory with targets instead of sizes."""
     apoz: tuple[Share, ...] | None = None
     """APoZ A_i of each prunable layer, in network order; null: pre-train and measure APoZ."""
     use_apoz: bool = True
@@ -80,8 +83,8 @@ class FlexFL(PooledAlgorithm):
         return ("apoz",) if self.use_apoz and self.apoz is None else ()
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        """Return M1, M2', M2, ... Each model is nested in the next one (Alg. 1). Raises PoolError for impossible
-        targets."""
+        """Return M1, M2', M2, ... Each model is nested in the next one (Alg. 1). Raises PoolError if the models cannot
+        have the target sizes."""
         if list(self.targets) != sorted(set(self.targets)) or not self.targets or self.targets[-1] != 100:
             raise PoolError(
                 f"algorithm.targets must be in ascending order and end with 100, got {list(self.targets)}",
@@ -162,8 +165,8 @@ class FlexFL(PooledAlgorithm):
         return [smallest, *(size for main in larger for size in (main - self.adaptive_size, main))]
 
     def search_space(self, pool: Pool) -> dict[str, Interval]:
-        """Return the search ranges of every dispatched model's gamma, and of lambda and Gamma if they are not switched
-        off. A gamma varies by a factor of 1.2, but does not cross its geometric mean with a neighbouring gamma."""
+        """Return the search ranges of every dispatched model's gamma, and of lambda and Gamma unless they are disabled.
+        A gamma varies by a factor of up to 1.2, but not beyond its geometric mean with a neighbouring gamma."""
         if len(pool) == 1:
             return {}
         solved, ranges = [m.gamma for m in pool if m.dispatched and m.gamma is not None], dict[str, Interval]()

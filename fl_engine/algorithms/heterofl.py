@@ -1,9 +1,10 @@
 """HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients (Diao et al., ICLR
 2021; arXiv:2010.01264).
 
-Every level has one width ratio and consists of the first channels of each layer. Each element is averaged over the
+Every level has one width ratio and consists of the first channels of each layer. Each parameter is averaged over the
 updates that contain it. The scaler, masked cross entropy and static batch norm are options of every algorithm, and
-HeteroFL enables all three by default. `evaluation.collect_statistics` describes how static batch norm affects privacy.
+HeteroFL enables all three by default. See `evaluation.collect_statistics` for the effect of static batch norm on
+privacy.
 
 Departs from the paper: a device trains the next smaller level if the assigned level does not fit into its free memory.
 By default clients are drawn uniformly, as in HeteroFL, and get the largest level that fits into their maximum memory
@@ -29,9 +30,9 @@ from fl_engine.core.widths import Rounding
 @dataclass(frozen=True)
 class HeteroFL(PooledAlgorithm):
     widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
-    """Ascending width ratios; the last is 1. The defaults give about 25, 50 and 100 % of the parameters."""
+    """Ascending width ratios that end with 1. The defaults give about 25, 50 and 100 % of the parameters."""
     rounding: Rounding = "ceil"
-    """Rounding of ratio * channels: up (HeteroFL's code) or down (FedRolex Eq. 3.6). At least one channel remains."""
+    """Rounding of ratio * channels, at least to 1: `ceil` (HeteroFL's code) or `floor` (FedRolex Eq. 3.6)."""
     static_bn: StaticBN = True
     scaler: bool = True
     mask_labels: bool = True

@@ -1,5 +1,5 @@
-"""Pools for several algorithms (prefixes, early exits, nested sub-networks), and the base class of methods whose
-sub-models change from round to round."""
+"""Build pools that several algorithms use (prefixes, early exits, nested sub-networks), and define the base class of
+methods whose sub-models change from round to round."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def prefix_pool(
     rounding: Rounding = "ceil",
     full_only: bool = False,
 ) -> Pool:
-    """Return one model for each width ratio, named `0.5x` and so on, with the first channels of every layer.
+    """Return one model for each width ratio, with the first channels of every layer and a name such as `0.5x`.
 
     With `full_only`, only the full model is evaluated, and the last ratio may be below 1. Clients do not receive the
-    full model if the last ratio is below 1. Raises PoolError for widths that do not ascend to 1, and for models of
-    equal size.
+    full model if the last ratio is below 1. Raises PoolError if the widths do not ascend to 1, or if two models have
+    the same size.
     """
     if not widths or list(widths) != sorted(set(widths)) or (widths[-1] != 1 and not full_only):
         raise PoolError(
@@ -66,7 +66,7 @@ def exit_pool(
     algorithm: PooledAlgorithm, family: ModelFamily, widths: Sequence[float], ends: Sequence[str], **more: Any
 ) -> Pool:
     """Return one model for each width ratio, with the names `level1`, `level2` and so on. Each model ends with an exit
-    behind one of the blocks `ends`; the last model is the whole network. `more` are further fields."""
+    behind one of the blocks `ends`; the last model is the whole network. `more` contains fields of `PoolModel`."""
     if len(ends) != len(widths) - 1 or widths[-1] != 1 or list(widths) != sorted(widths):
         raise PoolError(
             "algorithm.widths must be in ascending order and end with 1, with one exit for each width except the last, "
@@ -81,8 +81,8 @@ def exit_pool(
 def nested_member(
     algorithm: PooledAlgorithm, family: ModelFamily, size: Size, widths: Sequence[float], codecs: Codecs
 ) -> PoolModel:
-    """Return the small, medium or large sub-network that the network defines (`contracts.Nested`), otherwise a prefix
-    of every layer. Raises PoolError if `widths` do not ascend to 1."""
+    """Return the small, medium or large sub-network that the network defines (`contracts.Nested`), or a prefix of every
+    layer if the network does not define sub-networks. Raises PoolError if `widths` do not ascend to 1."""
     spec = nested(family, widths, SIZES, only=size)[size]
     return algorithm.member(family, size, spec, codecs=codecs)
 
@@ -111,7 +111,7 @@ class MovingWidths(PooledAlgorithm):
         return prefix_pool(self, family, self.widths, "floor", full_only=True)
 
     def part(self, assignment: Assignment, ctx: TaskContext, width: float) -> SubmodelSpec:
-        """Return the part with this width ratio of the received sub-model, for a device with too little memory."""
+        """Return a part of the received sub-model with the ratio `width`, for a device with too little memory."""
         raise NotImplementedError
 
     def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:

@@ -4,28 +4,30 @@ Multi-Branch Networks and the Oort Algorithm" (Algorithms, MDPI, January 2024), 
 A network has early exits at equal distances. A branch is the network up to one exit, with only this exit's head. The
 last branch is the network without early exits. In each round the selected clients are sorted by speed and bandwidth and
 divided into as many tiers as branches (`capacity.tiers`, Algorithm 1). The slowest tier trains the first branch, and
-the fastest tier trains the last branch. Each element is averaged over the updates that contain it. All branches are
-evaluated, and `full` is the accuracy of the last branch. The selection chooses clients, but not branches. The paper
-also combines the method with FedProx (`proximal`) and FedYogi (`server: {name: yogi}`).
+the fastest tier trains the last branch. Each parameter is averaged over the updates that contain it. All branches are
+evaluated, and the metric `full` is the accuracy of the last branch. The selection chooses clients, but not branches.
+The paper also combines the method with FedProx (`proximal`) and FedYogi (`server: {name: yogi}`).
 
 The implementation specifies details that the paper leaves open:
 
 - With B exits and N blocks, exit j is behind block j N / (B + 1), rounded half up. The nine exits of ResNet34 are
-  behind the blocks 2, 3, 5, 6, 8, 10, 11, 13 and 14, as in the paper's figure 4. The text contains "equidistant
-  points", "every two blocks" and "nine additional branches". `exits: every:2` is another interpretation, with seven
-  exits.
+  behind the blocks 2, 3, 5, 6, 8, 10, 11, 13 and 14, as in the paper's figure 4. The text mentions "equidistant
+  points", "every two blocks" and "nine additional branches". The option `exits: every:2` follows the second statement
+  and gives seven exits.
 - Heads have two convolutions in the first third of the exits, one convolution in the second third and no convolution in
   the last third. Each 3x3 convolution has stride 1, as many channels as the block, batch norm and ReLU. Global average
-  pooling and a linear layer follow. The paper specifies only the "first group of residual blocks", with three branches.
+  pooling and a linear layer follow. The paper specifies the heads only for the "first group of residual blocks", with
+  three branches.
 - A client minimises only the loss of its branch.
 - In the paper every client can hold every branch. Here a device that cannot hold its tier's branch receives the largest
   branch that fits. If no branch fits, the device receives the smallest branch. A device fails if its free memory is too
-  small for the received branch, because the device does not have other heads. The smallest branch is always trained,
-  unless `on_too_small: fail` is set.
+  small for the received branch, because the device did not receive the heads of smaller branches. The smallest branch
+  is always trained, unless `on_too_small: fail` is set.
 
 The algorithm supports every network with early exits. A head has fewer convolutions if its branch would otherwise cost
-more than the next branch (`small_cnn`: no convolutions; `resnet18`: one instead of two in the second head). In networks
-with group norm (`uthar_resnet18`, `widar_resnet18`) and behind blocks that return vectors, a head is a linear layer.
+more than the next branch. For example, the heads of `small_cnn` have no convolutions, and the second head of `resnet18`
+has one instead of two. In networks with group norm (`uthar_resnet18`, `widar_resnet18`) and behind blocks that return
+vectors, a head is a linear layer.
 """
 
 from __future__ import annotations
@@ -56,10 +58,10 @@ class MultiBranch(PooledAlgorithm):
     except the last; `every:2`: an exit behind every second block except the last; or a list of block names in network
     order."""
     head_convs: tuple[Index, ...] = (2, 1, 0)
-    """Numbers of 3x3 convolutions in the heads: one number for each of several groups with about equally many exits. A
-    head has fewer convolutions if its branch would not cost less than the next branch."""
+    """Numbers of 3x3 convolutions per head, one for each group of exits. The groups are about equally large. A head has
+    fewer convolutions if its branch would not cost less than the next branch."""
     mu: NotNegative = 1.0
-    """Weight of a client's speed, relative to its bandwidth, when tiers are assigned; 0 uses only the bandwidth."""
+    """Weight of a client's speed, relative to its bandwidth, when tiers are assigned; 0: use only the bandwidth."""
     proximal: NotNegative = 0.0
     """Weight of FedProx's proximal term (the option `mu` of `fedprox`); 0: no proximal term."""
 
@@ -78,7 +80,7 @@ class MultiBranch(PooledAlgorithm):
         return self.whole(assignment, ctx, proximal=self.proximal)
 
     def search_space(self, pool: Pool) -> Mapping[str, Interval]:
-        """Return the range of mu from section 5.4.2 of the paper."""
+        """Return the search range of mu, which is from section 5.4.2 of the paper."""
         return {"mu": around(self.mu, 0.0, 4.0)}
 
 
@@ -132,8 +134,8 @@ def _cost(family: ModelFamily, end: str | None) -> tuple[int, int]:
 
 
 def in_tiers(picks: Sequence[Pick], context: RoundContext, mu: float) -> list[Pick]:
-    """Return a pair (client, branch) for each client. The branch is the largest one that fits into the client's maximum
-    memory and does not exceed the client's tier. If no branch fits, the smallest branch is returned."""
+    """Return a pair (client, branch) for each client. The branch is the largest, up to the branch of the client's tier,
+    that fits into the client's maximum memory. If no branch fits, it is the smallest branch."""
     devices = {d.client: d for d in context.available}
     picked = [devices[client] for client, _ in picks]
     levels = dispatched(context.pool)

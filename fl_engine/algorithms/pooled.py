@@ -1,12 +1,12 @@
-"""Base class of algorithms with one global model on the server, which sends sub-models of this model to the clients.
+"""Base class of algorithms in which the server sends sub-models of one global model to the clients.
 
 `PooledAlgorithm` is FedAvg on a pool of sub-models. Other algorithms override some of these methods:
 
 - `pool` returns the sub-models that the server may send.
 - `check` raises an error if the options do not fit the fleet or the server.
 - `first_state` returns a state with additional fields.
-- `submodel` returns the sub-model that a client receives in a round, by default the pool model of its level.
-- `task` returns the part that a client trains, by default the largest pool model that fits into its free memory.
+- `submodel` returns the sub-model that a client receives in a round, by default the pool model of the assigned level.
+- `task` returns the client's training task, by default for the largest pool model that fits into the free memory.
 - `weight` returns the weight of an update in the mean, by default according to the option `weighting`.
 - `plan` returns the assignments of a round.
 - `merge` returns the state with the new global model.
@@ -76,9 +76,9 @@ class PooledState:
 class PooledAlgorithm:
     """FedAvg on a pool of sub-models, with the options that all algorithms share.
 
-    Defaults are the values in each method's paper, with three exceptions. HeteroFL and ScaleFL weight updates by
+    The default options of each method are from its paper, with three exceptions. HeteroFL and ScaleFL weight updates by
     samples, as in FlexFL's and AdaptiveFL's comparisons. Federated Dropout uses the options in FedRolex's comparison.
-    FedX and its comparison use `static_bn: kept`, which is flexfleet's choice.
+    FedX and the methods in FedX's comparison use `static_bn: kept`, which is flexfleet's choice.
 
     The scaler, static batch norm and the label masks are from HeteroFL (Diao et al., ICLR 2021, Sec. 3). The weightings
     by updates and by size are from FedRolex (Alam et al., NeurIPS 2022; thesis Sec. 3.3.6).
@@ -89,8 +89,8 @@ class PooledAlgorithm:
     moving: ClassVar[bool] = False
     """True if pool models determine only the sizes of sub-models, and the channels change in every round."""
     draw_matters: ClassVar[str] = ""
-    """Reason why a selected client influences other clients' assignments; empty if there is no influence. Replacing
-    such a client may change a private sum by more than 2 * clip, so secret selection is rejected."""
+    """Reason why the selection of a client changes other clients' assignments; empty if it does not. If it does,
+    replacing a client may change a private sum by more than 2 * clip, so secret selection is rejected."""
 
     training: Training = Training()
     weighting: Weighting = "examples"
@@ -105,8 +105,9 @@ class PooledAlgorithm:
     """In training, divide the outputs of every convolution and hidden linear layer by the sub-model's width ratio, or
     by the layer's ratio if layers differ (HeteroFL). The scaler is not allowed if all sub-models have full width."""
     mask_labels: bool = False
-    """In training, set the logits of classes that a client does not hold to 0, also in teachers. Each row of the output
-    layer is averaged over the clients that hold its class (HeteroFL). Tasks without classes ignore the option."""
+    """In training, set the logits of classes without samples on the client to 0, in the model and in its teachers. Each
+    row of the output layer is averaged over the clients with samples of its class (HeteroFL). Tasks without classes
+    ignore the option."""
     on_too_small: Literal["train", "fail"] = "train"
     """Behaviour of a device with less free memory than the smallest model needs: `train` this model, or `fail`."""
     selection: Selection = ByCapacity()
@@ -156,12 +157,12 @@ class PooledAlgorithm:
         """Raise ConfigError if the options do not fit the fleet or the server."""
 
     def first_state(self, common: PooledState) -> Any:
-        """Return the state before the first round. `common` has the fields of all algorithms."""
+        """Return the state before the first round. `common` contains the fields that all algorithms share."""
         return common
 
     # ------------------------------------------------------------------------------------ the server plans
     def plan(self, state: Any, context: RoundContext) -> RoundPlan:
-        """Select clients and assign a sub-model to each."""
+        """Select clients and assign a sub-model to each selected client."""
         return self.assign(state, context, self.select(state, context))
 
     def select(self, state: Any, context: RoundContext, purpose: str = "select") -> list[Pick]:
@@ -203,15 +204,16 @@ class PooledAlgorithm:
 
     # ------------------------------------------------------------------------------------ the client trains
     def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
-        """Return the task to train the largest pool model that is part of the received model and fits into memory."""
+        """Return a task that trains the largest pool model, up to the received model, that fits into memory."""
         level = self.largest_fitting(ctx, range(assignment.level + 1))
         return self.local_task(assignment, ctx.pool[level].spec)
 
     def local_task(
         self, assignment: Assignment, spec: SubmodelSpec, scaler: Scaler = "by_layer", **more: Any
     ) -> LocalTask:
-        """Return the task to train `spec`, a part of the received sub-model, with the options of `training`. If the
-        option `scaler` is on, outputs are divided by the argument `scaler`. `more` are further fields."""
+        """Return a task that trains `spec`, a part of the received sub-model, with the options of `training`. If the
+        option `scaler` is on, the layers' outputs are divided by the argument `scaler`. `more` contains further fields
+        of `LocalTask`."""
         t = self.training
         return LocalTask(
             spec=spec,
@@ -233,9 +235,9 @@ class PooledAlgorithm:
     def largest_fitting(
         self, ctx: TaskContext, levels: Iterable[int], thresholds: Sequence[float] | None = None
     ) -> int:
-        """Return the largest pool model in `levels` (ascending) that needs less than the free memory.
+        """Return the largest level in `levels` (ascending) whose pool model needs less than the free memory.
 
-        If no model fits, return the smallest model, or raise ClientError if `on_too_small` is `fail`. With
+        If no model fits, return the smallest level, or raise ClientError if `on_too_small` is `fail`. With
         `thresholds`, a model fits if the free memory in % of the full model is at least the model's threshold.
         """
         candidates = list(levels)
@@ -248,7 +250,7 @@ class PooledAlgorithm:
         return candidates[0]
 
     def whole(self, assignment: Assignment, ctx: TaskContext, **more: Any) -> LocalTask:
-        """Return the task to train the whole received model, for methods that cannot prune on the device.
+        """Return a task that trains the whole received model, for methods that cannot prune on the device.
 
         Raises ClientError if the model does not fit into the free memory. With `on_too_small: train`, the smallest
         model is trained regardless of the free memory.
@@ -324,7 +326,7 @@ def scaled_change(update: ClientUpdate, state: Any, factor: float) -> ClientUpda
 
 
 def with_codecs(plan: RoundPlan, codecs: Iterable[Codecs | None]) -> RoundPlan:
-    """Return the plan with these codecs, which are in the order of the assignments."""
+    """Return a copy of the plan in which each assignment has the codecs at its position in `codecs`."""
     pairs = zip(plan.assignments, codecs, strict=True)
     return replace(plan, assignments=tuple(replace(assignment, codecs=each) for assignment, each in pairs))
 

@@ -1,7 +1,7 @@
 """q-FFL: Fair Resource Allocation in Federated Learning (Li et al., ICLR 2020; arXiv:1905.10497).
 
 Algorithm 2 (q-FedAvg): the objective `sum_k p_k / (q + 1) * F_k(w)^(q+1)` gives clients with a higher loss a larger
-weight, so that accuracy is more uniform over the clients. Each client reports `F_k(w)`, its loss before training.
+weight, so that the accuracy is more uniform across clients. Each client reports `F_k(w)`, its loss before training.
 
 Departs from the paper: the option `selection` defines how clients are sampled, and `weighting` defines `p_k`. A
 Byzantine client can report a false loss of up to `LARGEST_LOSS`, so q-FFL requires honest clients.
@@ -32,7 +32,7 @@ class QFFL(FedAvg):
     """q-FFL: clients with a higher loss get a larger weight (Li et al., ICLR 2020)."""
 
     q: NotNegative = 0.1
-    """Exponent of the losses; 0 is FedAvg. The more local steps clients take, the smaller q must be."""
+    """Exponent of the losses; 0: FedAvg. The more local steps clients take, the smaller q must be."""
 
     def client_metrics(self) -> Sequence[ClientMetric]:
         return (ClientMetric("loss_before", 0.0, LARGEST_LOSS, _loss_before),)

@@ -2,12 +2,13 @@
 sub-network, and the server sends the sub-network's weights quantised by QSGD. The server has no data and does not
 fine-tune.
 
-`level` selects FedX's Quantized FedAvg-Small, -Medium or -Large. Only this sub-network is trained and evaluated, and
-`full` is its accuracy. In `model.safetensors`, all other weights have their initial values.
+`level` selects FedX's Quantized FedAvg-Small, -Medium or -Large. Only the selected sub-network is trained and
+evaluated, and the metric `full` is its accuracy. In `model.safetensors`, weights outside the sub-network have their
+initial values.
 
 Departs from the paper, in which clients return unquantised weights ("quantization is done at the server in these
-variants"). Here `bits_up` can quantise the returned changes. QSGD has a norm for every 512 elements, and `bucket: null`
-is one norm per tensor. The run's `codec` is ignored.
+variants"). Here the option `bits_up` can quantise the returned changes. QSGD uses one norm for every 512 elements, or
+one norm per tensor with `bucket: null`. The run's `codec` is ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class QuantizedFedAvg(PooledAlgorithm):
     level: Size = "large"
     """Sub-network that all devices train."""
     widths: Widths = WIDTHS
-    """Ascending width ratios of the sub-networks; the last is 1. Ignored if the network has nested sub-networks."""
+    """Ascending width ratios that end with 1. Ignored if the network defines its own nested sub-networks."""
     bits: Bits = 8
     """Number of QSGD bits for the weights that the server sends."""
     bits_up: Bits | None = None
@@ -38,7 +39,7 @@ class QuantizedFedAvg(PooledAlgorithm):
     bucket: Count | None = 512
     """Number of consecutive elements with a common norm in QSGD; null: one norm per tensor."""
     eligible: Literal["all", "capable"] = "all"
-    """Devices that can be selected: `all`, or only devices that can hold the sub-network (`capable`)."""
+    """Devices that can be selected. all: every device; capable: only devices whose memory can hold the sub-network."""
     static_bn: StaticBN = "kept"
     selection: Selection = Uniform(model="largest")
 

@@ -4,8 +4,8 @@ A client adds `c - c_i` to every gradient. The variate c estimates the gradient 
 gradient of client i. After training, c_i becomes `c_i - c + (x - y_i) / (K * lr)` (option II), and the server adds the
 mean change of the variates to c. The server computes this change from the client's update.
 
-Departs from the paper: with momentum, K is the distance that the steps cover (`fednova.distance`). The option
-`weighting` can give clients' updates unequal weights. The option `server` defines the server's step size.
+Departs from the paper: with momentum, K is the effective number of steps (`fednova.distance`). The option `weighting`
+can give clients' updates unequal weights. The option `server` defines the server's step size.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ VARIATE = "variate/"
 
 @dataclass(frozen=True, kw_only=True)
 class ScaffoldState(PooledState):
-    """`variate` is c. The variate is empty, which means 0, until the first update is merged."""
+    """`variate` contains the tensors of c, and is empty until the first update is merged. Missing tensors are 0."""
 
     variate: Params
 

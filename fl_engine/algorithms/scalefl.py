@@ -1,16 +1,16 @@
 """ScaleFL: Resource-Adaptive Federated Learning with Heterogeneous Clients (Ilhan et al., CVPR 2023).
 
-A smaller level has fewer channels and fewer blocks, and ends with an early exit. A client trains all exits of its level
-with weights (j + 1) / sum, and the last exit is the teacher of the earlier exits. Each element is averaged over the
-updates that contain it.
+A smaller level has fewer channels and fewer blocks, and ends with an early exit. A client trains all exits of its
+level. The loss of exit j (from 0) has a weight proportional to j + 1, and the last exit is the teacher of the earlier
+exits. Each parameter is averaged over the updates that contain it.
 
 Departs from the paper:
 
-- An exit is a global pooling and one linear layer. The exit of a level follows the deepest block with which the level's
-  size exceeds the target by at most 5 percentage points (`widths.choose_exits`). The sizes with the default `widths`
-  are 24.6, 33.7 and 100 % for VGG16, and 22.1, 52.6 and 100 % for ResNet34. FlexFL's comparison has larger exits. With
-  `widths: [0.75, 0.99, 1.0]`, the second size is 49.1 % for VGG16. FlexFL's `widths: [0.81, 0.95, 1.0]` give 25.9, 51.1
-  and 100 % for ResNet34.
+- An exit consists of global pooling and one linear layer. The exit of a level follows the deepest block with which the
+  level's size exceeds the target by at most 5 percentage points (`widths.choose_exits`). With the default `widths`, the
+  levels have 24.6, 33.7 and 100 % of the full size for VGG16, and 22.1, 52.6 and 100 % for ResNet34. FlexFL's
+  comparison uses larger exits. With `widths: [0.75, 0.99, 1.0]`, the second level has 49.1 % for VGG16. FlexFL's
+  `widths: [0.81, 0.95, 1.0]` give 25.9, 51.1 and 100 % for ResNet34.
 - Distillation starts after `kd_from` rounds. In the authors' code, distillation starts after a quarter of the rounds.
 - A device trains the next smaller level if the assigned level does not fit into its free memory.
 - Clients are drawn uniformly and get the largest level that fits into their maximum memory. FlexFL's comparison draws
@@ -35,7 +35,7 @@ from fl_engine.core.widths import choose_exits, with_exits
 @dataclass(frozen=True)
 class ScaleFL(PooledAlgorithm):
     widths: tuple[Fraction, ...] = (0.75, 0.82, 1.0)
-    """Width ratio of each level; the last is 1. FlexFL's comparison uses the defaults for VGG16, 0.81/0.95/1 for
+    """Width ratio of each level, ending with 1. FlexFL's comparison uses the defaults for VGG16, 0.81/0.95/1 for
     ResNet34 and 0.87/0.89/1 for MobileNetV2."""
     targets: tuple[Positive, ...] = (25.0, 50.0, 100.0)
     """Target size of each level in % of the full network. The target limits the depth of the level."""

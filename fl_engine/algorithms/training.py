@@ -13,7 +13,7 @@ from fl_engine.core.types import SGD, OwnOptimizer
 @dataclass(frozen=True)
 class Training:
     """Options of local training, which are the same for all algorithms of a comparison. Defaults are from FlexFL's
-    paper and code. In a run, the defaults of `fraction`, `batch_size` and `lr` are tuned for the bundled digits."""
+    paper and code. Runs have other defaults for `fraction`, `batch_size` and `lr`, tuned for the bundled digits."""
 
     fraction: Fraction = 0.1
     """Fraction of all clients that is selected in each round."""
@@ -36,14 +36,14 @@ class Training:
     drop_last: bool = True
     """Skip the last batch of an epoch if it is incomplete."""
     sampler: Sampling = Shuffle()
-    """shuffle: each sample once per epoch. balanced: draw as many samples with replacement, with the same probability
-    for each label. With `smoothing`, a sample's weight is 1 / (smoothing + its label's count)."""
+    """shuffle: each sample once per epoch. balanced: draw equally many samples with replacement, so that all labels are
+    equally likely. With `smoothing`, a sample's weight is 1 / (smoothing + its label's count)."""
     augment: tuple[Augmenting, ...] = ()
     """Augmentations of training images and maps, in this order, e.g. [{name: crop}, {name: flip}]. All augmentations
     except crop also transform bounding boxes."""
     schedule: Scheduling = Constant()
-    """Learning rate schedule within a round. cosine: from lr to `floor` * lr. With `restart`, the schedule restarts
-    after this number of epochs, and each period is `factor` times as long as the previous period."""
+    """Learning rate schedule within a round. cosine: from lr to `floor` * lr. With `restart: n`, the schedule restarts
+    after n epochs, and each period is `factor` times as long as the previous period."""
     objective: str | None = None
     """Loss function `package.module:NAME`, called as objective(model, x, y, start) with the weights before training as
     `start`; null: the task's loss plus the algorithm's terms. With a custom loss, clients train sequentially."""
