@@ -1,8 +1,8 @@
 """Measure a coordinator's memory, files and time with many clients, updates or rounds.
 
 The case `updates` merges 100, 500 and 2,000 updates of a 10 MB model in one round, from memory or from the store, and
-reports the peak memory relative to 100 updates. Aggregation by median merges at most 1,000 updates, because it needs
-memory for a copy of all updates.
+reports the peak memory relative to 100 updates. Aggregation by median merges at most 1,000 updates, because it writes a
+copy of the updates to a file.
 The case `clients` trains tiny models on 1,000 of 10,000 clients per round.
 The case `rounds` commits 10,000 rounds, and reports the number and size of files. This case also reports the time of a
 round in the last tenth of the run, relative to the first tenth.

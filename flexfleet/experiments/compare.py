@@ -1,9 +1,9 @@
 """Run several algorithms with several seeds on the same data and network, and compare them in tables and a page.
 
-A comparison is stored in the folder `<run.store>/<id>/`. For each label and seed, this folder contains a run folder, a
-configuration and a log. Runs with the same seed share one partition and one pre-training, which are stored in
-`shared-s<seed>/`. Labels with other settings for partition or pre-training use `shared-s<seed>-<digest>/`. The results
-are comparison.json, .md, .svg and .html.
+A comparison is stored in the folder `<run.store>/<id>/`. For each label (a named configuration) and each seed, this
+folder contains a run folder, a configuration and a log. Runs with the same seed share one partition and one
+pre-training, which are stored in `shared-s<seed>/`. Labels with other settings for partition or pre-training use
+`shared-s<seed>-<digest>/`. The results are comparison.json, .md, .svg and .html.
 
 In a pipeline graph, the first task prepares all runs, each run is a task, and the last task collects the results.
 """
@@ -66,7 +66,7 @@ def run_comparison(
 
     Args:
         options: Command-line flags for each run, such as `--discard-damaged`.
-        parent: ID of the nightly regression run's MLflow run; None if the comparison is not part of one.
+        parent: ID of the MLflow run of a nightly regression run; None if the comparison does not belong to one.
         resume_id: Value of --id in the command that resumes the comparison; None if the value is `id`.
         central: Folders of finished central trainings. The tables show the results of these trainings as the reference.
         references: Central trainings to execute together with the runs.
@@ -102,8 +102,8 @@ def check_jobs(at_once: int) -> None:
 
 
 def in_one_experiment(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Return all runs, assigned to the MLflow experiment of the first run. MLflow requires that a child run is in the
-    same experiment as its parent run."""
+    """Return copies of all runs that log to the MLflow experiment of the first run. MLflow requires that child runs and
+    their parent run belong to the same experiment."""
     first = runs[0].config
     if first.tracking.mlflow is None:
         return list(runs)
@@ -112,8 +112,8 @@ def in_one_experiment(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 
 
 def begin(runs: Sequence[PlannedRun], id: str, tags: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
-    """Start or continue the MLflow run of the comparison, with additional `tags`. Returns None if tracking is off.
-    `run_id` is the ID of an MLflow run that another task has started."""
+    """Start or continue the MLflow run of the comparison, and add `tags`. Returns None if tracking is off. `run_id` is
+    the ID of an MLflow run that another task has started."""
     config = runs[0].config
     store = FolderStore(folder_of(runs).resolve()) if config.run.remote is None else open_store(config.run.remote)
     about = {"flexfleet.comparison": id, "flexfleet.store": store.uri(), **tags}
@@ -225,12 +225,14 @@ def sharing(runs: Sequence[PlannedRun]) -> dict[str, list[PlannedRun]]:
 
 
 def to_share(runs: Sequence[PlannedRun]) -> PlannedRun:
-    """Return the first run that needs preparations. The shared folder is computed with the settings of this run."""
+    """Return the run with whose settings the shared folder is computed. This is the first run whose algorithm requires
+    a preparation, such as pre-training, or else the first run."""
     return next((e for e in runs if algorithm(e.config).preparations), runs[0])
 
 
 def _share(entry: PlannedRun, out: Path) -> list[Command]:
-    """Return the command that computes partition and pre-training. Empty if `out` contains both."""
+    """Return a list with the command that computes the partition and the pre-training. The list is empty if `out`
+    already contains both."""
     resolved = Resolved.of(entry.config)
     if can_adopt(resolved, out):
         return []
@@ -293,7 +295,8 @@ class PairsFile(Artifact):
 
 
 def prepare(runs: Sequence[PlannedRun], id: str, shared: Path, out: Path, job_id: str) -> list[str]:
-    """Check, prepare and write all runs, and start the MLflow run. Returns the index of each run in `out`."""
+    """Check and prepare all runs, write their parameters into the file `out`, and start the MLflow run. Returns the
+    index of each run in the file."""
     runs = in_one_experiment(runs)
     pairs = pairs_of(runs, id, shared)
     return write_pairs(pairs, begin(runs, id, track.of_job(runs[0].config, job_id)), out)
@@ -321,7 +324,7 @@ def write_pairs(pairs: Sequence[Pair], mlflow: MLflow | None, out: Path, commit:
 
 
 def run_pair(file: PairsFile, number: str, shared: Path, out: Path, job_id: str) -> RunResult:
-    """Execute or resume one run in the store, and copy the run without its ledger and key to `out`.
+    """Execute or resume one run in the store, and copy the run folder without the ledger and the key to `out`.
 
     Raises:
         ConfigError: The code has changed since the nightly regression run was started, for example in another image.

@@ -21,10 +21,11 @@ from flexfleet.reports.finished_run import plain
 
 MB = 1e6
 CASE = ("dataset.", "partition.", "noise.", "model.name")
-"""Prefixes of parameters whose values define the cases. The labels of each case are ranked separately."""
+"""Prefixes of parameters that define cases. Labels with the same values belong to the same case, and are ranked only
+within this case."""
 FACTORS = (*CASE, "model.", "fleet.")
-"""Prefixes of factors (`flexfleet compare --over`) whose values define the cases. Width and fleet define cases only if
-they are factors, because papers use another width or fleet for some baselines."""
+"""Prefixes of factors (`flexfleet compare --over`) that define cases. Width and fleet define cases only if they are
+factors, because papers use another width or fleet for some baselines."""
 
 
 class Spread(Strict):
@@ -62,7 +63,7 @@ class Reached(Strict):
 
 
 class Highest(Strict):
-    """Highest avg and full in the first `share` percent of the rounds. Null if a value is missing."""
+    """Highest avg and full in the first `share` percent of the rounds. A field is null if a run lacks the value."""
 
     share: int
     avg: Spread | None
@@ -81,19 +82,19 @@ class Figures(Strict, Generic[T]):
     """
 
     avg_device_classes: T | None = None
-    """Accuracy on the devices' classes (two fields) and on the server's classes (two fields). Null if no class belongs
-    to the server."""
+    """Accuracy on test samples of the devices' classes. The fields `*_server_classes` are accuracies on samples of the
+    server's classes. All four fields are null if no class belongs to the server."""
     full_device_classes: T | None = None
     avg_server_classes: T | None = None
     full_server_classes: T | None = None
     devices: T | None = None
-    """Mean over the devices of the scores of their sub-models. Null if the pool has only one level."""
+    """Score of each device's own sub-model, averaged over the devices. Null if the pool has only one level."""
     local_avg: T | None = None
     """Mean local accuracy of the levels; null if the task has no classes."""
     local_full: T | None = None
     clients_mean: T | None = None
-    """Main metric that clients measured on their held-out samples (`ClientFigures`): mean, 10th percentile, worst
-    client and standard deviation. Null unless `evaluate.on` is `clients`."""
+    """Mean over the clients of the main metric on their held-out samples. The next three fields are the 10th
+    percentile, the worst client and the standard deviation. All four are null unless `evaluate.on` is `clients`."""
     clients_p10: T | None = None
     clients_worst: T | None = None
     clients_spread: T | None = None
@@ -103,7 +104,8 @@ class Figures(Strict, Generic[T]):
     seconds: T
     seconds_simulated: T | None
     uniformity: T | None = None
-    """Six timing metrics (`fl_engine.rounds.timing`), averaged over the rounds. Null if not measured."""
+    """This field and the next five are timing metrics (`fl_engine.rounds.timing`), averaged over the rounds. A field is
+    null if the metric was not measured."""
     uniformity_answered: T | None = None
     uniformity_compute: T | None = None
     uniformity_communication: T | None = None
@@ -215,14 +217,14 @@ class ComparisonFile(Artifact, LeavesOut):
 
 
 def cases_of(results: Mapping[str, Summary]) -> tuple[RankedCase, ...]:
-    """Return the cases from `by_case` with a ranking of the labels in each case. Empty if there are too few seeds."""
+    """Return the cases from `by_case` with rankings of their labels. The tuple is empty if there are too few seeds."""
     found = [(case, firsts(by_seed({label: results[label] for label in case.labels}))) for case in by_case(results)]
     return tuple(case.model_copy(update={"first": first}) for case, first in found if first is not None)
 
 
 def by_case(results: Mapping[str, Summary]) -> list[RankedCase]:
-    """Group the labels into cases, and do not rank them. The list is empty if all labels belong to one case. The list
-    is also empty if each case has only one label, because the labels then compare the cases."""
+    """Group the labels into cases without ranking them. The list is empty if all labels belong to one case. The list is
+    also empty if each case has only one label, because the cases themselves are then compared."""
     groups: dict[str, list[str]] = {}
     settings = {
         label: {key: value for key, value in r.varied.items() if key.startswith(CASE)}
@@ -244,7 +246,7 @@ def by_seed(results: Mapping[str, Summary]) -> dict[str, dict[str, list[float | 
 
 
 def figure_of(run: OneRun, figure: str) -> float | None:
-    """Return the value of the metric with this MLflow name. None if the run does not have the metric."""
+    """Return the value of the metric `figure` (a name in MLflow). None if the run does not have the metric."""
     return run.best[figure.removeprefix("best_")] if figure.startswith("best_") else getattr(run, figure)
 
 

@@ -25,7 +25,7 @@ from flexfleet.tracking.trackers import MLflow, log_outcome
 
 FILES = ("comparison.json", "comparison.md", "comparison.svg", "comparison.html")
 CLIENTS_FILE = "clients.svg"
-"""File with curves of the metrics that clients measured. Written only if all runs have such metrics."""
+"""File with curves of the metrics that clients measured. It is written only if all runs have these metrics."""
 LEVELS = (
     "avg is the mean over the models whose sizes are in `levels %`, and full is the value of the largest model. last: "
     "after the last round. best: in the round with the highest avg, as in FlexFL's paper. Highest: the best value in "
@@ -139,7 +139,7 @@ def notes(c: ComparisonFile) -> list[str]:
 
 
 def variants(c: ComparisonFile) -> list[str]:
-    """Return a line for each label with special settings, and for each label that is not the algorithm's name."""
+    """Return a line for each label that has its own settings or that differs from the name of its algorithm."""
     lines = []
     for label, r in c.results.items():
         if r.settings or r.varied or label != r.algorithm:

@@ -1,8 +1,8 @@
 """Create the tables of a comparison, and find the options that differ between rows.
 
 Options are the parameters of the configuration and of the algorithm, including defaults. `training` contains the values
-that the algorithm uses, so FedSGD has one local step. `algorithm.selection` is the strategy in use, even if the field
-is null.
+that the algorithm uses, which is one local step for FedSGD. `algorithm.selection` is the selection strategy that the
+algorithm uses, even if the field is null.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _behind(c: ComparisonFile, measure: Measure) -> list[Table]:
 
 
 def _local(c: ComparisonFile) -> Table:
-    """Return the table of local accuracies in FedRolex's format. Means and deviations are averaged over the seeds."""
+    """Return the table of local accuracies in FedRolex's format. All values are averaged over the seeds."""
     rows = (
         (label, name, f"{100 * of.mean.mean:.2f} ± {100 * of.sd.mean:.2f}", cell(of.clients, digits=0))
         for label, r in c.results.items()

@@ -1,5 +1,5 @@
 """Execute the commands of a comparison, nightly regression run or study in parallel processes or in this process. Each
-command has one thread and a log file. If a command fails, the other commands continue."""
+process uses one thread and has a log file. If a command fails, the other commands are still executed."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ def one_by_one(commands: Sequence[Command], at_once: int = 1) -> dict[str, int]:
     """Execute the commands in this process with `Command.call`, and return {command name: exit code}.
 
     Expected errors (FlexfleetError) are written into the command's log and determine the exit code. Stopped,
-    KeyboardInterrupt and unexpected errors end the execution at once. A note in an unexpected error names the command.
+    KeyboardInterrupt and unexpected errors end the execution at once. Unexpected errors get a note with the command's
+    name.
     """
     codes: dict[str, int] = {}
     for command in commands:
@@ -186,8 +187,8 @@ def _log_end(command: Command, codes: dict[str, int], total: int, seconds: float
 
 @contextmanager
 def _forwarding_signals(running: dict[Command, tuple[subprocess.Popen[bytes], float]]) -> Iterator[list[int]]:
-    """Forward Ctrl-C as SIGINT and other signals as SIGTERM to the running processes, and yield a list of the signals.
-    A process stops cleanly after one signal, and immediately after a second Ctrl-C."""
+    """Forward Ctrl-C as SIGINT and other signals as SIGTERM to the running processes, and yield the list of forwarded
+    signals. A process stops cleanly after one signal, and immediately after a second Ctrl-C."""
     received: list[int] = []
 
     def pass_on(signum: int, _: object) -> None:

@@ -47,8 +47,8 @@ log = logging.getLogger("flexfleet")
 
 # ------------------------------------------------------------------------------------------------ the command
 def prepare(name: str, id: str, overrides: Mapping[str, Any] | None = None, update: bool = False) -> NightlyRun:
-    """Read a suite, and check its runs and its reference. If `update` is True, use the seeds of a new reference, and
-    skip the checks. Raises the errors of `reference_of`."""
+    """Read a suite, and check its runs and its reference. If `update` is True, plan the runs with the seeds of a new
+    reference instead, and skip the checks. Raises the errors of `reference_of`."""
     nightly = nightly_run(
         published_suites.path_of(name, FOLDER), id, overrides or {}, REFERENCE_SEEDS if update else ()
     )
@@ -166,8 +166,9 @@ def _judge(nightly: NightlyRun, figures: NightlyFigures, out: Path, mlflow: MLfl
 
 # ------------------------------------------------------------------------------------------ pipeline tasks
 def hand_over(nightly: NightlyRun, shared: Path, out: Path, job_id: str) -> list[str]:
-    """Check all runs, prepare them in `shared`, start the MLflow run, and return the index of each run in `out`. Raises
-    ConfigError if the code has changed, or if there are too many runs for a pipeline."""
+    """Check all runs, prepare them in `shared`, write their parameters into the file `out`, and start the MLflow run.
+    Returns the index of each run in the file. Raises ConfigError if the code has changed, or if there are too many runs
+    for a pipeline."""
     check_count(sum(map(len, nightly.runs.values())), f"the runs of the suite {nightly.name}")
     pairs = [
         pair for case, runs in nightly.runs.items() for pair in compare.pairs_of(runs, f"{nightly.id}-{case}", shared)
@@ -178,7 +179,7 @@ def hand_over(nightly: NightlyRun, shared: Path, out: Path, job_id: str) -> list
 
 
 def folders_of(nightly: NightlyRun, finished: Sequence[Path]) -> Folders:
-    """Return the folders of the finished runs, by (case, run ID). Raises IntegrityError if a folder is missing."""
+    """Map (case, run ID) to the folder of each finished run. Raises IntegrityError if a folder is missing."""
     cases = {f"{nightly.id}-{case}": case for case in nightly.runs}
     folders = {}
     for folder in finished:
@@ -236,8 +237,8 @@ def passed_since(nightly: NightlyRun, mlflow: MLflow, most: int = HISTORY) -> li
 
 # ------------------------------------------------------------------------------------------------- MLflow
 def begin(nightly: NightlyRun, tags: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
-    """Start or continue the MLflow run of the nightly regression run, with additional `tags`. Returns None if tracking
-    is off. `run_id` is the ID of an MLflow run that another task has started."""
+    """Start or continue the MLflow run of the nightly regression run, and add `tags`. Returns None if tracking is off.
+    `run_id` is the ID of an MLflow run that another task has started."""
     commit = track.commit()
     about = {"flexfleet.suite": nightly.name, **({track.COMMIT: commit} if commit else {}), **tags}
     return track.begin_parent(nightly.config, "regression", nightly.id, nightly.store, about, run_id)

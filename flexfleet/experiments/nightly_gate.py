@@ -37,7 +37,7 @@ from flexfleet.tracking import record as track
 HIGHER = ("avg", "full")
 """Metrics for which higher values are better. The thresholds of these metrics are absolute, not relative."""
 OF_MACHINE = ("peak_mb_rounds", "pace")
-"""Metrics that depend on the machine. These metrics are only compared between equal machines."""
+"""Metrics that depend on the machine. Their values are only compared between equal machines."""
 Z = 4.0
 """Limit in standard errors. Without a regression, about 1 of 30,000 comparisons exceeds the limit. With 30 comparisons,
 about 1 of 1,000 nightly regression runs then fails."""
@@ -50,7 +50,7 @@ MEMORY = ("peak_mb", "peak_mb_rounds")
 Only the growth is checked, because the memory of imported packages could hide a leak."""
 
 Folders = Mapping[tuple[str, str], Path]
-"""Folders of finished runs, by (case, run ID)."""
+"""Map (case, run ID) to the folder of each finished run."""
 
 
 class LabelFigures(Strict):
@@ -183,7 +183,7 @@ def measure(nightly: NightlyRun, folders: Folders, runs_in: str = PROCESSES) -> 
 
 
 def _values(runs: Sequence[FinishedRun], to: float) -> dict[str, tuple[float, ...]]:
-    """Map each metric to a list with one value for each run. For a run that does not reach the accuracy, the number of
+    """Map each metric to a tuple with one value for each run. If a run does not reach the accuracy `to`, its number of
     rounds is the length of the longest run plus one."""
     longest = 1 + max(len(run.rows) for run in runs)
     until = [summarise.first(run.rows, to) for run in runs]
@@ -208,7 +208,7 @@ def _curve(runs: Sequence[FinishedRun]) -> tuple[tuple[int, float, tuple[float, 
 
 
 def machine() -> dict[str, str]:
-    """Return the properties of this machine that change memory and pace."""
+    """Return the properties of this machine that affect memory and pace."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text("utf-8").splitlines() if info.exists() else []
     return {
@@ -296,7 +296,7 @@ def table(checks: Sequence[Check]) -> Table:
 
 
 def html(verdict: Verdict, now: NightlyFigures, others: Mapping[str, NightlyFigures]) -> str:
-    """Return the contents of regression.html. The earlier metrics in `others`, by name, are also plotted."""
+    """Return the contents of regression.html. `others` maps names to earlier metrics, which are also plotted."""
     drawings: dict[str, str] = {}
     for label, figures in now.labels.items():
         curves = [

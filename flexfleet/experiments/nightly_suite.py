@@ -1,4 +1,4 @@
-"""Read the suite of a nightly regression run: `<name>.yaml` in git. The reference is `<name>.json` beside the suite.
+"""Read the suite of a nightly regression run from `<name>.yaml`. The reference is `<name>.json` in the same folder.
 
 Settings of the suite override the defaults, and settings of a case override the suite. params.yaml is not read.
 """
@@ -86,7 +86,7 @@ class NightlyRun:
 
     @property
     def tasks(self) -> dict[str, str]:
-        """Map `<case>/<label>` to digests of the settings (`task_of`)."""
+        """Map `<case>/<label>` to the digest of its settings (see `task_of`)."""
         return {
             f"{case}/{entry.label}": task_of(self.suite, case, entry.label)
             for case, entries in self.runs.items()
@@ -104,7 +104,7 @@ class NightlyRun:
 
     @property
     def store(self) -> Store:
-        """Store of the nightly regression run, which is its folder, or a prefix in `run.remote` if set."""
+        """Store of the nightly regression run. It is the run's folder, or a prefix in `run.remote` if this is set."""
         remote = self.config.run.remote
         return FolderStore(self.folder) if remote is None else open_store(f"{remote.rpartition('/')[0]}/{self.id}")
 

@@ -1,8 +1,8 @@
-"""Read suites, which repeat the tables and figures of papers: `flexfleet compare --suite fedaiot/aep`.
+"""Read suites, which reproduce tables and figures of papers with `flexfleet compare --suite fedaiot/aep`.
 
-A suite is a YAML file in `suites/` with the fields of `PaperSuite`; docs/guides/suites.md has an example. Every row is
-run in each case as the label ROW-CASE. Settings of a case override settings of the suite, and settings of a row
-override settings of the case. A setting `ROW:a.b` in a case overrides the setting of the row. The value null removes an
+A suite is a YAML file in `suites/` with the fields of `PaperSuite`; docs/guides/suites.md has an example. Each row runs
+in each case under the label ROW-CASE. Settings of a case override settings of the suite, and settings of a row override
+settings of the case. A setting `ROW:a.b` in a case overrides the setting of the row. The value null removes an
 inherited row or case. A file whose name begins with an underscore can only be used in `like`. The name of a smaller,
 faster version of a suite ends in -small.
 """
@@ -39,7 +39,7 @@ LABEL = "central"
 SMALL = "-small"
 """Suffix of the small version of a suite."""
 HEAD = ("shows", "cost", "lacks")
-"""Fields that a suite does not inherit from `like`."""
+"""Fields that a suite does not inherit from the suites in `like`."""
 
 _Row = dict[str, Any] | None
 Suite = TypeVar("Suite", bound=BaseModel)
@@ -51,7 +51,7 @@ class PaperSuite(Strict):
     shows: str = ""
     """Table or figure of the paper, and the values that the suite reproduces."""
     cost: str = ""
-    """Cost of all runs, and the method of the measurement."""
+    """Cost of all runs, and how the cost was measured."""
     lacks: str = ""
     """Rows and values of the table or figure that the suite does not reproduce."""
     like: tuple[str, ...] = ()
@@ -173,7 +173,7 @@ def entries_of(
         only: Comma-separated rows, cases or labels (ROW-CASE); None for all. `central` is the reference.
         seeds: Comma-separated seeds that replace the suite's seeds; None to use the suite's seeds.
         overrides: Settings that override the suite. `a:training.lr` applies only to the row, case or label a.
-        factors: As in `entries_from`.
+        factors: Passed to `entries_from`.
     """
     made, factors = suite.made(), factors or {}
     if suite.central and LABEL in made:

@@ -63,7 +63,7 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 class Behind(Strict):
-    """Statistics of the differences between one label and the highest label over the seeds."""
+    """Statistics over the seeds of the difference between the highest label and one other label."""
 
     mean: float
     """Mean difference in the unit of the metric. Accuracies are fractions, so 0.01 is one percentage point."""

@@ -1,4 +1,4 @@
-"""Compute the results of a comparison, including the cost to reach accuracies and the simulated time."""
+"""Compute the results of a comparison, including the simulated time and the cost to reach target accuracies."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def reached(seeds: Sequence[int], runs: Sequence[Sequence[Row]], accuracy: float
 
 
 def first(rows: Sequence[Row], accuracy: float, of: str = "full") -> int:
-    """Return the index of the first round in which `of` (full or avg) is at least `accuracy`; -1 if no round is."""
+    """Return the index of the first round in which `of` (full or avg) is at least `accuracy`; -1 if there is none."""
     return next((row.round for row in rows if of in row.metrics and row.metrics[of] >= accuracy), -1)
 
 
@@ -245,14 +245,14 @@ def _clock(rows: Sequence[Row]) -> list[float]:
 
 
 def clock(runs: Sequence[FinishedRun], key: str) -> list[float]:
-    """Return the mean simulated seconds at each point of `plots.curve`. Empty if a run does not simulate time."""
+    """Return the mean simulated seconds at each point of `plots.curve`. Empty if a run has no simulated time."""
     totals, points = [_clock(run.rows) for run in runs], plots.curve([run.rows for run in runs], key)
     return [fmean(total[number - 1] for total in totals) for number, _, _ in points] if all(totals) else []
 
 
 # ------------------------------------------------------------------------------------------------ the reference
 def read_central(folders: Sequence[Path], planned: Sequence[PlannedRun]) -> Central:
-    """Read finished central trainings, which are the reference for the `planned` runs. Each training has another seed.
+    """Read finished central trainings with different seeds, which are the reference for the `planned` runs.
 
     Raises:
         ConfigError: The data set or network of a training differs from the runs, or the trainings differ in a parameter

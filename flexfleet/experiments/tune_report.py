@@ -38,7 +38,7 @@ log = logging.getLogger("flexfleet")
 FILES = ("tune.json", "params.yaml", "study.html")
 """Files of a finished study."""
 Figures = list[int | float | None]
-"""List of the metric for each held-out seed. An element is None if the run diverged."""
+"""Values of the metric, one for each held-out seed. A value is None if the run diverged."""
 TrialOutcome = Literal["complete", "pruned", "infeasible", "diverged"]
 
 
@@ -67,7 +67,7 @@ class Tuned(Artifact):
     symbols: dict[str, str] = Field(default={})
     """Map dotted names of parameters to symbols in the algorithm's paper."""
     importance: dict[str, float]
-    """Map each parameter to its importance. The sum is 1. All values are 0 if there are too few trials."""
+    """Map each parameter to its importance. The values sum to 1, or are all 0 if there are too few trials."""
     default: dict[str, Any]
     """Configured values of the searched parameters. Only numbers, strings and booleans are included."""
     default_value: float | None
@@ -98,7 +98,7 @@ def finite(figures: Figures) -> list[float] | None:
 
 # ------------------------------------------------------------------------------------------------- sentences
 def headline(tuned: Tuned) -> str:
-    """Return a sentence about the gain over the default. A better setting is included."""
+    """Return a sentence about the gain over the default. It lists the better setting, if there is one."""
     return f"{gained(tuned)}: {listed(tuned.best, tuned.symbols)}" if tuned.better else gained(tuned)
 
 

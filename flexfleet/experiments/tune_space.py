@@ -130,7 +130,7 @@ def suggest(trial: Any, space: Mapping[str, Range]) -> dict[str, Any]:
 
 
 def applied(config: Config, values: Values) -> Config:
-    """Set these values in the configuration and validate it. `a.b.0` and `a.b.1` set the whole list a.b."""
+    """Return a validated copy of the configuration with these values. `a.b.0` and `a.b.1` set the list `a.b`."""
     given, lists = dict[str, Any](), dict[str, dict[int, Any]]()
     for path, value in values.items():
         parent, _, last = path.rpartition(".")

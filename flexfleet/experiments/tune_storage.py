@@ -17,7 +17,7 @@ from flexfleet.tracking.record import tracker
 from flexfleet.tracking.trackers import TOKEN, MLflow
 
 LOCKED_S = 60
-"""Maximum seconds that a worker waits for a lock on an SQLite file."""
+"""Maximum number of seconds that a worker waits for a lock on an SQLite file."""
 PARENT = "mlflow-run"
 """Attribute of the study. It contains the ID of the MLflow run that is the parent of all trials."""
 
@@ -97,7 +97,7 @@ def _data_base(url: str, begun: bool) -> Any:
 
 @contextmanager
 def answering(config: Config) -> Iterator[None]:
-    """Raise Unreachable instead of a database error if the database does not respond. Otherwise, raise Refused."""
+    """Raise Unreachable instead of a database error if the database does not respond, and Refused for other errors."""
     from optuna.exceptions import StorageInternalError
     from sqlalchemy.exc import DBAPIError
 
@@ -117,8 +117,8 @@ def sampler(seed: int) -> Any:
 
 
 def parent(config: Config, study: Any, given: Mapping[str, str]) -> MLflow | None:
-    """Start or continue the MLflow run of the study, and add the tags `given`. First, a token is stored in the study.
-    If the ID of the MLflow run was not stored, the token identifies the run."""
+    """Start or continue the MLflow run of the study, and add the tags `given`. First, a token is stored in the study,
+    which identifies the MLflow run if its ID could not be stored."""
     id, known = study.study_name, study.user_attrs.get(PARENT)
     if known is None and TOKEN not in study.user_attrs:
         study.set_user_attr(TOKEN, uuid.uuid4().hex)

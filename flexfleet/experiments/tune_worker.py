@@ -40,7 +40,7 @@ WORKER = "worker"
 DEATHS = "tried"
 """Attribute of a trial. It contains the number of workers that died while they ran a trial with these values."""
 MOST_DEATHS = 4
-"""Maximum number of workers that may die with the same values, because the values may need too much memory."""
+"""Number of dead workers after which values are not retried, because the values may need too much memory."""
 RESUMES = "resumes"
 """Attribute of a retried trial. It contains the number of the interrupted trial whose runs are resumed."""
 DEFAULT = "default"
@@ -77,8 +77,8 @@ def runs_of(trial: Any) -> int:
 
 
 def surplus(study: Any, trial: Any, wanted: int) -> bool:
-    """Return whether the study has at least `wanted` trials before this trial. Trials that wait for a retry are
-    counted. This happens if two workers start the last missing trial at the same time."""
+    """Return whether the study has `wanted` or more earlier trials, including trials that wait for a retry. A surplus
+    trial exists if two workers start the last missing trial at the same time."""
     before = [each for each in trials_in(study, *BEGUN, "WAITING") if each.number < trial.number]
     return len(before) >= wanted
 
@@ -125,7 +125,7 @@ def retry_all(study: Any, worker: int | None = None) -> list[int]:
 
 
 def retry(study: Any, trial: Any, died: bool, resume: bool) -> bool:
-    """Mark the trial as failed, and enqueue a trial with the same values. Returns False if the trial had already ended.
+    """Mark the trial as failed, and enqueue a new trial with its values. Returns False if the trial had already ended.
 
     Args:
         died: True if the values may have caused the end of the worker.
@@ -267,8 +267,8 @@ def resolved(config: Config, seed: int, out: Path | None = None) -> Resolved:
 
 
 def prepare(resolved: Resolved, prepared: Path, out: Path) -> None:
-    """Write partition, pre-training and pool of a run into `out`. Partition and pre-training are copied from `prepared`
-    unless the search changes them."""
+    """Write the partition, pre-training and pool of a run into `out`. The partition and the pre-training are copied
+    from `prepared` unless the values of the trial change them."""
     shared = prepared / f"shared-s{resolved.config.seed}"
     if not (shared / "shared.json").exists():
         share(resolved, shared)

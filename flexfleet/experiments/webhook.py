@@ -16,7 +16,7 @@ from fl_engine.storage.proxies import pool_of
 log = logging.getLogger("flexfleet")
 
 VARIABLE = "FLEXFLEET_WEBHOOK"
-"""Environment variable with the address of the webhook. The address is a secret, because it permits posting."""
+"""Environment variable with the address of the webhook. The address is secret, because it is sufficient for posting."""
 TIMEOUT_S = 10.0
 BACKOFF_S = (2.0, 8.0)
 
@@ -36,7 +36,7 @@ def reported_errors(id: str) -> Iterator[None]:
 
 def call(text: str, backoff_s: tuple[float, ...] = BACKOFF_S) -> None:
     """Post `{"text": text}`, as Slack and Mattermost expect, if VARIABLE is set. Passwords are masked. Log messages
-    about errors do not contain the address. `backoff_s`: seconds before each retry."""
+    about errors do not contain the address. `backoff_s` contains the seconds to wait before each retry."""
     if not (url := os.environ.get(VARIABLE)):
         return
     why = ""
