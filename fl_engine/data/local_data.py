@@ -64,7 +64,9 @@ class Form(BaseModel):
         found = Form.of(own)
         here, wanted = (found.shape, found.dtype, found.task), (self.shape, self.dtype, self.task)
         if here != wanted:
-            raise DataError(f"{where} must have the run's shape, type and task {wanted}, got {here}. Load similar data")
+            raise DataError(
+                f"{where} must have the run's shape, type and task {wanted}, got {here}. Load matching data"
+            )
         if len(own.train_y) > most:
             raise DataError(f"{where} must have at most partition.most={most} training samples, got {len(own.train_y)}")
         return replace(own, mean=self.mean, std=self.std, natural_client=None)

@@ -151,8 +151,9 @@ def disjoint_labels(labels: Ints, clients: int, labels_per_client: int, rng: np.
     most = np.minimum(samples, clients)
     if most.sum() < slots:
         raise PartitionError(
-            f"partition.clients={clients} with {labels_per_client} labels per client requires {slots} labels in "
-            f"total, but the samples suffice for {most.sum()}. Lower partition.clients or partition.labels_per_client"
+            f"partition.clients={clients} with {labels_per_client} labels per client requires {slots} pairs of a "
+            f"client and a label, but the samples suffice for only {most.sum()}. Lower partition.clients or "
+            "partition.labels_per_client"
         )
 
     # Increase the number of clients of each class evenly, but not above the number of samples of the class.

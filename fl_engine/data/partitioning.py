@@ -127,7 +127,8 @@ def partition(
     sizes = [len(part) for part in held]
     if min(sizes) < minimum:
         raise PartitionError(
-            f"partition.minimum must be at most the samples of client {np.argmin(sizes)} ({min(sizes)}), got {minimum}"
+            f"partition.minimum must be at most {min(sizes)}, the number of samples of client {np.argmin(sizes)}, got "
+            f"{minimum}"
         )
     rows, word = max(1, data.task.label_count), label_word(data.task)
     if clusters is not None:
@@ -177,13 +178,13 @@ def _sources(data: Data, rest: Ints, clients: int) -> Ints:
 def _check_labels(data: Data, rule: str) -> None:
     if not data.task.label_count:
         raise PartitionError(
-            f"partition.rule={rule} requires labels, but targets of {data.name} ({data.task.name}) have no labels. "
-            "Choose another rule, set partition.features, or give the task quantile bins",
+            f"partition.rule={rule} requires labels, but the targets of {data.name} ({data.task.name}) have no labels. "
+            "Choose another rule, set partition.features, or define quantile bins for the task",
             path="partition.rule",
         )
     if rule == "disjoint_labels" and (has_boxes(data.task) or has_maps(data.task)):
         raise PartitionError(
-            f"partition.rule must not be {rule}, because samples of {data.name} have several labels",
+            f"partition.rule must not be {rule}, because the samples of {data.name} have several labels",
             path="partition.rule",
         )
 

@@ -84,8 +84,9 @@ def read(root: Path, name: str) -> Data:
     path = root / key
     if not exists(root, name):
         raise DataError(
-            f"{path} does not exist. The data were passed in Python. Pass the data again, or set dataset.root to "
-            "the folder .data in the store of the first run (flexfleet.load also searches the store of the loaded run)"
+            f"{path} does not exist. The data of the run were passed as Python objects. Pass the data again, or set "
+            "dataset.root to the folder .data in the store of the first run (flexfleet.load also searches the store of "
+            "the loaded run)"
         )
     folder = FolderStore(path)
     try:

@@ -130,7 +130,9 @@ def _read(pictures: list[tuple[Path, str]]) -> tuple[torch.Tensor, torch.Tensor]
         sizes = np.array([box[3:] for box in whole]).reshape(-1, 2)
         cut += int((np.abs(found[:, 3:] - sizes).sum(1) > ROUNDING).sum())
     if left_out or cut:
-        log.warning("visdrone: left out %d boxes without width or height, cropped %d boxes at the edge", left_out, cut)
+        log.warning(
+            "visdrone: omitted %d boxes without width or height, and cropped %d boxes at the image edge", left_out, cut
+        )
     return torch.from_numpy(x), torch.from_numpy(y)
 
 

@@ -160,7 +160,10 @@ def accept(algorithm: Algorithm, assignment: Assignment, site: Site) -> Work | C
         try:
             start = algorithm.begin(state, start, assignment, task, context)
             if odd := sorted(start.params.keys() ^ received.keys())[:4]:
-                raise ModelError(f"{type(algorithm).__name__}.begin must return the sub-model's parameters, got {odd}")
+                raise ModelError(
+                    f"{type(algorithm).__name__}.begin must return exactly the sub-model's parameters, but differs in "
+                    f"{odd}"
+                )
         except (ClientError, ModelError) as error:
             return ClientFailure(round, client, "train", str(error))
     weights = {name: start.params[name] for name in received}

@@ -64,7 +64,7 @@ def check_spec(
     if dropped := [block for block in blocks[: end + 1] if not layout.has_block(spec, block) and block not in free]:
         raise ModelError(f"the sub-model must keep block {dropped[0]!r}, because output {last!r} depends on this block")
     if idle := [block for block in blocks[end + 1 :] if layout.has_block(spec, block)]:
-        raise ModelError(f"the sub-model must drop block {idle[0]!r}, because the last output {last!r} comes earlier")
+        raise ModelError(f"the sub-model must drop block {idle[0]!r}, because it follows the last output {last!r}")
 
 
 class ExitHead(nn.Linear):

@@ -267,7 +267,9 @@ def to_onnx(network: RawNetwork, data: Data, path: Path) -> None:
         wanted = network(samples)
     difference = float((run_session(open_session(path), samples) - wanted).abs().max())
     if not difference <= AGREE * max(1.0, float(wanted.abs().max())):
-        raise IntegrityError(f"{path}: the outputs of file and network differ by up to {difference:g} for test samples")
+        raise IntegrityError(
+            f"{path}: the file's outputs differ from the network's outputs by up to {difference:g} on test samples"
+        )
 
 
 def open_session(path: Path) -> Any:

@@ -115,7 +115,7 @@ class TrainSupernet:
             samples=len(server.data.train_y) + len(server.data.test_y),
         )
         for each in (level for level in found.levels if level.name in named):
-            log.info("supernet: %s with %d parameters: accuracy %s", each.name, each.params, _shown(each.accuracy))
+            log.info("supernet: %s (%d parameters) has the accuracy %s", each.name, each.params, _shown(each.accuracy))
         if kinds:
             found = found.model_copy(update=_search(kinds, params, found.levels[-1].accuracy, scores))
         return found.model_copy(update={"seconds": round(time.monotonic() - began, 3)})
@@ -257,7 +257,7 @@ def _search(kinds: Sequence[Kind], params: Mapping[str, int], whole: float | Non
     )
     for tier, each in chosen.items():
         lost = whole - (each.accuracy or 0.0)
-        log.info("supernet: tier %s uses %s with %d bits and loses %.4f accuracy", tier, each.level, each.bits, lost)
+        log.info("supernet: tier %s uses %s with %d bits (accuracy loss: %.4f)", tier, each.level, each.bits, lost)
     pairs = [(a, b) for a in chosen.values() for b in chosen.values() if params[a.level] < params[b.level]]
     more = all(small.bits > large.bits for small, large in pairs) if pairs else None
     return {"chosen": chosen, "table": table, "smaller_gets_more_bits": more}

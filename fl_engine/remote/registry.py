@@ -132,7 +132,7 @@ class Mailboxes:
             return None
         found = messages.read_heartbeat(value, member.name)
         if not member.signed(found):
-            raise IntegrityError(f"the heartbeat of {member.name} must be signed with this worker's key")
+            raise IntegrityError(f"the heartbeat of {member.name} must be signed with the worker's key")
         return found
 
     def invite(self, registry: Registry, stem: str, tier: str | None) -> Invitation:

@@ -294,8 +294,8 @@ class WorkerBackend:
         waited, pools = self._waited(r), sorted(r.count(r.waiting))
         if waited > self._provisioner.wait_s and not self._may_end_without(r):
             raise Stopped(
-                f"round {r.plan.round + 1}: no worker has started an assignment for {waited:.0f} s;  "
-                f"{len(r.open_)} of {len(r.plan.assignments)} clients have no result. "
+                f"round {r.plan.round + 1}: no worker has started an assignment for {waited:.0f} s; {len(r.open_)} of "
+                f"{len(r.plan.assignments)} clients have no result. "
                 f"{self._provisioner.advice(sorted(workers), pools)}, then resume with --resume"
             )
         if r.waiting and now - r.reported > REPORT_S:

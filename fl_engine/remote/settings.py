@@ -33,7 +33,9 @@ class AgentsConfig(Section):
     @model_validator(mode="after")
     def _urls_live_as_long(self) -> AgentsConfig:
         if self.deadline_s + self.lease_s > URL_S:
-            raise ValueError(f"agents.deadline_s + agents.lease_s must be at most {URL_S}, because URLs then expire")
+            raise ValueError(
+                f"agents.deadline_s + agents.lease_s must be at most {URL_S}, because URLs expire after {URL_S} s"
+            )
         return self
 
 

@@ -145,7 +145,7 @@ def _end(options: RoundsConfig, rows: Sequence[Row]) -> int | None:
         return end
     path = "rounds.stop" if end >= options.stop else "rounds.stop_simulated_s"
     why = f"{done} rounds are committed" + ("" if done > end else " without an evaluation")
-    raise ConfigError(f"{path} ends the run after {end} rounds, but {why}. Increase {path}", path=path)
+    raise ConfigError(f"{path} ends the run after round {end}, but {why}. Increase {path}", path=path)
 
 
 @contextmanager

@@ -69,7 +69,9 @@ def replay(run: Run, initial: Any, backend: Backend, ledger: Ledger, round: int,
     line = next((line for line in rows[round].clients if line["client"] == client), None)
     metrics = rows[round].metrics
     if not rows[round].clients and (metrics.get("clients_trained") or metrics.get("clients_failed")):
-        raise ConfigError(f"round {round + 1} cannot be replayed, because packing deleted its client records")
+        raise ConfigError(
+            f"round {round + 1} cannot be replayed, because packing the ledger deleted its client records"
+        )
     if line is None:
         choices = ", ".join(str(line["client"]) for line in rows[round].clients)
         raise ConfigError(f"client {client} was not selected in round {round + 1}. Choose from {choices}")

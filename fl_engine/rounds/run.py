@@ -62,8 +62,8 @@ class Run:
             if begin - clock > self.wait_s:
                 when = f"for {begin - clock:g} s" if begin < math.inf else "again"
                 raise ConfigError(
-                    f"fleet.trace: no client comes online {when} in round {round + 1}, but the limit is "
-                    f"fleet.wait_s = {self.wait_s:g} s. Increase the limit, or set repeat_s in the trace",
+                    f"fleet.trace: round {round + 1} would wait longer than fleet.wait_s = {self.wait_s:g} s, because "
+                    f"no client comes online {when}. Increase the limit, or set repeat_s in the trace",
                     path="fleet.wait_s",
                 )
         return begin

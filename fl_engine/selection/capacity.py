@@ -88,7 +88,10 @@ def warn_too_weak(fleet: Sequence[Device], pool: Pool) -> None:
     """Log a warning if a tier cannot hold the smallest model, for selectors that select from all devices. Methods that
     send only the full model ignore memory on purpose, so they do not log a warning."""
     if len(dispatched(pool)) > 1 and (weak := _too_weak(fleet, pool)):
-        log.warning("fleet: %s. Their devices are still selected. Increase their memory or send a smaller model", weak)
+        log.warning(
+            "fleet: %s. Devices of these tiers are still selected. Increase the tiers' memory, or send a smaller model",
+            weak,
+        )
 
 
 def _too_weak(fleet: Sequence[Device], pool: Pool) -> str:

@@ -107,7 +107,7 @@ def _upload_verb(scratch: _Scratch) -> Verb:
             f"{why}, so a client could read or replace other objects. Use Amazon S3, Ceph radosgw "
             f"16 or newer, or SeaweedFS 4.20 or newer. If all clients are trusted, set {UNCHECKED}=1"
         )
-    log.warning("%s=1, for tests and trusted clients: %s", UNCHECKED, why)
+    log.warning("%s=1 is only for tests and trusted clients, because %s", UNCHECKED, why)
     return works[0]
 
 
@@ -116,7 +116,7 @@ def _open_reads(scratch: _Scratch) -> Iterator[str]:
     answer = scratch.requests.ask("GET", url)
     if answer.status >= 300:
         reason, hint = _reason(answer), REGION if b"region" in answer.data.lower() else RIGHTS
-        raise EnvironmentFailure(f"{scratch.store.uri()}: a URL that was just signed cannot be read ({reason}). {hint}")
+        raise EnvironmentFailure(f"{scratch.store.uri()}: a newly signed URL cannot be read ({reason}). {hint}")
     if scratch.reads(_unsigned(url)):
         yield "GET works without a signature"
     if scratch.reads(_forged(url)):

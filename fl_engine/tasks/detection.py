@@ -86,9 +86,9 @@ class Detection:
     def check(self, y: Tensor, what: str) -> Tensor:
         if not y.is_floating_point() or y.dim() != 3 or y.shape[1:] != (self.most, 5):
             raise DataError(
-                f"{what}: boxes must be floats (N, {self.most}, 5), got {str(y.dtype).removeprefix('torch.')} "
-                f"{tuple(y.shape)}. Each row contains (category, centre x, centre y, width, height). Empty rows have "
-                f"category {boxes.NONE}"
+                f"{what}: boxes must be floats with the shape (N, {self.most}, 5), got "
+                f"{str(y.dtype).removeprefix('torch.')} {tuple(y.shape)}. Each row contains (category, centre x, "
+                f"centre y, width, height). Empty rows have category {boxes.NONE}"
             )
         y = y.float()
         held = boxes.present(y)
@@ -211,8 +211,8 @@ class Detection:
         """Return a tuple (boxes (batch, 4, cells) as fractions of the image, logits (batch, categories, cells))."""
         if outputs_bo.dim() != 4 or outputs_bo.shape[1] != self.outputs:
             raise ModelError(
-                f"a network for detection must return (batch, {self.outputs}, H, W) with a box and {self.categories} "
-                f"categories per cell, got {tuple(outputs_bo.shape)}. Set model.name=point_detector",
+                f"a network for the task detection must return the shape (batch, {self.outputs}, H, W) with a box and "
+                f"{self.categories} categories per cell, got {tuple(outputs_bo.shape)}. Set model.name=point_detector",
                 path="model.name",
             )
         rows, columns = outputs_bo.shape[2:]

@@ -124,6 +124,6 @@ class NextToken(Distilled):
     def _check_outputs(self, outputs_bo: Tensor) -> None:
         if outputs_bo.dim() != 3 or outputs_bo.shape[1:] != (self.tokens, self.length):
             raise ModelError(
-                f"a network for next_token must return (batch, {self.tokens}, {self.length}), got "
+                f"a network for the task next_token must return the shape (batch, {self.tokens}, {self.length}), got "
                 f"{tuple(outputs_bo.shape)}"
             )

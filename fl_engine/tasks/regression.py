@@ -48,18 +48,21 @@ class Regression:
             y = y[:, None]
         if y.is_complex() or y.dtype == torch.bool or y.dim() != 2 or y.shape[1] != self.outputs:
             raise DataError(
-                f"{what}: targets must be numbers (N, {self.outputs}), got {str(y.dtype).removeprefix('torch.')} "
-                f"{tuple(y.shape)}. Set the number of targets per sample with Regression(outputs=...)"
+                f"{what}: targets must be numbers with the shape (N, {self.outputs}), got "
+                f"{str(y.dtype).removeprefix('torch.')} {tuple(y.shape)}. Set the number of targets per sample with "
+                "Regression(outputs=...)"
             )
         y = y.float()
         wrong = (~torch.isfinite(y)).any(1).nonzero().flatten()
         if len(wrong):
             raise DataError(
                 f"{what}: targets must be finite float32 numbers, got {y[wrong[0]].tolist()} in sample {int(wrong[0])} "
-                f"({len(wrong)} such samples). Remove such samples"
+                f"({len(wrong)} such samples). Remove these samples"
             )
         if bool((y == y[:1]).all(0).any()):
-            raise DataError(f"{what}: the targets of an output must differ, because R2 is undefined for equal targets")
+            raise DataError(
+                f"{what}: each output's targets must differ between samples, because R2 is undefined for equal targets"
+            )
         return y
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:

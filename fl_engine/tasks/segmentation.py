@@ -53,7 +53,9 @@ class Segmentation(Distilled):
     def check(self, y: Tensor, what: str) -> Tensor:
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool or y.dim() != 3:
             kind = str(y.dtype).removeprefix("torch.")
-            raise DataError(f"{what}: categories must be integers (N, H, W), got {kind} {tuple(y.shape)}")
+            raise DataError(
+                f"{what}: categories must be integers with the shape (N, H, W), got {kind} {tuple(y.shape)}"
+            )
         wrong = ((y < 0) | (y >= self.categories)) & (y != VOID)
         if bool(wrong.any()):
             raise DataError(
@@ -61,7 +63,9 @@ class Segmentation(Distilled):
                 f"{int(y[wrong][0])} in {int(wrong.flatten(1).any(1).sum())} samples"
             )
         if bool((y == VOID).flatten(1).all(1).any()):
-            raise DataError(f"{what}: each sample must have a pixel that is not {VOID} (ignored). Remove other samples")
+            raise DataError(
+                f"{what}: each sample must have a pixel that is not {VOID} (ignored). Remove the other samples"
+            )
         return y.to(torch.uint8)
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
@@ -106,4 +110,6 @@ class Segmentation(Distilled):
     def _check_outputs(self, outputs_bo: Tensor, y: Tensor) -> None:
         wanted = (len(y), self.categories, *y.shape[1:])
         if outputs_bo.shape != wanted:
-            raise ModelError(f"a network for segmentation must return {wanted}, got {tuple(outputs_bo.shape)}")
+            raise ModelError(
+                f"a network for the task segmentation must return the shape {wanted}, got {tuple(outputs_bo.shape)}"
+            )

@@ -193,11 +193,15 @@ class LaneNetwork:
         n = len(next(iter(params.values()), ()))
         if not self._side_by_side and n > 1:
             name = type(self.module).__name__
-            raise ModelError(f"run.strategy must be single, because {name} cannot run in lanes", path="run.strategy")
+            raise ModelError(
+                f"run.strategy must be single, because {name} cannot train several clients at once", path="run.strategy"
+            )
         shapes = {name: tuple(tensor.shape[1:]) for name, tensor in params.items()}
         if shapes != self.shapes:
             wrong = ", ".join(dict.fromkeys(sorted(name for name, _ in shapes.items() ^ self.shapes.items())))
-            raise ModelError(f"the weights must have the names and shapes of the sub-model, but differ in {wrong}")
+            raise ModelError(
+                f"the weights must have the names and shapes of the sub-model's parameters, but differ in {wrong}"
+            )
         for name, tensor in params.items():
             layer, leaf = self._holders[name]
             layer._parameters.pop(leaf, None)

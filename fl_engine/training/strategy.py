@@ -53,7 +53,9 @@ def choose(
     if not can_run(blank(family)) or 3 * macs_of(family) * batch_size > SMALL_STEP:
         return single
     if not _agrees(family, goal, batch_size, precision):
-        log.warning("%s mixes channels in a layer without weights; clients train one at a time", type(family).__name__)
+        log.warning(
+            "%s mixes channels in a layer without weights, so clients train one at a time", type(family).__name__
+        )
         return single
     return batched(family, batch_size, clients, precision, devices)
 

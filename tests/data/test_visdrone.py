@@ -64,7 +64,7 @@ def test_visdrone_logs_boxes_that_it_leaves_out_or_cuts(val: Path, caplog: pytes
     data = visdrone.load(val.parents[1])
     assert data.train_y[0, :3, 0].tolist() == [4, 2, boxes.NONE]
     torch.testing.assert_close(data.train_y[0, 1, 1:], torch.tensor([93 / 96, 0.25, 6 / 96, 0.25]))
-    assert "left out 1 boxes without width or height, cropped 1 boxes" in caplog.text
+    assert "omitted 1 boxes without width or height, and cropped 1 boxes" in caplog.text
 
 
 def test_visdrone_refuses_an_image_without_boxes(val: Path) -> None:

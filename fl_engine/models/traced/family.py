@@ -208,7 +208,7 @@ def _cut(name: str, module: nn.Module, trial: ModuleTrial, family: ModuleFamily)
     if flow.mixing and set(derived.layout.groups) == {HEAD}:
         raise cannot_cut(name, f"all its channels are kept by {', '.join(kept)}")
     for place in flow.mixing:
-        log.info("%s: %s mixes channels, so every sub-model keeps all these channels", name, place)
+        log.info("%s: %s mixes channels, so every sub-model keeps all channels of this layer", name, place)
     _move_relus(traced, tree, derived.relus)
     tree.__class__ = type(name, (type(tree),), {"forward": subnetwork.forward_of(traced.graph)})
     subnetwork.wrap(tree, draws=draws, views=False, counts=_has_uncounted(tree))
