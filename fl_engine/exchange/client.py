@@ -65,7 +65,7 @@ class Site:
     free: float | None = None
     """Measured free memory of the device, in % of the full model's parameters; None if the memory is simulated."""
     held: tuple[Ints, ...] = ()
-    """Indices of each client's held-out samples, which `partition` does not contain; empty without evaluation."""
+    """Indices of each client's held-out samples, which are not in `partition`; empty if clients do not evaluate."""
     most: int | None = None
     """Maximum sample count that a client may report; None if the server knows the counts. See `data.local_data`."""
 
@@ -116,7 +116,7 @@ class Work:
 
 
 def measured(client: ClientContext, metrics: Iterable[ClientMetric]) -> dict[str, float]:
-    """Map the name of each metric to its value. Raises ClientError for a value outside the declared bounds."""
+    """Compute a client's metrics, and map their names to the values. Raises ClientError if a value is out of bounds."""
     found = {}
     for metric in metrics:
         value = float(metric.measure(client))
@@ -173,8 +173,8 @@ def accept(algorithm: Algorithm, assignment: Assignment, site: Site) -> Work | C
 def accept_all(
     algorithm: Algorithm, assignments: Iterable[Assignment], site: Site
 ) -> tuple[list[list[Work]], list[ClientFailure]]:
-    """Return a tuple (groups of assignments that train in parallel, failures before training). Groups are sorted by
-    their first assignment. Without batched numerics, each group contains one assignment."""
+    """Return a tuple (groups of assignments that train in parallel, failures before training). Groups are in the order
+    of their first assignments. Without batched numerics, each group contains one assignment."""
     groups: list[list[Work]] = []
     failures: list[ClientFailure] = []
     open_groups: dict[object, list[Work]] = {}
@@ -197,8 +197,8 @@ def accept_all(
 def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[ClientResult]:
     """Train assignments with equal keys (`local.kind`) in parallel, or execute evaluations one after the other.
 
-    A ValueError is a failure of the client, because batch norm raises a ValueError for a batch with one value per
-    channel. Other exceptions stop the run, because their cause is the machine or the code.
+    A ModelError, a ValueError or a lack of memory is a failure of the client. Batch norm raises ValueError for a batch
+    with one value per channel. All other exceptions stop the run, because their cause is the machine or the code.
     """
     if works[0].assignment.evaluates:
         return [_evaluated(work, site, device) for work in works]
@@ -235,7 +235,7 @@ def _jobs(works: Sequence[Work], site: Site, device: str) -> Iterator[local.Trai
 def _result(
     work: Work, job: local.TrainingJob, trained: local.Trained, site: Site, cost: dict[str, float], kept: Shapes
 ) -> ClientResult:
-    """Return the result of a client's training. `kept` maps the tensor names of the client's state to shapes."""
+    """Return the result of a client's training. `kept` maps the tensor names of the client's state to their shapes."""
     assignment, task, algorithm = work.assignment, work.task, work.algorithm
     if not abs(trained.loss) <= LARGEST_LOSS or not trained.finite:
         return work.failure("train", f"training diverged (learning rate {task.optimizer.lr:g})", "finite")

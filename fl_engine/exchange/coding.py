@@ -2,7 +2,8 @@
 
 For downloads, the server encodes each payload once. The server also decodes the payload, so that server and clients use
 identical weights. For uploads, a client encodes the difference between trained and received weights, and the server
-adds the decoded difference. Running statistics and integers are not encoded. Byte counts exclude file headers.
+adds the decoded difference. Running statistics and integers are not encoded. A `Header` maps tensor names to types and
+shapes. Byte counts exclude the headers of files.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def header(codec: Codec | None, given: Header) -> Header:
 
 
 def streams(codec: Codec | None, given: Header) -> set[str]:
-    """Return the names of encoded tensors whose length may be smaller than in the result of `header`."""
+    """Return the names of the encoded tensors that may be shorter than `header` specifies."""
     made = {} if codec is None else codec.header(coded(given))
     return {name for name, (dtype, shape) in made.items() if dtype == torch.uint8 and len(shape) == 1}
 
@@ -86,8 +87,8 @@ def decode(codec: Codec, tensors: Params, given: Header) -> Params:
 
 
 def find_misfit(tensors: Params, expected: Header, shorter: Collection[str] = ()) -> tuple[Code, str] | None:
-    """Return a tuple (code, message) for the first difference between tensors and a header; None if they match. The
-    one-dimensional tensors in `shorter` may be shorter than in the header."""
+    """Return a tuple (code, message) for the first difference between tensors and a header; None if they match.
+    `shorter` names the one-dimensional tensors that may be shorter than the header specifies."""
     odd, missing = sorted(tensors.keys() - expected.keys()), sorted(expected.keys() - tensors.keys())
     if odd:
         return "names", f"the sub-model has no {', '.join(odd[:4])}"
@@ -108,14 +109,14 @@ def bytes_of(given: Header) -> int:
 
 
 def bytes_sent(assignment: Assignment) -> int:
-    """Return the total size in bytes of an assignment's encoded weights and memory tensors."""
+    """Return the total size in bytes of an assignment's encoded weights and its tensors in `memory`."""
     return tensor_bytes(assignment.travels) + tensor_bytes(assignment.memory)
 
 
 def encode_plan(plan: RoundPlan, pool: Pool, run: Codecs, seed: int) -> RoundPlan:
-    """Return the plan with the encoded and the decoded weights in each assignment. An assignment without codecs uses
-    the codecs of its level. A level without codecs uses the codecs of the run. A payload that several assignments share
-    is encoded once. Raises Diverged if encoding fails."""
+    """Return a copy of the plan in which each assignment contains the encoded and the decoded weights. An assignment
+    without codecs uses the codecs of its level. A level without codecs uses the codecs of the run. A payload that
+    several assignments share is encoded once. Raises Diverged if encoding fails."""
     made: dict[tuple[object, ...], tuple[Params, Params]] = {}
 
     def coded_for(assignment: Assignment) -> Assignment:
@@ -142,8 +143,8 @@ def codec_up(assignment: Assignment) -> Codec | None:
 
 
 def encode_update(assignment: Assignment, spec: SubmodelSpec, trained: Params, layout: ParamLayout) -> Params | None:
-    """Return the encoded tensors that a client sends instead of the trained weights; None without a codec. The weights
-    belong to the sub-model `spec`. Raises ModelError for values that the codec cannot represent."""
+    """Return the encoded tensors that a client sends instead of the `trained` weights of the sub-model `spec`. Return
+    None if the assignment has no codec for uploads. Raises ModelError for values that the codec cannot represent."""
     codec = codec_up(assignment)
     if codec is None:
         return None
@@ -155,14 +156,15 @@ def encode_update(assignment: Assignment, spec: SubmodelSpec, trained: Params, l
 def decode_update(
     codec: Codec, tensors: Params, expected: Header, assignment: Assignment, spec: SubmodelSpec, layout: ParamLayout
 ) -> Params:
-    """Return the decoded weights that a client trained. Raises IntegrityError if `tensors` is not a valid encoding."""
+    """Decode an update, and return the trained weights. Raises IntegrityError if `tensors` is not a valid encoding."""
     received, part = take(assignment.payload, layout, spec, have=assignment.spec), coded(expected)
     change = decode(codec, tensors, expected)
     return {name: received[name] + t if name in part else t for name, t in change.items()}
 
 
 def add_sizes(pool: Pool, family: ModelFamily, run: Codecs) -> Pool:
-    """Return the pool with the encoded size of each level in bytes. A level without codecs uses the run's codecs."""
+    """Return a copy of the pool that contains the encoded sizes of each level in bytes. A level without codecs uses the
+    run's codecs."""
     types = {name: t.dtype for name, t in blank(family).state_dict().items()}
     layout, full = family.layout(), full_shapes(family)
     found = []

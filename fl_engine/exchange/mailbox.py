@@ -1,7 +1,7 @@
 """Read and write the files of a round, which contain assignments and results.
 
     `rounds/00012/plan.json`: The sub-model of each selected client.
-    `rounds/00012/assignments/3.json`: The assignment for client 3 in another process, without its tensors.
+    `rounds/00012/assignments/3.json`: The assignment for client 3 without tensors, if clients run in other processes.
     `rounds/00012/updates/3.safetensors`: The update from client 3.
     `rounds/00012/updates/3.json`: The manifest of the update, which is written last.
     `rounds/00012/evaluation/`: The plan, assignments and results of the round's evaluation at the clients.
@@ -77,7 +77,7 @@ class StoredAssignment(Record):
     """Types and shapes of the decoded weights; empty without a codec."""
     evaluates: bool = False
     most: Index | None = None
-    """Size of the larger file (`payload` or `memory`) in bytes. Clients read at most this number of bytes."""
+    """Size of the larger file (`payload` or `memory`) in bytes. Clients read at most this many bytes per file."""
 
 
 @dataclass(eq=False)
@@ -86,7 +86,7 @@ class Mailbox:
 
     store: Store
     rules: Rules | None = None
-    """Rules for valid updates; None if clients run on this machine, so updates need no checks."""
+    """Rules for valid updates; None if updates need no checks, because clients run on this machine."""
     key: KeyOf | None = None
     """Function that returns the signing key; None if results are not signed."""
     lengths: Mapping[str, int] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Mailbox:
     lease: str = ""
     """ID of the worker's lease; empty for results that the coordinator writes."""
     assignment_sums: dict[int, str] = field(default_factory=dict)
-    """Map each client to the checksum of the client's last written assignment."""
+    """Map each client to the checksum of the last assignment that was written for the client."""
     seen: dict[tuple[int, int], Known] = field(default_factory=dict)
     """Map (round, client) to the last result that was read or written."""
 
@@ -112,7 +112,7 @@ class Mailbox:
         self.store.put(f"{_folder(plan)}plan.json", canonical({"round": plan.round, "assignments": assignments}))
 
     def put_assignments(self, plan: RoundPlan) -> dict[int, list[str]]:
-        """Write assignments for other processes. Return the store keys of each client's files."""
+        """Write assignments for other processes. Map each client to the store keys of its files."""
         keys: dict[int, list[str]] = {}
         files: dict[tuple[int, ...], tuple[str, int]] = {}
         """Map the IDs of tensors to a tuple (name of their file, size in bytes)."""
@@ -155,8 +155,8 @@ class Mailbox:
         return sum(key.endswith(".json") for key in self.store.list(f"{round_folder(round, evaluates)}assignments/"))
 
     def assignments(self, round: int, clients: Iterable[int], evaluates: bool = False) -> dict[int, Assignment]:
-        """Read assignments. A file of tensors that several assignments share is read once. Raises IntegrityError if a
-        file is missing or damaged, or if its checksum is not in `expected`."""
+        """Read assignments. A tensor file that several assignments share is read only once. Raises IntegrityError if a
+        file is missing or damaged, or if an assignment's checksum differs from the checksum in `expected`."""
         folder = f"{round_folder(round, evaluates)}assignments/"
 
         def read(client: int) -> StoredAssignment:
@@ -216,14 +216,14 @@ class Mailbox:
         self._remember(manifest, result)
 
     def clients_with_results(self, round: int, evaluates: bool = False) -> set[int]:
-        """Return the clients whose manifest exists, even if the manifest is not valid."""
+        """Return all clients that have a manifest, even if the manifest is not valid."""
         folder = f"{round_folder(round, evaluates)}{self._results}/"
         found = re.compile(f"{re.escape(folder)}(0|[1-9][0-9]*)\\.json")
         return {int(match[1]) for match in map(found.fullmatch, self.store.list(folder)) if match}
 
     def finished(self, plan: RoundPlan) -> Iterator[ClientResult]:
         """Yield the valid results in the store. Delete invalid results, for example results that were signed with
-        another key. The caller must repeat the assignments of these clients."""
+        another key. The caller must repeat the assignments of clients whose results were deleted."""
         stored = self.clients_with_results(plan.round, plan.evaluates)
         for client in sorted(stored & plan.assignment_of.keys()):
             try:
@@ -242,7 +242,7 @@ class Mailbox:
             return error.failure(plan.assignment_of[client])
 
     def held_by(self, plan: RoundPlan, clients: Iterable[int]) -> int:
-        """Return the memory in bytes that reading and decoding the largest result requires."""
+        """Return how many bytes of memory are needed to read and decode the largest result."""
         state = {} if self.rules is None else self.rules.client_state
         distinct = {id(o.payload): o for o in map(plan.assignment_of.__getitem__, clients)}.values()
         sizes = (max(payload_bytes(o, state), 0 if o.evaluates else tensor_bytes(o.payload)) for o in distinct)
@@ -258,8 +258,8 @@ class Mailbox:
             raise IntegrityError(f"{name}: the update of client {client} is damaged ({error}). {WAY_OUT}") from error
 
     def _read(self, plan: RoundPlan, client: int, known: Known | None = None) -> ClientResult:
-        """Read a result. Reject a worker's files if they cannot be read in two attempts, although the coordinator's own
-        files can be read. The worker may have encrypted the files or changed their owner."""
+        """Read a result. Raises Rejected if two attempts to read a worker's files fail, but the coordinator's own files
+        can be read. In this case the worker may have encrypted the files or changed their owner."""
         for last in (False, True):
             try:
                 return self._read_files(plan, client, known)

@@ -1,7 +1,7 @@
 """Create, sign and check the manifest of a result.
 
 A result consists of the tensors in `<client>.safetensors` and a manifest in `<client>.json`, which contains the
-checksum of the tensor file. Neither format can contain code.
+checksum of the tensor file. Neither of the two file formats can contain executable code.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ MANIFEST_BYTES = 2**15
 """Maximum bytes of a manifest, excluding the description of the sub-model. The longest field is `reason` with at most
 4096 characters."""
 CHANNEL_BYTES = 8
-"""Maximum bytes of a channel number and a comma in a manifest."""
+"""Maximum bytes of a channel number in a manifest, including the comma."""
 HEADER_BYTES = 2**10
 """Maximum bytes of a tensor's entry in a safetensors header, and of a group's name in a manifest."""
 
 
 def manifest_bytes(assignment: Assignment) -> int:
-    """Return the maximum size in bytes of a manifest for this assignment. A manifest lists all kept channels."""
+    """Return the maximum size in bytes of a manifest for this assignment. The size depends on the sub-model, because a
+    manifest lists all kept channels."""
     shapes = [tensor.shape for tensor in assignment.payload.values()]
     return MANIFEST_BYTES + sum(HEADER_BYTES + CHANNEL_BYTES * sum(shape) for shape in shapes)
 
@@ -58,7 +59,7 @@ class ResultManifest(Record):
     round: int
     client: int
     assignment: str
-    """Checksum of the assignment (`assignment_sum`), so that the update is never used for another plan."""
+    """Checksum of the assignment (`assignment_sum`). A result with the checksum of another assignment is rejected."""
     sha256: str | None = None
     spec: dict[str, Any] | None = None
     num_examples: int = 0
@@ -76,12 +77,12 @@ KeyOf = Callable[[Assignment], bytes]
 
 def key_of(secret: bytes) -> KeyOf:
     """Return a function that derives the coordinator's signing keys from the run's secret. The coordinator signs every
-    result after reading it. Therefore users with write access to the store cannot change a result."""
+    result after reading it. Therefore the coordinator detects changes by other users of the store."""
     return lambda assignment: hmac.digest(secret, f"coordinator {assignment_sum(assignment)}".encode(), "sha256")
 
 
 def assignment_sum(assignment: Assignment) -> str:
-    """Return the SHA-256 of an assignment's fields except tensors, because the round's state determines the tensors."""
+    """Return the SHA-256 of an assignment's fields without tensors, which are determined by the round's state."""
     a = assignment
     content = [a.round, a.client, a.seed, a.level, a.spec.to_json(), dict(a.hints)]
     content += [] if a.codecs is None or a.codecs == coding.PLAIN else [sections_of(a.codecs)]
@@ -91,8 +92,8 @@ def assignment_sum(assignment: Assignment) -> str:
 def pack_result(
     result: ClientResult, assignment: Assignment, length: int | None = None
 ) -> tuple[ResultManifest, Pieces | None]:
-    """Return a tuple (unsigned manifest, content of the tensor file). The content is None for a failure, and is padded
-    to `length` bytes if `length` is not None."""
+    """Return a tuple (unsigned manifest, content of the tensor file). The content is None for a failure. If `length` is
+    given, the content is padded to `length` bytes."""
     manifest = ResultManifest(round=assignment.round, client=assignment.client, assignment=assignment_sum(assignment))
     if isinstance(result, ClientFailure):
         why = {"stage": result.stage, "reason": result.reason[:4096], "code": result.code}
@@ -109,13 +110,13 @@ def pack_result(
 
 
 def sign(manifest: ResultManifest, key: bytes | None) -> ResultManifest:
-    """Sign a manifest. Clients on this machine have no key, so their signature detects only damage."""
+    """Sign a manifest. Clients on this machine have no key, so their signatures reveal damage but not forgery."""
     content = canonical(manifest.model_dump(exclude={"signature"}))
     return manifest.model_copy(update={"signature": hmac.new(key or b"", content, "sha256").hexdigest()})
 
 
 Read = Callable[[int | None], bytes]
-"""Function that reads a file with at most the given number of bytes. Raises IntegrityError."""
+"""Function that reads a file. Raises IntegrityError if the file is missing or longer than the given number of bytes."""
 
 
 def read_manifest(
@@ -126,8 +127,8 @@ def read_manifest(
 
     Args:
         by_worker: True if a worker signed the manifest. A worker can report only the stages in `CLIENT_STAGES`.
-        closed: Expected checksum of the manifest (`content_sum`). With `closed`, the signature is not checked, because
-            an earlier coordinator may have used another key.
+        closed: Expected checksum of the manifest (`content_sum`) if the round is closed, otherwise None. For a closed
+            round the signature is not checked, because an earlier coordinator may have used another key.
     """
     try:
         manifest = ResultManifest.model_validate_json(file(manifest_bytes(assignment)))
@@ -156,5 +157,5 @@ def read_manifest(
 
 
 def content_sum(manifest: ResultManifest) -> str:
-    """Return a checksum of those fields of a manifest that affect the model."""
+    """Return a checksum of the fields of a manifest that affect the model."""
     return sha256(canonical(manifest.model_dump(exclude={"metrics", "signature"})))

@@ -1,23 +1,23 @@
 """Check clients' updates, because the coordinator does not trust clients.
 
-All checks run before a tensor is aggregated. A rejected update is a failure at the stage `validate` with one of these
-codes:
+All checks run before any tensor of the update is aggregated. A rejected update is a failure at the stage `validate`
+with one of these codes:
 
     `file`: The file is missing, or is larger than the sub-model allows.
-    `unreadable`: The store cannot return the files of this client, but can return other files.
+    `unreadable`: The files of this client cannot be read from the store, but other files can.
     `schema`: The files are not a valid manifest and a valid safetensors file.
     `assignment`: The update is for another round, client or assignment.
     `signature`: The manifest is not signed with the key for the assignment.
     `spec`: The sub-model of the update differs from the sub-model that the assignment determines.
     `checksum`: The file's bytes do not match the manifest's checksum.
     `names`: Tensors are missing, or belong neither to the sub-model nor to the client's state.
-    `dtype`, `shape`: A tensor has another type or shape than in the sub-model.
+    `dtype`, `shape`: The type or shape of a tensor differs from the sub-model.
     `encoding`: The codec cannot decode the tensors.
     `finite`: A value is NaN, infinite, or so large that sums overflow.
-    `statistics`: A variance is negative, or the running statistics changed much more than usual.
+    `statistics`: A variance is negative, or the running statistics changed more than `rounds.norm_bound` allows.
     `examples`: The sample count is not the client's known sample count, or is larger than `partition.most`.
     `metrics`: A metric is undeclared or out of bounds, or differs from the value that the assignment determines.
-    `norm`: The weights changed much more than usual.
+    `norm`: The weights changed more than `rounds.norm_bound` allows.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Rules:
 
 
 def read_update(manifest: ResultManifest, payload: Read, assignment: Assignment, rules: Rules | None) -> ClientResult:
-    """Return the result for a manifest. `payload` reads the update's file. Without `rules`, check only the checksum.
-    Raises Rejected."""
+    """Return the result that a manifest describes. `payload` reads the update's file. If `rules` is None, only the
+    checksum is checked. Raises Rejected if the update is not valid."""
     if manifest.spec is None:
         stage: Stage = next((stage for stage in STAGES if stage == manifest.stage), "train")
         return ClientFailure(assignment.round, assignment.client, stage, manifest.reason or "", manifest.code)
@@ -146,7 +146,7 @@ def read_update(manifest: ResultManifest, payload: Read, assignment: Assignment,
 
 
 def decode_and_check(update: ClientUpdate, assignment: Assignment, rules: Rules) -> ClientUpdate:
-    """Decode and check an encoded update from a client in this process. Raises Rejected."""
+    """Decode and check an encoded update from a client in this process. Raises Rejected if the update is not valid."""
     expected = _expected(rules, update.spec, assignment)
     payload, decoding = _weights(update.travels, update.spec, assignment, expected, rules.layout)
     return replace(update, payload=payload, seconds_decode=decoding)
@@ -171,8 +171,8 @@ def _weights(
 
 
 def _check_header(value: bytes, tensors: int) -> None:
-    """Check the size of the header before it is parsed. The parser needs a second per MB and 25 times the header's size
-    in memory. The header may be padded with spaces (`store.padded`)."""
+    """Check the size of the header before parsing, because the parser needs one second per MB, and memory of 25 times
+    the header's size. The header may be padded with spaces (`store.padded`)."""
     entries = value[8 : 8 + int.from_bytes(value[:8], "little")].rstrip(b" ")
     if len(entries) > HEADER_BYTES * (1 + tensors):
         raise Rejected("schema", f"a header of {len(entries)} bytes, for at most {tensors} tensors")

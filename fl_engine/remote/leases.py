@@ -23,7 +23,7 @@ from fl_engine.storage.s3 import S3Store
 from fl_engine.training.memory import Peaks
 
 UNTAKEN_S = 2 * MOST_S
-"""Minimum timeout in seconds for the start of a lease, because an idle worker may poll only every MOST_S seconds."""
+"""Minimum seconds that a worker has to start a lease, because an idle worker may poll only every MOST_S seconds."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class OpenRound:
     """Map each client to the workers that failed its assignment. One of these workers may retry the assignment only if
     every available worker has failed it."""
     killed: Counter[int] = field(default_factory=Counter)
-    """Number of workers that died while their lease contained only this client, usually from a lack of memory."""
+    """Number of workers that died while they executed only this client's assignment, usually for lack of memory."""
     alone: set[int] = field(default_factory=set)
     """Clients of failed leases. Assignments of these clients are leased separately."""
     interruptions: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -81,18 +81,19 @@ class OpenRound:
         return worker.name not in failed_by or next(others, None) is None
 
     def assigned(self, present: Sequence[Worker], now: float) -> Iterator[tuple[Worker, list[int]]]:
-        """Yield tuples (free worker, clients). The worker gets the assignments of these clients. The waiting clients
-        are distributed evenly over the free workers, at most `room` clients per worker. Workers with the latest
-        heartbeat come first. The caller must create the lease before it requests the next pair."""
+        """Yield tuples (free worker, clients whose assignments the worker gets). The waiting assignments are
+        distributed evenly over the free workers, with at most `room` assignments per worker. Workers with the fewest
+        failures come first, then workers with the latest heartbeat. The caller must create the lease before it requests
+        the next pair."""
         free = [w for w in present if w.held is None and w.rests_until <= now]
         good = [w for w in present if not w.failures]
 
         @cache
         def limit(pool: str, failed_by: frozenset[str]) -> int:
-            """Return the maximum number of assignments of a pool for one untrusted worker. The limit is twice the mean
-            number of assignments per worker that has not failed the assignment. Therefore one very fast worker cannot
-            execute the majority of the assignments, but the faster half of the workers can execute all assignments of
-            the round."""
+            """Return how many assignments of a pool one untrusted worker may execute in this round. The limit is twice
+            the mean number of assignments per worker that has not failed the assignment. Therefore one very fast worker
+            cannot execute the majority of the assignments, but the faster half of the workers can execute all
+            assignments of the round."""
             takers = sum(w.name not in failed_by and self.provisioner.suits(w.member.tier, pool) for w in good)
             return math.ceil(2 * self.wanted[pool] / max(1, takers))
 
@@ -192,7 +193,7 @@ class RemoteRun:
         return Lease(id=id, seconds=self.provisioner.options.deadline_s, assignment=given)
 
     def _reach(self, r: OpenRound, assignments: Sequence[Assignment], id: str) -> dict[str, object]:
-        """Return the message fields with the URLs of a lease's files, or with the store's address if `verb` is None."""
+        """Return the message fields for access to a lease's files: URLs, or the store's address if `verb` is None."""
         store, of = self.mailbox.store, self.provisioner
         if (verb := of.mailboxes.verb) is None or not isinstance(store, S3Store):
             return {"store": store.uri()}

@@ -1,13 +1,13 @@
 """The messages between the coordinator and a worker, which are files in the object store.
 
-    `<name>/message.json`: The worker's lease or None, written by the coordinator.
-    `<name>/heartbeat.json`: The worker's state, written by the worker.
+    `<name>/message.json`: The coordinator's message, which contains the worker's lease or None.
+    `<name>/heartbeat.json`: The worker's last heartbeat, which contains the worker's state.
 
 A worker sends only outgoing requests, so the device needs no open port. A worker has no credentials for the store.
 Instead each message contains URLs for the assignments of one lease. A lease ends if the worker sends no heartbeat for
-`lease_s`, or if the lease's `seconds` have passed. A lease also ends if another process replaces the worker, or if a
-new message contains another lease. The coordinator then leases assignments without a result to another worker, with
-another lease id. Results are stored and signed per lease, so a late worker cannot replace another worker's result.
+`lease_s` seconds, or if the lease's `seconds` have passed. A lease also ends if another process replaces the worker, or
+if a new message contains another lease. The coordinator then leases assignments without a result to another worker,
+with another lease id. Results are stored and signed per lease, so a late worker cannot replace another worker's result.
 
 Messages, heartbeats and results are signed with keys that no message contains, so messages need not be secret. An
 invitation is for one device, which enrolls with its first heartbeat. The device's key is derived from the invitation's
@@ -62,7 +62,7 @@ def _is_small(upload: Upload) -> Upload:
 
 
 HeartbeatUpload = Annotated[Upload, AfterValidator(_is_small)]
-"""Upload for heartbeats, which are padded to `Upload.size` bytes. A hostile server cannot request a larger size."""
+"""Upload for heartbeats, which are padded to `Upload.size` bytes. The limit protects devices from a hostile server."""
 
 
 def site_files(own: bool) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ class Signed(Note):
         return hmac.compare_digest(self._signature(key).encode(), self.signature.encode())
 
     def text(self, length: int = 0) -> bytes:
-        """Return the JSON as bytes, padded with spaces to `length`, which an upload by PUT requires (`urls.Upload`)."""
+        """Return the JSON, padded with spaces to the `length` in bytes that a PUT upload requires (`urls.Upload`)."""
         return self.model_dump_json().encode().ljust(length)
 
 
@@ -115,7 +115,7 @@ class AssignmentMessage(Note):
     memory: Peaks | None = None
     """Memory that training requires, if `observe` is `cgroup`."""
     failures: Index = 0
-    """If `observe` is `cgroup`: how many workers were killed while they executed one of these assignments alone."""
+    """If `observe` is `cgroup`: number of workers that were killed while executing one of these assignments alone."""
     code: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     """SHA-256 of the wheel with the user's code in the store (`storage.code`)."""
     store: str | None = None
@@ -128,7 +128,7 @@ class AssignmentMessage(Note):
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Map each key for an upload by PUT to the required length in bytes."""
+        """Map the store key of each upload by PUT to the upload's required length in bytes."""
         return {key: upload.size for key, upload in self.writes.items() if upload.verb == "PUT"}
 
 
@@ -172,7 +172,7 @@ class Message(Signed):
 class Heartbeat(Signed):
     name: Name
     id: Hex
-    """ID of the device (`enrolled_key`), which is equal for all processes on the device."""
+    """ID of the device (`enrolled_key`), which is the same for all processes on the device."""
     worker: Worker
     number: int = Field(ge=0, le=10**15)
     """Sequence number, which increases with every heartbeat from this process."""
@@ -204,7 +204,8 @@ class Invitation(Note):
 
     @staticmethod
     def of(value: bytes, where: str) -> Invitation:
-        """Parse an invitation. `where` is the invitation's file or address for error messages. Raises ConfigError."""
+        """Parse an invitation. `where` is the invitation's file or address for error messages. Raises ConfigError if
+        the invitation is not valid."""
         try:
             found = Invitation.model_validate_json(value)
         except ValidationError as error:
@@ -234,8 +235,8 @@ def short(id: str) -> str:
 
 def check_own(address: str, message: str | None, folder: str | None) -> None:
     """Raise ConfigError if an address is outside of the device's own store. The address must be on the same server as
-    `message` (the URL of the device's messages), or next to `folder` (the device's mailbox). A device sends no requests
-    to other addresses, even if the coordinator's message contains them."""
+    `message` (the URL of the device's messages), or in the store that contains `folder` (the device's mailbox). A
+    device sends no requests to other addresses, even if the coordinator's message contains them."""
     if folder is not None:
         own = folder.rsplit("/", 2)[0]
         found, is_own = address, f"{address}/".startswith(f"{own}/") and ".." not in address.split("/")
@@ -258,8 +259,8 @@ def _server(address: str) -> str:
 
 
 def read_message(value: bytes, key: str, invited: str) -> Message:
-    """Return the message if it is signed with the device's own `key`. Until the coordinator has read the first
-    heartbeat, messages are signed with `invited` and contain no lease. Raises IntegrityError otherwise."""
+    """Parse a message, and check its signature by the device's `key`. Until the coordinator has read the first
+    heartbeat, messages are signed with `invited` and must contain no lease. Raises IntegrityError if a check fails."""
     try:
         message = Message.model_validate_json(value)
     except ValidationError as error:
@@ -270,7 +271,7 @@ def read_message(value: bytes, key: str, invited: str) -> Message:
 
 
 def read_heartbeat(value: bytes, name: str) -> Heartbeat:
-    """Parse a heartbeat for this mailbox, without a check of its signature. Raises IntegrityError."""
+    """Parse a heartbeat without checking its signature. Raises IntegrityError if the heartbeat is not valid."""
     try:
         heartbeat = Heartbeat.model_validate_json(value)
     except (ValidationError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Provisioners, which provide workers. People start enrolled devices, and `kubernetes.provisioner` starts pods."""
+"""Provisioners, which provide workers. Users start enrolled devices, and `kubernetes.provisioner` starts pods."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Need(NamedTuple):
 
 
 class Provisioner:
-    """Base class. Each worker belongs to a pool, which is the tier of a device or the class of a pod. Methods must not
-    wait for a server, because they would delay the round."""
+    """Base class of provisioners. Each worker belongs to a pool, which is the tier of a device or the class of a pod.
+    Methods must not wait for a server, because waiting would delay the round."""
 
     options: AgentsConfig | KubernetesConfig
     mailboxes: Mailboxes
@@ -45,30 +45,30 @@ class Provisioner:
     room: int = 1
     """Maximum number of assignments in a worker's lease."""
     strangers: bool = True
-    """True if other people own the workers. If True, the number of assignments per worker is limited."""
+    """True if other people own the workers. In this case, the number of assignments per worker is limited."""
     drains: int = 1
-    """Maximum number of interruptions of a worker during an assignment in a round. Each further interruption is a
-    failed attempt."""
+    """Maximum number of times that a worker may be interrupted during the same assignment. Each further interruption
+    counts as a failed attempt."""
     quorum: float = 0.0
     """Minimum number of results in a round, as a fraction of the required number. With fewer results, the run stops."""
     wait_s: float
     """Seconds without a working worker after which a round stops waiting."""
     moved: float = -math.inf
-    """Time at which the last worker was about to start (`time.monotonic`); -inf if unknown."""
+    """Last time at which a worker was about to start (`time.monotonic`); -inf if unknown."""
 
     def pool(self, client: int) -> str:
         """Return the pool whose workers execute the client's assignments."""
         raise NotImplementedError
 
     def suits(self, own: str | None, pool: str) -> bool:
-        """Return whether a worker of the pool `own`, or of any pool (None), may execute assignments of `pool`."""
+        """Return whether a worker of the pool `own` may execute assignments of `pool`. None means any pool."""
         raise NotImplementedError
 
     def torch_device(self, client: int) -> str:
         return "cpu"
 
     def names(self) -> Collection[str]:
-        """Return the names of the mailboxes. If a known worker's name is not included, the worker is revoked."""
+        """Return the names of the mailboxes. A known worker whose name is missing counts as revoked."""
         raise NotImplementedError
 
     def member(self, name: str) -> Member:

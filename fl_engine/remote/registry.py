@@ -1,9 +1,9 @@
-"""The coordinator's interface to the keys and mailboxes of devices and pods.
+"""The coordinator's interface to the keys and mailboxes of devices and pods. A registry contains these files:
 
     `<name>.json`: An invited device (`Member`).
     `revoked/<name>`: An empty file, which marks a device as revoked. The device's name is not used again.
 
-A registry contains keys, so it must be in a store to which workers have no URLs.
+A registry contains secret keys, so it must be in a store for which workers get no URLs.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Mailboxes:
         return found
 
     def invite(self, registry: Registry, stem: str, tier: str | None) -> Invitation:
-        """Invite a device with the first name `<stem>-<number>` that no registry with these mailboxes uses."""
+        """Invite a device. Its name is the first `<stem>-<number>` that no registry with these mailboxes has used."""
         taken = {*registry.names(), *registry.revoked()}
         members = (Member.new(f"{stem}-{number}", tier) for number in count(1))
         free = (member for member in members if member.name not in taken)
@@ -164,7 +164,7 @@ class Mailboxes:
 
 
 class DeviceClients(Record):
-    """The client of each device. Stored only if devices have their own data."""
+    """The mapping of devices to clients, which is stored only if devices have their own data."""
 
     clients: dict[str, int]
 
@@ -173,7 +173,7 @@ def assign_clients(before: Mapping[str, int], members: Iterable[Member], fleet: 
     """Map the name of each device to its client.
 
     Devices in `before` retain their client. Each new device gets the first free client of its tier. New devices are
-    sorted by name in natural order, so weak-2 precedes weak-10. Devices without a tier are last, and may get a client
+    sorted by name in natural order, so weak-2 precedes weak-10. Devices without a tier come last, and may get a client
     of any tier. If no client is free, the device is omitted.
     """
     by_name = {member.name: member for member in members}

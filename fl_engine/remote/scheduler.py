@@ -3,11 +3,11 @@
 Any worker in the client's pool may execute an assignment, because the update depends only on the assignment. With
 `observe=cgroup` the update also depends on the worker's free memory. If a lease ends without a valid result, the
 assignment is leased to another worker, and later results from the first worker are ignored. A client fails after
-`attempts` failed attempts. If a lease of several assignments fails, any assignment may be the cause. Therefore no
-attempt is counted, and the assignments are then leased separately. The coordinator signs a valid result again, and
-writes the result to the round's updates in the same way as other backends.
+`attempts` failed attempts. If a lease of several assignments fails, any of them may be the cause. Therefore no failed
+attempt is counted, and the assignments are then leased separately. The coordinator signs each valid result with its own
+key, and stores the result among the round's updates, like the other backends.
 
-A restarted coordinator finds the round's leases in the messages, and waits for the results.
+A restarted coordinator finds the round's leases in the messages, and waits for their results.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("flexfleet")
 LOST: Literal["pod"] = "pod"
 """Failure stage of a client whose workers returned no result."""
 NOT_GOOD = ("train", "evaluate", "validate")
-"""Failure stages for which the worker may be responsible. Another worker then retries the assignment."""
+"""Failure stages for which the worker may be responsible, so another worker retries the assignment."""
 LOOK_S, LEAST_LOOK_S = 2.0, 0.05
 """Maximum and minimum seconds between two polls for results."""
 REPORT_S = 30.0
@@ -63,7 +63,7 @@ class WorkerBackend:
         """Yield results as workers return them, until `plan.wanted` updates have arrived.
 
         Raises:
-            Stopped: The quorum was missed, no worker started an assignment for `wait_s`, or the user requested a stop.
+            Stopped: The quorum was missed, no assignment started for `wait_s` seconds, or the user requested a stop.
             Replaced: Another coordinator has taken over the workers.
         """
         if not plan.assignments:
@@ -108,8 +108,8 @@ class WorkerBackend:
         return clients_of_devices(self._mailbox.store, members, self._run.fleet)
 
     def finish(self) -> None:
-        """Write a final message to each worker, because the run is over. Only log errors, because the next run writes
-        new messages."""
+        """Write a final message to each worker, because the run is over. Log errors instead of raising them, because
+        the next run writes new messages."""
         try:
             self.workers.dismiss()
         except FlexfleetError as error:
@@ -211,8 +211,8 @@ class WorkerBackend:
         return failure.stage not in NOT_GOOD
 
     def _end_leases(self, r: OpenRound, lost: Mapping[str, Lost | None]) -> None:
-        """Withdraw assignments from workers that have ended, hang or have failed. The caller must determine `lost`
-        before it reads results."""
+        """Withdraw the assignments of workers that have ended, have failed or do not respond. The caller must determine
+        `lost` before it reads results."""
         for worker in list(self.workers.by_name.values()):
             held = worker.held
             ended = why_ended(worker, r, lost.get(worker.name))
@@ -232,8 +232,8 @@ class WorkerBackend:
         worker.rests_until = time.monotonic() + min(longest_s, REST_S * 2 ** min(worker.failures - 1, 20))
 
     def _lost(self, r: OpenRound, worker: Worker, failures: Sequence[ClientFailure], counts: bool) -> None:
-        """Retry assignments without a valid result on other workers. If `counts` is True, count a failed attempt. A
-        client fails after `attempts` failed attempts."""
+        """Put assignments without a valid result back into the queue for other workers. If `counts` is True, count a
+        failed attempt for each client. A client fails after `attempts` failed attempts."""
         held = worker.held
         assert held is not None
         for failure in failures:
@@ -260,7 +260,7 @@ class WorkerBackend:
         return time.monotonic() - max(r.worked_at, self._provisioner.moved)
 
     def _may_end_without(self, r: OpenRound) -> bool:
-        """Return whether the round has a result and may end without results of the open clients."""
+        """Return whether the round has at least one result, and may end without results from the open clients."""
         some = r.plan.adopted > 0 or len(r.open_) < len(r.plan.assignments)
         return some and (self._provisioner.quorum > 0 or r.own is not None)
 

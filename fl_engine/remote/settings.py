@@ -21,7 +21,7 @@ class AgentsConfig(Section):
     deadline_s: Count = 3600
     """Seconds after which an assignment without a result is leased to another device."""
     attempts: Count = 3
-    """Number of failed attempts on different devices after which a client has failed."""
+    """Number of failed attempts on different devices after which a client counts as failed."""
     wait_s: Positive = 600.0
     """Seconds without a working device after which the run stops. The run can be resumed."""
     endpoint: str | None = None
@@ -67,19 +67,19 @@ class NodePool(Section):
     device_type: str | None = None
     """Required value of the node label flexfleet.io/device-type, e.g. rpi4, rpi5, jetson-nano."""
     selector: dict[str, str] = Field(default={})
-    """Further node labels."""
+    """Further labels that the nodes must have."""
     taint: str | None = None
     """Key of a NoSchedule taint that the pods tolerate, e.g. flexfleet.io/edge."""
     runtime_class: str | None = None
     torch_device: str = "cpu"
-    """Torch device of the pods. Set cuda for pods with a GPU, which trains one client at a time."""
+    """Torch device of the pods. Set cuda for pods with a GPU. A GPU trains one client at a time."""
     image: str | None = None
     """Image for these pods, e.g. with a PyTorch build for GPUs; null: kubernetes.image."""
 
 
 class KubernetesConfig(Section):
-    """For run.backend=kubernetes: pods of Indexed Jobs execute the clients' assignments. The pods run in the cluster of
-    this process, otherwise in the cluster of KUBECONFIG."""
+    """For run.backend=kubernetes: pods of Indexed Jobs execute the clients' assignments. The pods run in the cluster
+    that KUBECONFIG specifies, or in the cluster of this process if KUBECONFIG is not set."""
 
     namespace: Annotated[str, Field(pattern="^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = "flexfleet-clients"
     """Namespace for the Jobs."""
@@ -88,10 +88,10 @@ class KubernetesConfig(Section):
     template: UserPath | None = None
     """YAML file with the template of the Jobs; null: fl_engine/remote/kubernetes/worker-job.yaml."""
     pools: dict[str, NodePool] = Field(default={})
-    """Pod settings for each device tier. A tier without an entry gets the defaults. Another file or --set changes only
-    the given entries."""
+    """Pod settings for each device tier. A tier without an entry gets the defaults. Another configuration file or --set
+    changes only the entries that it contains."""
     placement: Literal["pool", "device"] = "pool"
-    """device: the data of each client are stored on one node, which runs the client's Job."""
+    """device: each client's data are stored on one node, and only this node runs the client's Job."""
     hostname: Annotated[str, Field(pattern=r"^[^{}]*\{client\}[^{}]*$")] = "device-{client}"
     """Name of a client's node for placement=device."""
     lifetime: Literal["round", "run"] = "run"
@@ -106,10 +106,10 @@ class KubernetesConfig(Section):
     """cgroup: a client prunes its model to the free part of its pod's memory limit (docs/guides/kubernetes/devices.md).
     simulated: free memory is computed from `fleet` and the seed, so results are equal on every machine."""
     quorum: Annotated[Fraction, Moves.ANSWERS] = 1.0
-    """Minimum fraction of the wanted clients with a result. The run stops if too many assignments fail."""
+    """Minimum number of results in a round, as a fraction of the required number. With fewer results, the run stops."""
     attempts: Count = 2
-    """Number of failed attempts on pods after which a client has failed. Lost nodes and the first three evictions of a
-    pod are not failed attempts."""
+    """Number of failed attempts on pods after which a client counts as failed. Lost nodes and the first three evictions
+    of a pod do not count as failed attempts."""
     parallelism: Count | None = None
     """Maximum number of concurrent pods; null: the number of assignments in a round."""
     deadline_s: Annotated[Count, Field(le=URL_S - LEASE_S)] = 3600

@@ -40,7 +40,7 @@ class Held:
     worker: str
     """ID of the process that may execute the lease."""
     clients: list[int]
-    """Clients without a result."""
+    """Clients of the lease that do not have a result yet."""
     alone: bool
     """True if the lease has a single client."""
     since: float
@@ -64,7 +64,7 @@ class Worker:
     process: str = ""
     """ID of the process that sends heartbeats; empty if no heartbeat has arrived yet."""
     away: bool = False
-    """True if the worker is absent. The next heartbeat with a new value sets the field to False."""
+    """True if the worker is absent. The next new heartbeat sets the field to False."""
     revoked: bool = False
     rests_until: float = 0.0
     """Time before which the worker gets no assignment, because the previous lease failed or was not started."""
@@ -123,7 +123,7 @@ class Workers:
         worker.written_at = time.monotonic()
 
     def refresh(self, at_once: bool = False) -> list[Worker]:
-        """Add new workers, remove revoked workers, and return the new workers. `at_once` skips the interval."""
+        """Add new workers, remove revoked workers, and return the new workers. `at_once` overrides the interval."""
         self.check_lock()
         # The names of enrolled devices are stored in the registry, so each refresh costs requests.
         every = min(REFRESH_S, self._lease_s / 12) if self._provisioner.strangers else 0.0
@@ -144,7 +144,7 @@ class Workers:
         return new
 
     def _add(self, member: Member) -> Worker:
-        """Add a worker. The first message retains the previous lease, which the worker may still execute."""
+        """Add a worker. The new message repeats the previous lease, because the worker may still execute this lease."""
         before, now = self._mailboxes.last(member), time.monotonic()
         message = self._mailboxes.write(member, before, lease_s=self._lease_s, revoked=False)
         worker = Worker(member, message, now, away=True, written_at=now)
@@ -181,7 +181,7 @@ class Workers:
             worker.held.taken, worker.held.heartbeat_at = True, worker.polled_at
 
     def _is_own(self, worker: Worker, found: Heartbeat) -> bool:
-        """Return whether the enrolled device sent the heartbeat. Enroll the first device, and log later devices."""
+        """Return whether the heartbeat is from the mailbox's device. Enroll the first device, and warn about others."""
         member = worker.member
         if member.pod or member.id == found.id:
             return True
@@ -193,7 +193,7 @@ class Workers:
         return False
 
     def _report_second(self, worker: Worker, what: str) -> None:
-        """Warn once that a mailbox has two users. Ignore pods, because Kubernetes may replace a pod early."""
+        """Warn once that a mailbox has two users. Ignore pods, because Kubernetes may start a replacement early."""
         if worker.second_reported or worker.member.pod:
             return
         worker.second_reported = True

@@ -2,15 +2,15 @@
 
 The rules apply in this order. Each line begins with the stage of the failure.
 
-    `validate`: The update moved further than `norm_bound` times the usual movement.
-    `validate`: The update and the client's mean over AVERAGED updates moved further than half of the first bound.
+    `validate`: The movement of the update exceeds `norm_bound` times the usual movement, as defined below.
+    `validate`: The movement of the update and the client's mean over AVERAGED updates exceed half of this bound.
     `straggle`: The update finished later than `deadline_s` on the simulated clock.
     `straggle`: `over_provision` selected more clients than the round requires, and enough updates finished earlier.
     `quorum`: Less than the fraction `quorum` of the required updates is left, so all updates are rejected.
 
 The rules do not depend on real time, so every backend rejects the same updates.
 
-The movement of an update is the L2 norm of the weight change, which is similar for small and large sub-models. The
+The movement of an update is the L2 norm of the weight change. This norm is similar for small and large sub-models. The
 movement of running statistics is the root mean square of the change. The two movements are compared separately.
 
 The usual movement of an update is the larger of two estimates. The first estimate is the median movement of many
@@ -51,7 +51,7 @@ FIRST_ONES = 3
 
 
 class Moved(NamedTuple):
-    """Movement of an update."""
+    """Distance between the weights of an update and the sent weights."""
 
     weights: float
     """L2 norm of the weight change."""
@@ -74,7 +74,7 @@ class Usual(NamedTuple):
     """Median of movement / sqrt(steps)."""
 
     def after(self, steps: float) -> Moved:
-        """Return the usual movement of an update with `steps` training steps."""
+        """Return how far an honest update with `steps` training steps usually moves."""
         root = math.sqrt(steps)
         weights = max(self.far.weights, root * self.rooted.weights)
         return Moved(weights, max(self.far.statistics, root * self.rooted.statistics), steps)
@@ -100,7 +100,7 @@ def measure_movement(update: ClientUpdate, assignment: Assignment, layout: Param
 
 
 def size_sent(plan: RoundPlan) -> Moved:
-    """Return the median size of the sent weights and the median size of the sent running statistics."""
+    """Return the median L2 norm of the sent weights and the median root mean square of the sent running statistics."""
     payloads = {assignment.level: assignment.payload for assignment in plan.assignments}
     sizes = {level: _distance(payload) for level, payload in payloads.items()}
     weights, running = ([sizes[assignment.level][kind] for assignment in plan.assignments] for kind in (0, 1))
@@ -108,7 +108,7 @@ def size_sent(plan: RoundPlan) -> Moved:
 
 
 def _distance(params: Params, sent: Params | None = None) -> Moved:
-    """Return the distance between `params` and `sent`; the size of `params` if `sent` is None."""
+    """Return the distance between `params` and `sent`, or between `params` and zero if `sent` is None."""
     weights, running, count = [], [], 0
     for name, tensor in params.items():
         far = float(torch.dist(_plain(tensor), torch.zeros(()) if sent is None else _plain(sent[name])))
@@ -125,7 +125,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def usual_movement(history: MovementHistory, moved: Iterable[Moved], size: Moved) -> Usual:
-    """Return the usual movement. `size` is the result of `size_sent`."""
+    """Return how far updates usually move, based on `history` and `moved`. `size` is the result of `size_sent`."""
     known, missing = [*(far for round in history.rounds for far in round), *moved], FIRST_ONES - history.count
     weights, running, counts = ([far[kind] for far in known] for kind in range(3))
     steps = statistics.median_low(counts)

@@ -16,7 +16,7 @@ The metrics are computed for all clients, for the clients of each level, and for
     `on_clients/clients`: The number of clients with a result.
 
 Other metrics are the number of selected clients (`on_clients/asked`), the number of failed clients
-(`on_clients/failed`) and the number of sent bytes (`bytes_evaluation`). The simulated clock does not count evaluations.
+(`on_clients/failed`) and the number of sent bytes (`bytes_evaluation`). Evaluations take no simulated time.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def evaluate_at_clients(
     run: Run, state: Any, round: int, clock: float, clients: Clients, own: Callable[[int], Params]
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Evaluate at the clients. Return a tuple (metrics, lines) with a line for each client that has a result. Reuse the
-    results that an earlier coordinator stored. `own` is an argument of `plan_evaluation`. Raises Stopped after the
-    current result if `should_stop` returns true."""
+    results that an earlier coordinator stored. `own` is passed to `plan_evaluation`. Raises Stopped after the current
+    result if `should_stop` returns true."""
     plan, mailbox = plan_evaluation(run, state, round, clock, own), clients.mailbox
     found: dict[int, ClientScore] = {}
 

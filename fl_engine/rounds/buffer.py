@@ -117,7 +117,7 @@ class PendingUpdate(run_files.Record):
 
 
 def pending_in(rest: Mapping[str, Any]) -> tuple[PendingUpdate, ...]:
-    """Return the pending updates in a commit's JSON. Raises IntegrityError."""
+    """Return the pending updates in a commit's JSON. Raises IntegrityError if an entry is not valid."""
     try:
         pending: tuple[PendingUpdate, ...] = adapter(tuple[PendingUpdate, ...]).validate_python(rest.get(KEY, ()))
         return pending

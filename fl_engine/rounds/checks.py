@@ -61,8 +61,8 @@ def check_merged(algorithm: Any, before: Any, after: Any) -> None:
 
 
 def check_finite(algorithm: Any, before: Any, after: Any, round: int) -> None:
-    """Raise Diverged if the absolute value of a merged weight is not finite or exceeds `slicing.largest`. Updates have
-    the same limit. Reads each new tensor once (0.25 s for 1.3 GB on one core)."""
+    """Raise Diverged if the absolute value of a merged weight is not finite or exceeds `slicing.largest`. The same
+    limit applies to updates. The check reads each new tensor once (0.25 s for 1.3 GB on one core)."""
     old, new = published(before), published(after)
     made = [name for name, tensor in new.items() if tensor is not old[name] and tensor.is_floating_point()]
     wrong = {name for name in made if not _within(new[name], largest(name))}

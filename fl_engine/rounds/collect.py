@@ -24,8 +24,8 @@ from fl_engine.storage.tensor_files import ClientStates, TensorFiles
 log = logging.getLogger("flexfleet")
 
 BESIDE_A_STORE = 2**20
-"""Maximum bytes of updates in memory if a store also contains the updates. Runs with a store usually have many
-updates."""
+"""Maximum bytes of updates in memory if a store also contains the updates. The limit is low, because runs with a store
+usually have many updates."""
 
 OnResult = Callable[[int, int, int], None]
 """Function that receives the round (from 0), the number of results so far, and the number of clients."""
@@ -119,7 +119,7 @@ def collect(run: Run, plan: RoundPlan, history: MovementHistory, clients: Client
 def run_clients(
     run: Run, plan: RoundPlan, rest: RoundPlan, clients: Clients, receive: Callable[[ClientResult], None]
 ) -> float:
-    """Send the assignments of `rest`, which is a subset of the plan, and pass each result to `receive`. Returns the
+    """Send the assignments of `rest`, which is a subset of the plan, and pass each result to `receive`. Return the
     seconds spent waiting for results. Raises Stopped after the current result if `should_stop` returns true."""
     faults = {a.client: fault for a in plan.assignments if (fault := run.fault(a)) is not None}
     results, waited = fault_injection.run_with_faults(faults, run.algorithm, rest, clients.backend), 0.0
@@ -141,7 +141,7 @@ def run_clients(
 
 
 def use_stored(plan: RoundPlan, mailbox: RoundMailbox, receive: Callable[[ClientResult], None]) -> RoundPlan:
-    """Pass the results that an earlier coordinator stored to `receive`. Return a plan for the other clients."""
+    """Pass the stored results of an earlier coordinator to `receive`. Return a plan for the remaining clients."""
     done, updates = set[int](), 0
     for result in mailbox.finished(plan):
         receive(result)

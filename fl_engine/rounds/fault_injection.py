@@ -6,7 +6,7 @@
     `scale=0.02x100`: The change of the weights is multiplied by 100.
     `flip=0.02`: The change of the weights has the opposite sign.
     `corrupt=0.01`: The file of the update is damaged.
-    `always`: Faults hit the same clients in every round. Without `always`, faults are drawn for each assignment.
+    `always`: Faults affect the same clients in every round. Without `always`, faults are drawn for each assignment.
 
 An assignment has at most one fault. Faults depend only on the seed, the round and the client, so all backends and
 resumed runs have the same faults.
@@ -40,7 +40,7 @@ Kind = Literal["drop", "slow", "nan", "scale", "flip", "corrupt"]
 WITH_FACTOR: tuple[Kind, ...] = ("slow", "scale")
 CHANGE_WEIGHTS: tuple[Kind, ...] = ("nan", "scale", "flip")
 REJECTED: tuple[Kind, ...] = ("nan", "corrupt")
-"""Faults that always fail validation."""
+"""Kinds of faults whose updates always fail validation."""
 ALWAYS = "always"
 
 
@@ -55,11 +55,11 @@ class Fault:
 class Faults:
     faults: tuple[Fault, ...] = ()
     always: bool = False
-    """True if faults hit the same clients in every round."""
+    """True if faults affect the same clients in every round."""
 
 
 def parse(text: str | None) -> Faults:
-    """Parse the option's value, such as `drop=0.2,slow=0.1x5,always`. Raises ValueError."""
+    """Parse the option's value, such as `drop=0.2,slow=0.1x5,always`. Raises ValueError if it is not valid."""
     words = [word.strip() for word in text.split(",")] if text and text.strip() else []
     found = tuple(_fault(word) for word in words if word != ALWAYS)
     if len({fault.kind for fault in found}) < len(found):

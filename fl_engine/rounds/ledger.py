@@ -28,8 +28,8 @@ from fl_engine.storage.tensor_files import ClientStates, TensorFiles
 class Closed(Record):
     round: int
     accepted: dict[int, str]
-    """Map each client to the checksum of the result that was read. If the stored result changes later, the change is
-    ignored."""
+    """Map each client to the checksum of the result that was read. If a stored update changes later, it is rejected as
+    damaged."""
     refused: dict[int, ClientFailure] = Field(default={})
     """Failures of clients, including rejections of valid updates."""
     metrics: dict[int, dict[str, float]] = Field(default={})
@@ -39,7 +39,7 @@ class Closed(Record):
     times: dict[int, Times] = Field(default={})
     """Times of the rejected updates, which are not read again."""
     checksum: str = ""
-    """Checksum over all other fields."""
+    """Checksum of all other fields."""
 
     def with_checksum(self) -> Closed:
         content = canonical(self.model_dump(exclude={"checksum"}))

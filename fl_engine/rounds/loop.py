@@ -129,7 +129,7 @@ def federate(
 
 def check_end(ledger: Ledger, options: RoundsConfig, discard_damaged: bool = False) -> None:
     """Raise ConfigError if the run has more committed rounds than `options` allow. Call this function before writing to
-    the store. Only `federate` reports a damaged ledger."""
+    the store. A damaged ledger is ignored, because `federate` reports it."""
     with suppress(IntegrityError):
         last = _last_good(ledger) if discard_damaged else max(ledger.checkpoints.commits(), default=None)
         if last is not None and (last + 1 >= options.stop or options.stop_simulated_s is not None):
@@ -150,7 +150,7 @@ def _end(options: RoundsConfig, rows: Sequence[Row]) -> int | None:
 
 @contextmanager
 def resume_hint(ledger: Ledger | None = None) -> Iterator[None]:
-    """Append instructions for a resume to the message of an EnvironmentFailure. An IntegrityError is replaced by the
+    """Append instructions for resuming to the message of an EnvironmentFailure. An IntegrityError is replaced by the
     error for a lost lock if another coordinator has acquired the lock of `ledger`."""
     try:
         yield
@@ -189,7 +189,7 @@ def _last_good(ledger: Ledger) -> int | None:
 
 def load_progress(initial: Any, ledger: Ledger, last: int | None) -> tuple[Progress, dict[str, Any]]:
     """Return a tuple (progress after round `last`, JSON of this round's commit). If `last` is None, the progress is the
-    state `initial` before the first round. Raises IntegrityError."""
+    state `initial` before the first round. Raises IntegrityError if the commit is damaged."""
     if last is None:
         return Progress(initial), {}
     tensors, rest = ledger.checkpoints.read(last)

@@ -20,12 +20,12 @@ class RoundsConfig(Section):
     stop_simulated_s: Annotated[Positive | None, Moves.LENGTH] = None
     """Stop after the first round that ends later than this number of simulated seconds; null: no limit."""
     mode: Literal["synchronous", "buffered"] = "synchronous"
-    """synchronous: a round waits for all selected clients. buffered (FedBuff): the fraction training.fraction of all
-    clients trains at any time, and a round merges the first `buffer` updates on the simulated clock."""
+    """synchronous: a round waits for all selected clients. buffered (FedBuff): training.fraction of all clients train
+    at any time, and a round merges the first `buffer` updates that finish on the simulated clock."""
     buffer: Count | None = None
-    """Number of updates that a buffered round merges; null: the updates of all clients that train."""
+    """Number of updates that a buffered round merges; null: the number of clients that train at the same time."""
     staleness: NotNegative = 0.5
-    """In buffered rounds, the weight of an update after s merges is (1 + s)^-staleness (FedBuff Sec. 4: 0.5)."""
+    """In buffered rounds, an update that is s merges old has the weight (1 + s)^-staleness (FedBuff Sec. 4: 0.5)."""
     evaluate_every: Count = 1
     """Evaluate after every n-th round and after the last round."""
     commit_every: Annotated[Literal["auto"] | Count, Moves.EXECUTION] = "auto"
@@ -35,8 +35,8 @@ class RoundsConfig(Section):
     keep_updates: Annotated[bool, Moves.EXECUTION] = False
     """Store each client's update on arrival, so that finished updates survive if the run is killed during a round."""
     norm_bound: Literal["auto"] | Positive | None = "auto"
-    """Reject an update that moved further than this multiple of the usual movement (docs/guides/bad-clients.md). null:
-    reject no updates. auto: 5 if other people own the clients' devices, otherwise null."""
+    """Reject an update that changes the weights more than this multiple of the median change
+    (docs/guides/bad-clients.md). null: no limit. auto: 5 if other people own the clients' devices, otherwise null."""
     samples_bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
     """Limit the sample count of an update to this multiple of the round's median count; null: no limit."""
     over_provision: Annotated[float, Field(ge=1)] = 1.0
@@ -44,7 +44,7 @@ class RoundsConfig(Section):
     deadline_s: Positive | None = None
     """Reject updates that take longer than this number of simulated seconds; null: wait for all updates."""
     quorum: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Minimum fraction of the wanted updates that a merge requires. With fewer updates, the model does not change."""
+    """Minimum number of merged updates, as a fraction of the required number. Otherwise the model is not changed."""
     faults: str | None = None
     """Simulated dropouts, stragglers and Byzantine clients, each with a fraction of all assignments, for example
     drop=0.2,slow=0.1x5,nan=0.02,scale=0.02x100,flip=0.02,corrupt=0.01; null: no faults."""

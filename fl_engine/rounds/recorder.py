@@ -36,7 +36,7 @@ class RoundResults:
         self.times: dict[int, Times] = {}
         """Map each client to the times of its update, even if the update is rejected."""
         self.limited: dict[int, int] = {}
-        """Map each client whose sample count `limit` has reduced to the client's reported count."""
+        """Map each client to its reported sample count; only for clients whose count `limit` has reduced."""
 
     def add(self, result: ClientResult, size: int | None = None) -> None:
         """Add a result. If `result` no longer contains the encoded weights, `size` is their size in bytes."""
@@ -53,7 +53,7 @@ class RoundResults:
         self._heads |= failures
 
     def limit(self, bound: float | None) -> None:
-        """Reduce each update's sample count to at most `bound` times the lower median. None means no limit."""
+        """Reduce each update's sample count to at most `bound` times the lower median count. None means no limit."""
         updates = {client: head for client, head in self._heads.items() if isinstance(head, ClientUpdate)}
         if bound is None or not updates:
             return
@@ -93,8 +93,8 @@ def record_round(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return a tuple (metrics, records). The records are in client order and include every selected client.
 
-    The metric `bytes_down` counts the encoded tensors and the assignment memory sent to all selected clients.
-    `bytes_up` counts the encoded tensors and the states in the merged updates.
+    The metric `bytes_down` counts the encoded weights and the tensors in `memory` that were sent to all selected
+    clients. `bytes_up` counts the encoded tensors and the states in the merged updates.
 
     On the simulated clock, a round ends when the slowest merged update arrives. If updates are missing, the round ends
     at the deadline. An unreadable result counts as missing. A round without merged updates ends with the last result,

@@ -1,8 +1,8 @@
-"""Computes one client's training in one round again.
+"""Repeats one client's training in one round.
 
-A round depends only on the previous state, the round number and the seed. `replay` first computes the rounds since the
-last stored state without commits. Then it executes the client's assignment. If clients have a state or rounds are
-asynchronous, `replay` computes all earlier rounds.
+A round depends only on the previous state, the round number and the seed. `replay` loads the last stored state, and
+computes the rounds after it without committing them. Then it executes the client's assignment. If clients have a state
+or rounds are asynchronous, `replay` computes all earlier rounds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ClientRound:
         task: Training task of the client. `task.spec` is the sub-model after pruning on the device.
         start: Weights of `task.spec` before training.
         update: Update of the client. `update.payload` contains the weights that the server decodes.
-        change: Difference of `update.payload` and `start`, for all tensors with equal shapes.
+        change: `update.payload` minus `start`, for all tensors that have the same shape in both.
 
     Example:
         >>> flexfleet.load("runs/a").replay(round=2, client=7).change["fc.weight"]
@@ -60,8 +60,8 @@ class ClientRound:
 def replay(run: Run, initial: Any, backend: Backend, ledger: Ledger, round: int, client: int) -> ClientRound:
     """Return the assignment and the result of `client` in `round`, counted from 0.
 
-    `initial` is the state before round 0. `backend` computes earlier rounds again. Raises ConfigError if the client was
-    not selected or failed, and IntegrityError if a replayed metric differs from the ledger.
+    `initial` is the state before round 0. `backend` executes the earlier rounds again. Raises ConfigError if the client
+    was not selected or failed, and IntegrityError if a replayed metric differs from the ledger.
     """
     rows = ledger.checkpoints.rows()
     if not 0 <= round < len(rows):

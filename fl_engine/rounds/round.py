@@ -141,8 +141,8 @@ def _scores(run: Run, state: Any) -> dict[str, float]:
 
 def _of_devices(run: Run, scores: Mapping[str, Score]) -> dict[str, float]:
     """Return the mean score over the devices. A device has the score of its level's sub-model (FedX, Section IV-D). The
-    name contains the task's metric, for example `accuracy_devices`. Return an empty dict if fewer than two levels are
-    evaluated, or if the level of a device is not evaluated."""
+    result's name contains the task's metric, for example `accuracy_devices`. Return an empty dict if fewer than two
+    levels are evaluated, or if the level of a device is not evaluated."""
     pool = run.site.pool
     own = [level_of(device, pool) for device in eligible(run.algorithm, run.site.fleet, pool)]
     if len(scores) < 2 or any(pool[level].name not in scores for level in own):

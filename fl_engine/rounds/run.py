@@ -119,7 +119,8 @@ class Run:
 
     @cached_property
     def _draws(self) -> tuple[int, ...]:
-        """Number of processed training samples per client. Without `training` options, a client trains one epoch."""
+        """Number of samples that each client processes per round. Without `training` options, clients train one
+        epoch."""
         training = getattr(self.algorithm, "training", None)
         if not isinstance(training, Epochs):
             return tuple(self.site.rules.samples)

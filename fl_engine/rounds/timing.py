@@ -84,7 +84,7 @@ def uniformity(seconds: Sequence[float]) -> float:
 
 def of_clients(times: Sequence[Times], merged: Sequence[Times], alone: bool) -> dict[str, float]:
     """Return the simulated phases and the uniformity metrics of a round. A metric is omitted if no client has a value.
-    `times` contains the times of all valid updates. Set `alone` if clients do not train in parallel."""
+    `times` contains the times of all valid updates. `alone` must be True if clients do not train in parallel."""
     found: dict[str, float] = {}
     if times:
         total, compute, communication, real = zip(*times, strict=True)

@@ -8,8 +8,8 @@
 
 A round is committed when its marker file COMMITTED exists. After a kill, the stored results of an unfinished round are
 reused, and missing results are computed again. The commit of round r deletes the plans, assignments and updates of
-rounds up to r (`exchange.mailbox`), and the states before the previous commit. The measurements of PACKED commits are
-packed into one file. Therefore a run stores only a few hundred files.
+rounds up to r (`exchange.mailbox`), and all states older than the previous commit. The measurements of PACKED commits
+are packed into one file. Therefore a run stores only a few hundred files.
 
 If several machines can access the store, the coordinator holds a lock, and the names of the coordinator's files begin
 with the lock's number. Therefore a replaced coordinator cannot damage its successor's commits.
@@ -46,7 +46,8 @@ PACKED = 100
 
 
 class Row(Record, LeavesOut):
-    """One round's measurements. `clients` has a line per assignment: client, sent, trained, loss, seconds, failure.
+    """One round's measurements. `clients` contains a dict per assignment: client, sent, trained, loss, seconds,
+    failure.
 
     Metrics that are not finite are omitted, because JSON cannot represent them.
     """
@@ -56,7 +57,7 @@ class Row(Record, LeavesOut):
     metrics: dict[str, float]
     clients: tuple[dict[str, Any], ...]
     evaluations: tuple[dict[str, Any], ...] = ()
-    """A line for each client that evaluated: client, level, tier, the task's first metric, loss."""
+    """A dict for each client that evaluated, with its client number, level, tier, main metric and loss."""
 
     @field_validator("metrics")
     @classmethod
@@ -70,7 +71,7 @@ class Row(Record, LeavesOut):
 class Committed(Record):
     round: int
     files: dict[str, str]
-    """Maps the name of each file to its SHA-256."""
+    """Map the name of each file to its SHA-256."""
 
 
 class RoundFile(NamedTuple):
@@ -148,8 +149,8 @@ class Checkpoints:
         return sorted({file.round for file in files if file.name == "state.json"} & commits)
 
     def rows(self, lines: bool = True) -> list[Row]:
-        """Return all committed measurements, sorted by round. `lines=False` omits the clients' rows, which need most of
-        the time and memory. Raises IntegrityError if a file is damaged or rounds are missing."""
+        """Return all committed measurements, sorted by round. `lines=False` omits the clients' lines, which need most
+        of the time and memory. Raises IntegrityError if a file is damaged or rounds are missing."""
         return list(self.each_row(lines))
 
     def each_row(self, lines: bool = True) -> Iterator[Row]:
@@ -204,7 +205,7 @@ class Checkpoints:
             self.store.put(f"metrics/{name}", value)
 
     def _cut_packs(self, round: int, damaged: bool = False) -> None:
-        """Delete packed measurements after `round`. With `damaged`, delete a file that cannot be read as a whole."""
+        """Delete packed measurements after `round`. With `damaged`, delete the whole file if it cannot be read."""
         for first, last, key in self._packs():
             if first > round:
                 self.store.delete(key)

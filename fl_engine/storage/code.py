@@ -43,7 +43,7 @@ def name_of(source: Path) -> str:
 
 
 def pack(source: Path) -> bytes:
-    """Return the bytes of a wheel that contains a package's folder or a module's file. Raises ConfigError."""
+    """Return a wheel with a package's folder or a module's file. Raises ConfigError if `source` is not valid."""
     name = name_of(source)
     if source.is_dir() and (source / "__init__.py").is_file():
         files = dict(_files(source.resolve()))
@@ -103,9 +103,9 @@ _folders: list[str] = []
 
 def enable(value: bytes, digest: str, where: str, file: str | None = None) -> None:
     """Make Python import the package from this wheel. Unload modules of the package that were imported from other
-    files. `file` is an existing file with the wheel. If `file` is None, write a file, which is deleted when this
-    process ends. Raises IntegrityError if the wheel does not have the SHA-256 `digest`, and ConfigError if an installed
-    package has the wheel's name."""
+    files. `file` is an existing file with the wheel. If `file` is None, write the wheel to a temporary file, which is
+    deleted when this process ends. Raises IntegrityError if the wheel does not have the SHA-256 `digest`, and
+    ConfigError if an installed package has the wheel's name."""
     if (found := sha256(value)) != digest:
         raise IntegrityError(f"{where} must have the SHA-256 {digest}, got {found}. The package is not imported")
     name = _name_in(value, where)

@@ -31,7 +31,7 @@ from fl_engine.storage.urls import Answer, Requests, Upload, Verb, why
 log = logging.getLogger("flexfleet")
 
 SCRATCH = "rounds/probe/"
-"""Key prefix of test objects. Signing credentials may be restricted to `rounds/`. No round is named `probe`."""
+"""Key prefix of test objects. Signing credentials may be valid only for `rounds/`. No round is named `probe`."""
 VALUE = bytes(range(64))
 SECONDS = 600
 VERBS: tuple[Verb, ...] = ("POST", "PUT")
@@ -178,8 +178,8 @@ def _additions(scratch: _Scratch) -> dict[str, dict[str, str]]:
 
 
 def _matters(scratch: _Scratch, upload: Upload, headers: Mapping[str, str] = NONE) -> bool:
-    """Return whether the server accepts the upload and stores a public or different object. With POST, ignore an
-    unreadable object, which harms only the client itself."""
+    """Return whether the server accepts the upload and stores a public or different object. With POST, an unreadable
+    object is ignored, because it harms only the client itself."""
     scratch.store.delete(scratch.target)
     if not scratch.takes(upload, headers=headers):
         return False

@@ -1,4 +1,4 @@
-"""Apply HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY (in upper or lower case) like the package requests."""
+"""Use HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY (in upper or lower case) as the package `requests` does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HINT = "HTTP_PROXY and HTTPS_PROXY must be http://user:password@host:port if the
 
 
 def pool_of(url: str, **options: Any) -> urllib3.PoolManager:
-    """Return connections for requests to the server of `url`.
+    """Return a connection pool for requests to the server of `url`.
 
     Args:
         url: Address of a server or a resource.

@@ -8,8 +8,8 @@ increased its count for 20 seconds. The new coordinator measures time only betwe
 stores have no effect. If the lock is not free, `hold` raises an error with the holder's name.
 
 A holder may be replaced while it is paused or disconnected. Before each commit the holder stops if a file with a higher
-number exists. A pause between this check and the commit is harmless. The names of a commit's files contain the writer's
-number, and readers use the highest number. A coordinator never deletes files with a higher number than its own.
+number exists. A pause between this check and the commit is harmless, because the names of a commit's files contain the
+writer's number, and readers use the highest number. A coordinator never deletes files with higher numbers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SOMEBODY = "another coordinator"
 
 
 class Holder(Record):
-    """The holder of the lock. `machine` is equal for two processes in the same PID namespace."""
+    """The holder of the lock. `machine` is the same for all processes in one PID namespace."""
 
     host: str
     machine: str
@@ -94,7 +94,7 @@ def hold(store: Store, ttl_s: float | None = None, heartbeat_s: float = HEARTBEA
 
     Args:
         store: The run's store.
-        ttl_s: Seconds without a heartbeat after which the lock is free; None: four heartbeats; 0: no wait.
+        ttl_s: Seconds without a heartbeat after which the lock is free. None: four heartbeat intervals; 0: no wait.
         heartbeat_s: Seconds between two heartbeats. All holders must use the same value.
 
     Raises:

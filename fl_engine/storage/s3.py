@@ -38,7 +38,7 @@ MOST_AT_ONCE = 5 * 2**30
 PAGE = 1000
 """Maximum number of keys in one listing or deletion."""
 CONNECTING = threading.Lock()
-"""Lock, so that threads create each client only once. A client needs 20 MB."""
+"""Lock that ensures that threads create each boto3 client only once, because a client needs 20 MB."""
 OWN = "FLEXFLEET_"
 """Prefix of boto3's environment variables that apply only to the run store."""
 SIGNING = "FLEXFLEET_SIGNING_"
@@ -208,7 +208,8 @@ class S3Store:
         return f"s3://{self._bucket}/{self._prefix}{key}".rstrip("/")
 
     def presign(self, key: str, seconds: int, endpoint: str | None = None) -> str:
-        """Return a URL for reading `key` that is valid for `seconds`. `endpoint` is the address for devices."""
+        """Return a URL for reading `key` that is valid for `seconds`. `endpoint` is the server's address for
+        devices."""
         with self._explained(key):
             url: str = self._signer(endpoint).generate_presigned_url(
                 "get_object", Params=self._where(key), ExpiresIn=seconds

@@ -6,8 +6,8 @@ fit into memory together.
 
 The safetensors format (https://github.com/huggingface/safetensors, "Format") consists of the header's length in 8 bytes
 (little-endian), the header, and the tensors' bytes. The header is JSON with the type, shape and offsets of each tensor.
-This module creates the same files as the safetensors package, whose writers need all bytes in memory or in a file. The
-package reads the files, because their content may not be trusted.
+This module creates the same files as the safetensors package, whose writers need all bytes in memory or in a file.
+Files are read with the package, because their content may not be trusted.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Store(Protocol):
 
 
 class FolderStore:
-    """A store in a folder of the local file system. `mode` contains the permissions of new files before the umask."""
+    """A store in a local folder. `mode` contains the permissions of new files before the umask is applied."""
 
     def __init__(self, root: str | Path, mode: int = 0o666) -> None:
         self.root = Path(root)

@@ -2,9 +2,9 @@
 
     <folder>/<sha256>.safetensors
 
-A file is written before its commit, and deleted after the last commit that names the file. Files never change. If the
-coordinator holds a lock, file names begin with the lock's number, so that a replaced coordinator cannot delete its
-successor's files.
+A file is written before the first commit that names it, and deleted when no stored commit names it anymore. Files never
+change. If the coordinator holds a lock, file names begin with the lock's number, so that a replaced coordinator cannot
+delete its successor's files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TensorFiles:
 
     def put(self, tensors: Params, before: str | None = None) -> str:
         """Write the tensors and return the file's name. `before` is the name of an existing file, which is reused if it
-        contains equal tensors."""
+        contains the same tensors."""
         value = laid_out(tensors)
         name = f"{sha256(value)}.safetensors"
         if before is not None and before.rpartition("-")[2] == name:
@@ -82,7 +82,7 @@ class TensorFiles:
 
 
 def named(rest: Mapping[str, Any]) -> dict[int, str]:
-    """Read the mapping from clients to state files from a commit's JSON. Raises IntegrityError for invalid JSON."""
+    """Return the mapping of clients to state files in a commit's JSON. Raises IntegrityError for invalid JSON."""
     try:
         return FILES.validate_python(rest.get(KEY, {}))
     except ValidationError as error:

@@ -58,9 +58,9 @@ Verb = Literal["POST", "PUT"]
 
 
 class Upload(BaseModel):
-    """The permission to write one key. For POST, `fields` is a form whose policy fixes the key, ACL, content type and a
-    size from 1 to `size` bytes. For PUT, `url` is signed for exactly `size` bytes and a content type. The module
-    `probe` tests whether a server enforces these limits."""
+    """The permission to write one key. For POST, `fields` is a form whose policy fixes the key, ACL and content type,
+    and limits the size to `size` bytes. For PUT, `url` is signed for exactly `size` bytes and a content type. The
+    module `probe` tests whether a server enforces these limits."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     verb: Verb
@@ -79,9 +79,9 @@ class Answer:
 
 
 class Requests:
-    """Sends HTTP requests, through a proxy if the environment names one (`proxies`). Retries a request if the response
-    is incomplete or has a status in BUSY. Does not follow redirects to other servers. Raises urllib3's HTTPError if the
-    last attempt gets no complete response, and ConfigError if the proxy's address is malformed."""
+    """Sends HTTP requests, through a proxy if the environment specifies a proxy (`proxies`). Retries a request if the
+    response is incomplete or has a status in BUSY. Does not follow redirects to other servers. Raises urllib3's
+    HTTPError if the last attempt gets no complete response, and ConfigError if the proxy's address is malformed."""
 
     def __init__(self, tries: int = TRIES, connect_s: float = 10.0, read_s: float = 120.0) -> None:
         self._tries, self._timeout = tries, urllib3.Timeout(connect=connect_s, read=read_s)

@@ -1,8 +1,8 @@
 """Computes how much memory this process can still use.
 
-The result is the minimum of `limit - used` of each cgroup (version 2) and of the node's available memory. As in the
-kubelet, `used` excludes the page cache that the kernel can drop (`inactive_file`). A systemd service sees all cgroups
-of the machine, so the limits of its own cgroup and of all enclosing cgroups apply.
+The result is the smallest of these values: `limit - used` of each cgroup (version 2), and the node's available memory.
+As in the kubelet, `used` excludes the page cache that the kernel can drop (`inactive_file`). A systemd service sees all
+cgroups of the machine, so the limits of its own cgroup and of all enclosing cgroups apply.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _limit(folder: Path) -> int | None:
 
 
 def _number(file: Path, name: str = "") -> int | None:
-    """Return the number in the line that starts with `name`; None if no line starts with `name`."""
+    """Return the number in the line that starts with `name`; None if no such line exists."""
     match = re.search(rf"^{re.escape(name)}\s*([0-9]{{1,20}})(?: kB)?\s*$", _text(file), re.MULTILINE)
     return int(match[1]) if match else None
 

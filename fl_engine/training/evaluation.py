@@ -1,4 +1,4 @@
-"""Evaluates each model of the pool on held-out data: the loss and the task's metrics."""
+"""Computes the loss and the task's metrics of each pool model on held-out data."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def evaluate(
 
     Args:
         params: The sub-model's weights.
-        ensemble: Score the mean of all exits instead of the last exit.
+        ensemble: Score the mean output of all exits instead of the output of the last exit.
         static_bn: Compute the batch-norm statistics in one pass over the training data (HeteroFL, ICLR 2021, Sec. 3).
         statistics_x: Samples for the statistics of `static_bn`; None: all training samples.
     """
@@ -84,8 +84,8 @@ def _one_pass(
     watch: Callable[[int, Tensor, Tensor], None] | None = None,
 ) -> list[Score]:
     """Score each network in one pass over the samples. `networks` contains pairs (network, ensemble). With `ensemble`,
-    score the mean over all exits. `watch` is called with the network's index, the outputs and the indices of the
-    samples."""
+    the mean output of all exits is scored. `watch` is called with the network's index, the outputs and the indices of
+    the samples."""
     goal = data.task
     observed: list[list[Tensor]] = [[] for _ in networks]
     losses = [torch.zeros((), dtype=torch.float64, device=device) for _ in networks]

@@ -41,8 +41,8 @@ def set_repeatable(repeatable: bool, *, warn_only: bool = False, fill: bool = Fa
 
 
 def _set_precisions(wanted: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], str]:
-    """Set the float32 precisions and return the previous precisions. Assigning to torch.backends.mkldnn.fp32_precision
-    would set the generic precision."""
+    """Set the float32 precisions and return the previous precisions. Use torch's private functions, because assigning
+    to torch.backends.mkldnn.fp32_precision would set the generic precision."""
     read, write, before = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter, {}
     for place, precision in wanted.items():
         before[place] = read(*place)

@@ -25,7 +25,7 @@ def batched_linear(x_bf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def suits_unfolding(x_bchw: Tensor, weight: Tensor, stride: tuple[int, ...], padding: tuple[int, ...]) -> bool:
-    """Return True if `unfolded_conv2d` is faster than torch's convolution. Returns False in half precision, because
+    """Return True if `unfolded_conv2d` is faster than torch's convolution. Return False in half precision, because
     `unfolded_conv2d` would add gradients in half precision."""
     o, c, *kernel = weight.shape
     if x_bchw.device.type != "cpu" or _half(x_bchw) is not None or c * o < WIDE or max(kernel) == 1:
@@ -54,7 +54,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
 
 class _BatchedLinear(torch.autograd.Function):
     """Linear layers of all lanes as a batched matrix product, in memory layouts that BLAS reads without copies. The
-    gradient of the bias is a product with ones, because the order of a plain sum over the batch depends on n."""
+    gradient of the bias is a product with a vector of ones, because the summation order of a plain sum depends on n."""
 
     @staticmethod
     def forward(ctx: Any, x_bf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -135,7 +135,7 @@ class Dropout(nn.Module):
 
 @runtime_checkable
 class RunsInLanes(Protocol):
-    """Protocol of a layer with weights. The method `in_lanes` returns a layer that replaces it in lanes."""
+    """Protocol of a layer with weights. The method `in_lanes` returns a replacement of the layer that runs in lanes."""
 
     def in_lanes(self) -> nn.Module: ...
 
@@ -158,7 +158,7 @@ def _replacement(layer: nn.Module) -> nn.Module | None:
 
 def can_run(module: nn.Module) -> bool:
     """Return True if every layer with weights can run in lanes and the network does not set `runs_alone`. Layers
-    without weights are not checked here. `strategy.choose` compares a training step with and without lanes."""
+    without weights are not checked here, because `strategy.choose` compares a training step with and without lanes."""
     return not getattr(module, "runs_alone", False) and all(
         _replacement(layer) is not None for layer in module.modules() if _holds_weights(layer)
     )
@@ -263,7 +263,7 @@ def stack(lanes: Sequence[Params], device: torch.device | None = None) -> Params
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """Return a tensor with equal shape (..., C, H, W) and values. In memory, the channels are the innermost axis."""
+    """Return a tensor with the same shape (..., C, H, W) and values, in which the channels are innermost in memory."""
     return tensor.movedim(-3, -1).contiguous().movedim(-1, -3)
 
 

@@ -42,7 +42,7 @@ class TrainingJob:
 @dataclass(frozen=True)
 class Trained:
     params: Params
-    """float32."""
+    """Trained weights in float32."""
     loss: float
     """Mean loss over all steps, without the proximal and linear terms, which only change gradients."""
     finite: bool
@@ -198,7 +198,7 @@ class Session:
 
     @torch.no_grad()
     def restore(self, snapshot: Params) -> None:
-        """Resume from a snapshot of equal jobs. Raises ModelError if the network or the precision has changed."""
+        """Resume from a snapshot of the same jobs. Raises ModelError if the network or the precision has changed."""
         weights, moments, counted = (_part(snapshot, name) for name in ("weights", "moments", "counted"))
         if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in self._state.items()}:
             raise ModelError("the snapshot belongs to another network. Resume with the same network or start a new run")
@@ -236,7 +236,7 @@ def _part(snapshot: Params, part: str) -> Params:
 
 
 def _within(params: Params) -> bool:
-    """Return True if the absolute values of all weights are at most `largest`. A NaN gives False."""
+    """Return True if the absolute values of all weights are at most `largest`. Return False if a weight is NaN."""
     ends = torch.stack([end for tensor in params.values() for end in tensor.detach().aminmax()]).tolist()
     limits = (largest(name) for name in params for _ in range(2))
     return all(abs(end) <= limit for end, limit in zip(ends, limits, strict=True))

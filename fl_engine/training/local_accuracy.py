@@ -58,8 +58,8 @@ def deal(labels: Ints, held: Ints, seed: int) -> Ints:
 
 
 class LocalAccuracy:
-    """Records the test samples that each level classifies correctly. Pass the method `watch` to `evaluate_pool`. `deal`
-    describes the arguments."""
+    """Records the test samples that each level classifies correctly. Pass the method `watch` to `evaluate_pool`. The
+    arguments are described in `deal`."""
 
     def __init__(self, labels: Ints, held: Ints, seed: int) -> None:
         self._owner = deal(labels, held, seed)

@@ -14,8 +14,8 @@ def self_distillation(goal: Task, student: Tensor, teachers: Sequence[Tensor], t
     """Return the task's divergence times tau^2, averaged over outputs and teachers. For classes, the divergence is
     KL(softmax(t/tau) || softmax(s/tau)) (FlexFL Eq. 4 and the text above it).
 
-    Departs from the paper, which sums over classes and divides h(y) by tau. Here, as in the authors' code, the term is
-    averaged over classes, too, which the printed lambda = 10 assumes, and the temperature divides the logits.
+    Departs from the paper, which sums over classes and divides h(y) by tau. As in the authors' code, the term is
+    averaged over classes, and the temperature divides the logits. The paper's lambda = 10 assumes this average.
     """
     softened = goal.softened(student, temperature)
     terms = [goal.divergence(softened, t.detach(), temperature).flatten(1).mean(1) for t in teachers]
@@ -34,9 +34,9 @@ def of_exits(goal: Task, outputs: Sequence[Tensor], y: Tensor, weights: Sequence
 
 
 def distil_from_last(goal: Task, outputs: Sequence[Tensor], temperature: float) -> Tensor:
-    """Return ScaleFL's distillation term (Ilhan et al., CVPR 2023): tau^2 times the sum of KL between the last exit and
-    each earlier exit j. The weight of exit j is proportional to j + 1; all weights add up to 1. As in the authors'
-    code, the last exit is not detached, and KL is averaged over the classes."""
+    """Return ScaleFL's distillation term (Ilhan et al., CVPR 2023): tau^2 times the weighted sum of KL between the last
+    exit and each earlier exit j. The weight of exit j is proportional to j + 1; all weights add up to 1. As in the
+    authors' code, the last exit is not detached, and KL is averaged over the classes."""
     n = len(outputs)
     total = outputs[0].new_zeros(len(outputs[0]))
     for j, student in enumerate(outputs[:-1]):
@@ -50,8 +50,8 @@ def of_sandwich(goal: Task, outputs: Sequence[Tensor], y: Tensor, weight: float,
     ICCV 2019).
 
     The loss is the mean over the sub-models. For the last and largest sub-model, the loss is the task's loss. For every
-    other sub-model, the loss is the task's loss, as in OFA's code, plus `weight` * tau^2 * KL. KL uses the detached
-    outputs of the last sub-model as the teacher's outputs.
+    other sub-model, the loss is the task's loss plus `weight` * tau^2 * KL. The task's loss is included as in OFA's
+    code. KL uses the detached outputs of the last sub-model as the teacher's outputs.
     """
     total = goal.loss(outputs[-1], y)
     for student in outputs[:-1]:
@@ -72,13 +72,13 @@ def distil_mutually(goal: Task, outputs: Sequence[Tensor], temperature: float) -
 
 
 def _divergence(goal: Task, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Return the divergence of each sample, for classes KL(teacher || student) of softened distributions. Divergences
-    of sequences and maps are averaged over the positions."""
+    """Return the divergence of each sample. For classes, the divergence is KL(teacher || student) of softened
+    distributions. Divergences of sequences and maps are averaged over the positions."""
     terms = goal.divergence(goal.softened(student, temperature), teacher, temperature)
     return terms.flatten(1).sum(1) / (terms[0, 0].numel() if has_sequences(goal) else 1)
 
 
 def mask_absent(logits: Tensor, present: Tensor) -> Tensor:
-    """Set the logits (batch, classes, ...) of absent classes to 0 and their gradients to 0 (HeteroFL's code). `present`
+    """Set the logits (batch, classes, ...) of absent classes and their gradients to 0, as in HeteroFL's code. `present`
     is bool (classes,) or (batch, classes). Unlike -infinity, a logit of 0 still affects the softmax."""
     return torch.where(present.view(*present.shape, *[1] * (logits.dim() - 2)), logits, 0.0)

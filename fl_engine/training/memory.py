@@ -42,7 +42,7 @@ Bytes = Annotated[int, Field(ge=0, lt=2**60)]
 
 @dataclass(frozen=True)
 class Peaks:
-    """Resident memory in bytes."""
+    """Resident memory of a training process."""
 
     __pydantic_config__ = STRICT
 
@@ -169,7 +169,7 @@ def _part(job: TrainingJob, steps: int) -> TrainingJob:
 
 
 def made_up_weights(family: ModelFamily, spec: SubmodelSpec) -> Params:
-    """Return small random weights for the sub-model without creating the full network. All statistics are 1."""
+    """Return small random weights for the sub-model without creating the full network. All running statistics are 1."""
     generator = torch.Generator().manual_seed(0)
     found = {}
     for name, shape in shapes(family.layout(), spec, full_shapes(family)).items():
@@ -179,7 +179,7 @@ def made_up_weights(family: ModelFamily, spec: SubmodelSpec) -> Params:
 
 
 def resident_peak() -> int:
-    """Return the peak of this process's resident memory in bytes, since the start or the last `restart_peak`."""
+    """Return the peak of this process's resident memory in bytes, since its start or the last `restart_peak`."""
     # `getrusage` includes the parent's peak, so prefer /proc. On macOS `getrusage` returns bytes.
     if not Path("/proc/self/status").exists():
         resource = of_posix("resource")
@@ -208,8 +208,8 @@ def free(room: int, peaks: Peaks, pool: Pool, failures: int = 0) -> float:
     """Convert free memory from bytes (`room`) to % of the full model's parameters.
 
     The result is greater than a level's % of the parameters if and only if this level and all smaller levels fit.
-    Between two levels, the result grows linearly. Each of the `failures` excludes the largest remaining level, because
-    trainings usually fail from a lack of memory.
+    Between two levels, the result grows linearly with `room`. Each of the `failures` excludes the largest remaining
+    level, because training usually fails for lack of memory.
     """
     # Map the size of a level (in % of the parameters) to the bytes that suffice for the level and all smaller levels.
     needs: dict[float, int] = {}

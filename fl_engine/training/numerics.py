@@ -104,7 +104,7 @@ def set_mkl_branch() -> None:
 
 
 def cpu_bf16() -> tuple[str, ...]:
-    """Return the instructions in `BF16` that this processor supports. Returns () if the system is not Linux."""
+    """Return the instructions in `BF16` that this processor supports. Return () if the system is not Linux."""
     return tuple(name for name in BF16 if name in system.features())
 
 
@@ -176,8 +176,8 @@ def flushes_now() -> bool:
 
 
 def deciding(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `describe` that affect rounding. Core types are included only if a CPU trains.
-    Half-precision instructions are included only if a CPU trains in half precision."""
+    """Return the entries of `describe` that affect rounding. CPU core types are included only if clients train on a
+    CPU. Half-precision instructions are included only if clients train on a CPU in half precision."""
     precision, on_cpu = described.get("precision"), "cpu" in described.get("devices", ())
     counts = {
         "lanes": False,
@@ -189,7 +189,7 @@ def deciding(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """List the entries that affect rounding and differ between `before` and `now`. Returns "" if no entry differs."""
+    """List the entries that affect rounding and differ between `before` and `now`. Return "" if no entry differs."""
     one, other = deciding(before), deciding(now)
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     return ", ".join(f"{name}: {one.get(name)!r} there, {other.get(name)!r} here" for name in names)

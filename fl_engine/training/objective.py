@@ -27,8 +27,8 @@ Objective = Callable[[Tensor, Tensor], Tensor]
 
 MOST_NETWORKS = 64
 _free: dict[object, list[LaneNetwork]] = {}
-"""Cache of unused networks. Keys contain the sub-model and the scaler. Building a network takes as long as several
-small steps."""
+"""Cache of unused networks, because building a network takes as long as several small steps. Keys contain the sub-model
+and the scaler."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Setting:
         return self.targets[0].device
 
     def borrow(self, task: LocalTask) -> LaneNetwork:
-        """Return a network in training mode for the sub-model `task.spec`. Build the network if the cache contains
-        none."""
+        """Return a network in training mode for the sub-model `task.spec`. Build the network if the cache contains no
+        such network."""
         what = (self.family, self.family.layout().form(task.spec), task.spec.kept.get(HEAD), task.scaler)
         try:
             network = _free.setdefault(what, []).pop()

@@ -132,7 +132,7 @@ class LossScale:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """Update the weights if all gradients are finite. Update the scale."""
+        """Update the weights if all gradients are finite, and adjust the scale."""
         scale, good = self._moments[SCALE], self._moments[GOOD]
         if not self._finite:
             scale.mul_(BACKOFF)

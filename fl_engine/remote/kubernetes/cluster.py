@@ -1,7 +1,7 @@
 """Calls the Kubernetes API through the official client. `k8s/base/role.yaml` grants the required permissions.
 
-The client polls lists and does not watch them, because a watch can be interrupted. The functions import `kubernetes`
-locally, because this module must be importable on devices without that package.
+The module polls lists of objects instead of watching them, because a watch can be interrupted. The functions import
+`kubernetes` locally, because this module must be importable on devices without that package.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fl_engine.storage.proxies import proxy_of
 Resource = dict[str, Any]
 
 RETRY_S = 60.0
-"""Maximum seconds of retrying a request while the API is unavailable."""
+"""Maximum seconds for which a request is retried while the API is unavailable."""
 QUOTA = "exceeded quota"
 """Substring of the API's error message for an exhausted ResourceQuota."""
 NOUNS = {"configmaps": "config_map", "events": "event", "jobs": "job", "pods": "pod", "secrets": "secret"}
@@ -95,9 +95,10 @@ class Cluster:
     def _refusal(self, error: Any, what: str) -> EnvironmentFailure:
         """Return the exception for an HTTP error status. The exception is Unreachable if a retry can succeed.
 
-        A quota may be exhausted only briefly. Credentials that worked before may have expired shortly before their
-        renewal. A conflict means that another client changed the object concurrently. If the connection breaks after an
-        object was created, the retry returns 409 AlreadyExists. A TLS error has the status 0.
+        A retry can succeed because a quota may be exhausted only briefly, and credentials that worked before may be
+        renewed soon. A conflict (409) means that another client changed the object concurrently. However, 409
+        AlreadyExists can mean that the connection broke after an earlier attempt created the object. A TLS error has
+        the status 0.
         """
         status: Resource = {}
         with suppress(ValueError, TypeError):  # a proxy's page

@@ -1,4 +1,4 @@
-"""Group a run's pods into classes with equal settings, and fill in the manifests of their Jobs from the template.
+"""Group a run's pods into classes with equal settings, and create the manifests of their Jobs from the template.
 
 The pods of a *class* have equal settings: image, cpu, memory, selector, taint, runtime class, torch device. Device
 tiers with equal settings use the same class, so by default a run has one class. With placement=device each client has
@@ -28,11 +28,11 @@ CLIENT = "client"
 TEMPLATE = Path(__file__).with_name("worker-job.yaml")
 DATA_FOLDER = "/data"
 RUN, ROUND = "flexfleet.io/run", "flexfleet.io/round"
-"""Labels. Jobs have the label ROUND only if `lifetime` is `round`."""
+"""Names of labels. Jobs have the label ROUND only if `lifetime` is `round`."""
 CLASS, NUMBER, SETTINGS = "flexfleet.io/class", "flexfleet.io/number", "flexfleet.io/settings"
-"""Annotations."""
+"""Names of annotations."""
 SECRET_BYTES = 3 * 2**18
-"""Maximum bytes of a Job's invitations. A Secret can store 1 MiB in base64."""
+"""Maximum total bytes of a Job's invitations, because a Secret can store 1 MiB in base64."""
 WHEN = {"quorum", "attempts", "parallelism", "deadline_s", "lifetime"}
 """Options that do not affect the pods."""
 
@@ -45,7 +45,8 @@ class PodClass:
 
     def includes(self, other: PodClass, options: KubernetesConfig) -> bool:
         """Return whether pods of this class may execute assignments of the class `other`. The pods must have at least
-        as much cpu and memory, and all other settings must be equal. The class `other` must not be bound to nodes."""
+        as much CPU and memory as pods of `other`, and all other settings must be equal. The class `other` must not be
+        bound to nodes."""
         if self == other:
             return True
         mine, its = self.pool, other.pool
@@ -85,7 +86,7 @@ def run_label(run_id: str, store_uri: str) -> str:
 
 
 def job_name(run: str, round: str | None, of: PodClass, number: int) -> str:
-    """Return a Job name of at most 57 characters. Kubernetes appends the index and 5 characters to name a pod."""
+    """Return a Job name of at most 57 characters. Kubernetes appends the index and 5 characters for a pod."""
     plain = re.sub(r"[^a-z0-9]+", "-", of.name.lower()).strip("-")[:8].strip("-")
     if plain != of.name:
         plain += f"-{hashlib.sha256(of.name.encode()).hexdigest()[:5]}"
@@ -108,8 +109,8 @@ def template(path: str | None) -> Resource:
 
 
 def check(options: KubernetesConfig, tiers: Sequence[str]) -> None:
-    """Raise ConfigError for an invalid template or a misspelt tier. Ignore unknown tiers that are not misspelt, because
-    the runs of a comparison may have different fleets."""
+    """Raise ConfigError for an invalid template or a misspelt tier. Other unknown tiers are ignored, because the runs
+    of a comparison may have different fleets."""
     template(options.template)
     for name in sorted(options.pools.keys() - set(tiers)):
         if hint := did_you_mean(name, set(tiers) - options.pools.keys()):
@@ -132,7 +133,7 @@ def job(
     size: int,
     owner: Resource,
 ) -> Resource:
-    """Return the manifest of a Job. The Job and its Secret have equal names. `round` is the round's label
+    """Return the manifest of a Job. The Job and its Secret have the same name. `round` is the round's label
     (`RoundPlan.label`), or None if the pods run for the whole run."""
     out = copy.deepcopy(of)
     name, labels = job_name(run, round, pods, number), {RUN: run} | ({} if round is None else {ROUND: round})

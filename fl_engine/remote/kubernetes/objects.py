@@ -22,7 +22,7 @@ from fl_engine.storage.store import Store
 
 MOST_PODS = 200
 ROOM = re.compile(r"Insufficient |Too many pods")
-"""Pattern in the Kubernetes scheduler's message if a suitable node has no free capacity."""
+"""Pattern of the Kubernetes scheduler's message that a suitable node has no free capacity."""
 SUSPENDED = "the Job is suspended: its queue has not admitted it"
 
 
@@ -187,21 +187,21 @@ def image_for(options: KubernetesConfig) -> str:
 
 
 def reach(options: KubernetesConfig, run_id: str, store: Store) -> None:
-    """Check before the training whether pods can be started. Raises ConfigError if the image is not set, and
+    """Check before training whether pods can be started. Raises ConfigError if the image is not set, and
     EnvironmentFailure if the cluster is unreachable or rejects a request."""
     image_for(options)
     Cluster(options.namespace).get("configmaps", jobs.run_label(run_id, store.uri()))
 
 
 class Objects:
-    """The Kubernetes objects of one run, which has the label `run`. The ConfigMap contains the address `store`."""
+    """The Kubernetes objects of one run. Their label is `run`, and the ConfigMap contains the address `store`."""
 
     def __init__(self, cluster: Cluster, options: KubernetesConfig, run: str, store: str, mailboxes: Mailboxes) -> None:
         self._cluster, self._options, self._run, self._store = cluster, options, run, store
         self._mailboxes, self._template = mailboxes, jobs.template(options.template)
         size = len(mailboxes.invitation(Member.new("x" * 63, "x" * 63, pod=True)).model_dump_json())
         self.most = max(1, min(MOST_PODS, jobs.SECRET_BYTES // size))
-        """Maximum number of pods in a Job. Kubernetes limits the size of the Secret with the Job's invitations."""
+        """Maximum number of pods in a Job, which the maximum size of a Secret with their invitations determines."""
         self._number = 0
 
     def jobs(self) -> list[Resource]:
@@ -261,7 +261,7 @@ class Objects:
         return job.members if patched is None else members
 
     def write_secret(self, job: WorkerJob) -> None:
-        """Replace the invitations in a Job's Secret by invitations with new URLs."""
+        """Replace the invitations in a Job's Secret with invitations that contain new URLs."""
         invitations = [self._mailboxes.invitation(member).model_dump_json() for member in job.members]
         body = jobs.secret(job.body, invitations)
         if self._cluster.create("secrets", body) is None:

@@ -2,8 +2,8 @@
 
 Each index of a Job has a mailbox. The Job's Secret contains the invitations to the mailboxes. The Job controller
 replaces pods that end or are lost. A worker's id is the pod's UID, so two pods with the same index have different ids.
-A lease ends because of a pod's state only if the container has terminated or the pod no longer exists. All other pod
-states only explain why pods do not start.
+A lease ends because of a pod's state only if the container has terminated or the pod no longer exists. Other pod states
+are only used to explain why pods do not start.
 
 A thread polls Kubernetes (`Pods.watched`), so that rounds do not wait for the API. A restarted coordinator finds the
 Jobs by their labels, and reads the keys from the Jobs' Secrets.
@@ -40,7 +40,7 @@ POLL_S = 1.0
 RENEW_S = 600.0
 """Seconds between two updates of the URLs in a Job's Secret, which pods read when they start."""
 YIELD_S = 10.0
-"""Minimum seconds between two deletions of Jobs that free capacity for other Jobs."""
+"""Minimum seconds between two deletions of Jobs to free capacity for other Jobs."""
 FIRST_LOOK_S = 5.0
 """Maximum seconds that a round waits until the thread has found the pods of an earlier coordinator."""
 MOST = 100
@@ -48,8 +48,8 @@ NOTHING = Need({}, {}, {}, frozenset())
 
 
 class Pods(Provisioner):
-    """The pods of a run. The pods' mailboxes are in the store `home`. The Kubernetes API may be unavailable for
-    `patience_s` seconds, and pods may take `patience_s` seconds to start."""
+    """The pods of a run. The pods' mailboxes are in the store `home`. The Kubernetes API may be unavailable for at most
+    `patience_s` seconds, and pods must start within `patience_s` seconds."""
 
     strangers, drains = False, 3
     options: KubernetesConfig
@@ -90,7 +90,7 @@ class Pods(Provisioner):
         self._heard: set[str] = set()
         """UIDs of pods that have sent a heartbeat."""
         self._ended: dict[str, Lost] = {}
-        """Map the UID of each ended pod to the reason."""
+        """Map the UID of each ended pod to the reason why it ended."""
         self._seen: dict[str, Seen] = {}
         self._error: FlexfleetError | None = None
         self._away = ""
