@@ -5,7 +5,7 @@
     result.history; result.model("M1"); result.report
 
 Names in `__all__` are loaded when they are first used, so `import flexfleet` does not load torch. Import flexfleet
-before torch computes anything: it sets an option of MKL that makes results independent of memory addresses.
+before torch computes anything, because it sets an option of MKL that makes results independent of memory addresses.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ HOMES = {
         "FlexfleetError", "ConfigError", "DataError", "ModelError", "IntegrityError", "EnvironmentFailure", "Stopped",
     ),
 }  # fmt: skip
-"""Where each name is defined."""
+"""Map each module to the public names that it defines."""
 _HOME = {name: module for module, names in HOMES.items() for name in names}
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The console command `flexfleet`; as `python -m flexfleet` where its script is not on the path."""
+"""Entry point of the command `flexfleet`, also as `python -m flexfleet` if the command is not on the PATH."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """As `cli.main`. Ctrl-C is one line also while modules are imported."""
+    """Call `cli.main`. Ctrl-C prints a single line instead of a traceback, even while modules are being imported."""
     try:
         from flexfleet.cli import main as cli
 

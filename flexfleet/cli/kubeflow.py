@@ -85,7 +85,7 @@ def _start(args: argparse.Namespace) -> int:
 
 
 def _printer(args: argparse.Namespace) -> Callable[[str], None]:
-    """Return the function that prints a line: to stderr if --json is given, otherwise to stdout."""
+    """Return a function that prints a line to stderr if --json is given, otherwise to stdout."""
     return partial(print, file=sys.stderr, flush=True) if args.json else show
 
 
@@ -97,7 +97,7 @@ def follow(
     args: argparse.Namespace, run_id: str, about: Mapping[str, object] = MappingProxyType({}), retries: int = 0
 ) -> int:
     """Print the progress of a run until the run ends. Ctrl-C and SIGTERM stop this command, but not the run. `about`
-    contains values of the run for the JSON output."""
+    contains values that are added to the JSON output."""
     from flexfleet.kubeflow.follow import follow as follow_run
 
     again = f"To follow the run again: {_follow_command(args, run_id)}"
@@ -137,7 +137,7 @@ def nightly(args: argparse.Namespace) -> None:
 
 
 def fields_of(texts: Sequence[str], overrides: Mapping[str, Any]) -> dict[str, str]:
-    """Map the fields in --param to the values. Raises ConfigError if --param or --set set a field twice."""
+    """Parse the --param options into {field: value}. Raises ConfigError if --param and --set set a field twice."""
     from flexfleet.config.dotted import FIELDS, check_once
 
     values = tags_of(texts, "--param")

@@ -122,7 +122,7 @@ def fleets() -> dict[str, str]:
 
 
 def suites() -> dict[str, str]:
-    """Describe each suite: command, purpose and cost."""
+    """Describe the command, the purpose and the cost of each suite."""
     from flexfleet.experiments import nightly_suite, published_suites
 
     paper = {name: published_suites.load(name) for name in published_suites.names()}
@@ -148,7 +148,7 @@ def _first_sentence(kind: Any) -> str:
 
 
 def completion(args: argparse.Namespace) -> None:
-    """Print the completion script for a shell, with the current names of algorithms, networks and data sets."""
+    """Print a completion script for a shell, which also completes the names of algorithms, networks and data sets."""
     import shtab
 
     script: argparse.ArgumentParser = args.parser()

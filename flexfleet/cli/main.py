@@ -226,7 +226,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 ON_DEVICES = ("agent", "check", "completion", "doctor", "fetch", "init", "list", "params", "profile")
-"""Commands that also support Python 3.10, the version of JetPack 6. The other commands need Python 3.11."""
+"""Commands that also support Python 3.10, which JetPack 6 contains. The other commands need Python 3.11."""
 
 
 def dispatch(argv: Sequence[str]) -> int:

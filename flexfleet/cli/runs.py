@@ -142,8 +142,8 @@ def pool(args: argparse.Namespace) -> None:
 
 
 def _as_in_table_3_6(built: PoolFile, family: ModelFamily) -> tuple[PoolFile, dict[str, float]]:
-    """Return a tuple (pool, means). The pool's multiply-adds are counted as in FedRolex's Table 3.6. The means of
-    parameters, multiply-adds and MB of 2^20 bytes (`mib`) are over the models that are sent to clients."""
+    """Return a tuple (pool, means). The pool's multiply-adds are counted as in FedRolex's Table 3.6. `means` contains
+    the mean parameters, multiply-adds and MB of 2^20 bytes of the models that are sent to clients."""
     from fl_engine.core.costs import count_macs
     from fl_engine.core.types import SubmodelSpec
 
@@ -159,7 +159,7 @@ def _as_in_table_3_6(built: PoolFile, family: ModelFamily) -> tuple[PoolFile, di
 
 def _sample(args: argparse.Namespace, config: Config, needs_data: bool) -> tuple[tuple[int, ...], int] | None:
     """Return a tuple (sample shape, number of outputs) from --input and --classes, or from the network's publication.
-    Return None if the data set is required to determine the values."""
+    Return None if these values can only be read from the data set."""
     from fl_engine.core.contracts import PublishedFor
     from fl_engine.models.build import model_kind
     from flexfleet.config.schema import DatasetConfig
@@ -253,13 +253,13 @@ def _invited(config: Config) -> list[dict[str, Any]]:
 
 
 def check_resume(args: argparse.Namespace, option: str) -> None:
-    """Raise ConfigError if `--resume` is set without `option`, the name of the folder to resume."""
+    """Raise ConfigError if `--resume` is set without the option `option`, which names the folder to resume."""
     if args.resume and getattr(args, option[2:].replace("-", "_")) is None:
         raise ConfigError(f"--resume needs {option}, the name of the folder to resume", code="config.missing")
 
 
 def tags_of(texts: Sequence[str], option: str = "--tag") -> dict[str, str]:
-    """Map the keys of a repeatable `key=value` option to the values. Raises ConfigError for bad or repeated keys."""
+    """Parse the `key=value` strings of an option into {key: value}. Raises ConfigError for bad or repeated keys."""
     pairs = [text.partition("=") for text in texts]
     wrong = [text for text, (key, sign, _) in zip(texts, pairs, strict=True) if not key or not sign]
     if wrong:
@@ -271,6 +271,6 @@ def tags_of(texts: Sequence[str], option: str = "--tag") -> dict[str, str]:
 
 
 def show_tracked(config: Config) -> None:
-    """Print the address of the MLflow server with the run, or the command that starts this server."""
+    """Print the address of the MLflow server, or the command that starts a server for a local tracking database."""
     if uri := config.tracking.mlflow:
         show(f"MLflow: {'' if uri.startswith('http') else 'mlflow ui --backend-store-uri '}{masked(uri)}")

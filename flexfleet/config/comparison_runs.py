@@ -1,7 +1,7 @@
 """Create the configurations of all runs of a comparison.
 
-All runs of a comparison are stored in one folder and have the same number of rounds. A label can override any other
-setting, except the locations of runs and tracking data.
+All runs of a comparison are stored in one folder and have the same number of rounds. A label names an algorithm with
+its overrides, which can set any other parameter except the locations of runs and tracking data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flexfleet.config.run_names import check_name
 
 LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 SHARED = "shared"
-"""Label that users cannot choose, because the runs of seed 0 share the folder `<id>/shared-s0`."""
+"""Label that users cannot choose, because `<id>/shared-s0` contains the files that all runs with seed 0 share."""
 FIXED = {
     "algorithm.name": "Pass the algorithms as a list, with a label for each variant",
     "seed": "Pass the seeds as a list",
@@ -43,7 +43,7 @@ class PlannedRun:
     seed: int
     config: Config
     at: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the factors for this label, by dotted name."""
+    """Map the dotted name of each factor to its value in this run."""
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ class PlannedRun:
 
     @property
     def folder(self) -> Path:
-        """Path of the run's folder, which is in the folder of the comparison."""
+        """Path of the run's folder inside the folder of the comparison."""
         return Path(self.config.run.store) / self.name
 
 
@@ -113,7 +113,7 @@ def accuracies_of(given: str | Iterable[Any]) -> tuple[float, ...]:
 
 
 def by_label(overrides: Mapping[str, Any], labels: Iterable[str]) -> dict[str | None, Overrides]:
-    """Group overrides by label. The group None is for all runs. The key `label:a.b` sets `a.b` for one label.
+    """Group overrides by label. The group None applies to all runs. The key `label:a.b` sets `a.b` for one label.
 
     Raises ConfigError if a label is unknown, or if a parameter cannot be overridden.
     """
@@ -149,15 +149,15 @@ def entries_from(
     id: str,
     factors: Mapping[str, Sequence[Any]] | None = None,
 ) -> list[PlannedRun]:
-    """Return all runs of a comparison, seed by seed, in the folder `<run.store>/<id>`. If `run.remote` is set, the
-    ledgers are stored in `<run.remote>/<id>`.
+    """Return all runs of a comparison, grouped by seed. Their folders are in `<run.store>/<id>`. If `run.remote` is
+    set, the ledgers are stored in `<run.remote>/<id>`.
 
     Args:
         labels: Map each label to its overrides.
         seeds: Seeds for the runs of each label; None for the seed in the configuration.
         load: Function that builds a configuration from overrides.
         id: The comparison's name.
-        factors: Map the dotted name of each factor to its values. Each label is run with each combination of values.
+        factors: Map dotted names to values. The configuration of each label is run with every combination of values.
 
     Raises:
         ConfigError: A configuration is invalid, or a parameter differs between labels but must be equal in all runs.

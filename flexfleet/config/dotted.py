@@ -30,11 +30,11 @@ SHORT: dict[str, str] = {
     "mlflow_uri": "tracking.mlflow",
     "store_uri": "run.store",
 }
-"""Map short names to dotted names. If `store_uri` has a scheme (s3://bucket/prefix), it sets run.remote."""
+"""Map short names to dotted names. With a scheme (s3://bucket/prefix), `store_uri` sets run.remote instead."""
 STUDY: dict[str, str] = {"trials": "tune.trials"}
 """Map short names of parameters for studies to dotted names."""
 LISTED = {name: SHORT[name] for name in ("dataset", "model", "algorithm")}
-"""Form fields with a list of registered names. To use your own class, override the field in `advanced`."""
+"""Form fields that accept only registered names. To use your own class, override the parameter in `advanced`."""
 FIELDS = {path: name for name, path in (SHORT | STUDY).items()} | {"run.remote": "store_uri"}
 """Map dotted names to short names."""
 
@@ -49,12 +49,12 @@ INSTEAD = {
     "tune.storage": "leave it out, and put the address into the Secret flexfleet-tune (FLEXFLEET_TUNE_SECRET names "
     "another) as FLEXFLEET_TUNE_STORAGE",
 }
-"""Map parameters to advice for users whose address contains a password."""
+"""Map each parameter with an address to the advice for users who wrote a password into this address."""
 
 SPACE = "tune.space"
 MAPPINGS = ("kubernetes.pools", SPACE)
-"""Mappings with arbitrary keys. An override replaces the whole search space. An override of `kubernetes.pools` replaces
-only the given tiers."""
+"""Mappings with arbitrary keys. An override of `tune.space` replaces the whole mapping. An override of
+`kubernetes.pools` replaces only the given tiers."""
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -100,12 +100,12 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def platform_uri() -> str | None:
-    """Return MLflow's address without its password. Kubeflow's plugin sets the address for each task."""
+    """Return MLFLOW_TRACKING_URI, which Kubeflow's plugin sets for each task, without its password."""
     return masked(os.environ.get("MLFLOW_TRACKING_URI", "")).rstrip("/") or None
 
 
 def platform_store() -> str | None:
-    """Return FLEXFLEET_S3_STORE, the address s3://bucket/prefix of the platform's store. None if it is not set."""
+    """Return FLEXFLEET_S3_STORE, the address s3://bucket/prefix of the platform's store; None if it is not set."""
     return os.environ.get("FLEXFLEET_S3_STORE") or None
 
 
@@ -187,8 +187,8 @@ def without(taken: Collection[str], path: str, value: Any) -> Iterator[tuple[str
 
 
 def applied(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the nested `values` to which the overrides are applied. Names of components are set first,
-    because they determine which options exist."""
+    """Return a copy of the nested `values` with the overrides applied. Names of components are set first, because a
+    component's name determines which options exist."""
 
     def order(pair: tuple[str, Any]) -> tuple[bool, int]:
         path, value = pair

@@ -13,7 +13,7 @@ from fl_engine.core.registry import COMPLETE, UNKNOWN
 from flexfleet.config.dotted import SHORT
 
 EXPECTED = "input should be "
-"""Pattern of the text with which most pydantic messages begin."""
+"""Text with which most pydantic messages begin, in lower case."""
 
 CODE = {"literal_error": "config.unknown", "missing": "config.missing"}
 """Map pydantic's error types to `errors.CODES`. All other error types have the code `wrong_type` or `out_of_range`."""
@@ -52,8 +52,8 @@ def config_error(error: ValidationError, values: Any, known: Mapping[str, Any], 
 
 
 def _own_error(path: str, error: Any, got: str) -> ConfigError:
-    """Convert an error that a check of this project raised to a ConfigError. If the message begins with a parameter of
-    the section, the code is `conflict` and the path is this parameter."""
+    """Convert an error from one of flexfleet's own checks to a ConfigError. If the message begins with the name of a
+    parameter in the section, the code is `conflict` and the path is this parameter."""
     text = error["msg"] if error["type"] == COMPLETE else str(error["ctx"]["error"])
     word = re.match(r"[\w.]*", text)[0]  # type: ignore[index]
     if "." in word and word.startswith(f"{path}." if path else ""):
@@ -65,7 +65,7 @@ def _own_error(path: str, error: Any, got: str) -> ConfigError:
 
 
 def _unknown(path: str, beside: Sequence[str], error: Any, got: str) -> str:
-    """Return the message for an unknown parameter, or a section that is not a mapping. Empty for other errors."""
+    """Return the message for an unknown parameter, or for a section that is not a mapping; "" for other errors."""
     kind, last = error["type"], path.rpartition(".")[2]
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         hint = nearest(last, beside) if beside else ""

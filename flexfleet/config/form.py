@@ -35,8 +35,8 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
 
 
 def overrides_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> Overrides:
-    """Convert the values of a form to overrides by dotted name. `advanced` can only set fields in LISTED, and
-    parameters that do not have a field. If `store_uri` is empty, the default is used. Raises ConfigError or
+    """Convert the values of a form to overrides by dotted name. `advanced` can only set the fields in LISTED and
+    parameters without a form field. If `store_uri` is empty, the default is used. Raises ConfigError or
     SeveralErrors."""
     overrides, wrong = _read(parameters, advanced)
     if wrong:
@@ -86,7 +86,7 @@ def _read(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> tuple[O
 
 
 def object_of(advanced: Any) -> Mapping[str, Any]:
-    """Return a form's `advanced`. Raises ConfigError if `advanced`, which can be any JSON, is not a JSON object."""
+    """Return the form's field `advanced`. Raises ConfigError if the JSON value in this field is not an object."""
     if not isinstance(advanced, Mapping):
         raise ConfigError(
             f'advanced must be a JSON object, such as {{"algorithm.kd_weight": 5}}, got {kind_of(advanced)}',
@@ -96,8 +96,8 @@ def object_of(advanced: Any) -> Mapping[str, Any]:
 
 
 def parameters_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a tuple (`parameters`, `advanced`) from which `config_from` builds this configuration. MLflow files and
-    the default run folder are left out, because tasks in a cluster cannot use them."""
+    """Return a tuple (`parameters`, `advanced`) from which `config_from` builds this configuration. The default run
+    folder and MLflow addresses other than http(s) are left out, because tasks in a cluster cannot use them."""
     values, defaults = flatten(config), flatten(Config())
     parameters = {name: values.pop(path) for name, path in (dotted.SHORT | dotted.STUDY).items()}
     if str(parameters["mlflow_uri"] or "").partition(":")[0] not in ("http", "https"):
@@ -118,7 +118,7 @@ def comparison_from(
 
 
 def check_count(count: int, what: str, path: str | None = None) -> None:
-    """Raise ConfigError if a pipeline cannot have `count` runs or workers. `path`: the wrong parameter."""
+    """Raise ConfigError if a pipeline cannot have `count` runs or workers. `path`: the invalid parameter."""
     if count > MOST_RUNS:
         raise ConfigError(
             f"{what} must be at most {MOST_RUNS} in a pipeline, got {count}. Reduce it, or use the command line",
@@ -128,7 +128,7 @@ def check_count(count: int, what: str, path: str | None = None) -> None:
 
 
 def restore_integers(value: Any) -> Any:
-    """Convert each float without fraction, such as 5.0, to an integer. Protobuf stores all numbers as floats."""
+    """Convert whole-numbered floats such as 5.0 back to integers, because Protobuf stores all numbers as floats."""
     return dotted.mapped(value, lambda each: int(each) if isinstance(each, float) and each.is_integer() else each)
 
 
@@ -140,8 +140,8 @@ def write_config(config: Config, path: Path) -> Path:
 
 
 def hand_over(config: Config, path: Path) -> tuple[str, str]:
-    """Return a tuple (value of --config, stdin) for another process. The file `path` is written without passwords. If
-    the configuration contains a password, it is passed through stdin."""
+    """Return a tuple (value of --config, contents of stdin) for another process. The configuration is written to `path`
+    without passwords. If it contains a password, the process reads the full configuration from stdin instead."""
     without_passwords = public(config)
     write_config(without_passwords, path)
     if without_passwords == config:

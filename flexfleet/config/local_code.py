@@ -2,7 +2,7 @@
 
 Such an object becomes an attribute of the pseudo module `__local__`, so that this process can import the object by
 name. The name contains a digest of the code and values of the object. Equal objects have the same name in every
-process, so a new process can resume a run after it has created the object again.
+process, so a new process can resume a run after creating an equal object.
 """
 
 from __future__ import annotations

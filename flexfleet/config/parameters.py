@@ -73,8 +73,8 @@ def everything(config: Config | None = None) -> list[Parameter]:
 
 
 def found(word: str, among: Iterable[Parameter]) -> list[Parameter]:
-    """Return the parameters whose name or description contains a word, ignoring case. Parameters are first if their
-    name or component is this word (`mu`, `heterofl`, `rounds.stop`)."""
+    """Return the parameters whose name or description contains a word, ignoring case. Parameters whose name or
+    component is this word (`mu`, `heterofl`, `rounds.stop`) come first."""
     word = word.casefold()
     rows = [
         row for row in among if any(word in text.casefold() for text in (row.name, row.of, row.meaning, *row.choices))
@@ -83,7 +83,7 @@ def found(word: str, among: Iterable[Parameter]) -> list[Parameter]:
 
 
 def in_use(config: Config, among: Iterable[Parameter]) -> list[Parameter]:
-    """Return the parameters without options of components that the configuration does not use."""
+    """Return all parameters except the options of components that the configuration does not use."""
     names = {"", *_names(config.model_dump(mode="json"))}
     preset = PRESETS.get(config.algorithm["name"])
     if preset:
@@ -133,7 +133,7 @@ def _row(path: str, of: str, kind: Any, name: str, default: str) -> Iterator[Par
 
 
 def _preset_options() -> Iterator[Parameter]:
-    """Yield the options of all presets. The defaults are the values that a preset sets."""
+    """Yield the options that presets set. The default of an option is the preset's value."""
     for name, preset in sorted(PRESETS.items()):
         for row in _options("algorithm", {name: ALGORITHMS[preset.algorithm]}):
             key = row.name.removeprefix("algorithm.")
@@ -176,7 +176,7 @@ def hints(kind: Any) -> dict[str, Any]:
 
 
 def registered(hint: Any) -> Mapping[str, type]:
-    """Return the components that a field can select, as registered in the contract of the field's type."""
+    """Return the registry of the components that a field can select, as annotated in the field's type."""
     members = get_args(hint) if get_origin(hint) in (Union, UnionType, tuple) else (hint,)
     noted = (note for member in members if get_origin(member) is Annotated for note in get_args(member)[1:])
     return next((note.registry for note in noted if isinstance(note, Contract)), {})
@@ -271,7 +271,7 @@ All parameters with their defaults: FlexFL on scikit-learn's handwritten digits.
 
 
 def params_yaml() -> str:
-    """Return the contents of params.yaml. Options of the default network and algorithm are comments."""
+    """Return the contents of params.yaml. Options of the default network and algorithm are commented out."""
     config, section = Config(), ""
     lines = [*(f"# {line}" for line in HEAD.splitlines()), f"schema_version: {config.schema_version}"]
     for row in _section(config, ""):

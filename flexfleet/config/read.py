@@ -57,7 +57,7 @@ def load_config(files: Files = None, overrides: Given = (), stored: bool = False
 
 
 def values_of(files: Files, overrides: Given) -> dict[str, Any]:
-    """Return the values of defaults, files and overrides before they are checked."""
+    """Merge the defaults, the files and the overrides, and return the unchecked values."""
     values = Config().model_dump(mode="json")
     for path in [files] if isinstance(files, str | Path) else files or ():
         values = merged(values, read_file(path))
@@ -80,15 +80,15 @@ def read_file(path: str | Path) -> dict[str, Any]:
 def parse(values: Mapping[str, Any], stored: bool = False) -> Config:
     """Return the checked configuration, in which `values` override the defaults. Raises ConfigError.
 
-    `stored`: True if the values come from a file such as run.json, not from the user's configuration. Code from such a
-    file is only imported if `core.allowed` permits the import.
+    `stored`: True if the values come from a file such as run.json, not from the user's configuration. Code that such a
+    file names is only imported if `core.allowed` permits the import.
     """
     return parse_with_algorithm(values, stored)[0]
 
 
 def parse_schema(values: Mapping[str, Any]) -> Config:
-    """Return the checked configuration like `parse`, but do not import the user's own code. Reading a run must not
-    execute this code. Raises ConfigError."""
+    """Return the checked configuration like `parse`, but do not import the user's own code, because reading a run must
+    not execute this code. Raises ConfigError."""
     defaults = Config().model_dump(mode="json")
     try:
         check_plain(values)
@@ -144,8 +144,8 @@ def _unknown_names(values: Mapping[str, Any]) -> list[ConfigError]:
 
 
 def _filled_in(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the values with the tiers of a fleet instead of its name, so that run.json contains the tiers. Values that
-    depend on this machine are replaced too: `run.devices=auto`, and tracking.mlflow if MLflow is not installed."""
+    """Replace the name of a fleet by its tiers, so that run.json contains the tiers. Also replace the values that
+    depend on this machine: `run.devices=auto`, and tracking.mlflow if MLflow is not installed."""
     sections = {
         name: dict(values[name]) for name in ("fleet", "run", "tracking") if isinstance(values.get(name), Mapping)
     }
@@ -237,7 +237,7 @@ def cut_seed(config: Config) -> int:
 
 
 def public(config: Config) -> Config:
-    """Return a copy of the configuration that other users can read, with masked passwords in PRIVATE sections."""
+    """Return a copy of the configuration with masked passwords in PRIVATE sections, which other users may read."""
     values = config.model_dump(mode="json")
     return Config.model_validate_json(json.dumps(values | {name: mapped(values[name], _hidden) for name in PRIVATE}))
 

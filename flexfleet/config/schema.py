@@ -1,8 +1,8 @@
 """Define and check the parameters in params.yaml, as a typed and immutable configuration.
 
 The defaults configure a complete run of FlexFL on scikit-learn's handwritten digits, with the paper's fleet. The
-docstring of a field describes its parameter. An unknown key is an error that suggests the nearest key. Values are
-never converted silently.
+docstring of a field describes its parameter. The error for an unknown key suggests the most similar known key. Values
+are never converted silently.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DatasetConfig(Section):
 
 
 class NoiseConfig(Section):
-    """Wrong training labels of clients, drawn from the errors of a centrally trained model (FedAIoT)."""
+    """Wrong labels in the clients' training data, drawn from the errors of a centrally trained model (FedAIoT)."""
 
     labels: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of each client's training labels that are replaced by wrong labels."""
@@ -69,15 +69,15 @@ class NoiseConfig(Section):
 class FleetConfig(Section):
     tiers: tuple[Tier, ...] = DEFAULT
     """Tiers of devices, or the name of a fleet (`flexfleet list fleets`). `share` is the tier's fraction of all
-    devices. `memory` is a percentage of the full model's parameters. Each device draws its standard deviation from
-    `sigma`. The free memory is memory - |N(0, sigma)|, or with `limits` [low, high] N(memory, sigma), clipped to these
+    devices. `memory` is a percentage of the full model's parameters. Each device draws one standard deviation from
+    `sigma`. Its free memory is memory - |N(0, sigma)|, or, with `limits` [low, high], N(memory, sigma) clipped to these
     limits. `width` is the width ratio of a sub-model that always fits. `speed` (10^9 multiply-adds per second) and
     `bandwidth` (10^6 bits per second) determine the time on the simulated clock."""
     trace: Tracing | None = None
     """Trace with online times, speed and bandwidth of each device (docs/guides/traces.md). With null, all devices are
     always online, with the speed and bandwidth of their tier."""
     wait_s: Annotated[Positive, Moves.LENGTH] = 86_400.0
-    """Maximum simulated seconds that a round waits for a client to come online. After this time the run fails."""
+    """Maximum simulated seconds that a round waits for a client to come online. After this time, the run fails."""
 
 
 class CodecConfig(Section):
@@ -97,7 +97,8 @@ class PretrainConfig(Section):
     batch_size: Count = 50
     """Samples per step."""
     reference: bool = False
-    """Also pre-train on all training data, to report the similarity of the two pools (FlexFL, Section IV-C1)."""
+    """Also pre-train on all training data, to report how similar the two resulting pools are (FlexFL, Section
+    IV-C1)."""
 
 
 class CentralConfig(Section):
@@ -148,8 +149,8 @@ class RunConfig(Section):
     """Clients train in threads (`in_process`), worker processes (`processes`), pods (`kubernetes`) or enrolled devices
     (`agents`)."""
     patience_s: Annotated[Positive, Moves.EXECUTION] = 600.0
-    """Seconds to wait for an unreachable server (S3, Kubernetes, MLflow) or for pods. Then the run stops and can be
-    resumed."""
+    """Seconds to wait for an unreachable server (S3, Kubernetes, MLflow) or for pods. After this time, the run stops
+    and can be resumed."""
     code: Annotated[UserPath | None, Moves.PLACE] = None
     """Your own package (a folder with __init__.py, or a .py file). Worker processes and pods receive the package as a
     wheel, from which they import package.module:NAME."""
@@ -185,11 +186,11 @@ class TrackingConfig(Section):
     mlflow: UserPath | None = "sqlite:///mlflow.db"
     """MLflow tracking URI; null for no tracking."""
     experiment: str | None = None
-    """Name of the experiment. With null, Kubeflow sets the name, or the name is <dataset>-<model>-<partition>."""
+    """Name of the experiment. With null, Kubeflow sets it, or it is <dataset>-<model>-<partition> outside Kubeflow."""
 
 
 class Range(Section):
-    """Range of a parameter in a search, from `low` to `high` or with the values `choices`."""
+    """Values of a parameter in a search, either numbers from `low` to `high` or the values in `choices`."""
 
     low: float | None = None
     high: float | None = None
@@ -228,7 +229,7 @@ class TuneConfig(Section):
     """Ranges by dotted name (`algorithm.gammas.0` for the first element of a list). If empty, the space that the
     algorithm declares is used."""
     workers: Count = 1
-    """Number of parallel worker processes, or of pods in the pipeline, which need `storage`."""
+    """Number of parallel worker processes, or of pods in the pipeline. Pods require `storage`."""
     storage: UserPath | None = None
     """URL of a database, for workers on several machines. With null, FLEXFLEET_TUNE_STORAGE is used, or a journal
     in the study's folder if this variable is not set."""
@@ -244,8 +245,8 @@ class PublishConfig(Section):
     onnx: bool = True
     """Also export the levels as ONNX."""
     precision: Literal["auto"] | Annotated[tuple[OnnxPrecision, ...], Field(min_length=1)] = ("fp32",)
-    """Additional precisions for the ONNX files, such as [fp16, int8]. With auto, the precision is the smallest that has
-    at least the bits of the level's codec."""
+    """Additional precisions for the ONNX files, such as [fp16, int8]. With auto, the smallest precision is used that
+    has at least as many bits as the level's codec."""
     dvc: UserPath | None = None
     """Remote (s3://bucket/prefix or a folder) to which DVC pushes partition, pool, model and report; null for none."""
 
@@ -347,7 +348,7 @@ class Config(Section):
 
 
 PRIVATE = tuple(name for name, field in Config.model_fields.items() if Unseen in field.metadata)
-"""Sections with addresses that must be hidden in a run's files."""
+"""Sections with addresses whose passwords must be masked in a run's files."""
 
 
 def moves(path: str) -> Moves:

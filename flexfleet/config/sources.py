@@ -23,7 +23,7 @@ KEYS = ("name", "objective", "optimizer")
 
 
 def named(config: Config, sections: Collection[str] | None = None) -> tuple[str, ...]:
-    """Return all values of the form `package.module:Name` in these sections of a configuration (None: all)."""
+    """Return all values `package.module:Name` in the given sections of a configuration (None for all sections)."""
     values = config.model_dump(mode="json")
     chosen = values if sections is None else {section: values[section] for section in sections}
     return tuple(dict.fromkeys(_names(chosen)))
@@ -41,15 +41,15 @@ def _names(value: Any, key: str = "") -> Iterator[str]:
 
 
 def cells(config: Config) -> list[str]:
-    """Return the names of code that other processes cannot import (from a notebook, script or function)."""
+    """Return the names of objects from a notebook, script or function, which other processes cannot import."""
     return [name for name in named(config) if name.startswith((f"{MAIN}:", f"{LOCAL}:"))]
 
 
 def sources(config: Config, sections: Collection[str] | None = None) -> dict[str, str]:
     """Map each name of the user's code to the sha256 of its source. Raises ConfigError if an import fails.
 
-    The source is the file of the module. In a notebook or script, the source consists of the object, and the functions
-    and classes that the object uses. The package in `run.code` is left out, because it has its own sha256.
+    The source is the whole file of the module. For objects in a notebook or script, it is the code of the object and of
+    the functions and classes that it uses. The package in `run.code` is left out, because it has its own sha256.
     """
     package = None if config.run.code is None else code.name_of(Path(config.run.code))
     return {name: _digest(name) for name in named(config, sections) if name.partition(":")[0].split(".")[0] != package}
@@ -93,8 +93,8 @@ def _functions(value: Any) -> list[types.FunctionType]:
 
 
 def _source(value: type | types.FunctionType) -> str:
-    """Return the source code of a function. For a class, return its bases, functions and plain attributes. Python
-    cannot find the source code of a whole class in a notebook."""
+    """Return the source code of a function. For a class, return its bases, functions and plain attributes, because
+    Python cannot find the source code of a whole class in a notebook."""
     texts = []
     for function in _functions(value):
         try:

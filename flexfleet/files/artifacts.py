@@ -22,7 +22,7 @@ A = TypeVar("A", bound="Artifact")
 Status = Literal["finished", "diverged", "nothing_merged"]
 """Status of an ended run (`files.run_status`)."""
 WEIGHTS = "weights.safetensors"
-"""Name of the file with the network's initial weights, in the folder of pool.json. Optional."""
+"""Name of the optional file with the network's initial weights, in the folder of pool.json."""
 
 
 def read_bytes(path: Path, expected: str | None = None) -> bytes:
@@ -102,18 +102,18 @@ class Level(Strict, LeavesOut):
     gamma: float | None
     ratios: tuple[float, ...]
     similarity: float | None = None
-    """Similarity to the pruning ratios of a reference model that was pre-trained on all data (FlexFL Sec. IV-C1)."""
+    """Similarity of the pruning ratios to the ratios after pre-training on all training data (FlexFL Sec. IV-C1)."""
     spec: dict[str, Any]
     ensemble: bool = False
     """True if the prediction is the mean over the exits of the network."""
     static_bn: bool = False
     """True if batch norm uses statistics that are computed on the training data."""
     codecs: dict[str, dict[str, Any]] | None = None
-    """Codecs for this level, with the keys of the configuration; null if the level uses the codecs of the run."""
+    """Codecs for this level, in the format of the section `codec`; null if the level uses the codecs of the run."""
     bytes_up: int | None = None
     """Bytes of the uploaded tensors; null if no codec is set, because `bytes` is then also the upload size."""
     tiers: dict[str, dict[str, dict[str, Any]] | None] = Field(default={})
-    """Map each tier whose devices receive this level to the tier's codecs; null: the codecs of the run."""
+    """Map each tier whose devices receive this level to the tier's codecs; null for the codecs of the run."""
 
 
 class PoolFile(Artifact, LeavesOut):
@@ -165,7 +165,7 @@ class RunFile(Artifact):
 
     run_id: str
     token: str = ""
-    """Unique token of the run. The token identifies the MLflow run and is an input of the noise in a private run."""
+    """Unique token of the run, which identifies its MLflow run and is an input to the noise of a private run."""
     config: dict[str, Any]
     numerics: dict[str, Any]
     earlier_numerics: tuple[dict[str, Any], ...] = ()
@@ -195,9 +195,9 @@ class RunFile(Artifact):
 
 
 class History(Artifact):
-    """Metrics of every round and checksum of the model in history.json. The entries of clients are validated but not
-    stored in memory, because a round can have ten thousand clients. Rounds are counted from 1 in the file and from 0 in
-    `rounds`."""
+    """Contents of history.json: the metrics of every round, and the checksum of the model. The entries of clients are
+    validated but not stored in memory, because a round can have ten thousand clients. Rounds are counted from 1 in the
+    file and from 0 in `rounds`."""
 
     rounds: tuple[Row, ...]
     model_sha256: str
@@ -221,7 +221,7 @@ def _from_one(row: Row) -> Row:
 
 
 def _without_clients(value: dict[str, Any]) -> dict[str, Any] | Row:
-    """Parse a round in history.json without its entries for clients. Return other objects unchanged."""
+    """Parse a round of history.json, and drop its entries for clients. Return other objects unchanged."""
     is_round = value.keys() >= {"round", "metrics", "clients"}
     if not is_round:
         return value
@@ -243,7 +243,7 @@ class LevelScore(Strict):
     """Scores of a level in evaluation.json, for example `{"accuracy": 0.93, "loss": 0.2, "params": 97}`."""
 
     metrics: dict[str, float] = Field(min_length=1)
-    """Metrics of the task, with the main metric first. If the server owns classes, `evaluation.OWNERS` are included."""
+    """Metrics of the task, with the main metric first. If the server owns classes, OWNERS are included."""
     loss: float | None
     """Loss; null if the model has diverged."""
     params: int
@@ -275,7 +275,7 @@ class LocalScore(Strict):
 
 
 Histogram = dict[Annotated[int, Field(ge=0, le=100)], Annotated[int, Field(ge=1)]]
-"""Map accuracies in percent, rounded down, to numbers of clients."""
+"""Map each accuracy in percent, rounded down, to the number of clients with this accuracy."""
 
 
 class ClientFigures(Strict):
@@ -314,7 +314,7 @@ class EvaluationFile(Artifact, LeavesOut):
     local_histogram: dict[str, Histogram] = {}
     on_clients: OnClients | None = None
     kept_by_clients: tuple[str, ...] = ()
-    """Parameters that differ between clients. The evaluated model contains the initial values of these parameters."""
+    """Model parameters that differ between clients. The evaluated model contains their initial values."""
 
     @property
     def metric(self) -> str:
@@ -343,7 +343,7 @@ class ConfusionFile(Artifact):
     class. `levels` is empty if the task has no classes."""
 
     names: tuple[str, ...] = ()
-    """Names of the classes; empty if the task has no names."""
+    """Names of the classes; empty if the task does not name its classes."""
 
     levels: dict[str, tuple[tuple[int, ...], ...]]
 
@@ -360,18 +360,18 @@ class RunResult(Artifact):
     - avg, full, levels: Main metric as a mean over the levels, for the largest level, and for each level.
     - best: Round, avg and full of the round with the best avg.
     - highest: Highest avg and full in the first 50, 80 and 100 % of the rounds.
-    - updates: Numbers of merged updates, failed updates, and failures by reason (most frequent first).
+    - updates: Numbers of merged updates, of failed updates, and of failures by reason (most frequent reason first).
     - Means of timing metrics over the rounds (`fl_engine.rounds.timing`).
 
     The following metrics are omitted if the configuration or the task does not have them:
 
     - further: Other metrics of the task.
-    - local: Mean and standard deviation of the accuracy on each client's own distribution, by level.
+    - local: Mean and standard deviation over the clients of each level's accuracy on the client's own distribution.
     - on_clients: Metrics that clients measured on held-out samples (`OnClients`).
     - kept_by_clients: Parameters for which the evaluated global model has only the initial values.
-    - by_owner: Accuracies on the classes of the devices and of the server, by level.
+    - by_owner: Accuracy of each level on the devices' classes, and on the server's classes.
     - label_noise: Fraction of wrong labels.
-    - precision: Metrics of the exported model by level and precision, or the reason why the model was rejected.
+    - precision: Metrics of each exported level in each precision, or the reason why this precision was rejected.
     """
     bytes: dict[str, int]
     """Total bytes of the run: `down` to the clients and `up` to the server."""

@@ -28,12 +28,12 @@ class Measure:
 
     @property
     def title(self) -> str:
-        """Title for an axis: `test accuracy (%)`."""
+        """Title of an axis, such as `test accuracy (%)`."""
         return f"test {self.name} ({self.unit})" if self.unit else f"test {self.name}"
 
     @property
     def column(self) -> str:
-        """Header for a table column: `top5 %`."""
+        """Header of a table column, such as `top5 %`."""
         return f"{self.name} {self.unit}".rstrip()
 
     @property
@@ -42,7 +42,7 @@ class Measure:
         return " (better when lower)" if self.name in LOWER else ""
 
     def number(self, value: float, sign: str = "") -> str:
-        """Format the value without its unit: `58.60` or `0.5860`. With sign='+', positive values begin with `+`."""
+        """Format the value without its unit, as `58.60` or `0.5860`. With sign='+', positive values begin with `+`."""
         return f"{self.scale * value:{sign}.{2 if self.unit else 4}f}"
 
     def with_unit(self, value: float) -> str:
@@ -53,18 +53,18 @@ ACCURACY = Measure()
 
 
 def decimals(value: float, least: int) -> int:
-    """Return the number of decimals that shows two significant digits: at least `least` and at most six."""
+    """Return the number of decimals, from `least` to six, that shows two significant digits of `value`."""
     return max(least, min(6, 1 - math.floor(math.log10(abs(value))))) if value and math.isfinite(value) else least
 
 
 def measure_in(values: Mapping[str, float]) -> Measure:
-    """Return the main metric of a round. The name is empty if the metrics contain no level's score."""
+    """Return the main metric of a round, which is ACCURACY or, for all other metrics, a measure without a name."""
     scored, accurate = (any(name.startswith(kind) for name in values) for kind in ("loss/", "accuracy/"))
     return Measure("") if scored and not accurate else ACCURACY
 
 
 def levels_in(values: Mapping[str, float]) -> dict[str, float]:
-    """Map levels to values of the main metric, with the full model last. Empty if the round was not evaluated."""
+    """Map each level to its main metric, with the full model last. Empty if the round was not evaluated."""
     names = [key.removeprefix("loss/") for key in values if key.startswith("loss/")]
     if not names or "avg" not in values or "full" not in values:
         return {}
@@ -74,13 +74,12 @@ def levels_in(values: Mapping[str, float]) -> dict[str, float]:
 
 
 SHARES = (50, 80, 100)
-"""Percentages of the rounds for `highest`."""
+"""Percentages of the rounds for which `highest` returns a value."""
 
 
 def highest(rounds: Sequence[Mapping[str, float]], key: str) -> dict[int, float | None]:
-    """Map each percentage in SHARES to the highest value of `key` in the first rounds, up to this percentage of all
-    rounds. The value is None if none of these rounds was evaluated. FedAIoT's code reports these values, which are
-    selected on test data."""
+    """Map each percentage p in SHARES to the highest value of `key` in the first p % of the rounds. The value is None
+    if none of these rounds was evaluated. FedAIoT's code reports these values, which are selected on test data."""
     found: dict[int, float | None] = {}
     for share in SHARES:
         until = -(-len(rounds) * share // 100)

@@ -1,4 +1,4 @@
-"""Create the files of `flexfleet init`: an algorithm of the user and its test."""
+"""Create the files of `flexfleet init`: a template of the user's own algorithm, and its test."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def algorithm_files(name: str, folder: Path) -> dict[str, str]:
 
 
 def class_name(module: str) -> str:
-    """Return `MyMethod` for `my_method`."""
+    """Convert a module's name (`my_method`) to the name of its class (`MyMethod`)."""
     return "".join(part[:1].upper() + part[1:] for part in module.split("_")) or "Own"
 
 

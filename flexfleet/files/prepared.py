@@ -1,5 +1,5 @@
-"""Read and encode the results of preparations. A folder contains `<name>.json` for each result, `<name>.safetensors`
-for weights, and prepared.json with the digests of the inputs."""
+"""Read and encode the results of an algorithm's preparations, which run before the first round. A folder contains
+`<name>.json` for each result, `<name>.safetensors` for weights, and prepared.json with the digests of the inputs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def index(folder: Path) -> dict[str, PreparedEntry]:
 
 
 def entry_of(inputs: str, name: str, files: Mapping[str, bytes]) -> PreparedEntry:
-    """Return the entry for a result. `files` maps file names to contents."""
+    """Return the index entry for a result. `files` maps file names to contents."""
     weights = files.get(weights_file_of(name))
     sha = None if weights is None else sha256(weights)
     return PreparedEntry(inputs=inputs, sha256=sha256(files[file_of(name)]), weights_sha256=sha)
@@ -95,7 +95,7 @@ def encoded(kind: Preparation, name: str, made: Any) -> bytes:
 
 
 def decoded(kind: Preparation, value: bytes, where: str) -> Any:
-    """Parse the JSON file of a result. Raises IntegrityError with the file's name."""
+    """Parse the JSON file of a result. Raises IntegrityError if the file, which is named `where`, is invalid."""
     wanted = getattr(kind.artifact, "__name__", "JSON")
     try:
         fields = json.loads(value)

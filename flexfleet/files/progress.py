@@ -18,7 +18,7 @@ from logging.handlers import BufferingHandler
 log = logging.getLogger("flexfleet")
 
 hidden: ContextVar[bool] = ContextVar("hidden", default=False)
-"""True if progress is logged, although stderr is a terminal."""
+"""True if progress must be logged even if stderr is a terminal."""
 
 TERMINAL_S = 0.5
 LOG_S = 60.0
@@ -26,8 +26,8 @@ CLEAR = "\r\x1b[2K"
 
 
 class Live:
-    """The last line on stderr, which is updated at most twice a second. If stderr is not a terminal or `hidden` is set,
-    the line is logged at most once a minute."""
+    """A progress line at the end of stderr, which is updated at most twice a second. If stderr is not a terminal or
+    `hidden` is set, the line is logged at most once a minute."""
 
     def __init__(self) -> None:
         self.terminal = sys.stderr.isatty() and not hidden.get()
@@ -36,11 +36,11 @@ class Live:
         self._handlers: list[logging.Handler] = []
 
     def due(self) -> bool:
-        """Return whether the line can be updated now."""
+        """Return whether enough time has passed since the last update."""
         return time.monotonic() - self._last >= (TERMINAL_S if self.terminal else LOG_S)
 
     def show(self, text: str) -> None:
-        """Show `text` in the line if it can be updated now."""
+        """Show `text` in the line if an update is due."""
         if not self.due() or not log.isEnabledFor(logging.INFO):
             return
         self._last = time.monotonic()
@@ -89,7 +89,7 @@ def span(seconds: float) -> str:
 
 @contextmanager
 def called_while_waiting(report: Callable[[float], None], first_s: float, again_s: float = LOG_S) -> Iterator[None]:
-    """Call `report` with the elapsed seconds, in a thread: after `first_s` seconds and then every `again_s` seconds."""
+    """In a thread, call `report(elapsed seconds)` after `first_s` and then every `again_s` until the context ends."""
     done = threading.Event()
 
     def repeat() -> None:

@@ -1,8 +1,8 @@
 """Lock, check and verify the folder of a run, comparison or study.
 
 manifest.json contains the size and sha256 of each file, so that later changes are detected. The manifest is written
-last, so only finished runs have a manifest. The manifest excludes the ledger, which has its own checksums, and figures
-and exported models, which later commands can replace.
+last, so only finished runs have a manifest. The ledger is not in the manifest, because it has its own checksums.
+Figures and exported models are not in the manifest, because later commands can replace them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check_same(
     fixed: Callable[[str], bool] = lambda _: True,
     name: str = "--run-id",
 ) -> None:
-    """Raise ConfigError if a `fixed` parameter has changed. The keys of `before` and `now` are dotted names."""
+    """Raise ConfigError if a parameter that `fixed` accepts has changed. `before` and `now` have dotted names."""
     if changed := changes(before, now, fixed):
         raise ConfigError(f"{folder} was started with another configuration ({changed}). Choose another {name}")
 
@@ -90,8 +90,8 @@ def manifest_of(folder: Path) -> RunManifest:
 
 
 def check_manifest(folder: Path) -> bool:
-    """Compare a run's folder with its manifest. Returns False if the run has not finished, because the manifest is
-    written at the end. Raises IntegrityError if a file is missing or has changed."""
+    """Compare a run's folder with its manifest. Returns False if the run has not finished and therefore has no
+    manifest. Raises IntegrityError if a file is missing or has changed."""
     path = folder / MANIFEST
     if not path.exists():
         return False

@@ -34,7 +34,7 @@ class Tally:
     failures: Mapping[str, int]
     """Number of failed updates by reason, the most frequent reason first."""
     finite: bool
-    """True if the model has not diverged in the last round."""
+    """True unless the model has diverged after the last round."""
 
     @property
     def failed(self) -> int:
@@ -42,7 +42,7 @@ class Tally:
 
     @property
     def status(self) -> Status:
-        """Status of the run; `diverged` if the model diverged or if exploding values prevented every merge."""
+        """Status of the run; `diverged` if the model diverged, or if no update was merged and most updates exploded."""
         if self.merged and self.finite:
             return "finished"
         exploded = sum(self.failures.get(reason, 0) for reason in EXPLODED)

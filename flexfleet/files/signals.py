@@ -12,7 +12,7 @@ from fl_engine.core.errors import Stopped
 
 
 def _stopping() -> list[signal.Signals]:
-    """Return the signals that stop a run: SIGTERM, SIGINT, and SIGHUP unless nohup ignores it."""
+    """Return the signals that stop a run: SIGTERM, SIGINT, and SIGHUP unless the process was started with nohup."""
     found = [signal.SIGTERM, signal.SIGINT]
     # `getsignal` returns None for a handler that was not set in Python. Python cannot restore such a handler.
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) not in (signal.SIG_IGN, None):
@@ -22,7 +22,7 @@ def _stopping() -> list[signal.Signals]:
 
 @contextmanager
 def handled(by: Callable[[int, object], None]) -> Iterator[Mapping[int, Any]]:
-    """Handle stop signals with `by` in the main thread, and yield the earlier handlers."""
+    """Handle stop signals with the function `by` if this is the main thread, and yield the previous handlers."""
     numbers = _stopping() if current_thread() is main_thread() else []
     before = {int(number): signal.signal(number, by) for number in numbers}
     try:
@@ -34,8 +34,8 @@ def handled(by: Callable[[int, object], None]) -> Iterator[Mapping[int, Any]]:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after a signal. The caller must stop the run after the current client. A
-    second Ctrl-C stops at once. If the context ends without Stopped, the earlier signal handler is called."""
+    """Yield a function that returns True after a stop signal. The caller must stop the run after the current client. A
+    second Ctrl-C stops at once. If the context ends without Stopped, the previous signal handler is called."""
     received: list[int] = []
 
     def request(signum: int, _: object) -> None:
@@ -59,7 +59,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
 @contextmanager
 def stopping_at_once(instruction: str = "") -> Iterator[None]:
     """Stop at once on SIGTERM, on Ctrl-C, or when the terminal is closed. Raises Stopped, or KeyboardInterrupt after
-    Ctrl-C, with `instruction` in the message. Only Ctrl-C interrupts the cleanup."""
+    Ctrl-C, with `instruction` in the message. After the first signal, only Ctrl-C can interrupt the cleanup."""
     received: list[int] = []
 
     def stop(signum: int, _: object) -> None:

@@ -131,8 +131,8 @@ def parsed(p: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.N
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Add the short options to `args.set`, set the log level, and log which files are merged. Raises ConfigError if a
-    parameter is set twice."""
+    """Add the short options to `args.set`, set the log level, and log which configuration files are merged. Raises
+    ConfigError if a parameter is set twice."""
     if getattr(args, "quiet", False) or getattr(args, "verbose", False):
         for name in ("flexfleet", "fl_engine"):
             logging.getLogger(name).setLevel(logging.WARNING if args.quiet else logging.DEBUG)

@@ -21,7 +21,7 @@ TIMEOUT_S = (10.0, 60.0)
 """Timeouts in seconds for connecting and for receiving data. A timeout is needed because a port-forward to a deleted
 pod accepts requests but never responds."""
 SHOWN = 300
-"""Maximum length of a server's message when quoted in an error."""
+"""Maximum number of characters of a server's message that an error quotes."""
 
 PORT_FORWARD = "kubectl -n kubeflow port-forward svc/ml-pipeline-ui 8080:80"
 WAY_IN = f"For a Kubeflow in a cluster, run `{PORT_FORWARD}` and use --host http://localhost:8080"
@@ -63,7 +63,7 @@ def _client(host: str | None, timeout_s: tuple[float, float]) -> Any:
 
     class Client(kfp.Client):  # type: ignore[misc]
         def _load_config(self, *args: Any) -> Any:
-            """Configure the proxy that the environment defines, because the SDK ignores these variables."""
+            """Configure the proxy from environment variables such as HTTPS_PROXY, which the SDK ignores."""
             config = super()._load_config(*args)
             if proxy := proxy_of(config.host):
                 config.proxy, config.proxy_headers = proxy["proxy_url"], proxy["proxy_headers"]

@@ -13,12 +13,12 @@ from flexfleet.kubeflow.client import api_of, translated
 FAILED = ("FAILED", "ERROR", "SYSTEM_ERROR")
 DRIVER = re.compile(r".*-driver(\([0-9]+\))?")
 INNER = re.compile(rf"root|{DRIVER.pattern}|(executor|iteration|for-loop|condition)\b.*|.*\([0-9]+\)")
-"""Names of nodes that are not tasks, but that Kubeflow adds to the workflow. Kubeflow 2.17 also adds retry nodes, so a
-task `federate` has a child node `federate(0)`."""
+"""Pattern of the names of nodes that Kubeflow adds to the workflow and that are not tasks. Kubeflow 2.17 also adds
+retry nodes, so a task `federate` has a child node `federate(0)`."""
 WORKFLOW = re.compile(r".+-[a-z0-9]{5}")
-"""Name of the node for the whole workflow."""
+"""Pattern of the name of the node for the whole workflow."""
 TEMPLATES = ("retry-system-container-impl", "system-container-impl")
-"""Names of Kubeflow's templates for the pods of tasks. The pod of node `<workflow>-<number>` is
+"""Names of Kubeflow's templates for the pods of tasks. The pod of the node `<workflow>-<number>` is named
 `<workflow>-<template>-<number>`."""
 NODE = re.compile(r"(.+)-([0-9]+)")
 
@@ -40,7 +40,7 @@ CURABLE = (Stopped.exit_code, 137, 143)
 
 @dataclass(frozen=True)
 class Cause:
-    """Why one task failed."""
+    """Cause of one task's failure."""
 
     task: str
     message: str
@@ -67,7 +67,7 @@ def _is_task(detail: Any) -> bool:
 
 
 def causes(client: Any, run: Any) -> list[Cause]:
-    """Return the causes for which a run has failed. Raises Unreachable if Kubeflow does not respond."""
+    """Return the causes of a run's failure. Raises Unreachable if Kubeflow does not respond."""
     failed = [printable(task.display_name) for task in tasks_in(run) if task.state in FAILED]
     names = ", ".join(dict.fromkeys(failed)) or "a task"
     with_error = [each for each in _details(run) if each.error and each.error.message]  # none in Kubeflow 2.17
@@ -108,7 +108,7 @@ class NoLogs(EnvironmentFailure):
 
 def logs(client: Any, run: Any, only_failed: bool = False) -> Iterator[tuple[str, str, str]]:
     """Yield a tuple (task name, pod name, log) for each pod whose log still exists. The task name is empty if unknown.
-    Raises NoLogs, and Unreachable if Kubeflow does not respond."""
+    Raises NoLogs if the logs cannot be read, and Unreachable if Kubeflow does not respond."""
     with translated():
         experiment = client.get_experiment(experiment_id=run.experiment_id) if run.experiment_id else None
     query = {"runid": run.run_id, "createdat": f"{run.created_at:%Y-%m-%d}" if run.created_at else ""}
@@ -127,7 +127,7 @@ def logs(client: Any, run: Any, only_failed: bool = False) -> Iterator[tuple[str
 
 
 def _nodes(run: Any, only_failed: bool) -> Iterator[tuple[str, str]]:
-    """Yield a tuple (task, node ID) for each node that can be the pod of a task."""
+    """Yield a tuple (task, node ID) for each node that may belong to a task's pod."""
     details = [each for each in _details(run) if not DRIVER.fullmatch(str(each.display_name or ""))]
     parents = {child.pod_name: each for each in details for child in each.child_tasks or [] if child.pod_name}
     for each in details:

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 PAUSE_S, PATIENCE_S = 5.0, 600.0
 RETRIES = 3
-"""Number of times that `submit --wait` retries a failed run. Only failures that may be temporary are retried."""
+"""Maximum number of retries by `submit --wait`, which retries a run only if its failure may be temporary."""
 EXIT_CODES = {"SUCCEEDED": 0, "FAILED": 1, "SKIPPED": 1, "CANCELED": 3}
 """Map each final state of a run to an exit code. Code 3 means that the run was terminated and can be resumed."""
 CANCELLED = ("CANCELING", "CANCELED")
 WORDS = {"CANCELED": "terminated"}
 PIPELINES = {"run_id": "train", "comparison_id": "compare", "study_id": "tune", "night_id": "nightly"}
-"""Map form fields to pipelines. The field sets the name of the run, comparison or study that the pipeline executes."""
+"""Map the form field that names the run, comparison or study to the pipeline that executes it."""
 COMMITTED = re.compile(r"(.+)/rounds/[0-9]{5,}/(?:[0-9]+-)?COMMITTED")
 
 Report = Callable[[str], None]
@@ -43,7 +43,7 @@ has only one run, the name is empty. The function raises EnvironmentFailure if t
 
 @dataclass(frozen=True)
 class Followed:
-    """How a run ended."""
+    """Outcome of a pipeline run."""
 
     run_id: str
     url: str
@@ -53,8 +53,8 @@ class Followed:
     tasks: Tasks
     """Map each task name to {state: number of tasks}. Tasks in a loop have the same name."""
     rounds: dict[str, dict[str, float]]
-    """Map the name of each run to the metrics of its last round. The name of a single run is empty. The metric `round`
-    is the number of this round, counted from 1."""
+    """Map the name of each run to the metrics of its last round. If the pipeline has only one run, its name is empty.
+    The metric `round` is the number of this round, counted from 1."""
     error: str
     """Causes of the failure, with one line for each failed task. Empty if the run did not fail."""
     retried: int
@@ -78,7 +78,7 @@ def follow(
 
     Args:
         host: As in `submit`.
-        retries: Maximum number of retries. Runs are retried if a pod was killed, drained or deleted.
+        retries: Maximum number of retries. The run is retried only if a pod was killed, drained or deleted.
         patience_s: Seconds to wait for a server that does not respond.
 
     Raises:
@@ -131,8 +131,8 @@ def _run(client: Any, run_id: str, patience_s: float = PATIENCE_S) -> Any:
 
 
 def state_of(run: Any) -> str:
-    """Return the state of a run. The state is CANCELED if the run was terminated. In Kubeflow 2.17, the state of a
-    terminated run is FAILED, with CANCELING in its history."""
+    """Return the state of a run, or CANCELED if the run was terminated. Kubeflow 2.17 reports a terminated run as
+    FAILED, with CANCELING in its state history."""
     if run.state != "FAILED":
         return str(run.state or "PENDING")
     states = [each.state for each in run.state_history or []]
@@ -203,7 +203,7 @@ def _advice(found: list[Cause], parameters: Mapping[str, Any], run_id: str) -> s
 
 def name_of(parameters: Mapping[str, Any], job_id: str) -> tuple[str, str]:
     """Return a tuple (form field that sets the name of the pipeline's output, name of the output). Both are empty for
-    pipelines that are not from flexfleet. If the field is empty, the name is generated like in the first task."""
+    other projects' pipelines. If the field is empty, return the name that the first task generates."""
     key = next((key for key in PIPELINES if key in parameters), "")
     given = parameters.get(key) or {
         "run_id": f"{parameters.get('algorithm', 'flexfl')}-s{whole(parameters.get('seed', 0))}-{job_id}",

@@ -25,18 +25,18 @@ SECRETS = {
     "FLEXFLEET_TUNE_SECRET": "flexfleet-tune",
     "FLEXFLEET_WEBHOOK_SECRET": "flexfleet-webhook",
 }
-"""Map environment variables that contain names of Secrets to default names in the pipelines' namespace."""
+"""Map environment variables, each of which names a Secret in the pipelines' namespace, to default names."""
 SIZES = {
     "TASK": {"CPU": "250m:2", "MEMORY": "1Gi:4Gi"},
     "TRAIN": {"CPU": "500m:8", "MEMORY": "1Gi:16Gi"},
 }
-"""Resources as `request:limit` for ordinary tasks and for tasks that train networks. `retarget` identifies the tasks
-by these values."""
+"""Resources as `request:limit` for ordinary tasks and for tasks that train networks. `retarget` identifies both kinds
+of tasks by these values."""
 DATA = "/data"
-"""Mount path of the data sets. The volume claim that contains them is set in FLEXFLEET_DATA_CLAIM."""
+"""Mount path of the data sets. FLEXFLEET_DATA_CLAIM names the volume claim that contains the data sets."""
 
 LINKS = ("FLEXFLEET_KUBEFLOW_UI", "FLEXFLEET_MLFLOW_UI")
-"""Environment variables with addresses that are used in links."""
+"""Environment variables with the addresses of web UIs, which are used in links."""
 VARIABLES = (
     *SECRETS,
     *LINKS,

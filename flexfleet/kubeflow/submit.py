@@ -1,6 +1,6 @@
-"""Start a pipeline on Kubeflow, once or on a schedule. A new version is uploaded if the graph has changed.
+"""Start a pipeline on Kubeflow, once or on a schedule. If the pipeline has changed, a new version is uploaded.
 
-The name of a version contains a digest of its YAML, so the same code and image do not create a second version.
+The name of a version contains a digest of its YAML, so an unchanged pipeline is not uploaded again.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _check_known(name: str, key: str, fields: Collection[str]) -> None:
 def given(name: str, config: Config, named: Collection[str]) -> dict[str, Any]:
     """Convert a configuration to the values of a pipeline's form, including `advanced`.
 
-    If the form has no field for a changed parameter, log a warning. Raise ConfigError if the parameter is in `named`.
+    If a changed parameter has no field in the form, raise ConfigError if it is in `named`, otherwise log a warning.
     """
     fields, (parameters, advanced), defaults = form(name), forms.parameters_of(config), forms.parameters_of(Config())[0]
     for key, path in SHORT.items():
@@ -139,7 +139,7 @@ def submit(
 
 
 def upload(client: Any, name: str, version: str, text: str, namespace: str | None) -> tuple[str, str, bool]:
-    """Upload a new pipeline or version. Return a tuple (pipeline ID, version ID, True if the version was uploaded)."""
+    """Upload the pipeline or version if it is new. Return a tuple (pipeline ID, version ID, whether it was new)."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / f"{name}.yaml"
         path.write_text(text, encoding="utf-8")
@@ -158,7 +158,7 @@ def checked(name: str, parameters: Mapping[str, Any]) -> tuple[str, str, dict[st
     `advanced`, because form fields accept only listed names.
 
     Raises ConfigError if the first task of the pipeline would reject a parameter, or if a parameter contains a
-    password. Kubeflow would store the password.
+    password, which Kubeflow would store.
     """
     fields = _fields(name)
     advanced = dict(forms.object_of(parameters.get("advanced", {})))

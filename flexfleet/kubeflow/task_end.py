@@ -1,7 +1,7 @@
 """Handle errors and retries of pipeline tasks, and return metadata of the runs that tasks execute.
 
 Kubeflow's launcher converts every exit code to 1, and shows the last log lines. Therefore, the log of a failed task
-ends with the cause, the exit code, the form fields, and advice how to continue. Tracebacks are logged only for bugs.
+ends with the cause, the exit code, the form fields, and advice on how to continue. Tracebacks are logged only for bugs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def ending(again: str, form: Mapping[str, Any] = MappingProxyType({})) -> Iterat
     """Run the body of a task. If the body fails, print the error and exit with the exit code of the command line.
 
     Args:
-        again: Form field with the name of the run. A pipeline run with an equal value continues this run.
+        again: Form field with the name of the run. A pipeline run with the same value continues this run.
         form: Parameters of the task: the values of the form, or at least `job_id`.
     """
     try:

@@ -22,9 +22,9 @@ STEPS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "share": ("pretrain.share", {}),
 }  # fmt: skip
-"""Map each step to its module and function, and to its options that name the folder of an earlier step. `retry` runs
-`federate` for DVC, which deletes the output folder of a stage before it runs the stage. `share` runs `partition` and
-`pretrain` for a comparison."""
+"""Map each step to a tuple (module and function, {option: earlier step whose folder this option names}). `retry` runs
+`federate` in another folder, because DVC deletes the output folder of a stage before it runs the stage. `share` runs
+`partition` and `pretrain` for a comparison."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -54,19 +54,19 @@ from flexfleet.tracking import record as track
 from flexfleet.tracking.trackers import TOKEN, MLflow, ending, log_outcome
 
 LEVEL = "full"
-"""Name of the full network in metrics, which federated runs also use."""
+"""Name of the full network in metrics, as in federated runs."""
 DECIDING = ("seed", "dataset.", "model.", "central.")
-"""Prefixes of the parameters on which the weights after the training depend."""
+"""Prefixes of the parameters that determine the weights after the training."""
 
 
 class CentralFile(Artifact):
-    """central.json."""
+    """Contents of central.json."""
 
     run_id: str
     token: str
     """Unique ID by which a resumed training finds its MLflow run."""
     config: dict[str, Any]
-    """Values of the parameters on which the weights after the training depend, by dotted name."""
+    """Map the dotted names of the parameters that determine the weights after the training to their values."""
     data_sha256: str
     """Fingerprint of the data set."""
     numerics: dict[str, Any]
@@ -74,7 +74,7 @@ class CentralFile(Artifact):
 
 
 def central(resolved: Resolved, run_id: str, attempt: Attempt = Attempt()) -> RunResult:
-    """Train the full network, or resume a training. In the result, epochs count as rounds.
+    """Train the full network, or resume a training. The result counts epochs as rounds.
 
     Raises:
         ConfigError: The folder exists and `attempt.resume` is False, or the folder contains a different training.
@@ -166,7 +166,7 @@ def _train(
     checkpoints: Checkpoints,
     mlflow: MLflow | None,
 ) -> Params:
-    """Train the missing epochs, and return the final weights. Checkpoints are at least two seconds apart."""
+    """Train the remaining epochs, and return the final weights. Checkpoints are at least two seconds apart."""
     commits = checkpoints.commits()
     snapshot = checkpoints.read(commits[-1])[0] if commits else None
     if mlflow is not None:

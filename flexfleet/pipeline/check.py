@@ -48,8 +48,8 @@ from flexfleet.tracking.server import Client, check_address, first_calls
 
 
 def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
-    """Check a run, and return a short summary. Rounds are not executed, and files are not written. Raises BadInput.
-    `publishes` is False for the trials of a study, which do not publish models."""
+    """Check a run without executing rounds or writing files, and return a short summary. Raises BadInput. `publishes`
+    is False for the trials of a study, which do not publish models."""
     config, algorithm, data, family = resolved.config, resolved.algorithm, resolved.data, resolved.family
     check_devices(config.run.devices)
     choose_precision(config.run.precision, config.run.devices, None)
@@ -105,8 +105,8 @@ def first_round(resolved: Resolved, parts: Partition) -> tuple[Run, Any, RoundPl
 
 
 def check_loadable(config: Config) -> None:
-    """Raise ConfigError if a model is defined in a notebook or script but must be registered. Other processes cannot
-    import such a model."""
+    """Raise ConfigError if a model from a notebook or script must be registered, because other processes cannot import
+    such a model."""
     own = [name for name in cells(config) if name == config.model["name"]]
     if config.publish.models and config.tracking.mlflow is not None and own:
         raise ConfigError(
@@ -168,8 +168,8 @@ def check_form(form: Mapping[str, Any], check: Callable[[str], T]) -> T:
 
     Args:
         form: Parameters of the pipeline task, including `store_uri`, `mlflow_uri` and `advanced`.
-        check: Function that checks the other parameters of the form. The function's argument is `store_uri`, or
-            the platform's bucket if `store_uri` is empty.
+        check: Function that checks the other parameters of the form. It is called with `store_uri`, or with the
+            platform's bucket if `store_uri` is empty.
 
     Raises:
         FlexfleetError: At least one check failed. If several checks fail, their errors are combined.
@@ -198,7 +198,7 @@ def unusable(store: Any, mlflow: Any, dvc: Any) -> list[FlexfleetError]:
 
     Args:
         store: Store of the runs. The check creates and deletes an object in the store.
-        mlflow: Tracking URI. The check sends a request to a server, but does not open a file.
+        mlflow: Tracking URI. A server is checked with a request, and a file is not checked.
         dvc: DVC remote. The check creates and deletes an object in the remote.
     """
     checks: dict[str, Callable[[], None]] = {}

@@ -70,8 +70,8 @@ def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path,
 
 
 def _local(resolved: Resolved, parts: Partition) -> LocalAccuracy | None:
-    """Return the local accuracy. None if the task has no classes, or if the server does not have the clients'
-    labels."""
+    """Return an estimator of the local accuracy; None if the task has no classes or the server does not have the
+    clients' labels."""
     data = resolved.data
     if not (classes := class_count(data.task)) or most_of(resolved.config) is not None:
         return None

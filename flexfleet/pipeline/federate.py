@@ -1,4 +1,4 @@
-"""Step 4: run the rounds or resume a killed run. A replay repeats one client's training in one round."""
+"""Step 4: run the rounds or resume a killed run. A replay repeats the training of one client in one round."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def federate(
     """Write run.json, rounds/, model.safetensors and history.json into `out`.
 
     Args:
-        locked: True if the caller already has the lock of `out` (`folder_lock`).
+        locked: True if the caller already holds the lock of `out` (`folder_lock`).
 
     Raises:
         ConfigError: `out` contains a run that cannot be resumed: `attempt.resume` is False, the configuration differs,
             or another process on this machine executes the run.
         InUse: A coordinator on another machine is executing the run.
         EnvironmentFailure: This machine cannot produce bit-identical results.
-        Stopped: SIGTERM or Ctrl-C.
+        Stopped: The process received SIGTERM or Ctrl-C.
     """
     config, algorithm = resolved.config, resolved.algorithm
     run_id = check_name(out.absolute().name if run_id is None else run_id, "run_id")
@@ -200,8 +200,8 @@ def federate(
 def _put_site(
     ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path, wheel: bytes | None, site: Site
 ) -> dict[str, str]:
-    """Write files such as the partition into the store, from which clients on other machines read the files. Return
-    {file name: checksum}."""
+    """Write the files that clients on other machines need, such as the partition, into the store. Return {file name:
+    checksum}."""
     if ledger.checkpoints.lock is None and ledger.mailbox.key is None:
         return {}
     run = RunFile.read(out / "run.json")

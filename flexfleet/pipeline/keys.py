@@ -142,7 +142,7 @@ def shared_place(config: Config, name: str, hasty: bool = False) -> Store:
 
 def check_folder(config: Config) -> None:
     """Raise ConfigError if clients could read the folder that contains the keys. Only `shared_place` checks buckets,
-    because pipeline tasks without rounds do not have the credentials."""
+    because pipeline tasks that do not execute rounds have no credentials for them."""
     where, remote = config.run.secrets, config.run.remote
     if where is None or remote is None or "://" in where or "://" in remote:
         return
@@ -172,8 +172,8 @@ def key_of_run(place: Place, known: RunFile | None, private: bool) -> bytes:
     """Return the run's key. If the key does not exist, create it. A new key invalidates the assignments of an
     uncommitted round, so these assignments are sent again.
 
-    Raises IntegrityError if the key of a private run is missing, or does not match the digest in the run's record
-    `known`. The noise of a private run is derived from its key.
+    Raises IntegrityError if the key of a private run, from which its noise is derived, is missing or does not match the
+    digest in the run's record `known`.
     """
     expected = None if known is None or not private else known.key_sha256
     key = place.read()

@@ -43,8 +43,8 @@ def build(
     server: ServerContext,
     weights: Params,
 ) -> PoolFile:
-    """Return the contents of pool.json. If a reference pool exists, the contents include the similarity between the
-    pruning ratios of the two pools. `weights`: initial weights for the rounds; empty for random weights."""
+    """Return the contents of pool.json. With `pretrain.reference`, the contents include the similarity of the pruning
+    ratios to the reference pool. `weights`: initial weights for the rounds; empty for random weights."""
     pool = coding.add_sizes(pools.pool_of(algorithm, family, made, server), family, configs.codecs(config))
     references = {name: each.as_reference() for name, each in made.items() if isinstance(each, ApozScores)}
     reference = pools.pool_of(algorithm, family, {**made, **references}, server) if any(references.values()) else None

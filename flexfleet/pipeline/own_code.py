@@ -33,7 +33,7 @@ def sha256_of(config: Config) -> str | None:
 
 
 def digests(config: Config, sections: Collection[str]) -> dict[str, Any]:
-    """Return digests of the user's own code that these sections of the configuration name. Empty without such code."""
+    """Return digests of the user's own code that the given sections of the configuration name; {} if they name none."""
     found = sources(config, sections)
     packed = set(named(config, sections)) - found.keys()  # the wheel has one sha256 for all its code
     return ({"sources": found} if found else {}) | ({"own code": sha256_of(config)} if packed else {})
@@ -55,6 +55,6 @@ def enable(run: RunFile, folder: Path) -> None:
 
 
 def stored(run: RunFile) -> dict[str, Any]:
-    """Return the recorded configuration without `run.code`, a path that may not exist on this machine."""
+    """Return the recorded configuration without `run.code`, because this path may not exist on this machine."""
     section = run.config.get("run")
     return run.config | ({"run": {**section, "code": None}} if isinstance(section, dict) else {})

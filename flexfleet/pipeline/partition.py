@@ -43,7 +43,7 @@ from flexfleet.pipeline.prepare import Resolved
 log = logging.getLogger("flexfleet")
 
 BATCH_SIZE = 50
-"""Batch size of the central training. Its misclassifications determine the wrong labels."""
+"""Batch size of the central training whose misclassifications determine the wrong labels."""
 
 
 def partition(resolved: Resolved, out: Path) -> Path:
@@ -80,7 +80,7 @@ def cut(resolved: Resolved) -> Partition:
 
 def _noisy(resolved: Resolved, parts: Partition) -> Partition:
     """Return the partition with wrong labels as configured in `noise`. Wrong labels are drawn from the errors of a
-    centrally trained model. This model excludes changes by the algorithm, so compared algorithms get equal labels.
+    centrally trained model. The algorithm does not change this model, so compared algorithms get the same labels.
 
     Raises:
         ConfigError: The data have no classes, or the network does not fit the data.
@@ -146,14 +146,14 @@ def simulated(resolved: Resolved, site: Site) -> Site:
 
 
 def folders_sum(site: Site) -> str:
-    """Return a sha256 of the clients' data and sample counts. `site` must be a result of `simulated`."""
+    """Return the sha256 of the clients' data and sample counts. `site` must be a result of `simulated`."""
     sizes = [len(own) + len(site.held_by(client)) for client, own in enumerate(site.partition.clients)]
     return sha256(canonical([fingerprint(site.data), sizes]))
 
 
 def held_out(config: Config, parts: Partition) -> tuple[Partition, tuple[Ints, ...]]:
-    """Return a tuple (partition for training, held-out samples of each client). Without evaluation on clients, no
-    samples are held out."""
+    """Return a tuple (partition for training, held-out samples of each client). If metrics are not measured on clients,
+    no samples are held out."""
     if config.evaluate.on == "server":
         return parts, ()
     return hold_out(parts, config.evaluate.held_out, cut_seed(config))
@@ -219,7 +219,7 @@ def initial_state(resolved: Resolved, site: Site, pool_dir: Path) -> Any:
 
 
 def numerics_of(resolved: Resolved, before: Mapping[str, Any] | None = None) -> Numerics:
-    """Return the configured numerics. Values `auto` are chosen for the network. `before`: see `choose_precision`."""
+    """Return the configured numerics, with `auto` replaced by a value. `before`: see `choose_precision`."""
     training: Training = resolved.algorithm.training  # type: ignore[attr-defined]
     run, per_round = resolved.config.run, round_size(training.fraction, resolved.config.partition.clients)
     precision = choose_precision(run.precision, run.devices, before)

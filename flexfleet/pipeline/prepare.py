@@ -54,7 +54,7 @@ DEFAULT = Path("params.yaml")
 """Configuration file that is read if no other file is passed."""
 
 _COMPUTED: dict[tuple[object, ...], Ints] = {}
-"""Cache for clusters of network features. One process checks all runs of a comparison and reuses the clusters."""
+"""Cache of clusters of samples. The process that checks all runs of a comparison reuses these clusters."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Resolved:
 
     @cached_property
     def data(self) -> Data:
-        """The data set, with the configured sample counts and image padding. Integer samples are numeric data unless
-        the input of the network is tokens. Raises DataError and ConfigError."""
+        """The data set, with the configured sample counts and image padding. Integer samples are treated as numbers
+        unless the network takes tokens. Raises DataError and ConfigError."""
         return _read(self.config)
 
     @cached_property
@@ -120,8 +120,8 @@ class Resolved:
 
     @property
     def _masks_labels(self) -> bool:
-        """True if clients send only some rows of the output layer. The output layer of a user's module is found by
-        tracing the module."""
+        """True if clients send only some rows of the output layer. A user's module must then be traced to find its
+        output layer."""
         return bool(getattr(self.algorithm, "mask_labels", False))
 
     def network(self, input_shape: tuple[int, ...], outputs: int) -> ModelFamily:
@@ -158,7 +158,7 @@ def config_of(args: argparse.Namespace) -> Config:
 @contextmanager
 def unchanged(args: argparse.Namespace) -> Iterator[Resolved]:
     """Read the configuration from parsed options, and yield it. Raises ConfigError if the configuration has changed at
-    the end of the context. DVC reads params.yaml after a stage, and would record the new values."""
+    the end of the context, because DVC reads params.yaml after a stage and would record the new values."""
 
     def counts(key: str) -> bool:
         return moves(key) not in (Moves.EXECUTION, Moves.PLACE) or key.startswith("publish.")
@@ -193,7 +193,7 @@ def _read(config: Config) -> Data:
 
 
 def _found(config: Config) -> Data:
-    """Read the data set. Raises DataError if the user's own reader fails, but EnvironmentFailure for an OSError without
+    """Read the data set. If the user's own reader fails, raises DataError, or EnvironmentFailure for an OSError without
     a filename."""
     name, root = config.dataset.name, dvc_remote.folder_of(config.dataset.root)
     if stored_data.is_stored(name):
@@ -234,7 +234,7 @@ def _clusters(config: Config, data: Data, features: str) -> Ints:
 
 def check_fits(data: Data, family: ModelFamily) -> None:
     """Raise ModelError if the network's output does not fit the task. Raise EnvironmentFailure if a package for the
-    metric is missing. Errors of `check_takes` are also raised."""
+    metric is missing. Also raises the errors of `check_takes`."""
     getattr(data.task, "ready", lambda: None)()
     check_takes(data, family)
     if has_boxes(data.task) or has_sequences(data.task) or data.has_tokens:

@@ -2,7 +2,7 @@
 
 The result of a preparation is reused until one of its inputs changes. The inputs are the seed, the partition with its
 data, the network, and the preparation's parameters and source files. The source code of a user's own network is also an
-input. The machine is not an input, so compared runs on different machines start from equal results.
+input. The machine is not an input, so compared runs on different machines start from the same results.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def pretrain(resolved: Resolved, partition: Path, out: Path) -> Path:
     Raises:
         IntegrityError: prepared.json is damaged.
         PartitionError: A preparation needs data on the server, but the server does not have data.
-        ConfigError: Two preparations return weights, or the weights do not fit the network.
+        ConfigError: More than one preparation returns weights, or the weights do not fit the network.
     """
     names = resolved.algorithm.preparations
     giver(names)
@@ -132,7 +132,7 @@ def inputs_of(resolved: Resolved, name: str, partition: Path) -> str:
 
 
 def _code(kind: Preparation) -> list[str] | None:
-    """Return the digests of the source files in the preparation's folder. None if it is not defined in a file."""
+    """Return the digests of the source files in the preparation's folder. None if no file defines it."""
     try:
         own = Path(inspect.getfile(type(kind)))
         for place in own.parents:
@@ -144,8 +144,8 @@ def _code(kind: Preparation) -> list[str] | None:
 
 
 def settings_of(resolved: Resolved, name: str, kind: Preparation) -> dict[str, Any]:
-    """Return the values of the preparation's parameters, including defaults from the algorithm. Raises ConfigError for
-    an unknown parameter."""
+    """Return the values of all parameters that the preparation reads, by dotted name. Raises ConfigError for an unknown
+    parameter."""
     algorithm: Any = resolved.algorithm
     own = {f"algorithm.{f.name}": f.name for f in fields(algorithm) if f.name != "training"}
     others = {k: v for k, v in configs.flatten(resolved.config).items() if not k.startswith("algorithm.")}
@@ -199,8 +199,8 @@ def can_adopt(resolved: Resolved, shared: Path) -> bool:
 
 
 def adopt(resolved: Resolved, shared: Path, out: Path) -> None:
-    """Copy the partition and the results of the preparations from `shared` into the run folder `out`. Results from
-    other inputs are computed again. Raises ConfigError if `shared` has other settings."""
+    """Copy the partition and the results of the preparations from `shared` into the run folder `out`. Results whose
+    inputs differ are computed again. Raises ConfigError if `shared` was written with other settings."""
     known, wanted = Shared.read(shared / SHARED).settings, shared_settings(configs.flatten(resolved.config))
     if changed := changes(known, wanted, lambda _: True):
         raise ConfigError(f"{shared} has other settings than this run ({changed}). Run `share` again")

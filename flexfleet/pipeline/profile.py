@@ -151,8 +151,8 @@ def _about(resolved: Resolved) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------------ memory
 def peaks_of(run: Run, initial: Any) -> Peaks:
-    """Measure the peak memory of training for each level. The peak includes gradients, optimizer, teacher networks, the
-    largest batch, the samples of the largest client, and the whole data set.
+    """Measure the peak memory of training for each level. The peak includes the gradients, the optimizer's state,
+    teacher networks, the largest batch, the samples of the largest client, and the whole data set.
 
     Args:
         initial: The algorithm's state before the first round.
@@ -179,8 +179,8 @@ def peaks_of(run: Run, initial: Any) -> Peaks:
 
 
 def trials_of(run: Run, assignments: Sequence[Assignment]) -> list[LevelTrial]:
-    """Return one training task for each level, from the last round. Distillation has started by then if the algorithm
-    uses it.
+    """Return a training task of the last round for each level. By the last round, distillation has started if the
+    algorithm uses it.
 
     If the server never sends a level, the task prunes the next larger level that the server sends. If there is no
     assignment for a level, a copy of the first assignment is used.
@@ -234,7 +234,7 @@ def check_prunes(run: Run, assignments: Sequence[Assignment]) -> None:
 
 # ------------------------------------------------------------------------------------------------------ as text
 def text(found: Profile) -> str:
-    """Return a YAML configuration that contains this tier. The measurements are comments."""
+    """Return a YAML configuration that contains this tier. Comments contain the measurements."""
     a = found.about
     trained_on = "one thread" if a["device"].startswith("cpu") else f"the {a['device']}"
     lines = [

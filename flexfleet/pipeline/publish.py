@@ -2,8 +2,8 @@
 
 New versions of a registered model get the alias `candidate`. The command `flexfleet regress` sets the alias `champion`.
 
-`<name>` predicts with any level. Load it with mlflow.pyfunc.load_model("models:/<name>@candidate"). `<name>-<level>`
-contains the weights and the ONNX file of one level. Load it with fl_engine.models.export.load.
+The model `<name>` predicts with any level. Load it with mlflow.pyfunc.load_model("models:/<name>@candidate"). The model
+`<name>-<level>` contains the weights and the ONNX file of one level. Load it with fl_engine.models.export.load.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from flexfleet.tracking.trackers import log_outcome
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 MODEL = "model_sha256"
-"""Tag of a model version that contains the sha256 of the global model."""
+"""Name of the tag in which a model version stores the sha256 of the global model."""
 SERVING = Path(__file__).with_name("serving.py")
 NEEDED = ("torch", "numpy", "safetensors", "pydantic", "pyyaml")
-"""Packages that a registered model requires. The model contains a copy of fl_engine."""
+"""Packages that a registered model requires. fl_engine is missing here, because the model contains a copy of it."""
 
 log = logging.getLogger("flexfleet")
 
@@ -103,7 +103,7 @@ def precisions_of(config: Config, member: PoolModel) -> tuple[OnnxPrecision, ...
 
 
 def described(about: About) -> str:
-    """Return a message that contains a level's metric during the rounds and the metric of the exported level."""
+    """Return a message with the main metric of a level after its export and after the rounds."""
     trained, exported = (Measure(about.metric).with_unit(v) for v in (about.accuracy_trained, about.accuracy_exported))
     how = "with the proxy's statistics" if about.proxy_statistics else "as exported"
     return f"{exported} {how}, {trained} in the rounds"
@@ -124,8 +124,8 @@ def register(
     client: Client, run_id: str, name: str, data: Data, folder: Path, levels: Sequence[About], model: str
 ) -> None:
     """Register the exported levels. The path of the artifacts contains `model`, the sha256 of the global model.
-    Therefore, a run with more rounds creates new versions. Raises ConfigError if MLflow rejects the name, and
-    EnvironmentFailure if MLflow does not respond."""
+    Therefore, a run that continues with more rounds creates new versions. Raises ConfigError if MLflow rejects the
+    name, and EnvironmentFailure if MLflow does not respond."""
     found = {about.level: onnx_precisions.read(folder / about.level) for about in levels}
     values = {f"exported/{about.level}": about.accuracy_exported for about in levels}
     for measured in filter(None, found.values()):
@@ -149,7 +149,7 @@ def register(
 
 
 def _version(client: Any, name: str, source: str, run_id: str, model: str, about: str) -> None:
-    """Create a version of a registered model, or reuse the version of a killed call. The version gets the alias
+    """Create a version of a registered model, or reuse the version from a killed call. Give it the alias
     `candidate`."""
     quoted = f'"{name}"' if "'" in name else f"'{name}'"
     known = client.search_model_versions(f"name = {quoted}")
@@ -221,8 +221,8 @@ def _own_code(model: str, scratch: Path) -> list[str]:
 
 
 def promote(client: Client, run_id: str, model: str) -> list[str]:
-    """Set the alias `champion` for versions from an MLflow run, unless newer versions have it. `model` is a sha256.
-    Returns the models' names. Raises EnvironmentFailure if MLflow does not respond."""
+    """Set the alias `champion` for versions from an MLflow run, unless newer versions have this alias. `model` is a
+    sha256. Returns the models' names. Raises EnvironmentFailure if MLflow does not respond."""
     versions = [v for v in client.search_model_versions(f"run_id = '{run_id}'") if v.tags.get(MODEL) == model]
     for version in versions:
         _give(client, version, CHAMPION)

@@ -44,15 +44,15 @@ class Attempt:
 
 
 def store_of(config: Config, run_id: str, out: Path) -> Store:
-    """Return the store of the run's ledger. If `run.remote` is set, the store is a prefix in it, otherwise the run's
-    folder."""
+    """Return the store of the run's ledger, which is a prefix in `run.remote` if this parameter is set, otherwise the
+    run's folder."""
     if config.run.remote is None:
         return FolderStore(out.resolve())
     return open_store(place_of(config.run.remote, run_id), patience_s=config.run.patience_s)
 
 
 def check_recorded(store: Store, out: Path) -> None:
-    """Raise IntegrityError if the store contains committed rounds. Call this function if run.json is missing."""
+    """Raise IntegrityError if the store of a run without run.json contains committed rounds."""
     if commits := Checkpoints(store).commits():
         raise IntegrityError(
             f"{out / 'run.json'} is missing, but {store.uri()} has {commits[-1] + 1} committed rounds. Restore the "
@@ -125,7 +125,7 @@ def same_place(known: RunFile, config: Config, run_id: str, out: Path) -> None:
 
 
 def warn_of_copies(known: RunFile, ledger_at: str) -> None:
-    """Warn if a private run continues in another store. A copy of the run could also continue in the first store."""
+    """Warn if a private run continues in another store, because a copy of the run could continue in the first store."""
     if known.ledger_at not in (None, ledger_at):
         log.warning(
             "this private run was stored in %s, but its next rounds are stored in %s. Continue only one of the copies, "
@@ -160,6 +160,6 @@ def check_numerics(others: str, accept: bool) -> None:
 
 
 def devices_decide(config: Config) -> bool:
-    """Return whether clients measure their free memory. The measured memory then determines their sub-models."""
+    """Return whether clients measure their free memory, which then determines their sub-models."""
     observe = {"kubernetes": config.kubernetes.observe, "agents": config.agents.observe}
     return observe.get(config.run.backend) == "cgroup"

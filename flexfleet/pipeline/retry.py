@@ -2,7 +2,7 @@
 
 The output folder contains only the results, because DVC deletes the output folder before it runs a stage. The rounds
 are stored in a separate folder, so that the next attempt can resume them. The name of this folder contains a digest of
-all inputs of the training. An attempt resumes the rounds only if all inputs are equal."""
+all inputs of the training. Therefore, an attempt resumes the rounds only if all inputs are unchanged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def federate_in(
 
 def federate_for_dvc(resolved: Resolved, partition: Path, pool: Path, out: Path) -> Path:
     """Run or resume the rounds, and write run.json, history.json and model.safetensors into `out`. Raises ConfigError
-    if an input file of the training has changed, because DVC would record the model for the new file."""
+    if an input file of the training has changed, because DVC would record the new file as the input of this model."""
     unfinished = out.with_name(f"{out.name}.unfinished")
     folder = unfinished / identity(resolved, partition, pool)
     for left in unfinished.glob(f"*{DONE}"):
@@ -77,7 +77,7 @@ def federate_for_dvc(resolved: Resolved, partition: Path, pool: Path, out: Path)
 
 def name_in(out: Path, resolved: Resolved) -> str:
     """Return the ID of a run whose folder is in `out`, and whose ledger is in `run.remote`. The ID contains
-    `digest_of`. Therefore, if the folder is lost, a run with equal inputs finds the ledger again."""
+    `digest_of`, so that a run with the same inputs finds the ledger again if the folder is lost."""
     if (out / "run.json").exists():
         return RunFile.read(out / "run.json").run_id
     return f"{out.name}-{digest_of(resolved, out / 'partition', out / 'pool')}"

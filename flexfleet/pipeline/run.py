@@ -53,7 +53,7 @@ def run(
 ) -> RunResult:
     """Run all steps, from the partition to the report, in the folder `<run.store>/<run_id>`.
 
-    If no update was merged, the result has a special `status` (`files.run_status`), and the model is not published.
+    The model is published only if the result's `status` is `finished` (`files.run_status`).
 
     Args:
         shared: Output folder of a `share` step, from which the partition and the results of preparations are copied.

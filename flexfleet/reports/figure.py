@@ -1,7 +1,7 @@
 """Define the style and the legend of figures, and convert figures to `<svg>` elements.
 
 All IDs in an element start with `name`, so that a page can contain several figures. Equal data produce the same file,
-byte for byte. Labels are stored as text, so that users can search for labels and screen readers can read labels.
+byte for byte. Labels are stored as text, so that users can search for them and screen readers can read them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def drawing(name: str, alt: str, height: float, paint: Callable[[Any], None], wi
 
 
 def style(values: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Inside the context, use matplotlib's defaults and `values` instead of the user's matplotlibrc."""
+    """Return a context in which matplotlib uses its defaults and `values` instead of the user's matplotlibrc."""
     use_font_cache()
     from matplotlib import style as styles
 
@@ -73,8 +73,8 @@ def style(values: Mapping[str, Any]) -> AbstractContextManager[None]:
 
 
 def use_font_cache() -> None:
-    """If matplotlib's folder is read-only, as in pods, set MPLCONFIGDIR to a writable copy. matplotlib does not use a
-    font cache in a read-only folder."""
+    """If matplotlib's folder is read-only, as in pods, set MPLCONFIGDIR to a writable copy, because matplotlib does not
+    use a font cache in a read-only folder."""
     folder = os.environ.get("MPLCONFIGDIR", "")
     if os.path.isdir(folder) and not os.access(folder, os.W_OK):
         copy = tempfile.mkdtemp(prefix="matplotlib-")
@@ -122,7 +122,7 @@ def line(**look: Any) -> Any:
 
 
 def put_legend(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Put a legend above the axes, in as many columns as possible. Further rows increase the figure's height."""
+    """Put a legend above the axes, in as many columns as possible. More rows increase the figure's height."""
     short = [shortened(label) for label in labels]
     room = round(LINE_CHARS * figure.get_figwidth())
     columns = max(1, min(len(short), room // (max(map(len, short)) + 7)))
@@ -133,6 +133,6 @@ def put_legend(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> No
 
 
 def shortened(label: str) -> str:
-    """If a label is too long, remove characters in its middle. Run IDs often begin with the same characters."""
+    """Shorten a long label in its middle, because run IDs often begin with the same characters."""
     half = LABEL_CHARS // 2
     return label if len(label) <= LABEL_CHARS else f"{label[: half - 1]}…{label[-half:]}"

@@ -49,7 +49,7 @@ class PageSection:
 
 
 def escaped(words: str) -> str:
-    """Escape the special characters of Markdown, and join the lines to one line."""
+    """Escape the special characters of Markdown, and join all lines into one."""
     return re.sub(r"([\\|_*`])", r"\\\1", " ".join(words.splitlines())).replace("<", "&lt;")
 
 
@@ -64,7 +64,7 @@ def page(
 
     Args:
         lines: Sentences that are shown below the title.
-        colours: Map the first cell of a table row to the colour of its marker.
+        colours: Map the first cell of a table row to the colour of the row's marker.
     """
     return render("page.html", kind=kind, title=title, sections=list(sections), lines=lines, colours=colours)
 

@@ -25,7 +25,7 @@ PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4
 """Colours of Okabe and Ito's palette. Yellow is omitted, because it has too little contrast on white."""
 MARKS = ("", "o", "s", "^", "D", "v", "P", "X")
 FEW = 8
-"""Curves with at least this number of points do not have markers."""
+"""Curves with fewer points than this number always have markers."""
 GREY = "#7a828c"
 MOST_BANDS = 6
 """Maximum number of labels for which a figure has bands, because more bands would hide each other."""
@@ -308,8 +308,8 @@ def level_colours(levels: Sequence[str]) -> dict[str, str]:
 
 
 def looks_of(points: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a line style for each curve. `points` are the numbers of points. The first 49 styles differ in colour
-    (seven colours) or marker (seven markers). One marker is empty unless a curve has fewer than FEW points."""
+    """Return a line style for each curve. `points` contains the number of points of each curve. There are 49 styles,
+    from seven colours and seven markers. One marker is empty unless a curve has fewer than FEW points."""
     marks = MARKS[1:] if any(0 < n < FEW for n in points) else MARKS[:-1]
     return [
         {

@@ -70,5 +70,5 @@ def as_table(found: Sequence[Precisions], none: str = "-") -> Table:
 
 
 def table(found: Sequence[Precisions]) -> str:
-    """Format the table as text. A line below the table is added for each rejected precision."""
+    """Format the table as text, followed by one line for each rejected precision."""
     return "\n".join([as_table(found).text(left=2), *refusals(found)])

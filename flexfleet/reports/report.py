@@ -64,7 +64,7 @@ def report(runs: Sequence[FinishedRun], out: Path) -> Path:
 
 
 FILTERS = {"percent": percent, "mb": mb, "plain": plain, "short_seconds": short_seconds}
-"""Map names that report.html uses to functions."""
+"""Map the names of the filters in report.html to functions."""
 
 
 def _page(runs: Sequence[FinishedRun]) -> str:

@@ -11,9 +11,9 @@ from fl_engine.core.errors import ConfigError
 KINDS = ("postgresql", "mysql", "mssql")
 """Address schemes of the database servers that MLflow supports, without the driver after `+`."""
 SERVERS = (*KINDS, "mariadb", "oracle")
-"""Address schemes of the database servers that SQLAlchemy supports. Studies support the same database servers."""
+"""Address schemes of the database servers that SQLAlchemy supports. Studies can use any of these servers."""
 WHO = re.compile(r"[^:/]*(?::[^@]*)?@")
-"""Pattern of the user and password after `://`. The pattern is the same as in SQLAlchemy."""
+"""Pattern of the user and password after `://`, as SQLAlchemy defines it."""
 
 
 def is_away(error: BaseException) -> bool:
@@ -25,7 +25,7 @@ def is_away(error: BaseException) -> bool:
 
 
 def cause(error: BaseException) -> BaseException:
-    """Return the original error of the database. Optuna raises another error that contains the original error."""
+    """Return the original error of the database, which Optuna wraps in its own error."""
     from sqlalchemy.exc import SQLAlchemyError
 
     return next((each for each in causes(error) if isinstance(each, SQLAlchemyError)), error)
@@ -40,7 +40,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def check_spelling(name: str, address: str) -> None:
     """Raise ConfigError if the user name or password contains a space or `@` without percent-encoding. SQLAlchemy would
-    otherwise print a part of the password as the host name. `name` is the parameter."""
+    otherwise print a part of the password as the host name. `name` is the parameter that contains the address."""
     scheme, sign, rest = address.partition("://")
     kind = scheme.partition("+")[0].lower()
     if not sign or kind not in (*SERVERS, "http", "https") or not (who := WHO.match(rest)):
@@ -56,8 +56,8 @@ def check_spelling(name: str, address: str) -> None:
 
 @cache
 def check_connection(address: str) -> None:
-    """Test the connection to a database once in each process. MLflow would retry a failing connection for two minutes.
-    Raises SQLAlchemy's error."""
+    """Test the connection to a database once per process, because MLflow would retry a failing connection for two
+    minutes. Raises SQLAlchemy's error."""
     if address.partition(":")[0].partition("+")[0] not in (*KINDS, "sqlite"):
         return
     from mlflow.store.db.utils import create_sqlalchemy_engine

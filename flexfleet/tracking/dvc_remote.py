@@ -1,7 +1,7 @@
 """Push files to the DVC remote `publish.dvc`, and fetch files and data sets with DVC. A pointer is a string with the
 contents of a `.dvc` file.
 
-Each push or pull uses a new scratch repository, because a DVC repository has one lock.
+Each push or pull uses a new scratch repository, because DVC locks a repository during an operation.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def push(paths: Mapping[str, Path], remote: str) -> dict[str, str]:
 
 def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
     """Create the folder `out`, and fetch files and folders into it. Raises ConfigError if a pointer is malformed, or if
-    the remote folder does not exist. Raises IntegrityError without creating `out` if content is missing."""
+    the remote folder does not exist. Raises IntegrityError and does not create `out` if content is missing."""
     for text in pointers.values():
         checksum(text)
     if "://" not in remote and not Path(remote).is_dir():
@@ -83,9 +83,9 @@ def checksum(pointer: str) -> str:
 # ------------------------------------------------------------------------------------------------ DVC itself
 @contextmanager
 def _scratch(remote: str, missing: type[FlexfleetError]) -> Iterator[tuple[Any, Path]]:
-    """Yield a temporary DVC repository and its folder. Raises `missing` if content is missing or DVC fails. Raises
-    EnvironmentFailure for network and file system errors. Reasons are read from DVC's log, because DVC's exception
-    contains only the number of failed transfers."""
+    """Yield a temporary DVC repository and its folder. Raises an error of the class `missing` if content is missing or
+    DVC fails, and EnvironmentFailure for network and file system errors. The messages contain the reason from DVC's
+    log, because DVC's exception contains only the number of failed transfers."""
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
     from dvc_objects.errors import ObjectFormatError
@@ -140,7 +140,7 @@ POINTERS = "dvc"
 
 
 def push_run(out: Path, remote: str) -> dict[str, str]:
-    """Push the files of a finished run, and write their pointers into its folder. Returns tags with the checksums."""
+    """Push a finished run's files, write their pointers into its folder, and return MLflow tags with the checksums."""
     pointers = push({name: out / name for name in OF_RUN}, remote)
     for name, text in pointers.items():
         (out / POINTERS).mkdir(exist_ok=True)

@@ -2,7 +2,7 @@
 
 Each flexfleet run has one MLflow run. A comparison, nightly regression run or study also has an MLflow run, which is
 the parent of the MLflow runs in it. If Kubeflow provides MLflow, the MLflow run of the pipeline is the parent of all
-runs. In Python code, the parent is the MLflow run that is active in the process, if any."""
+runs. If a Python program has an active MLflow run, this run is the parent of the runs that the program starts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from flexfleet.tracking.server import PARENT, Client, active_run, address, conne
 from flexfleet.tracking.trackers import JOB, TOKEN, MLflow
 
 MLFLOW_UI = "FLEXFLEET_MLFLOW_UI"
-"""Environment variable with the address of MLflow's UI, if the address is not `tracking.mlflow`."""
+"""Environment variable with the address of MLflow's UI, if this address differs from `tracking.mlflow`."""
 RUN_KEY = "site/run.json"
 COMMIT = "mlflow.source.git.commit"
 
 
 def experiment(config: Config) -> str:
-    """Return the name of the MLflow experiment, which is configured or set by the platform. Otherwise, the name
-    consists of data set, network and partition. User data are named by their fingerprint."""
+    """Return the name of the MLflow experiment from the configuration or the platform. If neither sets a name, it
+    consists of the data set, the network and the partition rule. The user's own data are named by their fingerprint."""
     uri = config.tracking.mlflow
     if given := config.tracking.experiment or (uri and platform_of(uri)[0]):
         return given
@@ -79,8 +79,8 @@ def code() -> str:
 
 
 def check_code(before: str | None, what: str) -> str:
-    """Return the current `code`. Raises ConfigError if `what` was started with the code `before` and the code has
-    changed."""
+    """Return the commit of the current code (see `code`). Raises ConfigError if `what` was started with a different
+    commit `before`."""
     now = code()
     if before != now:
         raise ConfigError(
@@ -107,7 +107,7 @@ def _git(*words: str) -> str | None:
 
 
 def new_token(kind: str, name: str, given: Mapping[str, str]) -> str:
-    """Return a token for a new MLflow run. All retries in one pipeline run (a tag in `given`) get the same token."""
+    """Return a token for a new MLflow run. Retries in the same pipeline run (a tag in `given`) get the same token."""
     job = given.get(f"{JOB}job_id")
     return sha256("\n".join([kind, job, name]).encode()) if job else uuid.uuid4().hex
 
@@ -115,8 +115,8 @@ def new_token(kind: str, name: str, given: Mapping[str, str]) -> str:
 def begin_parent(
     config: Config, kind: str, name: str, store: Store, tags: Mapping[str, str], run_id: str | None = None
 ) -> MLflow | None:
-    """Start or continue the MLflow run of a comparison or nightly regression run, as set by `kind`. Returns None if
-    tracking is off. If `run_id` is None, a token in `store` identifies the MLflow run."""
+    """Start or continue the MLflow run of a comparison or nightly regression run (`kind`). Returns None if tracking is
+    off. If `run_id` is None, a token in `store` identifies the MLflow run."""
     if config.tracking.mlflow is None:
         return None
     about = {"flexfleet.kind": kind, **tags}
@@ -188,8 +188,8 @@ def environment() -> dict[str, Any]:
 
 
 def begin(config: Config, run_id: str, store: Store, given: Mapping[str, str]) -> str:
-    """Return the ID of the MLflow run that `federate` continues. Return an empty string if tracking is off. A new
-    MLflow run gets the status SCHEDULED. Raises ConfigError if the address cannot be used."""
+    """Return the ID of the MLflow run that `federate` will continue; "" if tracking is off. If this run does not exist
+    yet, create it with the status SCHEDULED. Raises ConfigError if the address cannot be used."""
     if config.tracking.mlflow is None:
         return ""
     key = "run.json" if isinstance(store, FolderStore) else RUN_KEY

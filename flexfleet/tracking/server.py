@@ -58,15 +58,15 @@ NOISY = {
     "mlflow.store.db.utils": logging.CRITICAL,
     "urllib3.connectionpool": logging.ERROR,
 }
-"""Map loggers to log levels, because these loggers would otherwise log each table, version and retry."""
+"""Map loggers to minimum log levels. By default, these loggers would log each table, version and retry."""
 
 
 class Client:
     """MLflow's client with retries. MLflow's own log lines are suppressed. A missing SQLite file is created.
 
     All methods raise Unreachable if the server does not respond for `patience_s` seconds, and Refused for other errors.
-    `check` is called before each retry. `check` must raise an error to end the retries. A rejected call is repeated
-    once, because another process may have inserted the same entry.
+    `check` is called before each retry, and can end the retries by raising an error. A rejected call is repeated once,
+    because another process may have inserted the same entry.
     """
 
     def __init__(self, uri: str, patience_s: float = 0.0, check: Callable[[], object] = lambda: None) -> None:
@@ -109,13 +109,13 @@ def is_platforms(uri: str) -> bool:
 
 
 def platform_experiment(uri: str | None) -> str | None:
-    """Return MLFLOW_EXPERIMENT_ID. Return None if `uri` is not the server in MLFLOW_TRACKING_URI."""
+    """Return MLFLOW_EXPERIMENT_ID; None if `uri` is not the address in MLFLOW_TRACKING_URI."""
     return os.environ.get("MLFLOW_EXPERIMENT_ID") or None if uri is not None and is_platforms(uri) else None
 
 
 def address(uri: str) -> str:
-    """Return the address for MLflow's client. A password is read from MLFLOW_TRACKING_URI, not from the configuration.
-    Paths of SQLite files are made absolute, because MLflow caches connections by address."""
+    """Return the address for MLflow's client. The platform's address gets the password from MLFLOW_TRACKING_URI. Paths
+    of SQLite files are made absolute, because MLflow caches connections by address."""
     if uri.startswith(SQLITE) and not uri.startswith((f"{SQLITE}/", f"{SQLITE}:")) and uri != SQLITE:
         named, sign, options = uri.removeprefix(SQLITE).partition("?")
         return SQLITE + os.path.abspath(named) + sign + options
@@ -123,9 +123,9 @@ def address(uri: str) -> str:
 
 
 def platform_of(uri: str) -> tuple[str | None, str | None]:
-    """Return a tuple (experiment name, parent run ID) from the platform. Both are None if `uri` is not in
-    MLFLOW_TRACKING_URI. Kubeflow's MLflow plugin creates a child run for each task. The ID of the parent run is a tag
-    of this child run. Raises the errors of `first_calls`."""
+    """Return a tuple (experiment name, parent run ID) from the platform. Both are None if `uri` is not the address in
+    MLFLOW_TRACKING_URI. Kubeflow's MLflow plugin creates a child run for each task, and a tag of this child run
+    contains the ID of the parent run. Raises the errors of `first_calls`."""
     experiment, task = platform_experiment(uri), os.environ.get("MLFLOW_RUN_ID")
     if not is_platforms(uri) or not (experiment or task):
         return None, None
@@ -137,7 +137,7 @@ def platform_of(uri: str) -> tuple[str | None, str | None]:
 
 def active_run() -> tuple[str, str, str] | None:
     """Return a tuple (address, experiment name, run ID) for the MLflow run that is active in this process. Return None
-    without an active run."""
+    if no MLflow run is active."""
     mlflow = sys.modules.get("mlflow")
     run = None if mlflow is None else mlflow.active_run()
     if mlflow is None or run is None:
@@ -181,7 +181,7 @@ def connect(uri: str, experiment: str) -> tuple[Client, str]:
 # ------------------------------------------------------------------------------------------------------ errors
 @contextmanager
 def first_calls(uri: str) -> Iterator[None]:
-    """Log slow calls. Raises ConfigError if the server rejects a call, or UnreachableAddress if it does not respond."""
+    """Log slow calls. Raises ConfigError if the server rejects a call, UnreachableAddress if it does not respond."""
     try:
         with called_while_waiting(
             lambda s: log.warning("waiting for MLflow at %s for %s", masked(uri), span(s)), SILENT_S
@@ -194,7 +194,7 @@ def first_calls(uri: str) -> Iterator[None]:
 
 @contextmanager
 def explained(uri: str, what: str) -> Iterator[None]:
-    """Raise Unreachable or Refused instead of MLflow's errors. `what` is the request."""
+    """Raise Unreachable or Refused instead of MLflow's errors. `what` is the name of the request."""
     try:
         yield
     except _errors() as error:

@@ -82,7 +82,8 @@ class Console(Tracker):
 
 
 def summary(values: Mapping[str, float]) -> str:
-    """Format the metrics of a round in one line. Each level has a score if there are at most MOST_LEVELS."""
+    """Format the metrics of a round in one line, with the score of each level if there are at most MOST_LEVELS
+    levels."""
     measure, levels = measure_in(values), levels_in(values)
     digits = 1 if measure.unit else 3
 
@@ -106,8 +107,8 @@ class MLflow:
     steps.
 
     A thread sends the metrics, so rounds do not wait for an unreachable server. `finish` sends the remaining metrics.
-    Methods raise EnvironmentFailure if a value cannot be logged. When the run is resumed, missing values are logged.
-    `patience_s` and `check` are passed to `Client`.
+    Methods raise EnvironmentFailure if a value cannot be logged. When the run is resumed, values that are missing in
+    MLflow are logged. `patience_s` and `check` are passed to `Client`.
     """
 
     WAIT_S = 2.0
@@ -157,7 +158,7 @@ class MLflow:
 
     @property
     def root(self) -> str:
-        """ID of the MLflow run that is the parent of new runs: this run's parent, or this run if it has none."""
+        """ID of the MLflow run that becomes the parent of new runs: this run's parent if it has one, else this run."""
         return self.parent or self.run_id
 
     def params(self, values: Mapping[str, Any]) -> None:
@@ -171,7 +172,7 @@ class MLflow:
             self.client.log_batch(self.run_id, params=params[start : start + 100])
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Log the rows that are missing in MLflow. After WAIT_S, the call returns and a thread continues."""
+        """Log the rows that are missing in MLflow. After WAIT_S, return and let a thread continue."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)  # if a point is sent again with the same time, MLflow stores it once
@@ -209,7 +210,7 @@ class MLflow:
                     return
 
     def _send_batch(self, client: Any) -> None:
-        """Send rows as one batch. Steps are not split, because a resumed run skips steps with `seconds_round`."""
+        """Send rows as one batch. A row is never split, because a resumed run skips rounds with `seconds_round`."""
         batch: list[Any] = []
         steps = 0
         for metrics in list(self._unsent):
@@ -270,8 +271,8 @@ class MLflow:
 
 @contextmanager
 def ending(tracker: Tracker | None, *silent: type[BaseException]) -> Iterator[None]:
-    """If the code in the context fails or is stopped, finish the tracker, except for errors of the classes `silent`.
-    Wait at most ENDING_S, because the failure may be caused by an unreachable server."""
+    """If the code in the context fails or is stopped, finish the tracker, unless the error belongs to one of the
+    classes `silent`. Wait at most ENDING_S, because the failure may be caused by an unreachable server."""
     try:
         yield
     except BaseException as error:

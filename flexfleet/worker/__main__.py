@@ -1,7 +1,7 @@
 """Execute assignments on this machine until the server sends no new messages.
 
-Exit code 0: no new message until the timeout, or the assignment has ended (--once). Exit code 42: the device was
-revoked or cannot run assignments. Exit code 143: SIGTERM, or the terminal was closed.
+Exit code 0: no new message arrived before the timeout, or the assignment has ended (--once). Exit code 42: the device
+was revoked or cannot run assignments. Exit code 143: the process received SIGTERM, or the terminal was closed.
 """
 
 from __future__ import annotations

@@ -48,11 +48,11 @@ class Prepared:
 
 
 def prepare(message: AssignmentMessage, store: Store, pod: bool) -> Prepared:
-    """Read the site from the run's store. In a `pod` of the coordinator's cluster, the configuration may use any
-    package of the image, and the run may include user code.
+    """Read the site (data, partition, pool and fleet) from the run's store. If `pod` is True, the worker is a pod of
+    the coordinator's cluster: its configuration may use any package of the image, and the run may include user code.
 
     Raises:
-        BadInput, ClientError: A retry would fail in the same way.
+        BadInput, ClientError: The assignments cannot be executed, and a retry would fail in the same way.
         EnvironmentFailure: The store does not respond.
         IntegrityError: The checksum of a file in the store differs from the checksum in the assignment.
     """
@@ -97,7 +97,7 @@ def execute(
 
     Args:
         key: Key of the worker.
-        site_sum: Value of `Message.site`.
+        site_sum: Hash of the files of the site (`Message.site`).
         room: Function that returns the bytes available for training. The argument is the memory before training, in
             bytes.
     """

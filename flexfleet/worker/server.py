@@ -32,10 +32,10 @@ from flexfleet.worker.mailbox import HEARTBEATS, WorkerMailbox, device_of
 log = logging.getLogger("flexfleet")
 
 SILENCE_S = 604_800.0
-"""Seconds without a message after which a device ends. All URLs expire after seven days."""
+"""Seconds without a message after which the worker on a device exits. All URLs expire after seven days."""
 POD_SILENCE_S = 3600.0
-"""Seconds without a message after which a pod ends. The coordinator writes no messages during merging and evaluation,
-which can take most of an hour for a large model."""
+"""Seconds without a message after which the worker in a pod exits. The coordinator writes no messages during merging
+and evaluation, which can take most of an hour for a large model."""
 PATIENCE_S = 600.0
 """Seconds for which a worker waits for a store that does not respond."""
 STARTS_S = 10.0
