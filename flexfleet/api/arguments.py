@@ -47,7 +47,7 @@ class Arguments:
         keywords = {name: value for name, value in given.items() if value is not None}
         config, options = keywords.pop("config", None), keywords.pop("options", {})
         if not isinstance(options, Mapping):
-            raise ConfigError(f"options must be a mapping of dotted names, got {quoted(options)}", path="options")
+            raise ConfigError(f"options must map dotted names to values, got {quoted(options)}", path="options")
         self._given = _sections(config)
         self._values = merged(Config().model_dump(mode="json"), self._given)
         self._data: dict[str, Data] = {}
@@ -83,8 +83,8 @@ class Arguments:
             return {"dataset.name": fingerprint, "dataset.root": str(root)}
         if name == "dataset" and not isinstance(value, str):
             raise ConfigError(
-                f"dataset must be a name or data, got {type(value).__name__}. Make data with flexfleet.from_arrays(x, "
-                "y), from_torch(dataset) or from_huggingface(dataset)",
+                f"dataset must be a name or a Data object, got {type(value).__name__}. Create the object with "
+                "flexfleet.from_arrays(x, y), from_torch(dataset) or from_huggingface(dataset)",
                 path="dataset.name",
             )
         if name == "model":
@@ -106,7 +106,7 @@ class Arguments:
         if data is not None and data.natural_client is not None:
             if "partition.alpha" in given and "partition.rule" not in given:
                 raise ConfigError(
-                    "partition.alpha needs partition.rule=dirichlet. Data with owners use natural by default",
+                    "partition.alpha requires partition.rule=dirichlet. The default for data with owners is natural",
                     code="config.conflict",
                     path="partition.alpha",
                 )
@@ -211,12 +211,15 @@ def algorithm_options(value: Any) -> Overrides:
         return {"algorithm.name": next(names, None) or name_of(value, "algorithm")}
     kind: Any = type(value)
     if not is_dataclass(kind):
-        raise ConfigError(f"algorithm must be a name, a class or an object, got {value!r}", path="algorithm.name")
+        raise ConfigError(
+            f"algorithm must be a name, a class or a dataclass object, got {value!r}", path="algorithm.name"
+        )
     name = algorithm_options(kind)["algorithm.name"]
     CONTRACT.kind(name)  # check that the class is an algorithm
     if value.training != next(field.default for field in fields(kind) if field.name == "training"):
         raise ConfigError(
-            "The object must have the default `training`, which all algorithms share. Set learning_rate= or options=",
+            "The algorithm object must have the default `training`, because all algorithms share these options. Set "
+            "learning_rate= or options=",
             path="training",
         )
     written = adapter(kind).dump_python(value, mode="json")
@@ -283,7 +286,8 @@ def _labels(algorithms: Any) -> dict[str, tuple[Any, dict[str, Any]]]:
     """Map each label to a pair (algorithm, other settings). Raises ConfigError."""
     if isinstance(algorithms, str | type) or not hasattr(algorithms, "__iter__"):
         raise ConfigError(
-            f"algorithms must be a list, or a mapping of labels, got {quoted(algorithms)}", path="algorithms"
+            f"algorithms must be a list, or a mapping from labels to algorithms, got {quoted(algorithms)}",
+            path="algorithms",
         )
     labels: dict[str, tuple[Any, dict[str, Any]]] = {}
     for item in algorithms.items() if isinstance(algorithms, Mapping) else algorithms:
@@ -315,7 +319,7 @@ def by_dotted_name(values: Any, what: str) -> dict[str, Any]:
     """Return a copy of `values` in which dotted names replace short names. Raises ConfigError if `values` is not a
     mapping, or if it contains a parameter twice."""
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{what} must be a mapping, {{'training.lr': ...}}, got {quoted(values)}", path=what)
+        raise ConfigError(f"{what} must be a mapping such as {{'training.lr': ...}}, got {quoted(values)}", path=what)
     paths = {path: SHORT.get(str(path), str(path)) for path in values}
     check_once((f"{what}[{path!r}]", {name: None}) for path, name in paths.items())
     return {name: values[path] for path, name in paths.items()}

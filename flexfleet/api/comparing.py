@@ -240,7 +240,7 @@ def paired(
         if label not in values:
             raise ConfigError(f"there is no label {label!r} in this comparison{nearest(label, list(values))}")
         if None in values[label]:
-            raise ConfigError(f"{label} has no {metric}. Choose another metric, e.g. metric='full'")
+            raise ConfigError(f"{label} has no {metric}. Choose another metric, such as metric='full'")
     if a == b:
         raise ConfigError(f"{a!r} cannot be compared with itself. Choose two labels")
     known = {label: [v for v in found if v is not None] for label, found in values.items() if None not in found}

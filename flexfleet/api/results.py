@@ -214,7 +214,7 @@ class Result:
             >>> x, y = result.client_data(3)
         """
         if self._config.partition.rule == LOCAL:
-            raise ConfigError("partition.rule=local: only the clients can read samples", path="partition.rule")
+            raise ConfigError("partition.rule=local: only the clients can read their samples", path="partition.rule")
         chosen = torch.from_numpy(self.partition[self._client(client)])
         with self._resolved(("dataset",)) as resolved:
             return resolved.data.train_x[chosen], resolved.data.train_y[chosen]
@@ -337,7 +337,7 @@ class Result:
         with self._resolved() as resolved:
             algorithm, family, pool = resolved.algorithm, resolved.family, self._pool.pool()
             if not kept_parameters(algorithm, family, pool) and not isinstance(algorithm, HasPersonalModels):
-                raise ConfigError(f"{type(algorithm).__name__} has one model for all clients. Use result.model()")
+                raise ConfigError(f"{type(algorithm).__name__} trains one model for all clients. Use result.model()")
             member = pool[level_of(fleet_of(resolved, pool)[client], pool)]
             weights = weights_of(self._params, family.layout(), member)  # fails if no round was committed
             files = named(self._ledger.checkpoints.rest(max(self._ledger.checkpoints.commits())))

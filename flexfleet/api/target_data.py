@@ -38,13 +38,13 @@ def with_task(task: Any, parts: Sequence[Array], name: str) -> tuple[Task, list[
     if isinstance(task, str):
         if task not in TASKS:
             raise DataError(
-                f"task must be the name of a task, or a task, got {task!r}{nearest(task, TASKS)}", path="task"
+                f"task must be the name of a task or a task object, got {task!r}{nearest(task, TASKS)}", path="task"
             )
         if "U" in kinds and task != "classification":
             raise DataError(f"{name}: targets of a {task} must be numbers, got strings", path="task")
         return TASKS[task](parts, name)
     if isinstance(task, type) or not isinstance(task, Task):
-        raise DataError(f"task must be a name or an object, such as Classification(10), got {task!r}", path="task")
+        raise DataError(f"task must be a name or a task object, such as Classification(10), got {task!r}", path="task")
     numbers = [_numbered(part, class_names(task), name) if "U" in kinds else part for part in parts]
     return task, [part.astype(np.uint8) if part.dtype.kind == "b" else part for part in numbers]
 
@@ -57,15 +57,15 @@ def _only_task(parts: Sequence[Array], name: str) -> str:
         return "regression" if floats else "classification"
     if y.ndim == 2 and y.dtype.kind != "U" and all(((part == 0) | (part == 1)).all() for part in parts):
         raise DataError(
-            f"{name}: targets {shape} of zeros and ones fit several tasks. Set task='multilabel' if a sample has any "
-            "number of labels, 'classification' if each row is one-hot, or 'regression' to predict numbers",
+            f"{name}: targets {shape} that contain only 0 and 1 fit several tasks. Set task='multilabel' if a sample "
+            "has any number of labels, 'classification' if each row is one-hot, or 'regression' to predict numbers",
             path="task",
         )
     if y.ndim == 2 and floats:
         return "regression"
     raise DataError(
         f"{name}: expected one class (N,) or float targets (N, outputs) for each sample, got {shape}. For other "
-        "targets set task: 'segmentation' for integers (N, H, W), or a task object",
+        "targets, set task='segmentation' for integers (N, H, W), or pass a task object",
         path="task",
     )
 
@@ -73,7 +73,7 @@ def _only_task(parts: Sequence[Array], name: str) -> str:
 def _numbered(y: Array, names: Sequence[str], name: str) -> Array:
     """Return the index in `names` for each name in `y`."""
     if unknown := sorted(set(y.ravel().tolist()) - set(names)):
-        raise DataError(f"{name}: the task's names do not contain {unknown[0]!r}{nearest(unknown[0], names)}")
+        raise DataError(f"{name}: the task's class names do not contain {unknown[0]!r}{nearest(unknown[0], names)}")
     order: Array = np.argsort(names)
     found: Array = order[np.searchsorted(np.asarray(names)[order], y)]
     return found
@@ -94,7 +94,7 @@ def _classes(y: Array, name: str) -> Array:
     if y.ndim == 2 and y.dtype.kind != "U" and ((y == 0) | (y == 1)).all() and (y.sum(1) == 1).all():
         return np.nonzero(y)[1]
     if y.ndim != 1:
-        raise DataError(f"{name}: expected one class for each sample, (N,), or one-hot rows, got {y.dtype} {y.shape}")
+        raise DataError(f"{name}: expected one class for each sample (N,) or one-hot rows, got {y.dtype} {y.shape}")
     return _whole_numbers(y, name)
 
 

@@ -206,7 +206,9 @@ def factors_of(texts: Sequence[str]) -> dict[str, list[Any]]:
     for text in texts:
         path, sign, listed = (word.strip() for word in text.partition("="))
         if not sign or not path or not listed or path in out:
-            raise ConfigError(f"--over must be a.b=value,value with a new parameter, got {quoted(text)}", path="over")
+            raise ConfigError(
+                f"--over must be a.b=value,value and name each parameter only once, got {quoted(text)}", path="over"
+            )
         try:
             out[path] = read_yaml(f"[{listed}]")
         except yaml.YAMLError as error:

@@ -176,7 +176,7 @@ class RunConfig(Section):
         kinds = sorted({name.partition(":")[0] for name in self.devices})
         if len(kinds) != 1:
             got = ", ".join(kinds) or "none"
-            raise ValueError(f"run.devices must be of one kind, such as [cpu], because rounding differs, got {got}")
+            raise ValueError(f"run.devices must be of one type, such as [cpu], because rounding differs, got {got}")
         if self.strategy == "batched" and (self.precision == "fp16" or kinds != ["cpu"]):
             raise ValueError("run.strategy=batched requires CPUs and a precision other than fp16. Set it to auto")
         return self

@@ -99,8 +99,8 @@ def take_commit(nightly: NightlyRun) -> str:
         return track.check_code(store.get(COMMIT).decode(), store.uri())
     if track.commit() is None:
         log.warning(
-            "the git commit of the code is unknown, so reports cannot list commits. "
-            "Build the image with COMMIT=$(git rev-parse HEAD), or set FLEXFLEET_COMMIT"
+            "the git commit of the code is unknown, so reports cannot list the commits between two runs. Build the "
+            "image with COMMIT=$(git rev-parse HEAD), or set FLEXFLEET_COMMIT"
         )
     store.create(COMMIT, track.code().encode())
     return track.code()

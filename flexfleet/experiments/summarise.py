@@ -261,7 +261,7 @@ def read_central(folders: Sequence[Path], planned: Sequence[PlannedRun]) -> Cent
     """
     settings = flatten(planned[0].config)
     if apart := [key for key in comparison_runs.varied(planned) if key.startswith(COMMON)]:
-        raise ConfigError(f"--central requires equal data and networks in all runs, but {', '.join(apart)} differ")
+        raise ConfigError(f"--central requires the same data and network in all runs, but {', '.join(apart)} differ")
     if settings.get("partition.rule") == LOCAL:
         raise ConfigError(
             "--central cannot be used with partition.rule=local, because the server cannot access the training samples"
@@ -283,7 +283,7 @@ def read_central(folders: Sequence[Path], planned: Sequence[PlannedRun]) -> Cent
             )
     seeds = tuple(int(file.config["seed"]) for file in files)
     if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"--central must list trainings with distinct seeds, got {', '.join(map(str, seeds))}")
+        raise ConfigError(f"--central must list training runs with distinct seeds, got {', '.join(map(str, seeds))}")
     best = [result.metrics["best"] for result in results]
     highest = [result.metrics["highest"] for result in results]
     others = [result.metrics.get("further", {}) for result in results]

@@ -60,7 +60,7 @@ def _check(config: Config) -> None:
     tune, searched = config.tune, (Moves.RESULT, Moves.LENGTH)
     if clash := sorted(path for path in tune.space if path == "seed" or moves(path) not in searched):
         raise ConfigError(
-            f"`tune.space` must have only parameters that change results, got {', '.join(clash)}", path="tune.space"
+            f"`tune.space` must contain only parameters that change results, got {', '.join(clash)}", path="tune.space"
         )
     tune_space.check_names(config)
     if not tune.seeds:

@@ -206,7 +206,7 @@ def _run_trial(
             except Pruned:
                 state = TrialState.PRUNED
             except Diverged as error:
-                log.info("trial %d has no value: %s", trial.number, error)
+                log.info("trial %d ended without a value: %s", trial.number, error)
                 state = give_up(trial, DIVERGED, error)
             except BadInput as error:
                 # Only errors before the run starts are caused by the values of the trial.

@@ -105,8 +105,8 @@ def check_host(address: str, name: str) -> None:
         good = False
     if address and not (good and address.isprintable() and " " not in address and not parts.query + parts.fragment):
         raise ConfigError(
-            f"{name} must be the address of Kubeflow Pipelines, such as http://localhost:8080, without # or ? and the "
-            f"text after them, got {masked(address)!r}"
+            f"{name} must be the address of Kubeflow Pipelines, such as http://localhost:8080, without a query (?) or "
+            f"fragment (#), got {masked(address)!r}"
         )
 
 

@@ -245,7 +245,7 @@ def schedule(
     """
     if len(cron.split()) != 6:
         raise ConfigError(
-            f"cron must have six fields that start with seconds, such as '0 0 2 * * *' for 02:00 UTC, got {cron!r}"
+            f"cron must have six fields, the first for seconds, such as '0 0 2 * * *' for 02:00 UTC, got {cron!r}"
         )
     if named := sorted(parameters.keys() & PIPELINES.keys()):
         raise ConfigError(

@@ -183,7 +183,7 @@ def key_of_run(place: Place, known: RunFile | None, private: bool) -> bytes:
         log.info("the run's key is stored in %s", place)
     if key is None or len(key) != SIZE or expected not in (None, sha256(key)):
         raise IntegrityError(
-            f"{place} must contain the key of this run. The key was stored in {known.key_at if known else place}. "
-            "Restore the key, or set run.secrets to the key's location"
+            f"{place} must contain the key of this run. The key was originally stored in "
+            f"{known.key_at if known else place}. Restore the key, or set run.secrets to the key's location"
         )
     return key

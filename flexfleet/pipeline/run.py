@@ -64,7 +64,7 @@ def run(
     out = Path(config.run.store) / check_name(run_id, "run_id")
     check_free(out, attempt.resume)
     if (out / "central.json").exists():
-        raise ConfigError(f"{out} contains a central training. Choose another --run-id")
+        raise ConfigError(f"{out} contains a central training run. Choose another --run-id")
     if not (out / "run.json").exists():  # check before the folder is created
         if config.run.remote is None:
             check_recorded(store_of(config, run_id, out), out)

@@ -136,7 +136,7 @@ def _free(message: AssignmentMessage, pool: Pool, at_once: int, room: Callable[[
     """Return the free memory per client for `at_once` parallel clients, in % of the full model's parameters."""
     peaks = message.memory
     if peaks is None or len(peaks.levels) != len(pool):
-        raise ClientError("the assignment must contain the memory peak of each level if observe=cgroup")
+        raise ClientError("the assignment must contain the peak memory of each level if observe=cgroup")
     system.trim()  # Release memory of earlier assignments.
     left = room(peaks.base) // at_once
     free = memory.free(left, peaks, pool, message.failures)
@@ -152,7 +152,7 @@ def _import_code(message: AssignmentMessage, run: RunFile, store: Store, pod: bo
     if message.code is None:
         return
     if not pod:
-        raise ClientError("run.code is not supported on enrolled devices. Install the package on each device instead")
+        raise ClientError("run.code is not supported on enrolled devices. Instead, install the package on each device")
     key = code.store_key(message.code)
     code.enable(store.get(key, code.LARGEST_WHEEL), message.code, store.uri(key))
 
