@@ -19,7 +19,7 @@ from flexfleet.config.parameters import NAMES, everything, params_yaml
 
 ROOT = Path(__file__).parents[1]
 WORDS = {"dataset": "data set", "model": "network", "algorithm": "algorithm"}
-"""Map form fields that select a registered component to nouns."""
+"""Map form fields that select a registered component to the nouns in their descriptions."""
 PARAMS, FORM, ERRORS = ROOT / "params.yaml", ROOT / "pipelines" / "form.json", ROOT / "docs" / "reference" / "errors.md"
 ERRORS_HEAD = """# Errors
 

@@ -2,7 +2,7 @@
 
 The forms are read from form.json, which `python -m components.describe` creates. The compiled files in
 pipelines/compiled contain the defaults and are checked in. If environment variables describe a cluster
-(FLEXFLEET_IMAGE, ...), the command writes files for that cluster into build/pipelines. Upload these files in the UI.
+(FLEXFLEET_IMAGE, ...), the command writes files for that cluster into build/pipelines. Upload these files to Kubeflow.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def described(
 
 
 LOST = ("unreachable", "not-ready")
-"""Taints of a lost node, which tasks tolerate for one minute instead of the default five."""
+"""Taints of a lost node. Tasks tolerate these taints for one minute; the default in Kubernetes is five minutes."""
 
 # kfp is not typed. Without this annotation, each pipeline function would need a `type: ignore`.
 pipeline: Callable[..., Callable[[Callable[..., Any]], Any]] = dsl.pipeline
@@ -62,8 +62,8 @@ pipeline: Callable[..., Callable[[Callable[..., Any]], Any]] = dsl.pipeline
 def on_cluster(*tasks: Any, retries: int = 3, keys: Sequence[str] = S3_KEYS, trains: bool = False) -> None:
     """Set the image (also for clients' pods), CPU, memory, and credentials for S3 (`keys`) and MLflow of every task.
 
-    The tasks also get a short toleration of lost nodes, a non-root user (required by `restricted`), no cache, and
-    retries with a new pod. `retarget` sets the values that differ between clusters."""
+    The tasks also get a short toleration of lost nodes, a non-root user (required by the Pod Security Standard
+    `restricted`), no cache, and retries with a new pod. `retarget` sets the values that differ between clusters."""
     for each in tasks:
         each.set_caching_options(False)
         size = SIZES["TRAIN" if trains else "TASK"]

@@ -3,8 +3,9 @@
 This file contains only the graph. Each task unpacks paths, and calls the same function as the command line and DVC. The
 first task checks the whole configuration, and all other tasks read the configuration from its output.
 
-Retries: docs/guides/kubeflow.md. `federate` runs all rounds and resumes from `<store_uri>/<run_id>`. This folder or
-prefix must still exist after a pod has ended, so `store_uri` must be s3://bucket/prefix or a folder of a volume.
+For retries, see docs/guides/kubeflow.md. `federate` runs all rounds and resumes from `<store_uri>/<run_id>`. This
+folder or prefix must still exist after a pod has ended, so `store_uri` must be s3://bucket/prefix or a folder of a
+volume.
 
 Caching is off for every task. Kubeflow's cache key consists of a task's parameters and the IDs of its input artifacts.
 The key does not include the data set, which every task reads.

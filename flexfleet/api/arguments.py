@@ -1,8 +1,9 @@
 """Convert the arguments of `flexfleet.run`, `compare` and `tune` to configurations.
 
 `options` (by dotted name) and keywords (short names, as in the run form) override values of `config`. A parameter must
-not be set by both. Objects are replaced by names, because configurations contain only JSON values. Data sets are stored
-in the run store, and their names contain their fingerprints. A class is replaced by `module:Name`.
+not be set by both `options` and a keyword. Objects are replaced by names, because configurations contain only JSON
+values. Data sets are stored in the run store, and their names contain their fingerprints. A class is replaced by
+`module:Name`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Arguments:
         return str(path_of(self._values["run"]["store"] if uri is None else uri))
 
     def overrides_of(self, keywords: Mapping[str, Any], options: Mapping[str, Any]) -> Overrides:
-        """Return the values of keywords and options by dotted name. Objects are replaced by their names. Raises
+        """Map dotted names to the values of keywords and options. Objects are replaced by their names. Raises
         ConfigError if a keyword is unknown, or if a parameter is set twice."""
         check_keywords(keywords, (*SHORT, "options", "config"))
         for path in options:
@@ -167,7 +168,7 @@ def plain(value: Any, what: str) -> Any:
 
 
 def with_own_data(config: Config, folder: Path) -> Config:
-    """Return the configuration of a run. The path of the user's data is updated if the run store was moved."""
+    """Return the configuration of a run. If the run store was moved, update the path of the user's data."""
     name, root = config.dataset.name, config.dataset.root
     if not stored_data.is_stored(name) or (root is not None and stored_data.exists(Path(root), name)):
         return config
@@ -243,7 +244,7 @@ def name_of(value: Any, what: str) -> str:
 
 
 def check_reach(config: Config, jobs: int = 1) -> None:
-    """Raise ConfigError if other processes are used but cannot import the user's classes or read the user's data."""
+    """Raise ConfigError if the run uses other processes that cannot access the user's classes or data."""
     where = {"processes": "worker processes", "kubernetes": "pods", "agents": "other devices"}.get(config.run.backend)
     if where is None and jobs > 1:
         where = f"{jobs} parallel processes"

@@ -1,4 +1,4 @@
-"""Define callbacks, with which user code runs during a run.
+"""Define callbacks, which let users execute their own code during a run.
 
 Callbacks receive copies of all values, so the model is bit-identical with and without callbacks. If a callback raises
 an error, the run ends between two rounds and can be resumed.

@@ -52,14 +52,15 @@ def compare(
     models and the same files.
 
     Args:
-        algorithms: A list of names, classes or objects. Or a mapping from labels to names, classes, objects or
+        algorithms: A list of names, classes or objects, or a mapping from labels to names, classes, objects or
             settings: {"flexfl": "flexfl", "skewed": {"algorithm": "flexfl", "partition.alpha": 0.1}}.
         seeds: Seeds for the runs of each label.
-        over: Factors. For example, {"training.lr": [0.01, 0.1]} runs each label with both learning rates.
+        over: Values with which the settings of each label are combined. For example, {"training.lr": [0.01, 0.1]} runs
+            the settings of each label with both learning rates.
         to: Target accuracies between 0 and 1. The comparison reports the cost to reach each accuracy.
         jobs: Number of parallel runs. With 1, runs use this process and can use classes from a notebook.
         id: Name of the comparison's folder in the store; None for a name with the current time.
-        resume: Resume the comparison with this `id`.
+        resume: True to resume the comparison with this `id`.
         progress: As in `flexfleet.run`.
         common: Arguments of `flexfleet.run` for all runs (dataset, model, rounds, options, config, store_uri, ...).
 
@@ -95,8 +96,8 @@ class Comparison:
     Attributes:
         id: Name of the comparison.
         folder: Folder of the comparison.
-        labels: The labels.
-        seeds: The seeds.
+        labels: Labels of the compared settings.
+        seeds: Seeds of the runs of each label.
         table: Table with the mean and the sample standard deviation over the seeds for each label.
         runs: Map (label, seed) to the `Result` of the run.
         report: Path of the HTML page with tables and curves.
@@ -189,8 +190,8 @@ SMALLEST = 1e-12
 
 @dataclass(frozen=True)
 class Paired:
-    """Differences between two labels of a comparison in one metric. There is one difference a - b for each seed. Both
-    runs with a seed use the same data and partition, unless the labels have different settings for them.
+    """Differences between two labels of a comparison in one metric. There is one difference a - b for each seed. The
+    two runs with the same seed use the same data and partition, unless the labels have different settings for these.
 
     Example:
         >>> print(comparison.paired("flexfl", "heterofl"))

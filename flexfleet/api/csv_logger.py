@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class CSVLogger(Callback):
-    """Write a CSV file with one row for each round. The cell is empty if a round does not have a metric. A resumed run
-    writes the file again, including all rounds that were committed before.
+    """Write a CSV file with one row for each round. A cell is empty if the round does not have the metric. A resumed
+    run writes the file again, including all rounds that were committed before.
 
     Args:
-        path: Path of the CSV file. An existing file is replaced. None: `metrics.csv` in the folder of the run.
+        path: Path of the CSV file. An existing file is replaced. If None, `metrics.csv` in the run's folder is used.
 
     Example:
         >>> flexfleet.run(callbacks=[flexfleet.CSVLogger("metrics.csv")])

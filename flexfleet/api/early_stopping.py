@@ -25,7 +25,8 @@ class EarlyStopping(Callback):
         patience: Number of evaluated rounds without an improvement.
         min_delta: Minimum change of the metric that counts as an improvement, in the unit of the metric. Accuracies are
             between 0 and 1.
-        mode: max if higher values are better, else min; None: min for losses and mae, max for other metrics.
+        mode: `max` if higher values are better, otherwise `min`. None selects `min` for losses and mae, otherwise
+            `max`.
 
     Raises:
         ConfigError: An argument is wrong.

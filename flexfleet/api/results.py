@@ -62,8 +62,8 @@ class Result:
         run_id: Name of the run.
         folder: Folder of the run.
         config: Configuration of the run, as nested mappings.
-        status: `finished`; `stopped`: can be resumed; `diverged` or `nothing_merged`: the model is not usable.
-        metrics: avg, full, levels{name: value}, ... from the last evaluation (see `files.artifacts.RunResult`).
+        status: `finished`, `stopped` (can be resumed), or `diverged` or `nothing_merged` (the model is not usable).
+        metrics: Metrics of the last evaluation: avg, full, levels {name: value}, ... (see `files.artifacts.RunResult`).
         report: Path of the HTML report; None for a stopped run.
         model_sha256: The sha256 of the final weights; None for a stopped run.
         history: Table with one row for each round.
@@ -117,7 +117,7 @@ class Result:
     @contextmanager
     def _resolved(self, used: Collection[str] | None = None) -> Iterator[Resolved]:
         """Yield the configuration with its algorithm, data and network. User code is imported from the run's folder.
-        Raises ConfigError if user code has changed. Checks only the sections `used` (None: all)."""
+        Raises ConfigError if the user code for one of the sections `used` (None for all sections) has changed."""
         with code.enabled_within(), isolated():
             own_code.enable(self._run, self.folder)
             if self._made is None:
@@ -251,11 +251,11 @@ class Result:
         return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
     def model(self, level: str | None = None) -> nn.Module:
-        """Return a copy of a level's network in evaluation mode. The input of the network is raw samples of the data
-        set. If the batch-norm layers do not have statistics, the statistics are computed from the server's proxy data.
+        """Return a copy of a level's network in evaluation mode. The network expects raw samples of the data set. If
+        the batch-norm layers do not have statistics, the statistics are computed from the server's proxy data.
 
         Args:
-            level: Name of the level; None: the largest.
+            level: Name of the level; None for the largest level.
 
         Raises:
             ConfigError: The level does not exist, proxy data are required but missing, or the code of the network or
@@ -283,7 +283,7 @@ class Result:
         `fl_engine.models.export.load` loads the level in Python.
 
         Args:
-            level: Name of the level; None: the largest.
+            level: Name of the level; None for the largest level.
             path: The folder. A missing folder is created.
             onnx: True to write `model.onnx`, which requires flexfleet[export].
 
@@ -345,7 +345,7 @@ class Result:
             return self._network(resolved, member, personal_weights(algorithm, state, weights))
 
     def _network(self, resolved: Resolved, member: PoolModel, views: Params) -> nn.Module:
-        """Return the level's network in evaluation mode, with a copy of these weights."""
+        """Return the level's network in evaluation mode, with a copy of the weights in `views`."""
         data, family = resolved.data, resolved.family
         prepare_process(("cpu",))
         weights = {name: tensor.clone() for name, tensor in views.items()}
@@ -357,7 +357,7 @@ class Result:
         pixels) with a true class (row) and a predicted class (column). Rows and columns have class names, if known.
 
         Args:
-            level: Name of the level; None: the largest.
+            level: Name of the level; None for the largest level.
 
         Raises:
             ConfigError: The run is not finished, the task does not have classes, or the level is not reported.
@@ -422,7 +422,7 @@ class Result:
     def replay(self, round: int, client: int) -> ClientRound:
         """Repeat the training of one client in one round.
 
-        Rounds since the last stored state are repeated too. options={'rounds.keep_every': 1} stores every state.
+        The rounds since the last stored state are also repeated. options={'rounds.keep_every': 1} stores every state.
 
         Args:
             round: Number of the round, counted from 1.
@@ -448,7 +448,8 @@ class Result:
 
 
 def load(run: str | Path | Result) -> Result:
-    """Open a run. Code is not imported, so first import the module of your own network, algorithm or data set.
+    """Open a run without importing code. If the run uses your own network, algorithm or data set, first import its
+    module.
 
     Args:
         run: Folder of the run, or its name in the folder `runs`.

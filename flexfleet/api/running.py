@@ -1,4 +1,4 @@
-"""`flexfleet.run` trains from Python."""
+"""Define `flexfleet.run`, which trains from Python."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(
         rounds: Number of rounds.
         clients: Number of clients.
         partition_rule: Rule that divides the data among the clients: iid, dirichlet, natural, ...
-        dirichlet_alpha: Concentration of the Dirichlet distribution. With smaller values, clients are less similar.
+        dirichlet_alpha: Concentration of the Dirichlet distribution. Smaller values make clients less similar.
         client_fraction: Fraction of the clients that train in each round.
         local_epochs: Number of local epochs of each client in a round.
         learning_rate: Learning rate of the clients.
@@ -57,10 +57,10 @@ def run(
         store_uri: Folder that contains all runs (default: `runs`), or s3://bucket/prefix for the ledgers of the runs.
         options: All other parameters by dotted name, e.g. {"training.momentum": 0.9}.
         config: Path of a params.yaml, or a mapping with its sections. Keywords and options override `config`.
-        run_id: Name of the run's folder; None: a name with algorithm, seed and time.
-        resume: Resume the run with this `run_id`.
+        run_id: Name of the run's folder. If None, the name consists of the algorithm, the seed and the time.
+        resume: True to resume the run with this `run_id`.
         callbacks: `Callback` objects.
-        progress: Log a line for each round. Warnings are always logged.
+        progress: True to log a line for each round. Warnings are always logged.
 
     Returns:
         The result. If the status is `diverged` or `nothing_merged`, the model is not usable.

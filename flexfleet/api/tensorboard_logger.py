@@ -19,8 +19,8 @@ class TensorBoardLogger(Callback):
     """Log the metrics of each round with `torch.utils.tensorboard.SummaryWriter`. The step is the number of the round.
 
     Args:
-        folder: Parent folder. The event files are written to `<folder>/<run_id>`. None: `tensorboard` in the folder of
-            the run.
+        folder: Parent folder. The event files are written to `<folder>/<run_id>`. If None, `tensorboard` in the run's
+            folder is used.
 
     Raises:
         EnvironmentFailure: TensorBoard is not installed.

@@ -59,10 +59,10 @@ def tune(
         jobs: Number of parallel workers. With 1 (the default), trials run in this process and can use classes from a
             notebook.
         id: Name of the study's folder in the store; None for a name with the current time.
-        resume: Resume the study with this `id`.
+        resume: True to resume the study with this `id`.
         progress: As in `flexfleet.run`.
-        common: Arguments of `flexfleet.run` (dataset, model, rounds, options, config, store_uri, ...). `seed` seeds the
-            search.
+        common: Arguments of `flexfleet.run` (dataset, model, rounds, options, config, store_uri, ...). `seed` is the
+            seed of the search.
 
     Returns:
         The study.
@@ -124,10 +124,11 @@ class Study:
         better: True if the best setting is significantly better than the default on the held-out seeds (paired t test
             at 5 %). Without held-out seeds, True if the best trial has a higher metric than the default.
         gain: Mean difference best - default over the held-out seeds. None without held-out seeds or if a run diverged.
-        table: Table with the metrics default, best and gain (best - default) for each held-out seed.
+        table: Table with the columns default, best and gain (best - default), and a row for each held-out seed.
         trials: Table with outcome (complete, pruned, infeasible, diverged), value and parameters of each trial.
         importance: Map parameters to fractions of the metric's variance that they explain; 0 with too few trials.
-        config: Configuration for `flexfleet.run(config=...)`. It contains the best setting if `better` is True.
+        config: Configuration for `flexfleet.run(config=...)`. It is the best setting if `better` is True, else the
+            default.
         report: Path of the HTML page.
 
     Example:
