@@ -59,8 +59,8 @@ def check_wheel(digest: str) -> None:
 
 
 def check_module(name: str, what: str) -> None:
-    """Raise ConfigError unless the module in `name` is already imported, or the package of the module is trusted. The
-    error message begins with `what`, a description of the object."""
+    """Raise ConfigError unless the module in `name` is already imported or its package is trusted. The error message
+    begins with `what`, a description of the object."""
     module, _, own = name.partition(":")
     package = module.partition(".")[0]
     if module == LOCAL and not hasattr(sys.modules.get(LOCAL), own):
@@ -80,8 +80,8 @@ def check_module(name: str, what: str) -> None:
 
 
 def check_call(value: Any, name: str, what: str) -> None:
-    """Raise ConfigError for an untrusted function that is defined in an installed package or outside of the named
-    module. Classes are not checked here, because callers check the type of a class before a call."""
+    """Raise ConfigError if `value` is an untrusted function from an installed package or from a module other than the
+    module in `name`. Classes are accepted, because callers check the type of a class before they call the class."""
     module = name.partition(":")[0]
     package = module.partition(".")[0]
     if isinstance(value, type) or not callable(value) or package in wheels or not trusted.isdisjoint((name, package)):

@@ -3,7 +3,8 @@ it in AUGMENTATIONS.
 
 FedAIoT applies all augmentations in this module except Crop to VisDrone (Alam, Federated Learning Benchmarks and
 Frameworks for Artificial Intelligence of Things, Michigan State University 2023, section 2.2.3). The thesis does not
-state the strengths. The defaults for colour, scale and MixUp are from YOLOv8, the network that FedAIoT trains.
+state the strengths of the augmentations. The defaults for colour, scale and MixUp are from YOLOv8, which FedAIoT
+trains.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Augmentation(Protocol):
 
     def apply(self, x_bchw: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return a tuple (augmented samples with the shape and type of `x_bchw`, targets (B, ...)). Only targets that
-        are boxes may change. The generator is on the CPU and used only for this batch."""
+        are boxes may change. The generator is on the CPU, and is used only for this batch."""
 
 
 class OfMaps:
@@ -94,7 +95,8 @@ class Flip(OfMaps):
 class Crop(OfMaps):
     """Pads a sample with `padding` pixels and crops a random window of the original size.
 
-    Padded pixels are 0 after normalisation, which is the mean of the data. FedRolex's code pads with black instead.
+    Padded pixels have the mean value of the data, which is 0 after normalisation. FedRolex's code pads with black
+    instead.
     """
 
     moves_boxes: ClassVar[bool] = False
@@ -240,7 +242,7 @@ class MixUp(OfMaps):
 
 
 def transformed(x_bchw: Tensor, y: Tensor, linear_b22: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply linear maps to samples and boxes. The origin is the centre of the image. Samples are interpolated
+    """Apply a linear map to each sample and its boxes. The origin is the centre of the image. Samples are interpolated
     bilinearly and padded with zeros."""
     centre = torch.full((2, 1), 0.5)
     matrices = torch.cat([linear_b22, centre - linear_b22 @ centre], dim=2)  # a matrix [A t] maps p to A p + t

@@ -1,8 +1,8 @@
 """Bounding boxes in images, and the tensor format of targets that contain boxes.
 
 A box is (centre x, centre y, width, height), as fractions of the image's width and height. Targets are float32 (...,
-boxes, 5), and each row contains a category and a box. All images of a data set have the same number of rows. A row
-without a box contains the category `NONE` and four zeros.
+boxes, 5), and each row contains a category and a box. The number of rows is the same for all images of a data set. A
+row without a box contains the category `NONE` and four zeros.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 NONE = -1
 """Category of a row without a box."""
 TINY = 1e-12
-"""Smallest divisor in a division by an area, as a fraction of the image's area."""
+"""Lower bound of an area that is used as a divisor, as a fraction of the image's area."""
 VISIBLE = 0.1
-"""A moved box is removed if a smaller fraction of the box is inside the image."""
+"""Minimum fraction of a moved box that must be inside the image. Otherwise the box is removed."""
 
 
 def are_boxes(y: Tensor) -> bool:
@@ -77,6 +77,6 @@ def moved(y: Tensor, matrices: Tensor) -> Tensor:
 
 
 def without(y: Tensor, gone: Tensor) -> Tensor:
-    """Return a copy of the targets, in which rows are empty (without a box) if `gone` (..., boxes) is true."""
+    """Return a copy of the targets without the boxes for which the mask `gone` (..., boxes) is true."""
     empty = torch.tensor([float(NONE), 0, 0, 0, 0], dtype=y.dtype, device=y.device)
     return torch.where(gone[..., None], empty, y)

@@ -1,4 +1,4 @@
-"""Check client metrics and client states. Clients keep their states between rounds.
+"""Check the metrics that clients report, and the states that clients keep between rounds.
 
 A client can report false metrics, so the server rejects an update if a metric is out of bounds (`exchange.updates`).
 """
@@ -27,7 +27,7 @@ ENGINE_BOUNDS: dict[str, tuple[float, float]] = {
 }
 """Minimum and maximum of each metric that all updates contain. The maximum of `seconds` is the lifetime of a pod."""
 ENCODING = {"seconds_encode": ENGINE_BOUNDS["seconds"]}
-"""Bounds of the metric that encoded updates contain in addition."""
+"""Bounds of the metric that only encoded updates contain."""
 LINE_KEYS = (
     "round", "client", "sent", "trained", "examples", "counted", "level", "elapsed", "seconds_simulated",
     "seconds_compute", "seconds_communication", "staleness", "failure",
@@ -38,7 +38,7 @@ MOST_METRICS = 32
 
 
 def client_metrics(algorithm: object) -> tuple[ClientMetric, ...]:
-    """Return the metrics of the algorithm and of `selection`. Raises ConfigError if a declared metric is invalid."""
+    """Return the metrics of the algorithm and of its selection. Raises ConfigError if a declared metric is invalid."""
     found: dict[str, ClientMetric] = {}
     for method in (algorithm, getattr(algorithm, "selection", None)):
         if isinstance(method, MeasuresClients):
@@ -83,7 +83,7 @@ def out_of_bounds(metrics: Mapping[str, float], bounds: Mapping[str, tuple[float
 
 
 STATE = "state/"
-"""Prefix of the names of client state tensors in assignments and updates. Parameter names do not have this prefix."""
+"""Name prefix of the tensors of a client's state in assignments and updates. No parameter name begins with it."""
 NAME = re.compile(r"[A-Za-z0-9_./-]{1,256}")
 
 Shapes = dict[str, tuple[int, ...]]
@@ -131,7 +131,7 @@ def with_prefix(state: Params) -> Params:
 
 
 def split_state(tensors: Params) -> tuple[Params, Params]:
-    """Return a tuple (tensors without the prefix `STATE`, tensors of the client's state after removal of the
+    """Return a tuple (tensors whose names do not begin with `STATE`, tensors of the client's state without the
     prefix)."""
     if not tensors:
         return {}, {}

@@ -93,7 +93,7 @@ class Nested(Protocol):
 @runtime_checkable
 class CountsMacs(Protocol):
     def macs(self, given: Tensor, output: Tensor) -> int:
-        """Return the number of multiply-adds of a layer, including its inner layers, for this input and output."""
+        """Return the number of multiply-adds of this layer and its inner layers for this input and output."""
 
 
 # ------------------------------------------------------------------------------------------------- the server
@@ -209,7 +209,7 @@ class Algorithm(Protocol):
     def merge(self, state: Any, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext) -> Any:
         """Return the state after a round. Constant fields must not change. Weights must be finite and keep their names,
         types and shapes (`rounds.checks`). `results` contains all results in client order and can be iterated several
-        times. Each iteration step loads one update to the CPU."""
+        times. Each iteration step loads one update into the CPU's memory."""
 
 
 @runtime_checkable
@@ -223,7 +223,7 @@ class RemembersChanges(Protocol):
     @property
     def remembers_changes(self) -> bool:
         """True if the server stores the weight change of each client (FedDyn). Asynchronous rounds then raise an error,
-        because they apply a late update to the current weights."""
+        because they apply late updates to newer weights."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def around(value: float, low: float, high: float, *, log: bool = False) -> Inter
 class Searched(Protocol):
     def search_space(self, pool: Pool) -> Mapping[str, Interval]:
         """Map parameter paths, such as `kd_weight` or `gammas.0` (first entry of a list), to intervals. `pool` is the
-        configured algorithm's pool. Omit disabled parameters, because a drawn value would enable a parameter."""
+        configured algorithm's pool. Omit disabled parameters, because a drawn value would enable them."""
 
 
 # --------------------------------------------------------------------------------------------- on the clients
@@ -290,7 +290,7 @@ class ClientMetric:
 
     `measure` runs on the client after training and does not change the update. The client fails unless the value is
     finite and between `low` and `high`. A malicious client can report a false value within the bounds. The server
-    rejects values outside of the bounds. The name is an identifier that the engine does not use (`core.clients`).
+    rejects values outside of the bounds. `name` must be an identifier that the engine does not use (`core.clients`).
     """
 
     name: str
@@ -315,8 +315,8 @@ class KeepsClientState(Protocol):
     """
 
     def client_state(self, family: ModelFamily, pool: Pool) -> Mapping[str, tuple[int, ...]]:
-        """Map the name of each tensor in the state (float32) to a shape. The shapes are equal for all clients.
-        Parameters with these names are private to the client, so updates do not contain them."""
+        """Map the name of each tensor in the state (float32) to a shape. All clients have the same shapes. Parameters
+        with these names are private to the client, so updates do not contain them."""
 
     def begin(self, state: Params, start: Start, assignment: Assignment, task: LocalTask, ctx: TaskContext) -> Start:
         """Return the weights and gradient terms at the start of training. The method is pure and runs on the client.
@@ -332,8 +332,8 @@ class HasPersonalModels(Protocol):
     """An algorithm with client states that computes the weights of each client's personal model (Ditto)."""
 
     def personal(self, state: Params, params: Params) -> Params:
-        """Return the weights of a client's personal model. Pure. `state` is the client's state, and `params` are the
-        global weights of the same sub-model."""
+        """Return the weights of a client's personal model. The method is pure. `state` is the client's state, and
+        `params` are the global weights of the same sub-model."""
 
 
 # ----------------------------------------------------------------------------------------------------- rounds
@@ -349,9 +349,9 @@ class Selector(Protocol):
         index of `context.pool`. All random numbers must be drawn from `rng`."""
 
     def learn(self, state: Tables, assignment: Assignment, result: ClientResult, seconds: float) -> Tables:
-        """Return the tables after one result. The engine passes all results of a round in client order. Failures also
-        count, because a client that always fails must not be selected more often than others. `seconds` is the
-        simulated duration of the assignment, even if the update was not merged; 0 without an update or clock."""
+        """Return the tables after one result. The engine passes all results of a round in client order. Failures must
+        change the tables, so that a client that always fails is not selected more often than others. `seconds` is the
+        simulated duration of the assignment, even if the update was not merged; 0 without an update or a clock."""
 
 
 class ServerOptimizer(Protocol):
@@ -376,12 +376,13 @@ class Watcher(Protocol):
     """Observes a run and can stop it. The methods must not modify their arguments."""
 
     def update(self, assignment: Assignment, update: ClientUpdate) -> None:
-        """Handle a decoded update before the server accepts or rejects the update. The order depends on the backend."""
+        """Handle a decoded update before the server accepts or rejects it. The order of updates depends on the
+        backend."""
 
     def round(
         self, number: int, metrics: Mapping[str, float], clients: Sequence[Mapping[str, Any]], state: Any
     ) -> bool:
-        """Handle round `number`, counted from 1, before its commit. After a crash the round is computed again.
+        """Handle round `number`, counted from 1, before its commit. After a crash, the round is handled again.
         `clients` has an entry for each client with an assignment. Return True to end the run after the commit."""
 
 

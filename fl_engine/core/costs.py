@@ -26,11 +26,11 @@ def count_params(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
 def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL, linear: int = 1) -> int:
     """Return the number of multiply-adds per sample, counted as in the papers' tables (the convention of thop).
 
-    The bias of convolutions and linear layers is not counted. Each output of a normalisation layer counts as 4. ReLU,
-    pooling, dropout and embeddings count as 0. Recurrent layers count each weight matrix once per time step. Transposed
-    convolutions count the kernel once per input. The count of linear layers is multiplied by `linear`, which is 2 in
-    FedRolex's Table 3.6. Raises ModelError for any other layer with weights, and if the forward pass of one sample
-    fails.
+    The bias of convolutions and linear layers is not counted. Each output of a normalisation layer counts as 4
+    multiply-adds. ReLU, pooling, dropout and embeddings count as 0. Recurrent layers count each weight matrix once per
+    time step. Transposed convolutions count the kernel once per input element. The count of linear layers is multiplied
+    by `linear`, which is 2 in FedRolex's Table 3.6. Raises ModelError if any other layer has weights, or if the forward
+    pass of one sample fails.
     """
     total = 0
 
@@ -148,8 +148,8 @@ def macs_per_sample(family: ModelFamily, task: LocalTask) -> float:
 
 @lru_cache(maxsize=1024)
 def macs_of(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
-    """Return `count_macs` of the sub-model. The cache uses only widths, because the choice of channels does not matter.
-    Raises ModelError if the network does not have the sub-model."""
+    """Return the cached `count_macs` of the sub-model. The cache key contains widths instead of channels, because only
+    the number of channels matters. Raises ModelError if the network does not have the sub-model."""
     layout = family.layout()
     layout.check(spec)
     return _macs_of_widths(family, tuple((g, layout.width(spec, g)) for g in layout.groups), spec.blocks)

@@ -101,7 +101,7 @@ class ConfigError(BadInput):
 
 
 class SeveralErrors(ConfigError):
-    """Raised to report several errors together. The exit code is 2 if one of the errors has exit code 2."""
+    """Raised to report several errors together. The exit code is the smallest exit code of the errors."""
 
     code = "config.several"
 
@@ -233,7 +233,7 @@ def together(errors: Iterable[FlexfleetError]) -> FlexfleetError:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether the error means that memory is exhausted. On a CPU, torch then raises a RuntimeError."""
+    """Return whether the error means that memory is exhausted. For the CPU's memory, torch raises a RuntimeError."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
 
 
@@ -293,7 +293,7 @@ def brief(error: Any) -> str:
 
 
 def line_in(call: Any, error: Exception) -> str:
-    """Return the function's last line in the traceback, such as ` (line 7 of mine.py)`, or an empty string."""
+    """Return the last traceback line in the function's file, such as ` (line 7 of mine.py)`, or an empty string."""
     file = getattr(getattr(call, "__code__", None), "co_filename", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f" (line {lines[-1]} of {file})" if lines else ""
@@ -312,7 +312,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a hint such as ` (did you mean 'alpha'?)`, or an empty string if no name is similar, ignoring case."""
+    """Return a hint such as ` (did you mean 'alpha'?)`, or an empty string if no name is similar. Case is ignored."""
     names = {name.lower(): name for name in known}
     found = difflib.get_close_matches(word.lower(), names, n=1)
     return f" (did you mean {names[found[0]]!r}?)" if found else ""

@@ -43,7 +43,8 @@ UserPath = Annotated[str, AfterValidator(user_path)]
 
 
 def is_model(kind: Any) -> TypeGuard[type[BaseModel]]:
-    """Return whether an annotation is a pydantic model. In Python 3.10, `list[int]` is also an instance of `type`."""
+    """Return whether an annotation is a pydantic model. The check of the origin rejects generic types such as
+    `list[int]`, which are instances of `type` in Python 3.10."""
     return get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
@@ -70,7 +71,7 @@ class Section(BaseModel):
 
 
 class LeavesOut(BaseModel):
-    """Omits empty fields in `left_out` from JSON, so that the checksum of files from older versions does not change."""
+    """Omits the fields in `left_out` from JSON if empty, so that the checksums of older files do not change."""
 
     left_out: ClassVar[tuple[str, ...]]
 

@@ -6,8 +6,8 @@
 3. `spec_of` keeps int(s_i * out_i) channels of layer i, with s_i = clamp(gamma * (1 - A_i * AdjW_i), 0.01, 1).
 4. `solve` returns the gamma for which the model has a given size.
 
-Departs from the paper: Alg. 1 raises gamma by 0.01 until the size is within epsilon, which may never happen. Size is
-monotone in gamma, so a bisection finds the closest reachable size, and an unreachable target is an error.
+Departs from the paper: Alg. 1 raises gamma by 0.01 until the size is within epsilon, which may never happen. Here a
+bisection finds the closest reachable size, because the size is monotone in gamma. An unreachable target is an error.
 `rule="authors"` is the search of the published code. This search tries gamma = 100/g for g = 1 .. 199 and takes the
 first model whose prunable part is within 5 percentage points of the target. This model is larger than the target.
 """
@@ -38,10 +38,10 @@ AUTHORS_GAMMAS = tuple(100 / g for g in range(1, 200))
 AUTHORS_TOLERANCE = 0.05
 SIGNS, MOST_CHARS = "_ . + - ( ) % = '", 64
 NAMED = re.compile(rf"\w[\w.+()%=' -]{{0,{MOST_CHARS - 1}}}")
-"""Pattern of valid names of pool models, which are also names of folders and names in MLflow."""
+"""Pattern of valid names of pool models. These names are also used as folder names and in MLflow."""
 UNMEASURED = 0.5
-"""Value of A_i for a layer without a ReLU, such as an LSTM or an embedding. The true fraction of zeros is about 0, so
-the layer would have the greatest width of all layers."""
+"""Value of A_i for a layer without a ReLU, such as an LSTM or an embedding. With the true fraction of zeros, which is
+about 0, the layer would be the widest layer."""
 
 
 def measure_apoz(family: ModelFamily, params: Params, x_nchw: Tensor, batch_size: int = 128) -> tuple[float, ...]:
@@ -101,9 +101,9 @@ def spec_of(family: ModelFamily, ratios: Sequence[float]) -> SubmodelSpec:
 
 
 def default_epsilon(family: ModelFamily) -> float:
-    """Return the default epsilon in parameters. Epsilon is the maximum of three sizes: 0.5 % of the network, one
-    channel of the widest layer, and half a channel of the layer with the most parameters per channel. Sizes change by
-    whole channels, so the nearest size can differ from the target by half a channel."""
+    """Return the default epsilon as a number of parameters. Epsilon is the maximum of three sizes: 0.5 % of the
+    network, one channel of the widest layer, and half a channel of the layer with the most parameters per channel.
+    Sizes change by whole channels, so the nearest size can differ from the target by half a channel."""
     whole, groups = count_params(family), family.layout().groups
     layers = [p.group for p in family.prunable()]
     each = {g: whole - count_params(family, SubmodelSpec.of({g: groups[g] - 1})) for g in layers if groups[g] > 1}

@@ -28,7 +28,7 @@ COMPLETE = "complete"
 """Type of pydantic errors whose message already contains the invalid value."""
 UNKNOWN = "unknown_option"
 """Type of a pydantic error for an unknown option. The error's context contains the chosen `name`, the `known` options
-of this name, and `others`, the names with the unknown option."""
+of this name, and `others`, the names whose options include the unknown option."""
 
 
 def resolve(registry: Mapping[str, T], name: str, what: str) -> T:
@@ -75,10 +75,10 @@ class Contract(Generic[T]):
     protocol: type
     """Protocol whose methods and attributes a chosen class must have."""
     needs: tuple[str, ...] = ()
-    """Additional required fields."""
+    """Names of further fields that a chosen class must have."""
 
     def kind(self, name: str) -> type[T]:
-        """Return the named class. Raises ConfigError if the class does not exist or does not meet the contract."""
+        """Return the class `name`. Raises ConfigError if the class does not exist or does not meet the contract."""
         kind = resolve(self.registry, name, self.what)
         if not (isinstance(kind, type) and is_dataclass(kind)):
             raise ConfigError(
@@ -108,7 +108,7 @@ class Contract(Generic[T]):
 
     def parse(self, section: Any) -> T:
         """Build the object that a section describes. The key `name` chooses the class, and all other keys are fields of
-        this class. Raises pydantic's ValidationError."""
+        this class. Raises pydantic's ValidationError if the section is invalid."""
         if not isinstance(section, Mapping):
             raise PydanticCustomError("section", "a section with the key `name` is expected")
         try:

@@ -21,7 +21,7 @@ BYTE = 255
 NEAR = 1e-3
 """Maximum distance of 255 * x from a whole number. The rounding errors of float32 are much smaller."""
 CHUNK = 2**20
-"""Number of values that are checked or summed at once. The limit saves memory for intermediate results."""
+"""Number of values that are checked or summed at once, which limits the memory for intermediate results."""
 
 
 def rows_of_chunk(shape: Sequence[int]) -> int:
@@ -120,8 +120,8 @@ class Data:
 
         images    uint8 (N, C, H, W). A network receives `(x / 255 - mean) / std`, normalised per channel.
         floats    vectors (N, F), series (N, T, F), maps (N, C, H, W), or others. A network receives `(x - mean) / std`
-                  per feature (the last axis, or the channel of maps), or unchanged samples without mean and std.
-        tokens    integers of any shape that are not negative. A network receives unchanged tokens. A run converts the
+                  per feature (the last axis, or the channel of maps), or unchanged samples if mean and std are empty.
+        tokens    non-negative integers of any shape. A network receives unchanged tokens. A run converts the
                   integers to floats if its network does not take tokens.
 
     Attributes:
@@ -187,9 +187,9 @@ class Data:
         )
 
     def part(self, train: Tensor, test: Tensor) -> Data:
-        """Return a data set that consists of training samples: the indices `train` for training, and `test` for
-        testing. The result is not checked, because a small part may be invalid. For example, all images of a part can
-        be without boxes."""
+        """Return a data set with the training samples at the indices `train` for training and at `test` for testing.
+        The result is not checked, because a small part may be invalid. For example, all images of a part can be without
+        boxes."""
         found, x, y = copy.copy(self), self.train_x[train], self.train_y[train]
         test_x, test_y = (x, y) if test is train else (self.train_x[test], self.train_y[test])
         vars(found).update(train_x=x, train_y=y, test_x=test_x, test_y=test_y, natural_client=None)
@@ -232,7 +232,7 @@ def outputs_of(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def split(x: Tensor, batch_size: int, answer: Callable[[Tensor], object]) -> Sequence[Tensor]:
     """Split samples (N, ...) into batches for the function `answer`. If `answer` raises ValueError for a last batch of
-    one sample, this batch is merged into the previous batch. An example is batch norm without running statistics."""
+    one sample, as batch norm without running statistics does, this batch is merged into the previous batch."""
     parts = torch.split(x, batch_size)
     if len(parts) == 1 or len(parts[-1]) > 1:
         return parts

@@ -29,8 +29,8 @@ class _Undrawn(TorchFunctionMode):
 
 @contextmanager
 def without_storage() -> Iterator[None]:
-    """Create modules on torch's meta device, without drawing weights. Without this context manager, an embedding would
-    import torch's compiler to draw weights, which takes two seconds."""
+    """Create modules on torch's meta device, without drawing random weights. Without this context manager, an embedding
+    would import torch's compiler to draw weights, which takes two seconds."""
     with torch.device("meta"), _Undrawn():
         yield
 
@@ -44,8 +44,9 @@ def blank(family: ModelFamily, spec: SubmodelSpec = FULL) -> nn.Module:
 def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: SubmodelSpec = FULL) -> Params:
     """Cut the sub-model `want` out of `params`, which are weights of `have` (by default the whole network).
 
-    The slice of a prefix is a view. Other slices are copies, even a prefix of an axis with `copies`. Parameters that
-    were not trained are missing in `params` and in the result. Raises ModelError if `have` does not contain `want`.
+    The slice of a prefix is a view. Other slices are copies, even a prefix of an axis with `copies`. The result does
+    not contain parameters that are missing in `params` because they were not trained. Raises ModelError if `have` does
+    not contain `want`.
     """
     if unknown := params.keys() - layout.slots.keys():
         raise ModelError(f"the layout does not have the parameters {sorted(unknown)[:8]}")
@@ -69,7 +70,7 @@ def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: Submodel
 
 
 def _local(layout: ParamLayout, group: str, want: SubmodelSpec, have: SubmodelSpec) -> Keep:
-    """Return the positions of the channels that `want` keeps in the list of channels that `have` keeps."""
+    """Return the channels of `want` as positions in the list of the channels of `have`."""
     wanted, held = layout.indices(want, group), layout.indices(have, group)
     if wanted == held:
         return layout.width(have, group)
@@ -96,7 +97,8 @@ def _cut(tensor: Tensor, dim: int, axis: Axis, local: Mapping[str, Keep], held: 
 
 
 def places(keep: Mapping[str, Keep], axis: Axis, size: int, held: Mapping[str, int]) -> slice | Tensor:
-    """Return `entries` for an axis or a concatenation of axes. `held` maps each group to the number of channels."""
+    """Return the kept positions on an axis or on a concatenation of axes. `held` maps each group to the number of
+    channels."""
     if axis.then is None:
         return slice(0, size) if axis.key is None else entries(keep[axis.key], axis, size)
     found, start = [], 0
@@ -110,9 +112,9 @@ def places(keep: Mapping[str, Keep], axis: Axis, size: int, held: Mapping[str, i
 
 
 def entries(keep: Keep, axis: Axis, size: int) -> slice | Tensor:
-    """Return the positions of kept channels on an axis of `size` entries. The result is a slice from 0 if the first
-    entries are kept, otherwise a tensor of ascending int64 indices. With repeat 2, [1, 3] gives [2, 3, 6, 7]. With 3
-    copies, the first 2 of 5 channels give [0, 1, 5, 6, 10, 11]."""
+    """Return the positions of the kept channels' entries on an axis of `size` entries. The result is a slice from 0 if
+    the first entries are kept, otherwise a tensor of ascending int64 indices. With repeat 2, [1, 3] gives [2, 3, 6, 7].
+    With 3 copies, the first 2 of 5 channels give [0, 1, 5, 6, 10, 11]."""
     run = size // axis.copies
     if isinstance(keep, int) and (axis.copies == 1 or keep * axis.repeat == run):
         return slice(0, keep * axis.repeat * axis.copies)
@@ -135,7 +137,7 @@ def contains(layout: ParamLayout, outer: SubmodelSpec, inner: SubmodelSpec) -> b
 
 
 def index_of(pool: Pool, layout: ParamLayout, spec: SubmodelSpec) -> int | None:
-    """Return the index of the pool model with the widths and blocks of `spec`, or None. The outputs are ignored."""
+    """Return the index of the pool model with the widths and blocks of `spec`, or None. The head's width is ignored."""
     form = layout.form(spec)
     for i, model in enumerate(pool):
         if layout.form(model.spec) == form:
@@ -150,8 +152,9 @@ def is_statistic(name: str) -> bool:
 
 
 def largest(name: str) -> float:
-    """Return the largest valid absolute value of an entry. A larger value means that training has diverged. float32 can
-    represent the sum of 10^8 squares of running statistics, and the sum of the squares of all weights of a network."""
+    """Return the largest valid absolute value of an entry. A larger value means that training has diverged. Within
+    these limits, float32 can represent the sum of 10^8 squared running statistics, and the sum of all squared weights
+    of a network."""
     return 1e15 if is_statistic(name) else 1e9
 
 

@@ -35,7 +35,7 @@ KINDS = {
     "int32": "I32", "bfloat16": "BF16", "float16": "F16", "uint16": "U16", "int16": "I16", "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-"""Map torch's types to the names of types in safetensors. Files list tensors in the order of these types."""
+"""Map torch's types to safetensors' names of these types. A file lists its tensors in the order of the types."""
 RANKS = {getattr(torch, name): (rank, kind) for rank, (name, kind) in enumerate(KINDS.items()) if hasattr(torch, name)}
 UNFIT = (PydanticUserError, PydanticSerializationError, AttributeError, TypeError, ValueError, RecursionError)
 """Errors that pydantic and json raise for unsupported values or annotations."""

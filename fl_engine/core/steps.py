@@ -51,7 +51,8 @@ class Balanced:
     """Draws with replacement. Each draw chooses one of the client's labels uniformly, then a sample with this label.
 
     For numeric targets, the labels are quantile bins of the client's targets. With `smoothing`, the weight of a sample
-    is 1 / (smoothing + count of its label), so rare labels are less likely. FedAIoT's code uses 1 / (1 + count).
+    is 1 / (smoothing + count of its label), so rare labels are less likely than common ones. FedAIoT's code uses 1 / (1
+    + count).
     """
 
     __pydantic_config__ = STRICT
@@ -90,7 +91,7 @@ class Schedule(Protocol):
     """Protocol of a schedule, a frozen dataclass of options."""
 
     def rate(self, lr: float, step: int, per_epoch: int, epochs: int) -> float:
-        """Return the learning rate of `step`, counted from 0, of `epochs` epochs with `per_epoch` steps each."""
+        """Return the learning rate of step `step` (from 0) in `epochs` epochs with `per_epoch` steps each."""
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,11 @@ Keep = int | tuple[int, ...]
 class Axis:
     """Describes the entries on one axis of a tensor. An axis with `group=None` is never sliced.
 
-    The axis lists all channels `copies` times. In each copy a channel has `repeat` consecutive entries. A flattened C x
-    H x W has `repeat = H*W`, and a flattened T x C has `copies = T`. An LSTM's weights contain four gates, so `copies`
-    is 4. If the axis concatenates several axes, `then` is the next axis. `Axis(None, n)` describes n entries that are
-    never sliced. If `choice` is a name, a sub-model keeps as many channels on this axis as in the group, but possibly
-    other channels. An example is the axis between the two convolutions of a residual block.
+    The axis lists all channels `copies` times. In each copy a channel has `repeat` consecutive entries. A flattened
+    tensor C x H x W has `repeat = H*W`, and a flattened tensor T x C has `copies = T`. An LSTM's weights contain four
+    gates, so `copies` is 4. If the axis concatenates several axes, `then` is the next axis. `Axis(None, n)` describes n
+    entries that are never sliced. If `choice` is a name, a sub-model keeps as many channels on this axis as in the
+    group, but possibly other channels. An example is the axis between the two convolutions of a residual block.
     """
 
     group: str | None
@@ -79,7 +79,7 @@ class Slot:
 
 
 HEAD = "classes"
-"""Channel group of a network's outputs, which width rules never cut. Stored sub-models contain this name."""
+"""Channel group of a network's outputs, which width rules never cut. The name is part of stored sub-models."""
 
 
 @dataclass(frozen=True)

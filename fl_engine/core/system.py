@@ -55,7 +55,7 @@ def exit_text(exit_code: int | None) -> str:
 
 CPUINFO = Path("/proc/cpuinfo")
 BROKEN, FITTING = "2.10.", "2.9.1"
-"""Torch 2.10 uses LSE atomics on every arm64 processor. Torch 2.9.1 also runs without LSE atomics."""
+"""Torch 2.10 uses LSE atomics on every arm64 processor. Torch 2.9.1 runs on processors without LSE atomics."""
 
 
 def _values(*names: str) -> list[str]:
@@ -76,7 +76,7 @@ def features() -> frozenset[str]:
 
 @cache
 def parts() -> tuple[str, ...]:
-    """Return the types of the cores, such as `0x41 0xd08` (Cortex-A72). The result is empty except on Arm."""
+    """Return the types of an Arm processor's cores, such as `0x41 0xd08` (Cortex-A72), or an empty tuple."""
     return tuple(sorted(set(map(" ".join, zip(_values("CPU implementer"), _values("CPU part"), strict=False)))))
 
 
@@ -98,16 +98,17 @@ def check_torch() -> None:
 # block often does not fit into the gap of a freed block of the same size. Fragmentation can increase a coordinator's
 # memory to ten times the size of its model. Therefore large blocks are returned to the system after training.
 LARGE_MODEL = 2**26
-"""Minimum size of a large model, in bytes. A round with a large model takes much longer than the page faults."""
+"""Minimum size of a large model, in bytes. For a large model, page faults take a negligible part of a round's time."""
 WORKING_BLOCK, LARGE_BLOCK = 2**25, 2**20
 """Minimum sizes, in bytes, of freed blocks that are returned to the system if the model is large. WORKING_BLOCK, the
 largest value that glibc accepts, applies during training and evaluation, and LARGE_BLOCK at other times."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 _MANY = 2**16
-"""Maximum number of memory mappings, which no process reaches."""
+"""Limit on the number of memory mappings, which is so high that no process reaches it."""
 _kept = False
-"""True after `keep_freed_memory`. If it is False, the heap is not changed, because the process belongs to the user."""
+"""True after a call of `keep_freed_memory`. If False, glibc is not configured, because the process belongs to the
+user."""
 
 
 def keep_freed_memory() -> None:

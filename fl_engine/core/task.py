@@ -46,7 +46,7 @@ class Measured(NamedTuple):
 
 @runtime_checkable
 class Task(Protocol):
-    """Defines the targets, loss and metrics that a network learns. A task is a frozen dataclass in `fl_engine.tasks`.
+    """Defines the targets of a network, the loss and the metrics. A task is a frozen dataclass in `fl_engine.tasks`.
 
     `outputs_bo` is float32 (batch, outputs). For predictions at every position of a map, the shape is (batch, outputs,
     H, W). For predictions at every position of a sequence, the shape is (batch, outputs, T). `y` contains the targets
@@ -55,8 +55,8 @@ class Task(Protocol):
 
     name: ClassVar[str]
     metric: ClassVar[Metric]
-    """First metric of `measure`, from which `avg` and `full` are computed. Higher values must be better, because the
-    best round, gates and studies maximise this metric."""
+    """First metric of `measure`, from which `avg` and `full` are computed. Higher values must be better, because gates,
+    studies and the choice of the best round maximise this metric."""
 
     @property
     def outputs(self) -> int:
@@ -71,7 +71,8 @@ class Task(Protocol):
         """Value that identifies the task in the fingerprint of a data set."""
 
     def check(self, y: Tensor, what: str) -> Tensor:
-        """Return the targets in the form that other methods expect. The message of a DataError begins with `what`."""
+        """Return the targets in the form that other methods expect. The error message of a DataError begins with
+        `what`."""
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
         """Return labels (N,) from 0 to label_count - 1 for partition rules and stratified subsets."""
@@ -101,7 +102,7 @@ class Task(Protocol):
 
 
 BESIDE = ("loss", "params")
-"""Other keys of results. Metrics must not have these names."""
+"""Keys of results that are not metrics. Metrics must not have these names."""
 
 
 def check_metric_name(task: Task, name: str) -> None:

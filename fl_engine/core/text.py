@@ -131,8 +131,8 @@ def need_plain(numbers: Iterable[str]) -> None:
 # ------------------------------------------------------------------------------------------ addresses and paths
 SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:[/\\]|s3:|s3//", re.IGNORECASE)
 SERVER = re.compile(r"[a-z0-9.-]+:\d+(/|$)", re.IGNORECASE)
-"""Patterns of the beginning of an address: a scheme with a slash (also s3:/bucket), or a server with a port. To name a
-similar folder, write a path (./run-12:30)."""
+"""Patterns of the beginning of an address: a scheme with a slash (even s3:/bucket), or a server with a port. To name a
+folder that matches a pattern, write a path such as ./run-12:30."""
 AT_HOME = re.compile(r"((?:sqlite(?:\+\w+)?:///|file:(?://)?)?)(~[^/]*)")
 
 

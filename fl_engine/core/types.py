@@ -54,8 +54,7 @@ class Adam:
 
 @dataclass(frozen=True)
 class OwnOptimizer:
-    """User-defined optimizer: the function `name` (`package.module:NAME`) returns a `torch.optim.Optimizer` for
-    `lr`."""
+    """User-defined optimizer: the function `name` (`package.module:NAME`) returns an optimizer with the rate `lr`."""
 
     lr: float
     name: str
@@ -63,7 +62,7 @@ class OwnOptimizer:
 
 @dataclass(frozen=True)
 class Distillation:
-    """Self-distillation. The loss is `weight` times the mean KL divergence from sub-models, the `teachers`."""
+    """Self-distillation, with a loss of `weight` times the mean KL divergence from the sub-models `teachers`."""
 
     teachers: tuple[SubmodelSpec, ...]
     weight: float
@@ -131,8 +130,8 @@ class LocalTask:
     schedule: Schedule = Constant()
     """Schedule of the learning rate over the steps of this task."""
     objective: str | None = None
-    """Function (`package.module:NAME`) that returns the loss of a batch instead of the data set's task. The
-    function cannot be combined with `distillation`, `exits` or `widths` (`training.user_code`)."""
+    """Function (`package.module:NAME`) that computes the loss of a batch in place of the data set's task. The function
+    cannot be combined with `distillation`, `exits` or `widths` (`training.user_code`)."""
 
 
 @dataclass(frozen=True)
@@ -190,11 +189,11 @@ class RoundContext:
     """Devices that are available now, in client order, with their current speeds and bandwidths."""
     pool: Pool
     clock: float = 0.0
-    """Simulated seconds before the round, including time without an available client."""
+    """Simulated seconds from the start of the run to this round, including time in which no client was available."""
     over_provision: float = 1.0
     """Factor by which the number of selected clients exceeds the number of updates to merge."""
     slots: int | None = None
-    """Number of clients that can be selected in addition to clients in training; None if unlimited."""
+    """Number of clients that can be selected in addition to clients that are still training; None if unlimited."""
     samples: tuple[int, ...] = ()
     """Number of training samples of each client; empty if unknown."""
     draws: tuple[int, ...] = ()
@@ -274,7 +273,7 @@ class ClientUpdate:
         elapsed: Seconds of the assignment on the simulated clock, set by the server.
         state: New state of the client (`contracts.KeepsClientState`). The engine removes the state before the merge.
         encoded: Encoded form of `payload`, which is sent to the server instead of `payload`.
-        seconds_decode: Real seconds of decoding, set by the server.
+        seconds_decode: Wall-clock seconds that decoding took, set by the server.
     """
 
     round: int

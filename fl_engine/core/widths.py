@@ -21,7 +21,7 @@ from fl_engine.core.types import FULL, HEAD, ParamLayout, SubmodelSpec
 Rounding = Literal["ceil", "floor"]
 
 EXIT_TOLERANCE = 5.0
-"""Percentage points by which a level may exceed its target (as in the code of FlexFL and AdaptiveFL)."""
+"""Percentage points by which a level may exceed its target, as in the code of FlexFL and AdaptiveFL."""
 
 
 def hidden(layout: ParamLayout) -> dict[str, int]:
@@ -56,7 +56,7 @@ def prefix(layout: ParamLayout, width: float, rounding: Rounding = "ceil") -> Su
 
 Size = Literal["small", "medium", "large"]
 SIZES: tuple[Size, ...] = ("small", "medium", "large")
-"""Names of sub-networks in every network with nested sub-networks."""
+"""Names of sub-networks that every network with nested sub-networks defines."""
 
 
 def nested(
@@ -64,7 +64,7 @@ def nested(
 ) -> dict[str, SubmodelSpec]:
     """Map names to nested sub-networks (`contracts.Nested`), smallest first. If the network does not define
     sub-networks, map `names` to prefixes with the width ratios `widths` (ascending to 1). `only` selects one name.
-    Raises PoolError."""
+    Raises PoolError if `widths` or `names` are invalid."""
     if isinstance(family, Nested):
         return dict(family.nested())
     if len(set(names)) != len(widths) or list(widths) != sorted(set(widths)) or widths[-1] != 1:
@@ -103,7 +103,8 @@ def random_drop(
     layout: ParamLayout, width: float, rng: np.random.Generator, inside: SubmodelSpec = FULL
 ) -> SubmodelSpec:
     """Return the sub-model of Federated Dropout (FedRolex Eq. 3.5). Each layer keeps floor(width * K_i) random channels
-    of `inside`. Layers draw independently, but layers whose outputs a shortcut adds keep equal channels."""
+    of `inside`. Channels are drawn independently for each layer, but layers whose outputs a shortcut adds keep the same
+    channels."""
     if width >= 1:
         return inside
     groups = hidden(layout)
@@ -132,8 +133,8 @@ def exit_name(block: str) -> str:
 
 
 def up_to(family: ModelFamily, exit: str | None) -> tuple[str, ...]:
-    """Return all blocks, including heads, up to the head of the exit after block `exit`, in network order. None returns
-    all blocks. Raises ModelError if the exit is unknown."""
+    """Return all blocks, including heads, up to the head of the exit after block `exit`, in network order. If `exit` is
+    None, return all blocks. Raises ModelError if the exit is unknown."""
     blocks = family.layout().blocks
     if exit is None:
         return blocks
