@@ -40,7 +40,7 @@ def header_of(tensors: Params) -> Header:
 
 
 def coded(header: Header) -> Header:
-    """Return the header of those tensors that a codec encodes, sorted by name."""
+    """Return the part of a header that a codec encodes, sorted by tensor name."""
     return {
         name: (dtype, shape)
         for name, (dtype, shape) in sorted(header.items())

@@ -70,7 +70,7 @@ def _largest(assignment: Assignment, state: Header) -> Header:
 
 @dataclass(frozen=True)
 class Rules:
-    """The properties of a valid update."""
+    """The rules that a valid update must satisfy."""
 
     family: ModelFamily
     layout: ParamLayout
@@ -171,8 +171,8 @@ def _weights(
 
 
 def _check_header(value: bytes, tensors: int) -> None:
-    """Check the size of the header before parsing, because the parser needs one second per MB, and memory of 25 times
-    the header's size. The header may be padded with spaces (`store.padded`)."""
+    """Check the size of the header before parsing, because parsing takes one second per MB and needs 25 times as much
+    memory as the header. The header may be padded with spaces (`store.padded`)."""
     entries = value[8 : 8 + int.from_bytes(value[:8], "little")].rstrip(b" ")
     if len(entries) > HEADER_BYTES * (1 + tensors):
         raise Rejected("schema", f"a header of {len(entries)} bytes, for at most {tensors} tensors")

@@ -40,7 +40,7 @@ from fl_engine.training.memory import Peaks
 
 MESSAGE, HEARTBEAT = "message.json", "heartbeat.json"
 MESSAGE_BYTES = 2**22
-"""Maximum size of a message in bytes. The URLs need some kB per assignment."""
+"""Maximum size of a message in bytes. The URLs take a few kB per assignment."""
 HEARTBEAT_BYTES = 2**12
 LEAST_S, MOST_S = 0.2, 30.0
 """Minimum and maximum seconds between two polls for a message."""
@@ -259,8 +259,8 @@ def _server(address: str) -> str:
 
 
 def read_message(value: bytes, key: str, invited: str) -> Message:
-    """Parse a message, and check its signature by the device's `key`. Until the coordinator has read the first
-    heartbeat, messages are signed with `invited` and must contain no lease. Raises IntegrityError if a check fails."""
+    """Parse a message, and check its signature with the device's `key`. Until the coordinator has read the first
+    heartbeat, messages are signed with `invited` and must have no lease. Raises IntegrityError if a check fails."""
     try:
         message = Message.model_validate_json(value)
     except ValidationError as error:

@@ -6,7 +6,7 @@ The rules apply in this order. Each line begins with the stage of the failure.
     `validate`: The movement of the update and the client's mean over AVERAGED updates exceed half of this bound.
     `straggle`: The update finished later than `deadline_s` on the simulated clock.
     `straggle`: `over_provision` selected more clients than the round requires, and enough updates finished earlier.
-    `quorum`: Less than the fraction `quorum` of the required updates is left, so all updates are rejected.
+    `quorum`: Fewer updates remain than `quorum` times the required number, so all updates are rejected.
 
 The rules do not depend on real time, so every backend rejects the same updates.
 
@@ -203,8 +203,8 @@ def find_refused(
 
 
 def _too_far(moved: Moved, usual: Moved, before: Sequence[Moved], bound: float) -> tuple[Code, str] | None:
-    """Return a tuple (code, reason) if an update moved too far; otherwise None. `usual` is the usual movement for the
-    update's number of steps. `before` contains the client's earlier movements, as multiples of the usual movement."""
+    """Return a tuple (code, reason) if an update moved too far; otherwise None. `usual` is the usual movement for this
+    number of steps. `before` contains the client's earlier movements, as multiples of the usual movement."""
     now = _times(moved, usual)
     last = [*before, now]
     kinds: tuple[tuple[Code, int], ...] = (("norm", 0), ("statistics", 1))

@@ -18,7 +18,7 @@ simulated clock is pending until that round. A commit stores the weight change o
 `pending/`, and all other fields in the commit's JSON.
 
 Departs from the paper: new clients are selected at a merge, not when a client finishes. Therefore fewer than K clients
-train between two merges. K includes clients that were selected and failed.
+train between two merges. K also counts selected clients that failed.
 """
 
 from __future__ import annotations

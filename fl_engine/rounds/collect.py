@@ -35,7 +35,7 @@ OnResult = Callable[[int, int, int], None]
 class Collected:
     results: RoundResults
     history: MovementHistory
-    """Movements of updates up to and including this round."""
+    """Movements (`acceptance`) of all updates up to and including this round."""
     waited: float
     """Seconds spent waiting for the backend."""
     decoded: float = 0.0

@@ -35,7 +35,7 @@ class Closed(Record):
     metrics: dict[int, dict[str, float]] = Field(default={})
     """Metrics of each update that was read."""
     moved: dict[int, Moved] = Field(default={})
-    """Measured movements of all updates, including rejected updates."""
+    """Movements (`acceptance`) of all updates, including rejected updates."""
     times: dict[int, Times] = Field(default={})
     """Times of the rejected updates, which are not read again."""
     checksum: str = ""
@@ -79,7 +79,7 @@ class RoundMailbox(Mailbox):
         return closed
 
     def closed(self, plan: RoundPlan) -> Closed | None:
-        """Return the record of the closed round; None if the round is open."""
+        """Return the record of the closed round; None if the round is not closed yet."""
         key = f"{round_folder(plan.round)}closed.json"
         if key not in self.store.list(key):
             return None

@@ -20,8 +20,8 @@ class RoundsConfig(Section):
     stop_simulated_s: Annotated[Positive | None, Moves.LENGTH] = None
     """Stop after the first round that ends later than this number of simulated seconds; null: no limit."""
     mode: Literal["synchronous", "buffered"] = "synchronous"
-    """synchronous: a round waits for all selected clients. buffered (FedBuff): training.fraction of all clients train
-    at any time, and a round merges the first `buffer` updates that finish on the simulated clock."""
+    """synchronous: a round waits for all selected clients. buffered (FedBuff): a fraction of all clients
+    (training.fraction) is always training, and a round merges the first `buffer` updates on the simulated clock."""
     buffer: Count | None = None
     """Number of updates that a buffered round merges; null: the number of clients that train at the same time."""
     staleness: NotNegative = 0.5
@@ -44,7 +44,7 @@ class RoundsConfig(Section):
     deadline_s: Positive | None = None
     """Reject updates that take longer than this number of simulated seconds; null: wait for all updates."""
     quorum: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Minimum number of merged updates, as a fraction of the required number. Otherwise the model is not changed."""
+    """Minimum fraction of the required updates that a merge needs. With fewer updates, the model does not change."""
     faults: str | None = None
     """Simulated dropouts, stragglers and Byzantine clients, each with a fraction of all assignments, for example
     drop=0.2,slow=0.1x5,nan=0.02,scale=0.02x100,flip=0.02,corrupt=0.01; null: no faults."""

@@ -42,7 +42,7 @@ class Progress:
     state: Any
     """State of the algorithm."""
     history: MovementHistory = field(default_factory=MovementHistory)
-    """Movements of updates in earlier rounds."""
+    """Movements (`acceptance`) of updates in earlier rounds."""
     clock: float = 0.0
     """Total simulated seconds of all rounds."""
     states: Mapping[int, str] = field(default_factory=dict)

@@ -279,7 +279,7 @@ class Checkpoints:
 
 
 def _check_complete(rounds: int, last: int, name: str) -> None:
-    """Raise IntegrityError if rounds from 0 to `last` are missing. `rounds` is the number of rounds that were read."""
+    """Raise IntegrityError if a round from 0 to `last` is missing. `rounds` is the number of rounds that were read."""
     if rounds and rounds != last + 1:
         raise IntegrityError(f"{name}: the measurements of {last + 1 - rounds} rounds are missing. {WAY_OUT}")
 

@@ -38,7 +38,7 @@ MOST_AT_ONCE = 5 * 2**30
 PAGE = 1000
 """Maximum number of keys in one listing or deletion."""
 CONNECTING = threading.Lock()
-"""Lock that ensures that threads create each boto3 client only once, because a client needs 20 MB."""
+"""Lock with which threads create each boto3 client only once, because a client needs 20 MB."""
 OWN = "FLEXFLEET_"
 """Prefix of boto3's environment variables that apply only to the run store."""
 SIGNING = "FLEXFLEET_SIGNING_"
@@ -58,7 +58,7 @@ HINTS = {
 
 def open_store(uri: str, hasty: bool = False, patience_s: float = 0.0) -> Store:
     """Open `s3://bucket/prefix` or a folder. `hasty` and `patience_s` are options of `S3Store`. Raises ConfigError if
-    `uri` has a scheme other than s3, because `uri` is probably not a folder."""
+    `uri` has a scheme other than s3, because such a `uri` is probably not a folder."""
     return S3Store(uri, hasty=hasty, patience_s=patience_s) if is_address(uri) else FolderStore(uri)
 
 
@@ -217,8 +217,8 @@ class S3Store:
         return url
 
     def upload(self, key: str, size: int, seconds: int, verb: Verb, endpoint: str | None = None) -> Upload:
-        """Return the permission to upload `key` for `seconds`. The value must have at most `size` bytes with POST, and
-        exactly `size` bytes with PUT. Raises ConfigError if `size` exceeds the limit of S3."""
+        """Return a permission to upload `key` that is valid for `seconds`. The value must have at most `size` bytes
+        with POST, and exactly `size` bytes with PUT. Raises ConfigError if `size` exceeds the limit of S3."""
         if size > MOST_AT_ONCE:
             raise ConfigError(f"{self.uri(key)}: an upload must be at most 5 GiB, got {size} B. Set codec.up.name=half")
         with self._explained(key):

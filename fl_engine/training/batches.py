@@ -1,4 +1,4 @@
-"""Creates the training batches of each lane: draws the samples of every step and augments the samples."""
+"""Creates the training batches of each lane (`lanes`): draws and augments the samples of every step."""
 
 from __future__ import annotations
 

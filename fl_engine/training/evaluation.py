@@ -119,7 +119,7 @@ def _batches(count: int, batch_size: int = BATCH) -> list[Tensor]:
 
 
 def score(network: nn.Module, data: Data, ensemble: bool) -> Score:
-    """Score a network on the test samples, using the CPU."""
+    """Score a network on the test samples, on the CPU."""
     return _one_pass([(network, ensemble)], data, data.test_x, data.test_y, "cpu")[0]
 
 
@@ -232,8 +232,8 @@ OWNERS = ("accuracy_device_classes", "accuracy_server_classes")
 
 def by_owner(score: Score, server_classes: Sequence[int]) -> Score:
     """Add two accuracies to the score: the accuracy on test samples of the devices' classes, and the accuracy on test
-    samples of the server's classes. A prediction may be any class. If the devices' or the server's classes have no test
-    samples, or if the task has no classes, return the score unchanged."""
+    samples of the server's classes. Predictions are not restricted to these classes. If the devices' or the server's
+    classes have no test samples, or if the task has no classes, return the score unchanged."""
     if not server_classes or not score.confusion.numel():
         return score
     owned = torch.zeros(len(score.confusion), dtype=torch.bool)

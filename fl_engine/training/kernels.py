@@ -78,8 +78,8 @@ class _BatchedLinear(torch.autograd.Function):
 
 
 class _UnfoldedConv2d(torch.autograd.Function):
-    """Convolution as one matrix product. All tensors have the memory format channels_last. The backward pass adds up
-    the input's gradient one kernel position at a time."""
+    """Convolution as one matrix product. All tensors have the memory format channels_last. The backward pass
+    accumulates the input's gradient one kernel position at a time."""
 
     @staticmethod
     def forward(ctx: Any, x_bchw: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:

@@ -32,7 +32,7 @@ class TrainingJob:
     start: Params
     """Initial weights of the sub-model `task.spec`."""
     x: Tensor
-    """Normalised samples (N, ...), on the torch device that trains."""
+    """Normalised samples (N, ...), on the torch device for training."""
     y: Tensor
     """Targets of the samples (N, ...), on the same device."""
     linear: Params = field(default_factory=dict)

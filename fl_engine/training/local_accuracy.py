@@ -1,8 +1,8 @@
 """Local accuracy: the accuracy of a model on the class distribution of each client (FedRolex, Tables 3.3 and 3.4).
 
-The test samples of a class are distributed over the clients in proportion to their training samples of this class. A
-prediction is always one of the client's classes. In the authors' code, the outputs of all other classes are 0, so
-another class is predicted if all outputs of the client's classes are negative.
+The test samples of a class are distributed over the clients in proportion to the clients' training samples of this
+class. A prediction is always one of the client's classes. In the authors' code, the outputs of all other classes are 0,
+so another class is predicted if all outputs of the client's classes are negative.
 """
 
 from __future__ import annotations

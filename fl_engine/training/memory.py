@@ -100,7 +100,7 @@ class TrialSite:
 
 
 def level_peaks(site: TrialSite, trials: Sequence[LevelTrial]) -> Peaks:
-    """Measure the memory of each trial. A trial normalises the samples and trains three batches."""
+    """Measure the memory of each trial. A trial normalises the samples and trains on three batches."""
     found = [measured(site, trial) for trial in trials]
     base = max(before for before, _ in found)
     return Peaks(base, tuple(base + peak - before for before, peak in found))
@@ -207,9 +207,9 @@ def _status(field: str) -> int:
 def free(room: int, peaks: Peaks, pool: Pool, failures: int = 0) -> float:
     """Convert free memory from bytes (`room`) to % of the full model's parameters.
 
-    The result is greater than a level's % of the parameters if and only if this level and all smaller levels fit.
-    Between two levels, the result grows linearly with `room`. Each of the `failures` excludes the largest remaining
-    level, because training usually fails for lack of memory.
+    The result exceeds a level's size (in %) if and only if this level and all smaller levels fit into `room`. Between
+    two levels, the result grows linearly with `room`. Each of the `failures` excludes the largest remaining level,
+    because training usually fails for lack of memory.
     """
     # Map the size of a level (in % of the parameters) to the bytes that suffice for the level and all smaller levels.
     needs: dict[float, int] = {}

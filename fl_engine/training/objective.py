@@ -40,7 +40,7 @@ class Setting:
     tasks: Sequence[LocalTask]
     """One task per lane."""
     targets: Sequence[Tensor]
-    """Targets of each lane, on the device that trains."""
+    """Targets of each lane, on the torch device for training."""
     state: Params
     """Trained weights and running statistics, each (n, ...)."""
     numerics: Numerics
@@ -112,7 +112,7 @@ def _kept_share(layout: ParamLayout, spec: SubmodelSpec, axis: Axis) -> float:
 
 
 def objective_of(setting: Setting) -> Objective:
-    """Return a function for the loss: the task's loss on the data plus the terms that the client's `LocalTask` sets.
+    """Return a function that computes the task's loss on the data plus the terms that the client's `LocalTask` sets.
 
     Outputs are reshaped to rows: (B*n, outputs), (B*n, outputs, H, W) or (B*n, outputs, T). The loss of a lane is the
     mean over the lane's rows.

@@ -79,14 +79,13 @@ def shares(sizes: Sequence[int], most: int | None) -> list[int]:
 
 
 def run_label(run_id: str, store_uri: str) -> str:
-    """Return a label of at most 24 characters, which depends on the run's name and on the address of the run's
-    store."""
+    """Return a label of at most 24 characters that identifies the run by its name and by the address of its store."""
     plain = re.sub(r"[^a-z0-9]+", "-", run_id.lower()).strip("-")[:17].strip("-")
     return f"{plain or 'run'}-{hashlib.sha256(f'{store_uri}/{run_id}'.encode()).hexdigest()[:6]}"
 
 
 def job_name(run: str, round: str | None, of: PodClass, number: int) -> str:
-    """Return a Job name of at most 57 characters. Kubernetes appends the index and 5 characters for a pod."""
+    """Return a Job name of at most 57 characters. Kubernetes appends the index and 5 characters to name a pod."""
     plain = re.sub(r"[^a-z0-9]+", "-", of.name.lower()).strip("-")[:8].strip("-")
     if plain != of.name:
         plain += f"-{hashlib.sha256(of.name.encode()).hexdigest()[:5]}"

@@ -173,7 +173,7 @@ class Seen:
     """UIDs of pods that have ended. `failed` contains the UIDs of pods that have failed."""
     failed: set[str] = field(default_factory=set)
     why: str = ""
-    """Reason for the end of the last pod that ended before its first heartbeat."""
+    """Reason why the last pod without any heartbeat has ended."""
     reported: set[str] = field(default_factory=set)
     """Kinds of reasons that have been logged."""
 
@@ -194,14 +194,14 @@ def reach(options: KubernetesConfig, run_id: str, store: Store) -> None:
 
 
 class Objects:
-    """The Kubernetes objects of one run. Their label is `run`, and the ConfigMap contains the address `store`."""
+    """The Kubernetes objects with the label `run`. The run's ConfigMap contains the store's address `store`."""
 
     def __init__(self, cluster: Cluster, options: KubernetesConfig, run: str, store: str, mailboxes: Mailboxes) -> None:
         self._cluster, self._options, self._run, self._store = cluster, options, run, store
         self._mailboxes, self._template = mailboxes, jobs.template(options.template)
         size = len(mailboxes.invitation(Member.new("x" * 63, "x" * 63, pod=True)).model_dump_json())
         self.most = max(1, min(MOST_PODS, jobs.SECRET_BYTES // size))
-        """Maximum number of pods in a Job, which the maximum size of a Secret with their invitations determines."""
+        """Maximum number of pods in a Job, limited by the size of the Secret that stores their invitations."""
         self._number = 0
 
     def jobs(self) -> list[Resource]:

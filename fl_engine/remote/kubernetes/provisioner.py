@@ -2,8 +2,8 @@
 
 Each index of a Job has a mailbox. The Job's Secret contains the invitations to the mailboxes. The Job controller
 replaces pods that end or are lost. A worker's id is the pod's UID, so two pods with the same index have different ids.
-A lease ends because of a pod's state only if the container has terminated or the pod no longer exists. Other pod states
-are only used to explain why pods do not start.
+The state of a pod ends a lease only if the container has terminated or the pod no longer exists. Other pod states are
+only used to explain why pods do not start.
 
 A thread polls Kubernetes (`Pods.watched`), so that rounds do not wait for the API. A restarted coordinator finds the
 Jobs by their labels, and reads the keys from the Jobs' Secrets.
