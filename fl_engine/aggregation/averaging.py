@@ -4,9 +4,9 @@ Each element p of the global model is averaged over the updates m that contain p
 
     p = sum_m d_m * p_m / sum_m d_m        p keeps its old value if no update contains it.
 
-Sums use double precision. The engine adds updates in client order, so the result is deterministic. In another order,
-the rounding errors of double precision differ, but are far below the stored single precision. The mean of identical
-values is exact.
+Sums use double precision. The engine adds updates in client order, so the result is deterministic. Another order
+changes only the rounding errors of double precision, which are far below the precision of the stored float32 values.
+The mean of identical values is exact.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HELD_BACK_BYTES = 2**20
 """Buffer size in bytes for small updates of the same kind, which are added in one pass."""
 
 ROWS_BYTES = 2**19
-"""Bytes of a chunk of rows in double precision. Means are computed chunk by chunk. A chunk must be smaller than
+"""Size in bytes of a chunk of rows in double precision. Means are computed chunk by chunk. A chunk must be smaller than
 `system.LARGE_BLOCK`, so that its memory is reused."""
 
 
@@ -59,7 +59,7 @@ class Regions:
         return self._locate(kind)[0]
 
     def shapes(self, kind: Kind) -> dict[str, tuple[int, ...]]:
-        """Map each tensor name of an update to the tensor's shape. Raises ModelError as `of` does."""
+        """Map each tensor name of an update to the tensor's shape. Raises ModelError in the same cases as `of`."""
         return self._locate(kind)[1]
 
     def size(self, kind: Kind) -> int:
@@ -67,7 +67,7 @@ class Regions:
         return 4 * sum(math.prod(shape) for shape in self.shapes(kind).values())
 
     def total(self, name: str, weights: Mapping[Kind, float]) -> Tensor:
-        """Return each element's sum of weights (float64) over the updates that contain the element."""
+        """Return for each element the sum of the weights (float64) of all updates that contain the element."""
         out = torch.zeros(self._old[name].shape, dtype=torch.float64)
         for kind, weight in weights.items():
             if name in self.of(kind):
@@ -104,7 +104,8 @@ class Regions:
 
 
 def change_of(tensor: Tensor, before: Tensor) -> Tensor:
-    """Return the float64 difference from the server's weights. With a codec, the client received different weights."""
+    """Return the float64 difference from the server's weights `before`. If a download codec is used, the client started
+    from slightly different weights."""
     return tensor.to(torch.float64, copy=True).sub_(before)
 
 
@@ -137,7 +138,7 @@ class StreamingMean:
     """Streaming mean of updates, whose changes are clipped to an L2 norm of `clip` (`limited`).
 
     The object stores one running sum per element and up to HELD_BACK_BYTES of updates. `result` converts the sums to
-    means tensor by tensor, because all sums and all means together would need more memory.
+    means tensor by tensor, because storing all sums and all means at once would need more memory.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Client-level differential privacy with a noisy sum of clipped changes, and its epsilon (docs/guides/privacy.md).
+"""Client-level differential privacy: a noisy sum of clipped changes, and its epsilon (docs/guides/privacy.md).
 
 Gaussian mechanism on a sum (McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018,
 Algorithm 1 with the fixed-denominator estimator). All clients have the same weight. For each element
@@ -8,16 +8,16 @@ Algorithm 1 with the fixed-denominator estimator). All clients have the same wei
 Two neighbouring fleets differ in one client, whose updates are zero in one of the fleets. The change of a sub-model
 counts as a change of the whole model with zeros in all other elements. The sums of neighbouring fleets therefore differ
 by at most `clip`. Noise is added to every element that a client may have received, to hide which clients hold an
-element. All other elements keep their values. The noisy elements and the divisor depend only on public facts
+element. All other elements keep their values. The set of noisy elements and the divisor depend only on public facts
 (`Public`).
 
 The library dp-accounting composes epsilon over rounds by Renyi differential privacy (Mironov, CSF 2017). If the
 selection is secret and draws k of N clients uniformly without replacement, epsilon is smaller (Wang et al., AISTATS
-2019, Theorem 27). In this theorem, another client replaces one client, so the sums of neighbouring fleets differ by 2 *
-clip.
+2019, Theorem 27). In this theorem, one client of a fleet is replaced by another client, so the sums of neighbouring
+fleets differ by at most 2 * clip.
 
-The selection (`plan_seed`) and the noise (`noise_seed`, `noise`) are derived from the run's key by HMAC-SHA256. The
-run's `seed` is not used, because clients receive it. Noise is generated from the output of SHAKE-256 (FIPS 202).
+The seeds of the selection (`plan_seed`) and of the noise (`noise_seed`, `noise`) are derived from the run's key by
+HMAC-SHA256. The run's `seed` is not used, because clients receive it. SHAKE-256 (FIPS 202) generates the noise.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from fl_engine.selection.capacity import able, dispatched, eligible, round_size
 
 @dataclass(frozen=True)
 class Public:
-    """Facts of a round that do not depend on clients' data, for private aggregates."""
+    """Facts about a round that private aggregates may use, because they do not depend on clients' data."""
 
     clients: int
     """Number of selected clients."""
@@ -56,7 +56,7 @@ class Public:
     noise_seed: bytes | None
     """256-bit secret for the noise in this round and in this part of the model; None without a secret key."""
     moving: bool = False
-    """True if the models define only sizes and the channels change in every round (FedRolex, Federated Dropout)."""
+    """True if models define only their widths, and the channels change in every round (FedRolex, Federated Dropout)."""
 
     @staticmethod
     def of(plan: RoundPlan, pool: Pool, *, moving: bool = False, part: str = "") -> Public:
@@ -97,9 +97,9 @@ def server_seed(aggregation: object, plan: RoundPlan) -> int:
 
 
 def noise(seed: bytes, name: str, shape: Sequence[int]) -> np.ndarray:
-    """Return standard normal float64 values for one tensor. Each pair of a 256-bit `seed` and a `name` is used once.
+    """Return standard normal float64 values for one tensor. Use each pair of a 256-bit `seed` and a `name` only once.
 
-    Uses the Box-Muller transform with uniform 53-bit values u in (0, 1] and v in [0, 1). The maximum is 8.58.
+    Uses the Box-Muller transform with uniform 53-bit values u in (0, 1] and v in [0, 1). All magnitudes are below 8.58.
     """
     key, count = _derived(seed, name), math.prod(shape)
     drawn = [_normal(key, start // BLOCK, min(BLOCK, count - start)) for start in range(0, count, BLOCK)]
@@ -181,7 +181,7 @@ class NoisySum:
         return out
 
     def _kinds(self) -> dict[Kind, float]:
-        """Map each model in `Public.models` to the expected number of its clients."""
+        """Map each model in `Public.models` to the expected number of clients that receive the model."""
         kinds = {}
         for spec in self._public.models:
             names = tuple(n for n in self._old if self._layout.has_block(spec, self._layout.slots[n].block))
@@ -232,7 +232,7 @@ def check_settings(algorithm: Algorithm, known: bool, exposed: Mapping[str, bool
     Args:
         algorithm: Configured algorithm. Nothing is checked if the algorithm's aggregation is not private.
         known: True if flexfleet contains the algorithm and tests what the algorithm learns from single clients.
-        exposed: Map each key of EXPOSED to True if the configuration must use this setting.
+        exposed: Map each key of EXPOSED to True if the configuration does not use the recommended setting.
     """
     private = getattr(algorithm, "aggregation", None)
     if not isinstance(private, Private):

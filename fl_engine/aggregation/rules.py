@@ -12,9 +12,9 @@ Median and trimmed mean are defined by Yin et al., Byzantine-Robust Distributed 
 An element that no update contains keeps its old value.
 
 Departs from the paper, in which every client trains the whole model. Here n differs between elements. An element is
-safe if few of its n updates are Byzantine. If n is so small that no value is dropped (n = 2 for the median, floor(trim
-* n) < 1), the element moves by the smallest of the n changes, but only if all changes have the same sign. If the signs
-differ or n = 1, the element keeps its old value. `trim: 0` is the plain mean over the n updates.
+protected if few of its n updates are Byzantine. If n is so small that no value is dropped (n = 2 for the median, or
+floor(trim * n) < 1), the element moves by the smallest of the n changes, but only if all changes have the same sign. If
+the signs differ or n = 1, the element keeps its old value. `trim: 0` is the plain mean over the n updates.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Median:
-    """Median, which tolerates fewer than half Byzantine clients among the clients that hold an element."""
+    """Median, which tolerates Byzantine clients if they are fewer than half of the clients that hold an element."""
 
     __pydantic_config__ = STRICT
     name: Literal["median"] = "median"
@@ -116,10 +116,10 @@ Aggregation = Annotated[AggregationRule, Contract("aggregation", AGGREGATIONS, A
 
 # --------------------------------------------------------------------------------------- median, trimmed mean
 class Middle:
-    """Mean of an element's values without the fraction `trim` at each end. 0.5 is the median, and 0 is the mean.
+    """Mean of an element's values without the fraction `trim` at each end. 0.5 gives the median, and 0 gives the mean.
 
-    All updates are stored until `result` reads them in chunks of rows. Updates above `spool.IN_MEMORY_BYTES` are stored
-    in a file. Values are sorted before the sum, so results are bit-identical for any order of updates.
+    All updates are stored until `result` reads them in chunks of rows. If the updates exceed `spool.IN_MEMORY_BYTES`,
+    some updates are stored in a file. Values are sorted before the sum, so results do not depend on the updates' order.
     """
 
     def __init__(
@@ -179,8 +179,8 @@ class Middle:
 
 
 def _rows(region: Region, first: int, last: int) -> tuple[int, int, Region]:
-    """Return (start, stop, region): the update's rows between the global rows `first` and `last`, and their region
-    relative to `first`."""
+    """Return (start, stop, region). The update's rows from `start` to `stop` belong to the global rows from `first` to
+    `last`. `region` contains their indices relative to `first`."""
     head, *rest = region
     if isinstance(head, slice):  # The update contains the first rows of the tensor.
         high = max(first, min(last, head.stop))
@@ -191,8 +191,8 @@ def _rows(region: Region, first: int, last: int) -> tuple[int, int, Region]:
 
 def _middle_of(values: Tensor, holders: Tensor, old: Tensor, trim: float) -> Tensor:
     """Return the trimmed mean of `values` (n, ...), float64. If no value is dropped, move `old` by the smallest change,
-    provided that all changes have the same sign. `values` is NaN if a client does not hold an element. `holders` (...)
-    counts the clients that hold each element. `values` is sorted in place."""
+    provided that all changes have the same sign. `values` contains NaN for clients that do not hold the element.
+    `holders` (...) counts the clients that hold each element. `values` is sorted in place."""
     values.numpy().sort(axis=0)  # NumPy sorts NaN last.
     low = torch.minimum((trim * holders + 1e-9).floor(), ((holders - 1) / 2).floor()).clamp_min(0)
     high = holders - low

@@ -87,7 +87,7 @@ class Adagrad(_Adaptive):
     """Learning rate eta of the server."""
     b1: Beta = 0.0
     tau: Positive = 1e-3
-    """Degree of adaptivity. Smaller values are more adaptive."""
+    """Degree of adaptivity. Smaller values make the step sizes more adaptive."""
 
     def second(self, v: Tensor, delta: Tensor) -> Tensor:
         return v + delta**2

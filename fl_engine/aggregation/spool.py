@@ -1,4 +1,4 @@
-"""Storage for tensors in memory, and in an unnamed temporary file beyond a size limit.
+"""Store tensors in memory, and beyond a size limit in an unnamed temporary file.
 
 The norm bound and the median need all updates of a round, but memory must not grow with the number of updates. The
 operating system deletes the file when the process ends.
@@ -35,7 +35,7 @@ class _Place(NamedTuple):
 
 
 class Spooled(Mapping[str, Tensor]):
-    """Tensors of an entry in the spool's file by name. Each access reads the file."""
+    """Mapping from names to the tensors of an entry in the spool's file. Each access reads the file."""
 
     def __init__(self, file: IO[bytes], offset: int, places: Mapping[str, _Place]) -> None:
         self._file, self._offset, self._places = file, offset, places
@@ -88,11 +88,11 @@ class Spool:
         return len(self._entries) - 1
 
     def get(self, entry: int) -> Params:
-        """Return the tensors of an entry by name, as a `Spooled` if they are in the file."""
+        """Map names to the tensors of an entry. The result is a `Spooled` if the entry is stored in the file."""
         return cast(Params, self._entries[entry])
 
     def rows(self, entry: int, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        """Return the rows from `first` to `last` of a tensor in an entry, by default all rows."""
+        """Return the rows `first` to `last` - 1 of a tensor in an entry. The default is all rows."""
         stored = self._entries[entry]
         if isinstance(stored, Spooled):
             return stored.rows(name, first, last)

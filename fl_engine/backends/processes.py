@@ -67,8 +67,8 @@ class Processes:
         code: tuple[Path, str] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Start the workers. `code` is the path and SHA-256 hash of the wheel with user code, which workers verify
-        before the import. Raises EnvironmentFailure if the workers cannot be started."""
+        """Start the workers. `code` is the path and SHA-256 hash of the wheel with user code. Workers verify the hash
+        before they import the wheel. Raises EnvironmentFailure if the workers cannot be started."""
         self._should_stop = should_stop
         self._code = None if code is None else Handed(*code)
         self._site = site
@@ -141,7 +141,7 @@ class Processes:
         return _Worker(process, here, device)
 
     def _finished(self) -> list[tuple[int, _Worker]]:
-        """Wait until a worker has a result or has ended. Return pairs (index, worker) of all such workers."""
+        """Wait until workers have a result or have ended. Return pairs (index, worker) of these workers."""
         busy = {worker.link: (place, worker) for place, worker in enumerate(self._workers) if worker.group}
         since = math.inf
         while not (ready := wait(list(busy), LOOK_S)):

@@ -1,4 +1,4 @@
-"""Write integers to a bit stream with a fixed number of bits, or in Elias's omega code.
+"""Write integers to a bit stream with a fixed number of bits per integer, or in Elias's omega code.
 
 A bit plane contains the bits at one position of all integers, so that encoding and decoding are array operations.
 `pack` writes n integers of w bits in exactly ceil(n * w / 8) bytes.
@@ -6,13 +6,13 @@ A bit plane contains the bits at one position of all integers, so that encoding 
 The omega code for positive integers was published by Elias ("Universal codeword sets and representations of the
 integers", IEEE Transactions on Information Theory 21(2), 1975). Decoding starts with N = 1. If the next bit is 0, the
 codeword ends and the decoded integer is N. If the next bit is 1, this bit and the N following bits are the binary
-digits of the next N. For example, the codeword for 9 is 11 1001 0.
+digits of the next N. For example, the codeword for 9 is 11 1001 0, which consists of two groups and the final 0.
 
-Departs from the usual layout: codewords are not concatenated, because a decoder would find the ends only one by one.
+Departs from the usual layout: codewords are not concatenated, because a decoder could find their ends only one by one.
 Instead the stream starts with the first bit of every codeword. Then the first groups (without the leading 1) of all
-longer codewords follow in bit planes, sorted by width. Then the stream contains the bit after the first group, and the
-second groups, and so on. The number of bits does not change. Decoding takes one pass per group. A codeword has at most
-five groups.
+longer codewords follow in bit planes, sorted by width. The next parts are the bits after the first groups, then the
+second groups, and so on. This layout does not change the total number of bits. Decoding takes one pass per group. A
+codeword has at most five groups.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def pack(numbers: NDArray[np.int32], width: int) -> Bytes:
 
 
 def unpack(stream: Bytes, count: int, width: int) -> NDArray[np.int32]:
-    """Return the integers in the stream. Raises IntegrityError unless the stream contains `count` integers."""
+    """Return the integers in the stream. Raises IntegrityError unless the stream contains exactly `count` integers."""
     whole, rest = divmod(width, 8)
     if len(stream) != packed_size(count, width):
         problem = "ends early" if len(stream) < packed_size(count, width) else "has bytes left over"
@@ -86,7 +86,7 @@ def take(stream: Bits, at: int, count: int) -> tuple[Bits, int]:
 
 
 def ended(stream: Bits, at: int) -> None:
-    """Raise IntegrityError unless the stream has fewer than 8 bits from position `at` on, and all are zero."""
+    """Raise IntegrityError if 8 or more bits remain from position `at` on, or if one of these bits is not zero."""
     if len(stream) - at >= 8:
         raise IntegrityError(f"the stream has {(len(stream) - at) // 8} unexpected bytes at the end")
     if stream[at:].any():
@@ -97,8 +97,7 @@ def ended(stream: Bits, at: int) -> None:
 Whole = NDArray[Any]
 """Array of integers of any NumPy type."""
 LEAST = (1, 2, 4, 16, 255)
-"""Minimum of floor(log2) for integers with 1, 2, 3 and 4 groups. No integer reaches
-the last value."""
+"""Minimum floor(log2) of integers whose codewords have 1, 2, 3 and 4 groups. No integer reaches the last value."""
 
 
 def omega_size(values: Whole) -> int:

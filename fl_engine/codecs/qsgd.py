@@ -2,16 +2,17 @@
 
 The code follows section 3 of "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding" (Alistarh et
 al., NeurIPS 2017) and section II-B of FedX. With s levels and the L2 norm |v| of the bucket that contains x, s x / |v|
-is rounded up or down at random so that its expected value is exact.
+is rounded up or down at random so that the expected result is s x / |v|.
 
 - **Levels**: `bits` = q gives s = 2^q - 1, so a sign and a level take exactly q + 1 bits. A value is sent as the
-  integer s + level, from 0 to 2 s. Negative zero is sent as +0.
+  integer s + signed level, from 0 to 2 s. Negative zero is sent as +0.
 - **Buckets**: each group of `bucket` consecutive elements of a tensor has a separate norm. The last bucket may be
   shorter. An error is at most one step |v| / s, and grows with the square root of the bucket size. For 2.4 M normally
   distributed values at 8 bits, the relative root mean square error is 3.6 % with buckets of 512, and 196 % with one
   norm. FedX uses one norm per tensor, and the QSGD paper also describes buckets.
-- **Coding**: Levels are stored with a fixed width, or as run lengths of zeros, signs and levels in Elias's omega code
-  (FedX, section II-B). Both codings are lossless. The option `shorter` uses the shorter coding for each tensor.
+- **Coding**: Levels are stored with a fixed width. Alternatively, the run lengths of zeros and the levels of other
+  values are stored in Elias's omega code, and signs as single bits (FedX, section II-B). Both codings are lossless.
+  The option `shorter` uses the shorter coding for each tensor.
 
 Each tensor is sent as two tensors: a stream (one byte for the coding, then the codes), and `<name>/norm` (float32). A
 generator seeded with `seed` and the tensor's name draws 24 bits per value. Steps below 2^-126, the smallest normal
@@ -51,12 +52,12 @@ class Qsgd:
     bits: Annotated[int, Field(ge=1, le=16)] = 8
     """Number of bits per level, from 1 to 16; the sign adds one bit."""
     levels: Annotated[int, Field(ge=1, le=MOST_LEVELS)] | None = None
-    """Number of levels per sign, not counting 0, which replaces `bits`; null: 2^bits - 1 levels."""
+    """Number of levels per sign, not counting 0; overrides `bits`. null: 2^bits - 1 levels."""
     bucket: Count | None = 512
     """Number of elements that share a norm; null: all elements of a tensor share a norm."""
     coding: Literal["shorter", "fixed", "elias"] = "shorter"
-    """fixed: equally many bits for each value; elias: runs of zeros and Elias's omega code; shorter: the shorter coding
-    for each tensor."""
+    """fixed: the same number of bits for each value; elias: run lengths of zeros, in Elias's omega code; shorter: the
+    shorter of both codings for each tensor."""
 
     def encode(self, tensors: Params, seed: int) -> Params:
         """Quantize the tensors. Raises ModelError if a value is not finite or a norm exceeds the range of float32."""
@@ -88,7 +89,7 @@ class Qsgd:
 
     @property
     def width(self) -> int:
-        """Number of bits of an integer from 0 to 2 s with fixed width."""
+        """Number of bits per value in the coding `fixed`, which stores integers from 0 to 2 s."""
         return (2 * self.s).bit_length()
 
     def _norms(self, name: str, x: NDArray[np.float32]) -> NDArray[np.float32]:

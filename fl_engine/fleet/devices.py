@@ -25,7 +25,7 @@ class Tier:
     fleets assume values for a Raspberry Pi 4, a Jetson Nano and a Jetson Xavier.
 
     Departs from the paper, whose Tables I and V print sigma^2. If the values were variances, a strong device would
-    hardly ever be short of memory. Here they are standard deviations, as in the authors' code.
+    hardly ever be short of memory. Here the values are standard deviations, as in the authors' code.
     """
 
     name: str
@@ -60,7 +60,7 @@ def _gaussian(full: float, rows: Mapping[str, tuple[int, int, int, int]]) -> tup
 
 def _widths(shares: Mapping[str, float]) -> tuple[Tier, ...]:
     """Return the tiers of FedRolex. Each tier is named after the largest width ratio that fits. A model of width beta
-    has about a fraction beta^2 of the parameters. The factor 1.25 accounts for the first and last layer. In small
+    has about the fraction beta^2 of the parameters. The factor 1.25 accounts for the first and last layer. In small
     networks this factor may be too small, so `Tier.width` increases the capacity to the size of the sub-model."""
     capacity = {"1": 1.0, "1/2": 1 / 2, "1/4": 1 / 4, "1/8": 1 / 8, "1/16": 1 / 16}
     return tuple(
@@ -70,7 +70,7 @@ def _widths(shares: Mapping[str, float]) -> tuple[Tier, ...]:
 
 
 def _aiot(kind: str, training_mb: float, sizes: Sequence[str], speed: float) -> tuple[Tier, ...]:
-    """Return a tier for each memory size in a row of FedAIoT's Table 2.7, with equal shares. The capacity r_M is the
+    """Return tiers with equal shares, one for each memory size in a row of FedAIoT's Table 2.7. The capacity r_M is the
     memory size in % of the memory for training the row's network (Table 2.6, float32). Speeds are assumed."""
     units = {"mb": 1.0, "gb": 1024.0}
     return tuple(
@@ -134,9 +134,9 @@ def fleet(
     """Return one device per client. The number of devices per tier is rounded by the largest remainder method. The seed
     determines each client's device, so all algorithms in a comparison use the same fleet.
 
-    `family` is the trained network, which tiers with a `width` require. `smallest` is the number of parameters in the
-    smallest sent model. Every device in the default fleet gets enough memory for this model. Without `family` and
-    `smallest`, r_M is `memory`. Raises ConfigError for invalid tiers.
+    `family` is the network that clients train, which is required for tiers with a `width`. `smallest` is the number of
+    parameters of the smallest model that the server sends. Every device in the default fleet gets enough memory for
+    this model. Without `family` and `smallest`, r_M is `memory`. Raises ConfigError for invalid tiers.
     """
     tiers = named(tiers) if isinstance(tiers, str) else tiers
     for t in tiers:
@@ -180,8 +180,8 @@ def _check(t: Tier) -> None:
 
 
 def holding(tiers: Sequence[Tier], family: ModelFamily, smallest: int | None = None) -> list[Tier]:
-    """Return the tiers with enough memory for a sub-model of the tier's `width`. In the default fleet, each tier also
-    gets enough memory for a model with `smallest` parameters."""
+    """Increase each tier's memory so that a sub-model of the tier's `width` fits, and return the tiers. In the default
+    fleet, a model with `smallest` parameters also fits into each tier."""
     layout, is_default = family.layout(), tuple(tiers) == DEFAULT
     found = []
     for t in tiers:
@@ -194,7 +194,7 @@ def holding(tiers: Sequence[Tier], family: ModelFamily, smallest: int | None = N
 
 
 def at_least(t: Tier, params: int, family: ModelFamily) -> Tier:
-    """Return the tier with memory for at least `params` parameters. Half a parameter is added to the memory, because a
+    """Return the tier with its memory increased to at least `params` parameters. Half a parameter is added, because a
     model must be smaller than the free memory."""
     return replace(t, memory=max(t.memory, 100 * (params + 0.5) / count_params(family)))
 
@@ -228,5 +228,5 @@ class Took(NamedTuple):
 
 
 def simulated_seconds(device: Device, macs: float, transferred: int) -> Took:
-    """Return the duration of `macs` multiply-adds and of the transfer of `transferred` bytes (download plus upload)."""
+    """Return the time to compute `macs` multiply-adds and the time to transfer `transferred` bytes (down and up)."""
     return Took(macs / device.speed, transferred / device.bandwidth)

@@ -1,9 +1,9 @@
 """Generate traces with log-normal speeds, bandwidths and odds of being online, and with configurable correlations.
 
 The paper on multi-branch networks with Oort (section 5.1) uses FedScale's traces with constant speed and varying
-bandwidth and availability. This generator creates similar traces without a file. Correlations refer to logarithms,
-except for the number of samples, which is replaced by the normal scores of the ranks. Independent speeds would favour a
-selection algorithm that prefers fast clients. Defaults without a source are assumptions.
+bandwidth and availability. This generator creates similar traces without a file. Correlations refer to logarithms.
+The number of samples is replaced by the normal scores of its ranks. Uncorrelated speeds would favour selection
+algorithms that prefer fast clients. Defaults for which no source is given are assumptions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LogNormal:
     bandwidth_sigma: Spread = 1.0
     """Standard deviation of log(bandwidth) between clients."""
     bandwidth_varies: Spread = 0.5
-    """Standard deviation of the log of a random bandwidth factor over time; 0: the bandwidth is constant."""
+    """Standard deviation over time of log(random factor of the bandwidth); 0: the bandwidth is constant."""
     bandwidth_s: Seconds = 300.0
     """Seconds between two changes of the random bandwidth factor."""
     speed_bandwidth: Correlation = 0.0
@@ -64,7 +64,7 @@ class LogNormal:
     offline_s: Seconds = 3600.0
     """Mean length of an offline session in seconds, for a client with median odds of being online."""
     online_sigma: Spread = 1.0
-    """Standard deviation between clients of the log odds of being online (online divided by offline seconds)."""
+    """Standard deviation between clients of log(odds). The odds are the online seconds divided by the offline ones."""
     repeat_s: Seconds = 604_800.0
     """Seconds after which the trace repeats."""
 

@@ -32,8 +32,8 @@ ROW = np.dtype([("client", "i8"), ("time", "f8"), ("online", "?"), ("speed", "f8
 
 MOST_ROWS = 50_000_000
 MOST_PIECES = 100_000
-"""Maximum number of pieces in an assignment. After this number of pieces the rates are constant. The limit bounds the
-computation for slow clients."""
+"""Maximum number of pieces (`Piece`) in an assignment. After the last piece, speed and bandwidth are constant. The
+limit bounds the computation for slow clients."""
 REMEMBERED_BYTES = 2**25
 """Maximum bytes of the cache for bandwidth factors."""
 
@@ -156,7 +156,7 @@ class Trace:
             time = until
 
     def _held(self, client: int, time: float) -> Iterator[tuple[int | None, float]]:
-        """Yield (row, end of its validity) from `time` on. The row is None before the first row. May be endless."""
+        """Yield pairs (row, end of the row) from `time` on, possibly forever. Before the first row, the row is None."""
         start, end, period = int(self.first[client]), int(self.first[client + 1]), float(self.period[client])
         turns, local = divmod(_late(time), period)
         base = turns * period if turns else 0.0

@@ -63,7 +63,7 @@ class TraceFile:
         return (self.path,)
 
     def trace(self, fleet: Sequence[Device], samples: Sequence[int], seed: int) -> Trace:
-        """Read the file. Raises DataError with the file and the line if a row is invalid."""
+        """Read the file. Raises DataError, which names the file and the line, if a row is invalid."""
         period = math.inf if self.repeat_s is None else self.repeat_s
         rows = np.fromiter(_rows(Path(self.path), fleet, period), ROW)
         if not len(rows):
@@ -121,7 +121,7 @@ TRACES: dict[str, type[TraceSource]] = {"lognormal": LogNormal, "file": TraceFil
 
 @dataclass(frozen=True)
 class OrFile(Contract[TraceSource]):
-    """Accepts a plain path as the name of a CSV file."""
+    """Contract that also accepts the path of a CSV file."""
 
     def parse(self, section: Any) -> TraceSource:
         return super().parse({"name": "file", "path": section} if isinstance(section, str) else section)

@@ -28,7 +28,7 @@ def preparation(name: str) -> Preparation:
 
 
 def assumed(algorithm: Algorithm, family: ModelFamily) -> Prepared:
-    """Return placeholders for the preparations' results, to check `pool` before the preparations run."""
+    """Return placeholders for the preparations' results, so that `pool` can be checked before the preparations run."""
     return {name: preparation(name).assumed(family) for name in algorithm.preparations}
 
 

@@ -9,7 +9,7 @@ Departs from the paper:
 
 - Eq. 2 alone nearly always chooses the highest number of bits, which loses the least accuracy. Here, `best` considers
   all candidates that lose at most `delta` more accuracy than the best candidate. `best` returns the candidate with the
-  fewest encoded bits. `delta = 0` is Eq. 2. The paper does not define how ties are broken.
+  fewest encoded bits. `delta = 0` corresponds to Eq. 2. The paper does not define how ties are broken.
 - The paper stops its search early "when the utility drops below an acceptable level", but does not specify the order of
   the search. Here the search measures all candidates.
 - A sub-network must also fit into the memory of the tier's devices.
@@ -29,7 +29,7 @@ TINY = 1e-12
 
 
 class Candidate(BaseModel):
-    """Sub-network that is quantised to a number of bits, with its score."""
+    """Sub-network, quantised to a number of bits, and its score."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     level: str
@@ -52,7 +52,7 @@ class Kind:
 
 
 def feasible(kind: Kind, limit: float | None) -> list[str]:
-    """Return the sub-networks with a local round of at most `limit` seconds on the tier's devices (None: no limit).
+    """Return the sub-networks whose local round takes at most `limit` seconds on the tier's devices (None: no limit).
     Raises PoolError if no sub-network is feasible."""
     if not kind.seconds:
         raise PoolError(f"tier {kind.tier!r} does not have memory for any sub-network. Increase the tier's memory")
@@ -117,7 +117,8 @@ def best(candidates: Sequence[Candidate], delta: float, tier: str) -> Candidate:
 
 
 def spread(names: Sequence[str], most: int | None, always: Iterable[str]) -> tuple[str, ...]:
-    """Return at most `most` names in order (None: all names): the names in `always` and evenly spaced others."""
+    """Return at most `most` names, in order: all names in `always` and evenly spaced others. If `most` is None, return
+    all names."""
     if most is None or most >= len(names):
         return tuple(names)
     chosen = set(always) & set(names)

@@ -70,10 +70,10 @@ class Supernet(BaseModel):
     table: tuple[Candidate, ...] = ()
     """All candidates that the search measured."""
     smaller_gets_more_bits: bool | None = None
-    """True if tiers with smaller sub-networks get more bits, as FedX claims; None if the sub-networks have equal
-    sizes."""
+    """True if tiers with smaller sub-networks get more bits, as FedX claims; None if all sub-networks have
+    the same size."""
     seconds_per_round: dict[str, dict[str, float]] = {}
-    """Map each tier to a mapping from fitting sub-networks to the simulated seconds of a local round."""
+    """For each tier, map each sub-network that fits to the simulated seconds of a local round."""
     samples: int = 0
     """Number of the server's samples, including held-out samples."""
     seconds: float = 0.0
@@ -92,7 +92,7 @@ class TrainSupernet:
     artifact: ClassVar[Any] = Supernet
 
     def prepare(self, family: ModelFamily, server: PreparationContext) -> Supernet:
-        """Train the network and search. Raises PoolError before training if a tier has no feasible sub-network."""
+        """Train the network and run the search. Before that, raise PoolError if a tier has no feasible sub-network."""
         began, settings = time.monotonic(), server.settings
         levels = nested(family, settings["algorithm.widths"], settings["algorithm.names"])
         params = {name: count_params(family, spec) for name, spec in levels.items()}
@@ -121,7 +121,7 @@ class TrainSupernet:
         return found.model_copy(update={"seconds": round(time.monotonic() - began, 3)})
 
     def assumed(self, family: ModelFamily) -> Supernet:
-        """Return an artifact without choices. Devices then get the largest sub-network that fits."""
+        """Return an artifact without chosen sub-networks. Devices then get the largest sub-network that fits."""
         return Supernet()
 
 
@@ -200,7 +200,7 @@ class Scores:
 
 
 def _kinds(family: ModelFamily, server: PreparationContext, levels: Mapping[str, SubmodelSpec]) -> list[Kind]:
-    """Return a `Kind` for each tier with devices, in the order of the tiers' first clients."""
+    """Return a `Kind` for each tier that has devices. Tiers are sorted by their first client."""
     settings, samples = server.settings, server.samples
     wanted = settings["algorithm.level"]
     if wanted is not None and wanted not in levels:

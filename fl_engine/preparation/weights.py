@@ -38,7 +38,8 @@ def gives_weights(kind: Preparation) -> bool:
 
 
 def giver(names: Iterable[str]) -> str | None:
-    """Return the name of the preparation that returns weights, or None. Raises ConfigError for several preparations."""
+    """Return the name of the preparation that returns weights, or None. Raises ConfigError if more than one preparation
+    returns weights."""
     from fl_engine.preparation import preparation  # An import at module level would be circular.
 
     givers = [name for name in names if gives_weights(preparation(name))]

@@ -1,4 +1,4 @@
-"""Functions of the selectors: number of clients in a round, and models that fit into a device's memory."""
+"""Functions that selectors share: the number of clients in a round, and the models that fit into a device's memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def holds(device: Device, share: float) -> bool:
 
 
 def able(devices: Iterable[Device], share: float) -> list[Device]:
-    """Return the devices with enough maximum memory for a model with this fraction of the full model's size."""
+    """Return the devices whose maximum memory suffices for a model with this fraction of the full model's size."""
     return [device for device in devices if holds(device, share)]
 
 
@@ -85,8 +85,8 @@ def check_capacity(fleet: Sequence[Device], pool: Pool) -> None:
 
 
 def warn_too_weak(fleet: Sequence[Device], pool: Pool) -> None:
-    """Log a warning if a tier cannot hold the smallest model, for selectors that select from all devices. Methods that
-    send only the full model ignore memory on purpose, so they do not log a warning."""
+    """Log a warning if a tier cannot hold the smallest model. Selectors that draw from all devices call this function.
+    Algorithms that send only the full model ignore memory on purpose, so no warning is logged for them."""
     if len(dispatched(pool)) > 1 and (weak := _too_weak(fleet, pool)):
         log.warning(
             "fleet: %s. Devices of these tiers are still selected. Increase the tiers' memory, or send a smaller model",
@@ -95,7 +95,7 @@ def warn_too_weak(fleet: Sequence[Device], pool: Pool) -> None:
 
 
 def _too_weak(fleet: Sequence[Device], pool: Pool) -> str:
-    """Return a description of the devices that cannot hold any sent model; empty without such devices. Tiers with an
+    """Return a description of the devices that cannot hold any sent model; empty if there are none. Tiers with an
     assigned model are not checked."""
     tiers, smallest = by_tier(pool), pool[dispatched(pool)[0]]
     weak: dict[str, list[float]] = {}

@@ -32,7 +32,7 @@ class Curiosity:
     - The paper has no failures. Here a failure changes T_c as if the client had returned the received model. The
       failure changes T_r as if the client had pruned the received model below the smallest model. Without this rule, a
       client that never succeeds would keep the maximum curiosity, and would be selected most often.
-    - `score: c` uses only R_c. `score: s` uses only R_s without the maximum of 0.5. A model with zero reward for all
+    - `score: c` uses only R_c. `score: s` uses only R_s without the limit of 0.5. A model with zero reward for all
       clients is not drawn.
     """
 

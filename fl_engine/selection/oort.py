@@ -4,8 +4,8 @@ The state has three tables:
 
 - `clients` has six rows (CLIENT to LEVEL) and one column for every client that was selected before, in client order.
   Rounds in LAST are counted from 1. SECONDS is the simulated duration of the last assignment with a result, or 0.
-- `results` has a row (round from 0, client, utility, seconds, level) for each result of the last round. The first
-  result of the next round moves these rows to `clients`.
+- `results` has a row (round from 0, client, utility, seconds, level) for each result of the last round. When the
+  first result of the next round arrives, these rows are moved to `clients`.
 - `pacer` has the fields of a `Pacer`.
 """
 
@@ -30,7 +30,7 @@ CLIENT, UTILITY, SELECTED, LAST, SECONDS, LEVEL = range(6)
 Rows = tuple[tuple[float, ...], ...]
 NO_CLIENTS: Rows = ((),) * 6
 LATE, FAILED = -1.0, -2.0
-"""Values in the column utility of `results` for stragglers and for other failed clients."""
+"""Values of the column utility in `results` for stragglers and for other failed clients."""
 UNCERTAINTY = 0.1
 """Weight of the temporal term in the score (Alg. 1 line 10; a constant in Oort's code)."""
 EXPLORE_WINDOW = 5
@@ -62,11 +62,12 @@ class Oort:
 
     In round r = 0, 1, ... the fraction max(`exploration_min`, `exploration` * `exploration_decay`^r) is reserved for
     clients that were never selected. The value of such a client is (samples to train) * min(1, T / t)^penalty. To draw
-    n such clients, the EXPLORE_WINDOW * n largest values are considered, with probabilities proportional to the values.
-    If too few clients are left in one of the two groups, clients of the other group fill the round.
+    n such clients, the candidates are the EXPLORE_WINDOW * n clients with the largest values. The probability of a
+    candidate is proportional to its value. If too few clients are left in one of the two groups, clients of the other
+    group fill the round.
 
     Clients report sqrt(mean loss^2) as the metric `rms_loss`, and the server knows |B|. Because utilities are clipped,
-    a false report cannot exceed the utility of ordinary clients. Over-commitment is the option `rounds.over_provision`
+    a false report cannot lead to a utility above the clip. Over-commitment is the option `rounds.over_provision`
     (1.3 in the paper and in FedScale, 1.1 in Oort's code).
 
     The defaults are from FedScale, whose code the paper's authors maintain (fedscale/cloud/config_parser.py,
@@ -78,9 +79,9 @@ class Oort:
     not 0.95.
 
     Departs from the published code:
-    - U uses all samples of a client and their losses with the received weights, as in the paper. The code uses the
-      samples that the client trains on and the losses of its steps.
-    - `least` and `clip` include failed clients, whose U is 0. The code includes only utilities above 0.
+    - U is computed from all samples of a client and their losses with the received weights, as in the paper. The code
+      uses the samples that the client trains on and the losses of its steps.
+    - `least` and `clip` are computed with failed clients, whose U is 0. The code uses only utilities above 0.
     - U is scaled by the range after clipping. With the range before clipping, one report of 1e6 would make all other
       scores equal. `clip` is element floor((n - 1) * `clip`) of the n selected clients' sorted utilities, so it is
       never the largest utility. In the code, `clip` is the largest utility if there are few clients.
@@ -101,28 +102,28 @@ class Oort:
     """`capacity`: send each client the largest model that it can hold, and select only clients that can hold a model.
     `largest`: send all clients the largest model."""
     preferred: Share = 1.0
-    """Fraction k of a round's clients that Oort selects (Oort's and FedScale's code: 1). The remaining clients are
-    drawn uniformly (Sec. 4.3 of the paper on multi-branch networks)."""
+    """Fraction k of a round's clients that Oort selects; 1 in Oort's and FedScale's code. Other clients are drawn
+    uniformly (Sec. 4.3 of the paper on multi-branch networks)."""
     penalty: NotNegative = 2.0
-    """Exponent alpha of T / t for slow clients (`round_penalty`; paper, Sec. 7.1: 2)."""
+    """Exponent alpha of T / t for slow clients (`round_penalty`). The paper also uses 2 (Sec. 7.1)."""
     clip: Fraction = 0.9
-    """Quantile at which utilities are clipped (`clip_bound`; paper and Oort's code: 0.95)."""
+    """Quantile at which utilities are clipped (`clip_bound`). The paper and Oort's code use 0.95."""
     cut_off: Share = 0.05
-    """Cut-off confidence c (`cut_off_util`; Oort's code: 0.7; paper: 0.95)."""
+    """Cut-off confidence c (`cut_off_util`). Oort's code uses 0.7, and the paper uses 0.95."""
     cut_off_pool: NotNegative = 10.0
-    """Minimum number of candidates for each client to draw, regardless of scores (FedScale; Oort's code: 0)."""
+    """Minimum number of candidates per drawn client, regardless of scores, as in FedScale. Oort's code uses 0."""
     exploration: Share = 0.9
-    """Exploration fraction epsilon in the first round (`exploration_factor`; Oort's code and paper: 0.9)."""
+    """Exploration fraction epsilon in the first round (`exploration_factor`), as in Oort's code and the paper."""
     exploration_decay: Share = 0.98
-    """Factor by which epsilon is multiplied after each round (`exploration_decay`; Oort's code and paper: 0.98)."""
+    """Factor by which epsilon is multiplied after each round (`exploration_decay`), as in Oort's code and the paper."""
     exploration_min: Share = 0.3
-    """Minimum of epsilon (`exploration_min`; Oort's code and paper: 0.2)."""
+    """Minimum of epsilon (`exploration_min`). Oort's code and the paper use 0.2."""
     pacer_start: Positive = 30.0
-    """Initial percentile of client times for T; from 100 on, T is infinite (`round_threshold`; Oort's code: 101)."""
+    """Initial percentile of client times for T (`round_threshold`). From 100 on, T is infinite. Oort's code has 101."""
     pacer_step: Count = 20
-    """Number of rounds between two changes of T (`pacer_step`; Oort's code: 20)."""
+    """Number of rounds between two changes of T (`pacer_step`). Oort's code also uses 20."""
     pacer_delta: NotNegative = 5.0
-    """Change of T's percentile in points (`pacer_delta`; Oort's code: 10)."""
+    """Change of T's percentile in points (`pacer_delta`). Oort's code uses 10."""
 
     def client_metrics(self) -> tuple[ClientMetric, ...]:
         return (ClientMetric("rms_loss", 0.0, LARGEST_LOSS, rms_loss),)
@@ -135,7 +136,8 @@ class Oort:
         return {"clients": NO_CLIENTS, "results": (), "pacer": Pacer(0, self.pacer_start).rows}
 
     def learn(self, state: Tables, assignment: Assignment, result: ClientResult, seconds: float) -> Tables:
-        """Add a result to the table `results`. A round's first result moves all earlier results to `clients`."""
+        """Add a result to the table `results`. Before the first result of a round is added, move all earlier results to
+        `clients`."""
         if state["results"] and state["results"][0][0] != assignment.round:
             clients, pacer = self.known(state, assignment.round)
             state = {"clients": _rows(clients), "results": (), "pacer": pacer.rows}
@@ -181,7 +183,8 @@ class Oort:
         return sorted((int(client), int(level)) for client, level in pairs)
 
     def epsilon(self, round: int) -> float:
-        """Return the fraction of a round's clients that is reserved for never selected clients. Rounds start at 0."""
+        """Return the fraction of a round's clients that is reserved for clients that were never selected. The
+        first round is 0."""
         return max(self.exploration_min, self.exploration * self.exploration_decay**round)
 
     def slow(self, seconds: np.ndarray, preferred: float) -> np.ndarray:
@@ -267,7 +270,7 @@ def enter(clients: np.ndarray, results: np.ndarray) -> tuple[np.ndarray, int, fl
 
     Return (new table, round, pacer's input). The pacer's input is the mean utility of updates from clients that were
     selected before, or 0 without such updates. As in FedScale, a straggler gets the mean utility of the round's
-    updates. If the round has no updates, stragglers keep their utility. Other failed clients get 0.
+    updates. If the round has no updates, stragglers keep their utility. The utility of other failed clients is 0.
     """
     round, selected, utility, seconds, level = int(results[0, 0]), *results[:, 1:].T
     unknown = selected[~places(clients, selected)[1]]
@@ -288,7 +291,7 @@ def enter(clients: np.ndarray, results: np.ndarray) -> tuple[np.ndarray, int, fl
 
 
 def places(clients: np.ndarray, who: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays (M,): each client's column in the table `clients`, and True for each client in the table."""
+    """Return two arrays (M,): each client's column in the table `clients`, and a mask of the clients in the table."""
     if not clients.shape[1]:
         return np.zeros(len(who), dtype=int), np.zeros(len(who), dtype=bool)
     place = np.minimum(np.searchsorted(clients[CLIENT], who), clients.shape[1] - 1)
@@ -302,9 +305,9 @@ def _rows(clients: np.ndarray) -> Rows:
 @dataclass(frozen=True)
 class Pacer:
     """Oort's pacer (Lai et al., OSDI 2021, Sec. 4.3, Alg. 1 lines 7-8). T, the preferred time of a round, is a
-    percentile of the clients' times. Every `step` rounds, the pacer compares the preferred clients' utility in the last
-    `step` rounds with the `step` rounds before. If the utility hardly changed, T increases to include slower clients
-    with other data. If the utility changed sharply, T decreases."""
+    percentile of the clients' times. Every `step` rounds, the pacer compares the utility of the preferred clients in
+    the last `step` rounds with their utility in the `step` rounds before. If the utility hardly changed, T increases to
+    include slower clients with other data. If the utility changed sharply, T decreases."""
 
     rounds: int
     """Number of finished rounds."""
@@ -317,8 +320,8 @@ class Pacer:
         """Return the pacer after `rounds` rounds. `brought` maps rounds (from 0) to the mean utility of the preferred
         clients; the utility of a missing round is 0.
 
-        As in Oort's code, a relative change of at most FLAT, or from 0 to 0, increases T. A change of at least SHARP
-        decreases T. The percentile stays between `delta` and 100.
+        As in Oort's code, a relative change of at most FLAT increases T, and so does a change from 0 to 0. A change of
+        at least SHARP decreases T. The percentile stays between `delta` and 100.
         """
         percentile, history = self.percentile, list(self.history)
         for over in range(self.rounds + 1, rounds + 1):

@@ -24,8 +24,8 @@ class LearnsNothing:
 class Uniform(LearnsNothing):
     """Draw k distinct clients uniformly from all clients.
 
-    `model` determines the model that a client receives. `capacity`: the largest model that fits, or otherwise the
-    smallest. `random`: a random model (AdaptiveFL's +Random). `largest`: the largest model (AdaptiveFL's +Greed).
+    `model` determines the model that a client receives. `capacity`: the largest model that fits, or the smallest model
+    if none fits. `random`: a random model (AdaptiveFL's +Random). `largest`: the largest model (AdaptiveFL's +Greed).
     """
 
     __pydantic_config__ = STRICT
@@ -52,9 +52,9 @@ class Uniform(LearnsNothing):
 
 @dataclass(frozen=True)
 class ByCapacity(LearnsNothing):
-    """Draw k distinct clients uniformly from all clients that can hold a model. Each gets the largest fitting model.
+    """Draw k distinct clients uniformly from all clients that can hold a model.
 
-    The fleet is rejected if one of its tiers cannot hold any model.
+    Each client gets the largest model that fits. The fleet is rejected if one of its tiers cannot hold any model.
     """
 
     __pydantic_config__ = STRICT
@@ -81,9 +81,9 @@ class ResourceTable(LearnsNothing):
     """FlexFL's selection: draw a level uniformly, then draw a device whose maximum capacity can hold this level.
 
     Departs from the paper, which only mentions a resource table. The authors' code, which is written for 17 devices,
-    draws all devices again until no device is drawn twice. Here each device is drawn uniformly from the devices that
-    can hold the level and are not selected yet. A level without such a device is not drawn. If fewer than k devices can
-    hold a model, fewer than k devices are selected.
+    repeats the draw of all devices until no device is drawn twice. Here each device is drawn uniformly from the devices
+    that can hold the level and are not selected yet. A level without such a device is not drawn. If fewer than k
+    devices can hold a model, fewer than k devices are selected.
     """
 
     __pydantic_config__ = STRICT

@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 BOX = 4
 """Number of outputs of a cell that describe a box. The outputs for the categories follow the box."""
 PRIOR = 4.595
-"""Value that is subtracted from category outputs, so that an output of 0 is a score of .01. With initial scores of .5,
-training diverges, because most cells have no object (Focal Loss, Lin et al., ICCV 2017, section 3.3)."""
+"""Value that is subtracted from category outputs, so that an output of 0 gives a score of .01. With initial scores of
+.5, training diverges, because most cells have no object (Focal Loss, Lin et al., ICCV 2017, section 3.3)."""
 LARGEST = 8.0
 """Maximum logarithm of the width or height of a box, measured in cells."""
 BALANCE, FOCUS = 0.25, 2.0
@@ -156,8 +156,8 @@ class Detection:
     def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
         """Return KL(teacher || student) for each category. Each score is a separate probability (Yang et al., Bridging
         Cross-task Protocol Inconsistency for Distillation in Dense Object Detection, ICCV 2023). For boxes, return the
-        squared errors of the four values, multiplied by the teacher's highest score in the cell. The boxes of cells
-        without an object are arbitrary."""
+        squared errors of the four values. The errors are multiplied by the teacher's highest score in the cell, because
+        the boxes of cells without an object are arbitrary."""
         teacher = self.softened(teacher_bo, temperature)
         score = (teacher[:, BOX:] * temperature).amax(1, keepdim=True).sigmoid()
         of_boxes = score * (softened_bo[:, :BOX] - teacher[:, :BOX]).square()

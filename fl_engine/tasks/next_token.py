@@ -37,7 +37,7 @@ class NextToken(Distilled):
     padding: int | None = 0
     """Token at the end of shorter sequences, which loss and metrics ignore; None if sequences have no padding."""
     masked: tuple[int, ...] = ()
-    """Tokens that are trained but excluded from `accuracy`, such as OOV and the start and end of a sequence."""
+    """Tokens that count for the loss but not for `accuracy`, such as OOV and the start and end of a sequence."""
 
     name: ClassVar[str] = "next_token"
     metric: ClassVar[Metric] = Metric("accuracy", low=0.0, high=1.0)

@@ -66,8 +66,8 @@ class Regression:
         return y
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
-        """Return the bin of each sample. Bin edges are values of targets, so all machines compute equal bins. Equal
-        targets are always in one bin, so some bins may be empty."""
+        """Return the bin of each sample. Bin edges are values of targets, so all machines compute the same bins.
+        Equal targets are always in the same bin, so some bins may be empty."""
         first = y[:, 0].numpy()
         ordered = np.sort(first)
         edges = ordered[[i * len(ordered) // self.bins for i in range(1, self.bins)]]
@@ -95,7 +95,7 @@ class Regression:
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
         """Return float64 (6, outputs): first target, number of samples, and sums of d, d^2, squared errors and absolute
-        errors, with d = target - first target. If targets are far from 0, sums of target^2 would lose precision."""
+        errors, with d = target - first target. If targets were far from 0, sums of target^2 would be imprecise."""
         found, wanted = outputs_bo.double(), y.double()
         errors, d = found - wanted, wanted - wanted[:1]
         parts = (torch.ones_like(wanted), d, d.square(), errors.square(), errors.abs())

@@ -91,13 +91,13 @@ class Segmentation(Distilled):
         return loss.sum() if reduction == "sum" else loss
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """Return the confusion matrix of pixels, int64. Rows are categories, and columns are predicted categories."""
+        """Return the confusion matrix of pixels, int64. Rows are true and columns are predicted categories."""
         self._check_outputs(outputs_bo, y)
         cells = (y.long() * self.categories + outputs_bo.argmax(1))[y != VOID]
         return torch.bincount(cells, minlength=self.categories**2).view(self.categories, self.categories)
 
     def measure(self, observed: Sequence[Tensor]) -> Measured:
-        """Return the mean IoU and the pixel accuracy. The mean is over all categories that are targets or predicted."""
+        """Return the mean IoU and the pixel accuracy. The mean includes all categories in targets or predictions."""
         confusion = torch.stack(list(observed)).sum(0).cpu()
         right = confusion.diagonal().double()
         union = confusion.sum(0) + confusion.sum(1) - right

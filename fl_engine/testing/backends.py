@@ -70,7 +70,7 @@ class BackendSuite(Suite):
 
     @pytest.fixture(autouse=True)
     def one_thread(self, restore_settings: None) -> None:
-        """Set torch to one thread, so that `execute` and the clients of a backend use equally many threads."""
+        """Set torch to one thread, so that `execute` and the clients of a backend use the same number of threads."""
         torch.set_num_threads(1)
 
     @pytest.mark.parametrize("devices", DEVICES, ids="-".join)

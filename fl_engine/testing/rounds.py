@@ -179,7 +179,7 @@ PER_ROUND = 6
 def check_silent(selector: Selector, pool: Pool) -> None:
     """Check that clients that never respond are not selected more often than other clients with the same capacity. The
     tolerance is three standard deviations of a uniform draw. The smallest model fits into every device. Responding
-    clients train the largest model that fits into the device and into the received model."""
+    clients train the largest model that fits into the device and is not larger than the received model."""
     least = 100 * pool[dispatched(pool)[0]].share + 0.1
     fleet = tuple(Device(client, f"{most:g}", max(most, least), 8.0) for client, most in enumerate(CAPACITIES))
     tables, selected, stages = selector.init(fleet, pool), Counter[int](), get_args(Stage)

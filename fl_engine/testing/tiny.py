@@ -1,7 +1,7 @@
 """A minimal network, data set, fleet and clients, for tests of federated runs in milliseconds.
 
 The network contains layers that are difficult to slice: a flatten layer that repeats channels, a residual connection, a
-block that can be dropped, and optional dropout. Without batch norm, outputs do not depend on the batch.
+block that can be dropped, and optional dropout. The network has no batch norm, so outputs do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def tiny_fleet(
 
 
 def tiny_pool(algorithm: Algorithm, family: ModelFamily, apoz: Sequence[float] | None = None) -> Pool:
-    """Return the algorithm's pool. Preparations are placeholders, except for the optional scores `apoz`."""
+    """Return the algorithm's pool. Results of preparations are placeholders, except for the optional scores `apoz`."""
 
     def nothing() -> NoReturn:
         raise ConfigError("the method pool must not use server data, because a tiny pool has no server data")
@@ -173,7 +173,7 @@ def tiny_pool(algorithm: Algorithm, family: ModelFamily, apoz: Sequence[float] |
 
 
 def paper_pool(shares: Sequence[float] = (0.25, 0.4, 0.5, 0.9, 1.0)) -> tuple[ParamLayout, Pool]:
-    """Return FlexFL's five models, with exact sizes, of a network with 100 channels and 100 parameters."""
+    """Return a layout with 100 channels and 100 parameters, and a pool with the exact sizes of FlexFL's five models."""
     layout = ParamLayout({"g": 100}, {"w": Slot("b", (Axis("g"),))})
     pool = tuple(
         PoolModel(
@@ -290,7 +290,7 @@ def measured_alike(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def assert_same_bits(left: Params, right: Params) -> None:
-    """Assert that two dicts of tensors have equal names, shapes, types and bits. The order of names may differ."""
+    """Assert that two dicts of tensors have the same names, shapes, types and bits. The order of names may differ."""
     assert left.keys() == right.keys()
     for name in left:
         a, b = left[name].cpu(), right[name].cpu()
