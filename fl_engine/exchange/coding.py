@@ -163,8 +163,8 @@ def decode_update(
 
 
 def add_sizes(pool: Pool, family: ModelFamily, run: Codecs) -> Pool:
-    """Return a copy of the pool that contains the encoded sizes of each level in bytes. A level without codecs uses the
-    run's codecs."""
+    """Return a copy of the pool with each level's encoded sizes in bytes. A level without codecs uses the run's
+    codecs."""
     types = {name: t.dtype for name, t in blank(family).state_dict().items()}
     layout, full = family.layout(), full_shapes(family)
     found = []

@@ -30,8 +30,7 @@ HEADER_BYTES = 2**10
 
 
 def manifest_bytes(assignment: Assignment) -> int:
-    """Return the maximum size in bytes of a manifest for this assignment. The size depends on the sub-model, because a
-    manifest lists all kept channels."""
+    """Return the maximum size in bytes of a manifest, which lists all kept channels of the assignment's sub-model."""
     shapes = [tensor.shape for tensor in assignment.payload.values()]
     return MANIFEST_BYTES + sum(HEADER_BYTES + CHANNEL_BYTES * sum(shape) for shape in shapes)
 

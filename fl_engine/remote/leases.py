@@ -93,7 +93,7 @@ class OpenRound:
             """Return how many assignments of a pool one untrusted worker may execute in this round. The limit is twice
             the mean number of assignments per worker that has not failed the assignment. Therefore one very fast worker
             cannot execute the majority of the assignments, but the faster half of the workers can execute all
-            assignments of the round."""
+            assignments."""
             takers = sum(w.name not in failed_by and self.provisioner.suits(w.member.tier, pool) for w in good)
             return math.ceil(2 * self.wanted[pool] / max(1, takers))
 

@@ -204,8 +204,8 @@ class Invitation(Note):
 
     @staticmethod
     def of(value: bytes, where: str) -> Invitation:
-        """Parse an invitation. `where` is the invitation's file or address for error messages. Raises ConfigError if
-        the invitation is not valid."""
+        """Parse an invitation. `where` is the invitation's file or address for error messages. Raises ConfigError for
+        an invalid invitation."""
         try:
             found = Invitation.model_validate_json(value)
         except ValidationError as error:

@@ -119,8 +119,8 @@ class Run:
 
     @cached_property
     def _draws(self) -> tuple[int, ...]:
-        """Number of samples that each client processes per round. Without `training` options, clients train one
-        epoch."""
+        """Number of samples that each client processes per round; one epoch for algorithms without `training`
+        options."""
         training = getattr(self.algorithm, "training", None)
         if not isinstance(training, Epochs):
             return tuple(self.site.rules.samples)

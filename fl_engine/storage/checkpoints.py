@@ -46,8 +46,7 @@ PACKED = 100
 
 
 class Row(Record, LeavesOut):
-    """One round's measurements. `clients` contains a dict per assignment: client, sent, trained, loss, seconds,
-    failure.
+    """One round's measurements. `clients` has a dict per assignment: client, sent, trained, loss, seconds, failure.
 
     Metrics that are not finite are omitted, because JSON cannot represent them.
     """

@@ -208,8 +208,7 @@ class S3Store:
         return f"s3://{self._bucket}/{self._prefix}{key}".rstrip("/")
 
     def presign(self, key: str, seconds: int, endpoint: str | None = None) -> str:
-        """Return a URL for reading `key` that is valid for `seconds`. `endpoint` is the server's address for
-        devices."""
+        """Return a URL for reading `key`, valid for `seconds`. `endpoint` is the server's address for devices."""
         with self._explained(key):
             url: str = self._signer(endpoint).generate_presigned_url(
                 "get_object", Params=self._where(key), ExpiresIn=seconds

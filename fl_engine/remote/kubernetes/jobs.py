@@ -45,8 +45,8 @@ class PodClass:
 
     def includes(self, other: PodClass, options: KubernetesConfig) -> bool:
         """Return whether pods of this class may execute assignments of the class `other`. The pods must have at least
-        as much CPU and memory as pods of `other`, and all other settings must be equal. The class `other` must not be
-        bound to nodes."""
+        as much CPU and memory as `other`, and all other settings must be equal. The class `other` must not be bound to
+        nodes."""
         if self == other:
             return True
         mine, its = self.pool, other.pool
