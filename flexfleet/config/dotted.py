@@ -30,7 +30,7 @@ SHORT: dict[str, str] = {
     "mlflow_uri": "tracking.mlflow",
     "store_uri": "run.store",
 }
-"""Map short names to dotted names. With a scheme (s3://bucket/prefix), `store_uri` sets run.remote instead."""
+"""Map short names to dotted names. A `store_uri` with a scheme (s3://bucket/prefix) sets run.remote instead."""
 STUDY: dict[str, str] = {"trials": "tune.trials"}
 """Map short names of parameters for studies to dotted names."""
 LISTED = {name: SHORT[name] for name in ("dataset", "model", "algorithm")}

@@ -48,12 +48,12 @@ class Parameter:
     name: str
     """Dotted name."""
     of: str
-    """Name of the component that has this option, such as `heterofl`. Empty for all other parameters."""
+    """Name of the component that has this option, such as `heterofl`; empty for all other parameters."""
     type: str
     default: str
     """The default as YAML."""
     choices: tuple[str, ...]
-    """All possible names or values. Empty if the possible values cannot be listed."""
+    """All possible names or values; empty if they cannot be listed."""
     meaning: str
 
     @property

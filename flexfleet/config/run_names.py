@@ -28,10 +28,10 @@ def check_name(name: str, what: str) -> str:
 
 
 def new_name(config: Config) -> str:
-    """Generate a name for a run, which consists of the algorithm, the seed, the time, and six random digits."""
+    """Generate a run's name from the algorithm, the seed, the time, and six random digits."""
     return dated(f"{config.algorithm['name']}-s{config.seed}".replace(":", "."))
 
 
 def dated(kind: str) -> str:
-    """Generate a name that consists of `kind`, the time, and six random digits."""
+    """Generate a name from `kind`, the time, and six random digits."""
     return f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"

@@ -58,7 +58,7 @@ class NoiseConfig(Section):
     labels: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of each client's training labels that are replaced by wrong labels."""
     sure: Fraction = 0.95
-    """Labels of a class stay correct if the model predicts one class for at least this fraction of the class's
+    """Labels of a class stay correct if the model predicts the same class for at least this fraction of the class's
     samples."""
     epochs: Count = 20
     """Epochs of the central training."""
@@ -186,7 +186,7 @@ class TrackingConfig(Section):
     mlflow: UserPath | None = "sqlite:///mlflow.db"
     """MLflow tracking URI; null for no tracking."""
     experiment: str | None = None
-    """Name of the experiment. With null, Kubeflow sets it, or it is <dataset>-<model>-<partition> outside Kubeflow."""
+    """Name of the experiment; null for the name from Kubeflow, or <dataset>-<model>-<partition> outside Kubeflow."""
 
 
 class Range(Section):
@@ -218,9 +218,9 @@ class TuneConfig(Section):
     """Options of `flexfleet tune`."""
 
     trials: Count = 30
-    """Number of complete and pruned trials, counted over all workers."""
+    """Total number of complete and pruned trials of all workers."""
     metric: Literal["avg", "full"] = "avg"
-    """Metric to optimize, as the mean over `seeds` of its values in the last round."""
+    """Metric to optimize: its value in the last round, averaged over `seeds`."""
     seeds: tuple[int, ...] = (0,)
     """Seeds for the runs of each trial."""
     held_out: tuple[int, ...] = (100, 101, 102)

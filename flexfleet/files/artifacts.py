@@ -366,7 +366,7 @@ class RunResult(Artifact):
     The following metrics are omitted if the configuration or the task does not have them:
 
     - further: Other metrics of the task.
-    - local: Mean and standard deviation over the clients of each level's accuracy on the client's own distribution.
+    - local: Accuracy of each level on a client's own distribution, as mean and standard deviation over the clients.
     - on_clients: Metrics that clients measured on held-out samples (`OnClients`).
     - kept_by_clients: Parameters for which the evaluated global model has only the initial values.
     - by_owner: Accuracy of each level on the devices' classes, and on the server's classes.

@@ -64,7 +64,7 @@ def measure_in(values: Mapping[str, float]) -> Measure:
 
 
 def levels_in(values: Mapping[str, float]) -> dict[str, float]:
-    """Map each level to its main metric, with the full model last. Empty if the round was not evaluated."""
+    """Map each level to its main metric, with the full model last; empty if the round was not evaluated."""
     names = [key.removeprefix("loss/") for key in values if key.startswith("loss/")]
     if not names or "avg" not in values or "full" not in values:
         return {}

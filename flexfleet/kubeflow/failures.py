@@ -13,10 +13,10 @@ from flexfleet.kubeflow.client import api_of, translated
 FAILED = ("FAILED", "ERROR", "SYSTEM_ERROR")
 DRIVER = re.compile(r".*-driver(\([0-9]+\))?")
 INNER = re.compile(rf"root|{DRIVER.pattern}|(executor|iteration|for-loop|condition)\b.*|.*\([0-9]+\)")
-"""Pattern of the names of nodes that Kubeflow adds to the workflow and that are not tasks. Kubeflow 2.17 also adds
-retry nodes, so a task `federate` has a child node `federate(0)`."""
+"""Pattern that matches the names of nodes that Kubeflow adds to the workflow and that are not tasks. Kubeflow 2.17 also
+adds retry nodes, so a task `federate` has a child node `federate(0)`."""
 WORKFLOW = re.compile(r".+-[a-z0-9]{5}")
-"""Pattern of the name of the node for the whole workflow."""
+"""Pattern that matches the name of the node for the whole workflow."""
 TEMPLATES = ("retry-system-container-impl", "system-container-impl")
 """Names of Kubeflow's templates for the pods of tasks. The pod of the node `<workflow>-<number>` is named
 `<workflow>-<template>-<number>`."""
@@ -45,7 +45,7 @@ class Cause:
     task: str
     message: str
     code: int | None = None
-    """Exit code of the process that the task executed. None if the logs do not contain an exit code."""
+    """Exit code of the process that the task executed; None if the logs do not contain an exit code."""
     is_curable: bool = False
     """True if a retry may succeed."""
 

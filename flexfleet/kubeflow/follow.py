@@ -47,7 +47,7 @@ class Followed:
 
     run_id: str
     url: str
-    """URL of the run in the UI. Empty if the URL of the UI is unknown."""
+    """URL of the run in the UI; empty if the URL of the UI is unknown."""
     state: str
     """Final state: SUCCEEDED, FAILED, SKIPPED or CANCELED."""
     tasks: Tasks
@@ -56,7 +56,7 @@ class Followed:
     """Map the name of each run to the metrics of its last round. If the pipeline has only one run, its name is empty.
     The metric `round` is the number of this round, counted from 1."""
     error: str
-    """Causes of the failure, with one line for each failed task. Empty if the run did not fail."""
+    """Causes of the failure, with one line for each failed task; empty if the run did not fail."""
     retried: int
     """Number of retries that this process has started."""
 
@@ -184,7 +184,7 @@ def _lines(found: list[Cause]) -> str:
 
 
 FINAL = {1, BadInput.exit_code, Diverged.exit_code, GateFailed.exit_code}
-"""Exit codes of tasks that cannot be continued. The last log lines of such a task contain advice."""
+"""Exit codes after which a run cannot be continued. The last log lines of the failed task contain advice."""
 
 
 def _advice(found: list[Cause], parameters: Mapping[str, Any], run_id: str) -> str:

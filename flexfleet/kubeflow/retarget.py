@@ -25,7 +25,7 @@ SECRETS = {
     "FLEXFLEET_TUNE_SECRET": "flexfleet-tune",
     "FLEXFLEET_WEBHOOK_SECRET": "flexfleet-webhook",
 }
-"""Map environment variables, each of which names a Secret in the pipelines' namespace, to default names."""
+"""Map environment variables that name Secrets in the pipelines' namespace to the Secrets' default names."""
 SIZES = {
     "TASK": {"CPU": "250m:2", "MEMORY": "1Gi:4Gi"},
     "TRAIN": {"CPU": "500m:8", "MEMORY": "1Gi:16Gi"},

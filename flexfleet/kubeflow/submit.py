@@ -33,7 +33,7 @@ log = logging.getLogger("flexfleet")
 class Submitted:
     run_id: str
     url: str
-    """URL of the run in the UI. Empty if the URL of the UI is unknown."""
+    """URL of the run in the UI; empty if the URL of the UI is unknown."""
     pipeline: str
     version: str
     uploaded: bool

@@ -5,7 +5,7 @@ rounds. The files are stored in the folder `<run.store>/<run id>`, even if `run.
 
     `central.json` contains the settings of the training, and is written when the training starts.
     `rounds/` and `metrics/` contain the checkpoints (`fl_engine.storage.checkpoints`).
-    `history.json` contains the metrics of every epoch, and `model.safetensors` the weights after the last epoch.
+    `history.json` contains the metrics of every epoch. `model.safetensors` contains the weights after the last epoch.
     `evaluation.json` and `confusion.json` contain the metrics of the last model on the test samples.
     `central.svg` shows the learning curve.
     `result.json` contains the result that `--json` prints.

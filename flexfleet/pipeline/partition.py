@@ -115,7 +115,7 @@ def site_before_pool(resolved: Resolved, parts: Partition) -> Site:
 
 
 def most_of(config: Config) -> int | None:
-    """Return the maximum number of samples that a client may report. None if the server knows all sample counts."""
+    """Return the maximum number of samples that a client may report; None if the server knows all sample counts."""
     return config.partition.most if config.partition.rule == local_data.LOCAL else None
 
 

@@ -83,7 +83,7 @@ class Resolved:
 
     @cached_property
     def clusters(self) -> Ints | None:
-        """Cluster index of each training sample, shape (N_train,). None if the partition does not use clusters. Raises
+        """Cluster index of each training sample, shape (N_train,); None if the partition does not use clusters. Raises
         PartitionError, ConfigError, ModelError, and EnvironmentFailure if scikit-learn is missing."""
         p = self.config.partition
         return None if p.features is None or p.rule not in BY_LABEL else _clusters(self.config, self.data, p.features)
@@ -108,7 +108,7 @@ class Resolved:
 
     @cached_property
     def start(self) -> Params | None:
-        """Initial weights of the whole network from `model.init` or the user's module. None if neither has weights.
+        """Initial weights of the whole network from `model.init` or the user's module; None if neither has weights.
         Raises the errors of `warm_start.start`. Raises ConfigError if a preparation also returns initial weights."""
         weights = warm_start.start(self.config, self.family)
         if weights is not None and (name := giver(self.algorithm.preparations)) is not None:
@@ -158,7 +158,7 @@ def config_of(args: argparse.Namespace) -> Config:
 @contextmanager
 def unchanged(args: argparse.Namespace) -> Iterator[Resolved]:
     """Read the configuration from parsed options, and yield it. Raises ConfigError if the configuration has changed at
-    the end of the context, because DVC reads params.yaml after a stage and would record the new values."""
+    the end of the context. Otherwise, DVC, which reads params.yaml after a stage, would record the new values."""
 
     def counts(key: str) -> bool:
         return moves(key) not in (Moves.EXECUTION, Moves.PLACE) or key.startswith("publish.")

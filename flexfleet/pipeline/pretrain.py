@@ -132,7 +132,7 @@ def inputs_of(resolved: Resolved, name: str, partition: Path) -> str:
 
 
 def _code(kind: Preparation) -> list[str] | None:
-    """Return the digests of the source files in the preparation's folder. None if no file defines it."""
+    """Return the digests of the source files in the preparation's folder; None if no file defines the preparation."""
     try:
         own = Path(inspect.getfile(type(kind)))
         for place in own.parents:
@@ -176,8 +176,8 @@ class Shared(Artifact):
 
 
 def share(resolved: Resolved, out: Path) -> Path:
-    """Write partition/, pretrain/ and shared.json into `out`, from which all runs with the same seed can copy.
-    `resolved` is one of these runs. If any of the runs needs preparations, `resolved` must be such a run."""
+    """Write partition/, pretrain/ and shared.json into `out`, from which all runs with the same seed copy these
+    results. `resolved` is one of these runs. If any of the runs needs preparations, `resolved` must be such a run."""
     (out / SHARED).unlink(missing_ok=True)
     partition_step.partition(resolved, out / "partition")
     pretrain(resolved, out / "partition", out / "pretrain")

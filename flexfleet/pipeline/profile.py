@@ -39,7 +39,7 @@ class LevelProfile:
     fits: bool
     """True if the level's peak memory fits into the available memory. Otherwise, the speed is not measured."""
     peak_bytes: int | None
-    """Peak memory during training minus memory before training, in bytes. None if the training failed."""
+    """Peak memory during training minus memory before training, in bytes; None if the training failed."""
     samples_per_second: float | None
     macs_per_sample: float | None
     """Multiply-adds (MACs) per sample of a training step, as the simulated clock counts them."""

@@ -44,8 +44,8 @@ class Attempt:
 
 
 def store_of(config: Config, run_id: str, out: Path) -> Store:
-    """Return the store of the run's ledger, which is a prefix in `run.remote` if this parameter is set, otherwise the
-    run's folder."""
+    """Return the store of the run's ledger: a prefix in `run.remote` if this parameter is set, otherwise the run's
+    folder."""
     if config.run.remote is None:
         return FolderStore(out.resolve())
     return open_store(place_of(config.run.remote, run_id), patience_s=config.run.patience_s)

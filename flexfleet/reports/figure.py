@@ -1,7 +1,7 @@
 """Define the style and the legend of figures, and convert figures to `<svg>` elements.
 
-All IDs in an element start with `name`, so that a page can contain several figures. Equal data produce the same file,
-byte for byte. Labels are stored as text, so that users can search for them and screen readers can read them.
+All IDs in an element start with the figure's name, so that a page can contain several figures. Equal data produce the
+same file, byte for byte. Labels are stored as text, so that users can search for them and screen readers can read them.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def style(values: Mapping[str, Any]) -> AbstractContextManager[None]:
 
 
 def use_font_cache() -> None:
-    """If matplotlib's folder is read-only, as in pods, set MPLCONFIGDIR to a writable copy, because matplotlib does not
-    use a font cache in a read-only folder."""
+    """If matplotlib's folder is read-only, as in pods, set MPLCONFIGDIR to a writable copy. Otherwise, matplotlib would
+    not use the font cache in this folder."""
     folder = os.environ.get("MPLCONFIGDIR", "")
     if os.path.isdir(folder) and not os.access(folder, os.W_OK):
         copy = tempfile.mkdtemp(prefix="matplotlib-")

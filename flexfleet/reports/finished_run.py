@@ -68,7 +68,7 @@ class FinishedRun:
 
     @property
     def uniformity(self) -> float | None:
-        """Mean spread of the clients' finishing times in simulated seconds. None if it was not measured."""
+        """Mean spread of the clients' finishing times in simulated seconds; None if it was not measured."""
         return means([row.metrics for row in self.rows], ("uniformity",)).get("uniformity")
 
     @property

@@ -57,7 +57,7 @@ def check_spelling(name: str, address: str) -> None:
 @cache
 def check_connection(address: str) -> None:
     """Test the connection to a database once per process, because MLflow would retry a failing connection for two
-    minutes. Raises SQLAlchemy's error."""
+    minutes. Raises SQLAlchemy's error if the test fails."""
     if address.partition(":")[0].partition("+")[0] not in (*KINDS, "sqlite"):
         return
     from mlflow.store.db.utils import create_sqlalchemy_engine

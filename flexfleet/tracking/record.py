@@ -69,7 +69,7 @@ def tracker(
 
 
 def commit() -> str | None:
-    """Return the git commit of the image (FLEXFLEET_COMMIT) or of the checkout. None if the commit is unknown."""
+    """Return the git commit of the image (FLEXFLEET_COMMIT) or of the checkout; None if the commit is unknown."""
     return os.environ.get("FLEXFLEET_COMMIT") or _git("rev-parse", "HEAD")
 
 
@@ -91,7 +91,7 @@ def check_code(before: str | None, what: str) -> str:
 
 
 def commits(before: str | None, now: str | None) -> tuple[str, ...]:
-    """Return a line `hash subject` for each commit after `before` up to `now`. Empty outside a git checkout."""
+    """Return a line `hash subject` for each commit after `before` up to `now`; no lines outside a git checkout."""
     lines = _git("log", "--format=%h %s", f"{before}..{now}") if before and now else None
     return tuple((lines or "").splitlines())
 

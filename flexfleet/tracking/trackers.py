@@ -30,7 +30,7 @@ MOST_LEVELS = 5
 """Maximum number of levels whose metrics are logged separately."""
 TOKEN = "flexfleet.token"
 JOB = "kfp."
-"""Prefix of MLflow tags that describe the pipeline run by which the run was last started or resumed."""
+"""Prefix of MLflow tags that describe the pipeline run that last started or resumed the run."""
 MLFLOW_BATCH = 1000
 MLFLOW_PARAM_CHARS = 6000
 MLFLOW_KEY_CHARS = 250
@@ -172,7 +172,7 @@ class MLflow:
             self.client.log_batch(self.run_id, params=params[start : start + 100])
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Log the rows that are missing in MLflow. After WAIT_S, return and let a thread continue."""
+        """Log the rows that are missing in MLflow. After WAIT_S seconds, return while a thread continues."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)  # if a point is sent again with the same time, MLflow stores it once

@@ -1,4 +1,4 @@
-"""Executes the assignments of a lease: reads the site and the assignments, trains, and uploads signed results."""
+"""Execute the assignments of a lease: read the site and the assignments, train, and upload signed results."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Prepared:
 
 
 def prepare(message: AssignmentMessage, store: Store, pod: bool) -> Prepared:
-    """Read the site (data, partition, pool and fleet) from the run's store. If `pod` is True, the worker is a pod of
-    the coordinator's cluster: its configuration may use any package of the image, and the run may include user code.
+    """Read the site (data, partition, pool and fleet) from the run's store. If `pod` is True, the worker runs in the
+    coordinator's cluster. Then the configuration may use any package of the image, and the run may include user code.
 
     Raises:
         BadInput, ClientError: The assignments cannot be executed, and a retry would fail in the same way.

@@ -1,4 +1,4 @@
-"""A worker's mailbox: reads messages, sends heartbeats, and stores the state of the device."""
+"""A worker's mailbox, which reads messages, sends heartbeats, and stores the state of the device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fl_engine.storage.urls import Upload, UrlStore
 log = logging.getLogger("flexfleet")
 
 HEARTBEATS = 6
-"""Number of heartbeats per lease timeout. A worker that sends no heartbeat during the timeout counts as lost."""
+"""Number of heartbeats that a worker sends per lease timeout. Without a heartbeat in this time, it counts as lost."""
 INVITATION_BYTES = 2**16
 FILE = "device.json"
 

@@ -1,4 +1,4 @@
-"""Runs the worker's loop: reads messages, executes assignments and sends heartbeats.
+"""Run the worker's loop: read messages, execute assignments and send heartbeats.
 
 A device stores its state in a folder, so it may be killed at any time and restarted with the same command. The main
 thread trains. A second thread sends heartbeats and polls messages. If the lease has ended or the assignment takes too
@@ -32,7 +32,7 @@ from flexfleet.worker.mailbox import HEARTBEATS, WorkerMailbox, device_of
 log = logging.getLogger("flexfleet")
 
 SILENCE_S = 604_800.0
-"""Seconds without a message after which the worker on a device exits. All URLs expire after seven days."""
+"""Seconds without a message after which the worker on a device exits, because its URLs expire after seven days."""
 POD_SILENCE_S = 3600.0
 """Seconds without a message after which the worker in a pod exits. The coordinator writes no messages during merging
 and evaluation, which can take most of an hour for a large model."""
