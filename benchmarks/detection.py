@@ -1,9 +1,9 @@
-"""Check that the network point_detector can learn from real images. It is trained centrally on 20 images of VisDrone.
+"""Check that point_detector can learn from real images. The network is trained centrally on 20 images of VisDrone.
 
 The script requires VisDrone's validation images (`flexfleet fetch visdrone` prints their source). Training uses
-`fl_engine.training.central` on one core. The score is measured on the training images. Therefore it shows that the
-network, the loss and the metric work together, but not how well the detector generalizes. The script prints one line of
-JSON with the mAP-50 of the last and of the best epoch, and the CPU seconds.
+`fl_engine.training.central` on one core. The score is measured on the training images. Therefore the score shows that
+the network, the loss and the metric work together, but not how well the detector generalizes. The script prints one
+line of JSON with the mAP-50 of the last and of the best epoch, and the CPU seconds.
 
 Usage:
     python -m benchmarks.detection [--images 20] [--epochs 120] [--seed 0]

@@ -2,17 +2,17 @@
 
 `CAMPAIGNS` lists the comparisons, which `flexfleet compare` runs.
 
-All main algorithms run on CIFAR-10, Fashion-MNIST, WISDM and AEP, with IID, Dirichlet and natural partitions. Ablations
-of FlexFL omit one of its components. HeteroFL runs with and without the scaler, label masks and static batch norm.
-ScaleFL runs with and without distillation. Other comparisons test FjORD, Federated Dropout, DepthFL and FedSGD. FlexFL
-and HeteroFL run with VGG16, MobileNetV2 and ResNet34 (as in FlexFL's Table II). FlexFL and HeteroFL also run with VGG16
-on Tiny-ImageNet. With VGG16, FlexFL runs with other APoZ values, with all channels (requires a GPU), and with few bits
-per weight. FedAvg, personalised methods and methods against client drift run on Fashion-MNIST with strongly skewed
-labels. The effect of wrong labels is tested on Fashion-MNIST and WISDM. Multi-branch networks with Oort's client
-selection are tested on Fashion-MNIST. FedX and related algorithms run on CIFAR-10, and their times are measured on
-Tiny-ImageNet. A Transformer and an LSTM predict the next characters in the lines of Shakespeare's roles. FedRolex and
-HeteroFL run at high heterogeneity, with a learning rate that was chosen with a separate seed. AEP runs at the scale of
-FedAIoT's authors, with FedOPT at the published server learning rate, and with central training by Adam.
+All main algorithms run on CIFAR-10, Fashion-MNIST, WISDM and AEP, with IID, Dirichlet and natural partitions. Each
+ablation of FlexFL omits one of its components. HeteroFL runs with and without the scaler, label masks and static batch
+norm. ScaleFL runs with and without distillation. Other comparisons test FjORD, Federated Dropout, DepthFL and FedSGD.
+FlexFL and HeteroFL run with VGG16, MobileNetV2 and ResNet34 (as in FlexFL's Table II). FlexFL and HeteroFL also run
+with VGG16 on Tiny-ImageNet. With VGG16, FlexFL runs with other APoZ values, with all channels (requires a GPU), and
+with few bits per weight. FedAvg, personalised methods and methods against client drift run on Fashion-MNIST with
+strongly skewed labels. The effect of wrong labels is tested on Fashion-MNIST and WISDM. Multi-branch networks with
+Oort's client selection are tested on Fashion-MNIST. FedX and related algorithms run on CIFAR-10, and their times are
+measured on Tiny-ImageNet. A Transformer and an LSTM predict the next characters in the lines of Shakespeare's roles.
+FedRolex and HeteroFL run at high heterogeneity, with a learning rate that was chosen with a separate seed. AEP runs at
+the scale of FedAIoT's authors, with FedOPT at the published server learning rate, and with central training by Adam.
 
 FedRolex and AEP have a separate comparison for each seed. On two cores all comparisons take about seventeen hours, and
 AEP at full scale takes three more hours for each of three seeds.
@@ -161,7 +161,7 @@ BRANCHED = (
     "rounds.evaluate_every=5",
     "tracking.mlflow=null",
 )
-"""As in the paper on multi-branch networks, devices have enough memory, but differ in speed, bandwidth and sessions."""
+"""As in the paper on multi-branch networks, devices have enough memory, but differ in speed, bandwidth and uptime."""
 ALL, OORT, YOGI = "algorithm.eligible=all", "algorithm.selection={name: oort}", "algorithm.server={name: yogi}"
 FULL_AND_BRANCHES: dict[str, tuple[str, ...]] = {
     "full=all_large": (ALL,),
@@ -467,7 +467,7 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
 
 
 def run(campaign: Campaign | Suite) -> dict[str, Any]:
-    """Execute the missing runs of a campaign and return its comparison.json."""
+    """Execute the missing runs of a campaign and return the contents of its comparison.json."""
     jobs = str(os.cpu_count() or 1)
     local = ["--resume", "--jobs", jobs, "--set", f"run.store={STORE}"]
     program = [sys.executable, "-m", "flexfleet.cli.main", *campaign.command[1:], *local]

@@ -1,8 +1,8 @@
 """Measure how the time and the memory of a round grow with the number of clients, in total and per round.
 
 Each point runs in a separate process, because peak memory is measured per process. Except for --model and --methods,
-the network is the MLP of workload W3, and clients after the first 2,000 reuse the samples of the first. Most times are
-CPU seconds, because other programs hardly affect CPU time.
+the network is the MLP of workload W3, and all clients after the first 2,000 reuse the samples of these 2,000 clients.
+Most times are CPU seconds, because other programs hardly affect CPU time.
 
 Usage:
     `python -m benchmarks.growth --fleet`: Select 100 of 1,000 to 100,000 clients per round, with each selector.

@@ -1,8 +1,8 @@
 """Measure the memory of a training step of FedAIoT's networks, as in Table 2.6 of the thesis.
 
 The precisions are fp32, amp and fp16. Only the memory of tensors is measured (`benchmarks.step_memory`), in MB of 1e6
-bytes. Table 2.6 has the memory of centralised training on a GPU, including the memory of CUDA, and does not state the
-batch size.
+bytes. Table 2.6 contains the memory of centralised training on a GPU, including the memory of CUDA, and does not state
+the batch size.
 
 Usage:
     `python -m benchmarks.memory`: Measure seven networks at batch size 32 on the CPU (a few minutes).

@@ -5,7 +5,7 @@ parameters. Memory is in MB of 1e6 bytes:
 
 `tensors` is the memory of live tensors, as in `benchmarks.memory`, including the batches and the received weights.
 `resident` is the resident memory without the memory of an idle process (`fl_engine.training.memory.level_peaks`).
-`with idle` is the resident memory including the idle process.
+`with idle` is the resident memory including the memory of an idle process.
 
 `KD` is self-distillation from all smaller models of the pool. M1 is the smallest model, so its memory is the same with
 and without `KD`.

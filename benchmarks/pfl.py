@@ -1,9 +1,9 @@
 """Run pfl-research as a contestant: federated averaging with its simulated backend, without evaluation.
 
-The benchmark uses the fastest settings: two worker processes with one torch thread each, which the environment
-variables PFL_WORKER_* connect. Each process trains half of a round's clients, and torch.distributed adds their updates.
-A single process was slower with one and with two torch threads (W3: 0.34 s instead of 0.18 s per round). The fused
-kernel of SGD was not faster. The data are in memory as tensors, and pfl does not print metrics.
+The benchmark uses the fastest settings. Two worker processes with one torch thread each are connected by the
+environment variables PFL_WORKER_*. Each process trains half of a round's clients, and torch.distributed adds their
+updates. A single process was slower with one and with two torch threads (W3: 0.34 s instead of 0.18 s per round). The
+fused kernel of SGD was not faster. The data are in memory as tensors, and pfl does not print metrics.
 
 Usage:
     python -m benchmarks.pfl W3

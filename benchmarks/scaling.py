@@ -1,6 +1,6 @@
 """Measure how the time of a round grows with the number of clients, pool models, parameters or rounds.
 
-The script fits a line to the times of a round, and plots them next to the time that a round spends outside training.
+The script fits a line to the times of a round. It plots the time of a round, and the part of the time outside training.
 Each point is a run of `rounds.federate` with a ledger, on one device, without evaluation. `benchmarks.growth` measures
 larger fleets, rounds and models.
 

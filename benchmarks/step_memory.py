@@ -3,7 +3,7 @@
 The memory includes weights, gradients, the optimizer's state, the batch, and the activations for the backward pass. On
 a GPU, PyTorch's CUDA allocator reports this memory. On a CPU, the storage of a tensor counts from the operator that
 creates it until the storage is freed, and temporary memory inside a kernel is not counted. The memory of the
-interpreter and the libraries is never included. `memory.level_peaks` measures the memory of the whole process.
+interpreter and the libraries is never included. `memory.level_peaks` measures the resident memory of a process.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ import requests
 from flexfleet.tracking.trackers import MLflow
 
 COMMIT = 100
-"""Number of rounds that are logged together. In a real run with the shortest rounds (about 20 ms), a commit logs the
-rounds of two seconds."""
+"""Number of rounds that are logged together. A run logs every two seconds, and the shortest rounds take about 20 ms."""
 START_S = 120.0
 
 

@@ -40,9 +40,9 @@ IN_PYTHON = {"--set ": "", "--resume": "resume=True", "--run-id": "run_id", "--i
 
 
 def api_call(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator for functions of the Python API. Expected errors are raised without internal frames. In their messages,
-    Python arguments replace command-line options. Raises ConfigError for an unknown keyword. Modules in `run.code` can
-    be imported only during the call."""
+    """Decorator for functions of the Python API. The tracebacks of expected errors do not show internal frames. In the
+    messages of these errors, Python arguments replace command-line options. Raises ConfigError for an unknown keyword.
+    Modules in `run.code` can be imported only during the call."""
     parameters = inspect.signature(function).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 

@@ -212,7 +212,7 @@ class Paired:
     p_holm: float | None
     """Value of `p`, adjusted by Holm's method for all pairs of labels. None if `interval` is None."""
     pairs: int
-    """Number of pairs of labels that have this metric."""
+    """Number of pairs in which both labels have this metric."""
 
     def __str__(self) -> str:
         each = ", ".join(f"{value:+.4f}" for value in self.differences)

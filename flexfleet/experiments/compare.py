@@ -325,7 +325,7 @@ def write_pairs(pairs: Sequence[Pair], mlflow: MLflow | None, out: Path, commit:
 
 
 def run_pair(file: PairsFile, number: str, shared: Path, out: Path, job_id: str) -> RunResult:
-    """Execute or resume one run in the store, and copy the run folder without the ledger and the key to `out`.
+    """Execute or resume one run in the store, and copy the run folder to `out`, without its ledger and secret key.
 
     Raises:
         ConfigError: The code has changed since the nightly regression run was started, for example in another image.

@@ -39,8 +39,8 @@ HIGHER = ("avg", "full")
 OF_MACHINE = ("peak_mb_rounds", "pace")
 """Metrics that depend on the machine. Their values are only compared between equal machines."""
 Z = 4.0
-"""Limit in standard errors. Without a regression, about 1 of 30,000 comparisons exceeds the limit. With 30 comparisons,
-about 1 of 1,000 nightly regression runs then fails."""
+"""Number of standard errors by which a metric may be worse. Without a regression, about 1 of 30,000 comparisons exceeds
+the limit. With 30 comparisons, about 1 of 1,000 nightly regression runs then fails."""
 REFERENCE, PASSED = "reference", "passed runs"
 COLUMNS = ("case / algorithm", "figure", "before", "of", "tonight", "limit")
 

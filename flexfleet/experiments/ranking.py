@@ -139,7 +139,7 @@ def _first(values: Mapping[str, Sequence[float]]) -> First:
 
 def rows(found: Mapping[str, First], labels: Sequence[str], measure: Measure) -> tuple[tuple[str, ...], ...]:
     """Return a row for each label with a cell for each metric. The cell of the highest label is `first` if it differs
-    significantly from all other labels, otherwise `highest`. Other cells are `mean ± std, p` of the differences."""
+    significantly from all other labels, otherwise `highest`. Other cells contain `mean ± std, p` of the differences."""
 
     def cell(figure: str, ranked: First, label: str) -> str:
         if label == ranked.highest:

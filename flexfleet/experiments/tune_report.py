@@ -51,7 +51,7 @@ class EndedTrial(Strict):
     """Metric of the trial if the trial is complete, otherwise null."""
     params: dict[str, Any]
     why: str | None = None
-    """Reason why the trial is infeasible, has diverged or does not fit into the devices; null for other trials."""
+    """Reason why the trial is infeasible or diverged, or why its pool does not fit into the devices; otherwise null."""
 
 
 class Tuned(Artifact):

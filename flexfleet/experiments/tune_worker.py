@@ -40,7 +40,7 @@ WORKER = "worker"
 DEATHS = "tried"
 """Attribute of a trial. It contains the number of workers that died while they ran a trial with these values."""
 MOST_DEATHS = 4
-"""Number of dead workers after which values are not retried, because the values may need too much memory."""
+"""Values are not retried after this many workers have died with them, because the values may need too much memory."""
 RESUMES = "resumes"
 """Attribute of a retried trial. It contains the number of the interrupted trial whose runs are resumed."""
 DEFAULT = "default"

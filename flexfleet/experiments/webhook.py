@@ -16,7 +16,7 @@ from fl_engine.storage.proxies import pool_of
 log = logging.getLogger("flexfleet")
 
 VARIABLE = "FLEXFLEET_WEBHOOK"
-"""Environment variable with the address of the webhook. The address is secret, because it is sufficient for posting."""
+"""Environment variable with the webhook's address, which is secret because posting does not require a password."""
 TIMEOUT_S = 10.0
 BACKOFF_S = (2.0, 8.0)
 
