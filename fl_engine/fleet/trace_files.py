@@ -105,7 +105,7 @@ def _rows(path: Path, fleet: Sequence[Device], period: float) -> Iterator[tuple[
 
 
 class TraceSource(Protocol):
-    """A source of device behaviour, which is a frozen dataclass whose fields are options."""
+    """Source of device behaviour: a frozen dataclass whose fields are options."""
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -288,7 +288,7 @@ class WorkerBackend:
     def _check_waiting(self, r: OpenRound) -> None:
         """Log the waiting assignments. Raises Stopped if the round has waited too long."""
         now, workers = time.monotonic(), self.workers.by_name
-        # A worker without failures will probably start its assignments, so its lease counts as work.
+        # A worker without failures will probably start its assignments, so its lease counts as activity.
         if any(w.held is not None and (w.held.taken or not w.failures) for w in workers.values()):
             r.worked_at = now
         waited, pools = self._waited(r), sorted(r.count(r.waiting))

@@ -135,7 +135,7 @@ def tiers(speed: Sequence[float], bandwidth: Sequence[float], count: int, mu: fl
     total = mu * _normalised(speed) + _normalised(bandwidth)
     n, tier_of = len(speed), [0] * len(speed)
     for rank, client in enumerate(np.argsort(total, kind="stable"), 1):
-        tier_of[client] = -(rank * count // -n) - 1  # equal to ceil(rank * count / n) - 1
+        tier_of[client] = -(rank * count // -n) - 1  # this is ceil(rank * count / n) - 1
     return tier_of
 
 

@@ -61,7 +61,7 @@ def overlapped(store: Store, size: int, work: Callable[[T], R], items: Iterable[
 
 
 def _serve(jobs: SimpleQueue[tuple[T, Future[R]] | None], work: Callable[[T], R]) -> None:
-    # Without this call, torch ignores `set_num_threads` in this thread, which changes the last bits of products.
+    # Without this call, torch would ignore `set_num_threads` in this thread, so the last bits of products would change.
     torch.get_num_threads()
     while (job := jobs.get()) is not None:
         item, future = job

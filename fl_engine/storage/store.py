@@ -170,7 +170,7 @@ class FolderStore:
             except (OSError, KeyboardInterrupt):
                 part.unlink(missing_ok=True)
                 raise
-            part.unlink(missing_ok=True)  # `create` has linked the file to a second name
+            part.unlink(missing_ok=True)  # after `create` has linked the file, the temporary name still exists
             for folder in changed:
                 with suppress(FileNotFoundError):  # another process has deleted the value and its folder
                     _sync(folder)
@@ -277,7 +277,7 @@ def decode(value: bytes, name: str) -> Params:
     """Return the tensors in a safetensors file. Raises IntegrityError with the file's `name` for an invalid file."""
     try:
         tensors: Params = safetensors.torch.load(value)
-    # The parser does not check sizes in the header, so torch raises an error if they overflow.
+    # The parser does not check the sizes in the header, so torch raises an error if a size overflows.
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError, OverflowError) as error:
         raise IntegrityError(f"{name} must be a valid safetensors file: {first_line(error)}") from error
     return tensors

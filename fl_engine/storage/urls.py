@@ -43,8 +43,8 @@ REFUSED = "CERTIFICATE_VERIFY_FAILED"
 """Substring of urllib3's error message for an untrusted certificate."""
 CERTIFICATE_HINT = ". Check the clock, or set SSL_CERT_FILE to a PEM file of the server's authority"
 FIXED = {
-    # By default, Amazon's buckets accept only this ACL. It is equivalent to `private`, except that the bucket's owner
-    # can also read objects that were uploaded with other credentials.
+    # By default, Amazon's buckets accept only this ACL. The ACL is equivalent to `private`, but the bucket's
+    # owner can also read objects that were uploaded with other credentials.
     "acl": "bucket-owner-full-control",
     "Content-Type": "application/octet-stream",
     # With this status, every server sends the ETag in the response.

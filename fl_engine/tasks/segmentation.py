@@ -72,7 +72,7 @@ class Segmentation(Distilled):
         """Return the most frequent category of each sample. If several categories are most frequent, return the lowest
         number."""
         counts = torch.stack([(y == category).flatten(1).sum(1) for category in range(self.categories)], dim=1)
-        found: NDArray[np.int64] = counts.numpy().argmax(1)  # unlike torch, NumPy returns the first maximum
+        found: NDArray[np.int64] = counts.numpy().argmax(1)  # NumPy's argmax returns the first maximum, unlike torch's
         return found
 
     def present(self, y: Tensor) -> None:

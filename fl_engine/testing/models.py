@@ -124,7 +124,7 @@ def zeroed(family: ModelFamily, spec: SubmodelSpec, params: Params) -> nn.Module
 
 
 class ModelSuite:
-    """Test suite that requires a fixture `family`: a `ModelFamily`. Subclasses may override `static`."""
+    """Test suite that requires a fixture `family`, which returns a `ModelFamily`. Subclasses may override `static`."""
 
     def static(self, family: ModelFamily) -> ModelFamily:
         """Return the network with the option `norm="static"` (stored batch-norm statistics) if the option exists."""

@@ -80,7 +80,7 @@ def _agrees(family: ModelFamily, goal: Task, batch_size: int, precision: Precisi
     alone = local.train(family, goal, jobs, Numerics(precision=precision))
     try:
         together = local.train(family, goal, jobs, Numerics("batched", 2, precision))
-    except (RuntimeError, ValueError, IndexError):  # A layer cannot compute two clients as one batch.
+    except (RuntimeError, ValueError, IndexError):  # A layer cannot process two clients in one batch.
         return False
     close = 1e-3 if precision == "fp32" else 3e-2
     pairs = [(a.params[name], b.params[name]) for a, b in zip(together, alone, strict=True) for name in a.params]

@@ -265,7 +265,7 @@ def entries_of(
     """Plan all runs of a comparison. Raises ConfigError."""
     arguments = Arguments(common)
     given, labels = dict(arguments.overrides), _labels(algorithms)
-    objects = {SHORT[name]: name for name in ("dataset", "model")}  # these parameters can be objects
+    objects = {SHORT[name]: name for name in ("dataset", "model")}  # these parameters may also be objects
     for label, (_, settings) in labels.items():
         settings = {objects.get(name, name): value for name, value in settings.items()}
         own = arguments.overrides_of(

@@ -58,7 +58,7 @@ def sources(config: Config, sections: Collection[str] | None = None) -> dict[str
 def _digest(name: str) -> str:
     module_name = name.partition(":")[0]
     value: Any = resolve({}, name, "code of one's own")
-    if module_name == LOCAL:  # The name contains a digest.
+    if module_name == LOCAL:  # The name already contains a digest of the code.
         return sha256(name.encode())
     file = getattr(sys.modules[module_name], "__file__", None)
     if module_name != MAIN and file is not None and Path(file).is_file():

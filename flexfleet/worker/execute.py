@@ -105,7 +105,7 @@ def execute(
     signs = result_key(key, site_sum, lease.id)
     mailbox = Mailbox(store, key=lambda _: signs, lengths=message.lengths, expected=message.assignments, lease=lease.id)
     turns = [message.clients]
-    if message.observe == "cgroup":  # Load only as many assignments as can train in parallel.
+    if message.observe == "cgroup":  # Load only as many assignments as can be trained in parallel.
         at_once = site.numerics.lanes if site.numerics.strategy == "batched" else 1
         turns = [message.clients[first : first + at_once] for first in range(0, len(message.clients), at_once)]
     for clients in turns:

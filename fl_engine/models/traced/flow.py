@@ -120,7 +120,7 @@ class Flow:
         before = free(*(dim for given in call.given for dim in given.dims))
         try:
             found: Any = None if rule is None else rule(call)
-        except (TypeError, RuntimeError):  # An axis argument is a tensor with unknown value.
+        except (TypeError, RuntimeError):  # An axis argument may be a tensor with unknown value.
             found = None
         if found is not None and any(channels.pinned for channels in before):
             constants = [f"the buffer {each.target}" for each in node.all_input_nodes if each.op == "get_attr"]

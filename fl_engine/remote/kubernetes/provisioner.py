@@ -150,7 +150,7 @@ class Pods(Provisioner):
         now = time.monotonic()
         with self._lock:
             its = [job for job in self._jobs if job.pods.name == pool]
-            seen = self._seen.setdefault(pool, Seen(now))  # the round may not have pods of this class
+            seen = self._seen.setdefault(pool, Seen(now))  # the round may use only pods of other classes
             if len(seen.failed - self._heard) >= self.options.attempts:
                 return True
             queued = any(job.queued for job in its)
