@@ -16,7 +16,7 @@ AdaGQ also assigns "lower quantization resolution to slow clients to align their
   before fine-tuning.
 - **Between clients**: every client gets `least` bits. The remaining bits of the round are assigned one by one. Each bit
   is assigned to the client that would finish the round first on the simulated clock if it got this bit. Ties are broken
-  by the lower client number. No client gets more than `most` bits.
+  in favour of the lower client number. No client gets more than `most` bits.
 
 The server sends unquantised weights. Clients quantise the returned changes with QSGD, and the run's `codec` is ignored.
 Each device trains the largest of three nested sub-networks that fits into its memory. In FedX's comparison (Section
@@ -76,7 +76,7 @@ class AdaGQ(FineTuned):
     widths: Widths = WIDTHS
     """Ascending width ratios that end with 1. Ignored if the network defines its own nested sub-networks."""
     bits: Bits = 8
-    """Mean number of QSGD bits per client in rounds 1 and 2. It then depends on the norm of the model's change."""
+    """Mean number of bits per client in rounds 1 and 2. Later, the mean depends on the norm of the model's change."""
     least: Bits = 4
     """Minimum number of bits per client."""
     most: Bits = 12

@@ -3,9 +3,10 @@ arXiv:2311.13166).
 
 Before the first round, the server builds a pool of 2p + 1 models, S_p < ... < S_1 < M_p < ... < M_1 < L_1. The first I
 layers of a model have full width, and the width ratio r_w applies to the later layers (Sec. 3.2). For each client to
-select, the server draws a pool model at random. The probability of each client then depends on the sizes of the models
-that the client returned before (Sec. 3.3, Alg. 1). A device prunes the received model to the largest nested pool model
-that fits into its free memory (`task`). Each parameter is averaged over the updates that contain it (Alg. 2).
+select, the server draws a pool model at random. The probability that a client receives this model depends on the sizes
+of the models that the client returned before (Sec. 3.3, Alg. 1). A device prunes the received model to the largest
+nested pool model that fits into its free memory (`task`). Each parameter is averaged over the updates that contain it
+(Alg. 2).
 
 Departs from the paper:
 - A device can prune only to a pair (r_w, I) of the pool, as in the authors' code. Unlike in the code, the chosen model
@@ -63,14 +64,14 @@ LIMITS = (30.0, 60.0)
 @dataclass(frozen=True)
 class AdaptiveFL(PooledAlgorithm):
     widths: Widths | None = None
-    """Width ratios r_w of the S and M models. null: (0.43, 0.68) for ResNet18 and other networks with a stem and four
-    stages, (0.46, 0.69) for MobileNetV2, (0.4, 0.66) for all other networks."""
+    """Width ratios r_w of the S and M models. null selects (0.43, 0.68) for ResNet18 and other networks with a stem and
+    four stages, (0.46, 0.69) for MobileNetV2, (0.4, 0.66) for all other networks."""
     p: Count = 3
-    """Number of models in each of the levels S and M. Table 4 compares 3 (fine-grained) with 1 (coarse-grained)."""
+    """Number of models in each of the levels S and M. The paper compares 3 (fine-grained) with 1 (coarse)."""
     starts: tuple[Index, ...] | None = None
-    """Numbers I of full-width layers of a level's models, in descending order. null: the published values for VGG16 (8,
-    6, 4), ResNet18 (3, 2, 1) and MobileNetV2 (4, 3, 2); otherwise consecutive numbers, starting at the largest I for
-    which S_1 has at most 30 % and M_1 at most 60 % of the parameters."""
+    """Numbers I of full-width layers of a level's models, in descending order. null selects the published values for
+    VGG16 (8, 6, 4), ResNet18 (3, 2, 1) and MobileNetV2 (4, 3, 2), and otherwise consecutive numbers, starting at the
+    largest I for which S_1 has at most 30 % and M_1 at most 60 % of the parameters."""
     variant: Variant = "cs"
     """Rule for the selection of clients. cs: by curiosity and resources; c: only by curiosity; s: only by resources;
     random: at random; greed: at random, and every client receives the full model."""

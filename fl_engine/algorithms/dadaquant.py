@@ -28,11 +28,11 @@ Departs from the paper, whose text was not available:
 - A client's loss is clipped to the range from 0 to twice the round's median. If fewer than half of the clients report
   wrong losses, the mean stays between 0 and twice the largest correct loss. Wrong losses can still make q double too
   early, so that clients send more bits, or prevent q from doubling, so that the accuracy is lower.
-- QSGD uses one norm for every 512 elements. With `bucket: null`, it uses a single norm per tensor, as in the paper.
-  With few levels, a single norm for n elements causes a relative mean squared error of about sqrt(n) / q.
+- QSGD uses one norm for every 512 elements. `bucket: null` selects a single norm per tensor, as in the paper. With few
+  levels, a single norm for n elements causes a relative mean squared error of about sqrt(n) / q.
 
-A private aggregation does not add noise to the clients' losses, so it requires `phi: null`. With these options, all
-clients use `q_min` levels in every round.
+A private aggregation does not add noise to the clients' losses, so it requires `phi: null`. With a private aggregation,
+all clients use `q_min` levels in every round.
 """
 
 from __future__ import annotations

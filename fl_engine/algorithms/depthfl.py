@@ -76,7 +76,7 @@ class DepthFL(PooledAlgorithm):
     ramp: Count = 300
     """Number of rounds until the weight reaches kd_weight. In round t < ramp: kd_weight * exp(-5 (1 - t/ramp)^2)."""
     alpha: NotNegative = 0.1
-    """Regularisation weight alpha of FedDyn; 0: FedAvg instead of FedDyn."""
+    """Regularisation weight alpha of FedDyn; 0 selects FedAvg instead of FedDyn."""
     weighting: Weighting = "uniform"
     server: Server = Average()
     """Server optimizer that is applied to the mean before FedDyn's correction by h."""

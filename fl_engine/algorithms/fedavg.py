@@ -7,9 +7,9 @@ FedAvg with `eligible: capable`.
 
 `fedprox` is FedAvg with `mu: 0.01`: Federated Optimization in Heterogeneous Networks (Li et al., MLSys 2020;
 arXiv:1812.06127), Algorithm 2. Clients minimise `F_k(w) + mu/2 * ||w - w^t||^2`. Departs from the paper: all clients
-train for the same number of epochs. In the paper, clients may do less work (gamma-inexact solutions). Every algorithm
-of flexfleet accepts such updates. The paper samples clients by data size and computes a plain mean. Here, as in most
-implementations, clients are sampled uniformly, and the mean is weighted by data size.
+train for the same number of epochs. In the paper, clients may do less work (gamma-inexact solutions), and every
+algorithm of flexfleet accepts updates of such clients. The paper samples clients by data size and computes a plain
+mean. Here, as in most implementations, clients are sampled uniformly, and the mean is weighted by data size.
 
 `fedopt` is FedAvg with `server: {name: adam}`: Adaptive Federated Optimization (Reddi et al., ICLR 2021;
 arXiv:2003.00295), Algorithms 1 and 2. The server uses the clients' mean change as a gradient and steps with Adam, Yogi
@@ -46,7 +46,7 @@ class FedAvg(PooledAlgorithm):
     """Devices that can be selected. all: every device; capable: only devices whose memory can hold the model."""
     selection: Selection = Uniform(model="largest")
     mu: NotNegative = 0.0
-    """Weight of FedProx's proximal term; 0: FedAvg without this term."""
+    """Weight of FedProx's proximal term; 0 disables the term."""
 
     def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
         if self.eligible == "capable" or self.on_too_small == "fail":
@@ -59,7 +59,7 @@ class FedSGD(FedAvg):
     """FedSGD: every selected client takes one gradient step on all its samples (McMahan et al., AISTATS 2017)."""
 
     local_work: ClassVar[str] = "one step on all of a client's samples in a round"
-    """Description of the local training, because FedSGD ignores most options of the section `training`."""
+    """Description of the local training, which most options of the section `training` do not affect."""
 
     most_samples: Count = 8192
     """Maximum number of samples per client. The maximum limits the memory that one batch of all samples needs."""

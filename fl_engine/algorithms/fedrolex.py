@@ -10,7 +10,7 @@ Departs from the paper:
 
 - A device trains a part of the received window if the window does not fit into its free memory. In the paper capacities
   are fixed. If beta * K_i is below 1, a layer keeps one channel.
-- The default widths suit this project's common fleet. The paper uses 1/16, 1/8, 1/4, 1/2 and 1 (fleet `capacities`).
+- The default widths suit flexfleet's default fleet. The paper uses 1/16, 1/8, 1/4, 1/2 and 1 (fleet `capacities`).
 - `weighting: updates` weights a client by the number of its local steps. The paper weights by the "number of updates",
   and the authors' code counts how often each parameter was updated.
 - The authors' code moves the window backwards and rounds channel numbers up. The implementation follows the paper.

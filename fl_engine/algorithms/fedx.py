@@ -83,7 +83,7 @@ class FedX(FineTuned):
     search_levels: Annotated[int, Field(ge=3)] | None = 9
     """Number of sub-networks to try for a tier: small, medium, large, and others at equal distances; null: all."""
     search_seeds: Count = 3
-    """Number of times that each candidate is randomly rounded and measured. Its score is the mean accuracy."""
+    """Number of random roundings of each candidate. The mean of their accuracies is the candidate's score."""
     kd_weight: NotNegative = 1.0
     """Weight of the distillation from the largest sub-network in the server's first training; 0: no distillation."""
     up: Literal["identity", "quantised"] = "identity"

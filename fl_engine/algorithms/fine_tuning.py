@@ -48,7 +48,7 @@ class FineTuning:
     """Weight of the regulariser; 0: no regulariser."""
 
     def task(self, seed: int) -> LocalTask:
-        """Return the task to train the whole network. `seed` determines the sample order and the dropout masks."""
+        """Return a task that trains the whole network. `seed` determines the sample order and the dropout masks."""
         return LocalTask(
             FULL, SGD(self.lr), self.epochs, self.batch_size, drop_last=False, seed=seed, proximal=self.gamma
         )

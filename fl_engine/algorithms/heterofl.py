@@ -10,9 +10,10 @@ Departs from the paper: a device trains the next smaller level if the assigned l
 By default clients are drawn uniformly, as in HeteroFL, and get the largest level that fits into their maximum memory
 (`by_capacity`).
 
-HeteroFL's paper uses `weighting: uniform`, `training.clip_norm: 1`, learning rate 0.1, batch size 10 and preresnet18.
-The comparisons of FlexFL and AdaptiveFL use `scaler: false, mask_labels: false, static_bn: false` and weights by sample
-counts. These comparisons draw a level first and then a device for this level (`selection: {name: resource_table}`).
+HeteroFL's paper uses `weighting: uniform`, `training.clip_norm: 1`, learning rate 0.1, batch size 10 and the network
+preresnet18. The comparisons of FlexFL and AdaptiveFL use `scaler: false, mask_labels: false, static_bn: false` and
+weight updates by sample counts. These comparisons draw a level first and then a device for this level (`selection:
+{name: resource_table}`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class HeteroFL(PooledAlgorithm):
     widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
     """Ascending width ratios that end with 1. The defaults give about 25, 50 and 100 % of the parameters."""
     rounding: Rounding = "ceil"
-    """Rounding of ratio * channels, at least to 1: `ceil` (HeteroFL's code) or `floor` (FedRolex Eq. 3.6)."""
+    """Round ratio * channels up (`ceil`, HeteroFL's code) or down (`floor`, FedRolex Eq. 3.6), but at least to 1."""
     static_bn: StaticBN = True
     scaler: bool = True
     mask_labels: bool = True

@@ -88,7 +88,7 @@ def nested_member(
 
 
 def nested_pool(algorithm: PooledAlgorithm, family: ModelFamily, widths: Sequence[float], codecs: Codecs) -> Pool:
-    """Return the small, medium and large sub-network. Raises PoolError unless each one is contained in the next."""
+    """Return the small, medium and large sub-network. Raises PoolError unless each is contained in the next one."""
     models = tuple(nested_member(algorithm, family, size, widths, codecs) for size in SIZES)
     return pools.check_nested(family, models)
 

@@ -15,9 +15,9 @@ The implementation specifies details that the paper leaves open:
   points", "every two blocks" and "nine additional branches". The option `exits: every:2` follows the second statement
   and gives seven exits.
 - Heads have two convolutions in the first third of the exits, one convolution in the second third and no convolution in
-  the last third. Each 3x3 convolution has stride 1, as many channels as the block, batch norm and ReLU. Global average
-  pooling and a linear layer follow. The paper specifies the heads only for the "first group of residual blocks", with
-  three branches.
+  the last third. Each 3x3 convolution has stride 1 and as many channels as the block, and is followed by batch norm and
+  ReLU. Global average pooling and a linear layer follow. The paper specifies the heads only for the "first group of
+  residual blocks", with three branches.
 - A client minimises only the loss of its branch.
 - In the paper every client can hold every branch. Here a device that cannot hold its tier's branch receives the largest
   branch that fits. If no branch fits, the device receives the smallest branch. A device fails if its free memory is too
@@ -135,7 +135,7 @@ def _cost(family: ModelFamily, end: str | None) -> tuple[int, int]:
 
 def in_tiers(picks: Sequence[Pick], context: RoundContext, mu: float) -> list[Pick]:
     """Return a pair (client, branch) for each client. The branch is the largest, up to the branch of the client's tier,
-    that fits into the client's maximum memory. If no branch fits, it is the smallest branch."""
+    that fits into the client's maximum memory. If no branch fits, return the smallest branch."""
     devices = {d.client: d for d in context.available}
     picked = [devices[client] for client, _ in picks]
     levels = dispatched(context.pool)

@@ -89,8 +89,8 @@ class PooledAlgorithm:
     moving: ClassVar[bool] = False
     """True if pool models determine only the sizes of sub-models, and the channels change in every round."""
     draw_matters: ClassVar[str] = ""
-    """Reason why the selection of a client changes other clients' assignments; empty if it does not. If it does,
-    replacing a client may change a private sum by more than 2 * clip, so secret selection is rejected."""
+    """Reason why a selected client influences other clients' assignments, or an empty string. If there is a reason,
+    secret selection is rejected, because replacing a client may change a private sum by more than 2 * clip."""
 
     training: Training = Training()
     weighting: Weighting = "examples"
@@ -109,7 +109,7 @@ class PooledAlgorithm:
     row of the output layer is averaged over the clients with samples of its class (HeteroFL). Tasks without classes
     ignore the option."""
     on_too_small: Literal["train", "fail"] = "train"
-    """Behaviour of a device with less free memory than the smallest model needs: `train` this model, or `fail`."""
+    """A device with less free memory than the smallest model needs can `train` this model nevertheless, or `fail`."""
     selection: Selection = ByCapacity()
     aggregation: Aggregation = Mean()
     server: Server = Average()
@@ -270,7 +270,7 @@ class PooledAlgorithm:
 
     def merge(self, state: Any, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext) -> Any:
         """Aggregate the updates, apply the server's optimizer and return the new state. The selection learns from
-        updates and failures. By default, each element is averaged over the clients that trained it.
+        updates and failures. By default, each parameter is averaged over the clients that trained it.
 
         Raises ModelError if a weight is not positive and finite, or if an update does not match its sub-model.
         """

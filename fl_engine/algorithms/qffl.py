@@ -32,7 +32,7 @@ class QFFL(FedAvg):
     """q-FFL: clients with a higher loss get a larger weight (Li et al., ICLR 2020)."""
 
     q: NotNegative = 0.1
-    """Exponent of the losses; 0: FedAvg. The more local steps clients take, the smaller q must be."""
+    """Exponent of the losses; 0 gives FedAvg. The more local steps clients take, the smaller q must be."""
 
     def client_metrics(self) -> Sequence[ClientMetric]:
         return (ClientMetric("loss_before", 0.0, LARGEST_LOSS, _loss_before),)
@@ -42,8 +42,8 @@ class QFFL(FedAvg):
         return super().weight(update, state, server) * float(_loss_of(update) ** self.q)
 
     def merge(self, state: Any, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext) -> Any:
-        """Return the state with `w - sum_k Delta_k / sum_k h_k`. The weighted mean of the updates, with the weights
-        `p_k * F_k^q`, would subtract `sum_k Delta_k / (L * sum_k p_k * F_k^q)` from w. Therefore each change is
+        """Return the state with the weights `w - sum_k Delta_k / sum_k h_k`. The weighted mean of the updates, with the
+        weights `p_k * F_k^q`, would subtract `sum_k Delta_k / (L * sum_k p_k * F_k^q)` from w. Therefore each change is
         multiplied by `L * sum_k p_k * F_k^q / sum_k h_k`."""
         lipschitz = 1 / self.training.optimizer_in(plan.round).lr
         numerator = denominator = 0.0

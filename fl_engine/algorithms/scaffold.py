@@ -2,7 +2,7 @@
 
 A client adds `c - c_i` to every gradient. The variate c estimates the gradient of all clients, and c_i estimates the
 gradient of client i. After training, c_i becomes `c_i - c + (x - y_i) / (K * lr)` (option II), and the server adds the
-mean change of the variates to c. The server computes this change from the client's update.
+mean change of the variates to c. The server computes the change of each variate from the client's update.
 
 Departs from the paper: with momentum, K is the effective number of steps (`fednova.distance`). The option `weighting`
 can give clients' updates unequal weights. The option `server` defines the server's step size.

@@ -48,7 +48,7 @@ class Training:
     """Loss function `package.module:NAME`, called as objective(model, x, y, start) with the weights before training as
     `start`; null: the task's loss plus the algorithm's terms. With a custom loss, clients train sequentially."""
     optimizer: str | None = None
-    """Function `package.module:NAME`, called as optimizer(parameters, lr) in each round; null: SGD. `momentum` and
+    """Function `package.module:NAME`, called as optimizer(parameters, lr) in each round; null uses SGD. `momentum` and
     `weight_decay` apply only to SGD. With a custom optimizer, clients train sequentially."""
 
     def __post_init__(self) -> None:

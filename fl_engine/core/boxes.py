@@ -15,7 +15,7 @@ NONE = -1
 TINY = 1e-12
 """Lower bound of an area that is used as a divisor, as a fraction of the image's area."""
 VISIBLE = 0.1
-"""Minimum fraction of a moved box that must be inside the image. Otherwise the box is removed."""
+"""Minimum fraction of a moved box that must be inside the image; otherwise the box is removed."""
 
 
 def are_boxes(y: Tensor) -> bool:

@@ -83,7 +83,7 @@ def out_of_bounds(metrics: Mapping[str, float], bounds: Mapping[str, tuple[float
 
 
 STATE = "state/"
-"""Name prefix of the tensors of a client's state in assignments and updates. No parameter name begins with it."""
+"""Name prefix of the tensors of a client's state in assignments and updates. No parameter's name has this prefix."""
 NAME = re.compile(r"[A-Za-z0-9_./-]{1,256}")
 
 Shapes = dict[str, tuple[int, ...]]

@@ -315,8 +315,8 @@ class KeepsClientState(Protocol):
     """
 
     def client_state(self, family: ModelFamily, pool: Pool) -> Mapping[str, tuple[int, ...]]:
-        """Map the name of each tensor in the state (float32) to a shape. All clients have the same shapes. Parameters
-        with these names are private to the client, so updates do not contain them."""
+        """Map the name of each tensor in the state (float32) to a shape. The shapes are the same for all clients.
+        Parameters with these names are private to the client, so updates do not contain them."""
 
     def begin(self, state: Params, start: Start, assignment: Assignment, task: LocalTask, ctx: TaskContext) -> Start:
         """Return the weights and gradient terms at the start of training. The method is pure and runs on the client.

@@ -43,8 +43,8 @@ UserPath = Annotated[str, AfterValidator(user_path)]
 
 
 def is_model(kind: Any) -> TypeGuard[type[BaseModel]]:
-    """Return whether an annotation is a pydantic model. The check of the origin rejects generic types such as
-    `list[int]`, which are instances of `type` in Python 3.10."""
+    """Return whether an annotation is a pydantic model. Checking the origin excludes generic types such as `list[int]`,
+    which are instances of `type` in Python 3.10."""
     return get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel)
 
 

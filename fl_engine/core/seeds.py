@@ -41,7 +41,7 @@ _LOCK = threading.RLock()
 
 
 def drawn() -> dict[str, object]:
-    """Map the names of the three global generators to their states. A state changes if a number is drawn."""
+    """Map the names of the three global generators to their states. Drawing a number changes a generator's state."""
     _, keys, *place = np.random.get_state()
     return {
         "torch": torch.get_rng_state().numpy().tobytes(),

@@ -113,8 +113,8 @@ def places(keep: Mapping[str, Keep], axis: Axis, size: int, held: Mapping[str, i
 
 def entries(keep: Keep, axis: Axis, size: int) -> slice | Tensor:
     """Return the positions of the kept channels' entries on an axis of `size` entries. The result is a slice from 0 if
-    the first entries are kept, otherwise a tensor of ascending int64 indices. With repeat 2, [1, 3] gives [2, 3, 6, 7].
-    With 3 copies, the first 2 of 5 channels give [0, 1, 5, 6, 10, 11]."""
+    the first entries are kept, otherwise a tensor of ascending int64 indices. With `repeat` 2, the channels [1, 3] have
+    the entries [2, 3, 6, 7]. With `copies` 3, the first 2 of 5 channels have the entries [0, 1, 5, 6, 10, 11]."""
     run = size // axis.copies
     if isinstance(keep, int) and (axis.copies == 1 or keep * axis.repeat == run):
         return slice(0, keep * axis.repeat * axis.copies)

@@ -60,7 +60,7 @@ class Axis:
 
     @property
     def parts(self) -> tuple[Axis, ...]:
-        """The concatenated axes in order. If `then` is None, the tuple contains only this axis."""
+        """The axes that this axis concatenates, in order. If `then` is None, the tuple contains only this axis."""
         return (self,) if self.then is None else (replace(self, then=None), *self.then.parts)
 
     def length(self, size: int, width: Callable[[str], int]) -> int:
@@ -79,7 +79,7 @@ class Slot:
 
 
 HEAD = "classes"
-"""Channel group of a network's outputs, which width rules never cut. The name is part of stored sub-models."""
+"""Channel group of a network's outputs, which width rules never cut. Stored sub-models contain this name."""
 
 
 @dataclass(frozen=True)
@@ -226,8 +226,8 @@ class Codec(Protocol):
     """Encodes weights for transfer. A codec is a frozen dataclass of options with pure methods.
 
     Inputs are contiguous floating-point tensors on the CPU, sorted by name. The server encodes weights, and a client
-    encodes the change of the received weights. The name of an encoded tensor must not begin with `state/`. The name
-    must begin with the name of an input, or contain a slash.
+    encodes the change of the received weights. The name of an encoded tensor must begin with the name of an input or
+    contain a slash, and must not begin with `state/`.
     """
 
     def encode(self, tensors: Params, seed: int) -> Params:
