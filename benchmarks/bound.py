@@ -58,9 +58,8 @@ ALGORITHMS = {"flexfl": ("algorithm.epsilon=5.0",), "heterofl": ("algorithm.name
 FEW = {"1 client a round": ("training.fraction=0.05", "rounds.stop=40"), "2": ("training.fraction=0.1",)}
 
 Attack = Callable[[float, float, float], float]
-"""Function that returns the factor by which the Byzantine client multiplies its change of the weights. The arguments
-are the norm of the honest change, the largest accepted norm of one change, and the largest accepted mean norm of the
-client's changes."""
+"""Function that returns the factor by which the attacker multiplies its change of the weights. The arguments are the
+norm of the honest change, the largest accepted norm of one change, and the largest accepted mean norm of changes."""
 ATTACKS: dict[str, Attack] = {
     "change x 90": lambda moved, once, often: 90.0,
     "change x -90": lambda moved, once, often: -90.0,

@@ -144,8 +144,7 @@ class SeenBackend:
 
 
 _seen = Stages()
-"""Stages of the measured point. The variable is global instead of a field of `SeenAvg`, because workers get a copy of
-the algorithm."""
+"""Stages of the measured point. The variable is global, because fields of the algorithm are copied to workers."""
 
 
 @dataclass(frozen=True)

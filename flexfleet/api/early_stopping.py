@@ -25,8 +25,7 @@ class EarlyStopping(Callback):
         patience: Number of evaluated rounds without an improvement.
         min_delta: Minimum change of the metric that counts as an improvement, in the unit of the metric. Accuracies are
             between 0 and 1.
-        mode: `max` if higher values are better, otherwise `min`. None selects `min` for losses and mae, otherwise
-            `max`.
+        mode: `max` if higher values are better, otherwise `min`. None selects `min` for losses and mae, else `max`.
 
     Raises:
         ConfigError: An argument is wrong.

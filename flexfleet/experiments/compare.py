@@ -232,8 +232,7 @@ def to_share(runs: Sequence[PlannedRun]) -> PlannedRun:
 
 
 def _share(entry: PlannedRun, out: Path) -> list[Command]:
-    """Return a list with the command that computes the partition and the pre-training. The list is empty if `out`
-    already contains both."""
+    """Return a list with the command for partition and pre-training; an empty list if `out` already contains both."""
     resolved = Resolved.of(entry.config)
     if can_adopt(resolved, out):
         return []

@@ -21,8 +21,7 @@ from flexfleet.reports.finished_run import plain
 
 MB = 1e6
 CASE = ("dataset.", "partition.", "noise.", "model.name")
-"""Prefixes of parameters that define cases. Labels with the same values belong to the same case, and are ranked only
-within this case."""
+"""Prefixes of parameters whose values define the case of a label. Labels of different cases are ranked separately."""
 FACTORS = (*CASE, "model.", "fleet.")
 """Prefixes of factors (`flexfleet compare --over`) that define cases. Width and fleet define cases only if they are
 factors, because papers use another width or fleet for some baselines."""

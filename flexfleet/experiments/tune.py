@@ -134,9 +134,8 @@ def _execute(config: Config, folder: Path, study: Any) -> None:
 
 # ------------------------------------------------------------------------------------------- pipeline tasks
 def prepare(config: Config, id: str, out: Path, job_id: str) -> list[dict[str, str]]:
-    """Check the study, and write into `out` the files that all workers read. If the study is stored in a database,
-    start the study. Returns the task parameters of each worker as strings, because Kubeflow can convert integers to
-    floats."""
+    """Check the study, and write into `out` the files that all workers read. Start a study that is stored in a
+    database. Returns the task parameters of each worker as strings, because Kubeflow can convert integers to floats."""
     many, has_database = config.tune.workers, tune_storage.address(config) is not None
     check_count(many, "tune.workers", "tune.workers")
     if many > 1 and not has_database:
