@@ -100,7 +100,7 @@ def seeds_of(given: str | Iterable[Any]) -> tuple[int, ...]:
 
 
 def accuracies_of(given: str | Iterable[Any]) -> tuple[float, ...]:
-    """Parse accuracies from a string such as `0.4,0.45`, or check a list. Return the accuracies in ascending order.
+    """Parse accuracies from a string such as `0.4,0.45`, or check a list of accuracies. Return them in ascending order.
     Raises ConfigError if an accuracy is not a number above 0 and at most 1."""
     try:
         found = set(map(float, given.split(",")) if isinstance(given, str) else given)
@@ -135,8 +135,8 @@ def label_overrides(labels: Mapping[str, str], overrides: Mapping[str, Any]) -> 
     """Map each label to its overrides. The overrides include the algorithm's name and the overrides for all runs.
 
     Args:
-        labels: Map each label to the name of its algorithm.
-        overrides: Values by dotted name. A name `label:a.b` applies to one label.
+        labels: Name of the algorithm of each label.
+        overrides: Values by dotted name. A value for `label:a.b` applies to one label.
     """
     given = by_label(overrides, labels)
     return {label: {**on_top(given[None], given[label]), "algorithm.name": name} for label, name in labels.items()}
@@ -200,8 +200,8 @@ def varied(runs: Sequence[PlannedRun]) -> tuple[str, ...]:
 
 
 def factors_of(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Parse the values of factors from strings such as `training.lr=0.01,0.1`. Return {dotted name: list of YAML
-    values}. Raises ConfigError."""
+    """Parse factors (parameters with several values) from strings such as `training.lr=0.01,0.1`. Return {dotted name:
+    list of YAML values}. Raises ConfigError."""
     out: dict[str, list[Any]] = {}
     for text in texts:
         path, sign, listed = (word.strip() for word in text.partition("="))

@@ -16,7 +16,7 @@ EXPECTED = "input should be "
 """Text with which most pydantic messages begin, in lower case."""
 
 CODE = {"literal_error": "config.unknown", "missing": "config.missing"}
-"""Map pydantic's error types to `errors.CODES`. All other error types have the code `wrong_type` or `out_of_range`."""
+"""Map pydantic's error types to codes. All other error types have the code `wrong_type` or `out_of_range`."""
 RANGES = ("greater_than", "less_than", "multiple_of", "too_", "finite_number")
 
 

@@ -158,8 +158,8 @@ class RunConfig(Section):
     """PyTorch devices of one kind that train clients in parallel, e.g. [cuda:0, cuda:1]; auto for [cuda] if available,
     otherwise [cpu]."""
     strategy: Annotated[Literal["auto"] | Strategy, Moves.NUMERICS] = "auto"
-    """With `single`, a device trains one client at a time. With `batched`, a CPU trains several clients together.
-    With `auto`, the strategy depends on the network's size and the devices."""
+    """With `single`, a device trains one client at a time. With `batched`, a CPU trains several clients at once. With
+    `auto`, the strategy depends on the network's size and the devices."""
     precision: Annotated[Literal["auto"] | Precision, Moves.NUMERICS] = "fp32"
     """Number format of the training, by default fp32. With bf16, the forward and backward pass use bfloat16. With amp,
     the precision is mixed (float16 on CUDA, bfloat16 on CPUs). With fp16, all numbers are float16, without weight

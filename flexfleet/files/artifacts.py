@@ -117,7 +117,7 @@ class Level(Strict, LeavesOut):
 
 
 class PoolFile(Artifact, LeavesOut):
-    """Pool models in pool/pool.json, with the smallest model first."""
+    """Contents of pool/pool.json: the pool models, with the smallest model first."""
 
     left_out = ("weights_sha256",)
     algorithm: str
@@ -243,7 +243,7 @@ class LevelScore(Strict):
     """Scores of a level in evaluation.json, for example `{"accuracy": 0.93, "loss": 0.2, "params": 97}`."""
 
     metrics: dict[str, float] = Field(min_length=1)
-    """Metrics of the task, with the main metric first. If the server owns classes, OWNERS are included."""
+    """Metrics of the task, with the main metric first. If the server owns classes, OWNERS are added."""
     loss: float | None
     """Loss; null if the model has diverged."""
     params: int
@@ -300,9 +300,9 @@ class OnClients(Strict):
 
 
 class EvaluationFile(Artifact, LeavesOut):
-    """Metrics of the final model on the whole test set, in evaluation.json. `avg` is the mean of the main metric over
-    the levels, and `full` is the value for the largest model. `local` and `local_histogram` are the local accuracies
-    and their distribution, and are empty if the task has no classes."""
+    """Contents of evaluation.json: the metrics of the final model on the whole test set. `avg` is the mean of the main
+    metric over the levels, and `full` is the value for the largest model. `local` and `local_histogram` are the local
+    accuracies and their distribution, and are empty if the task has no classes."""
 
     left_out = ("local", "local_histogram", "on_clients", "kept_by_clients")
     rounds: int
@@ -339,8 +339,8 @@ class EvaluationFile(Artifact, LeavesOut):
 
 
 class ConfusionFile(Artifact):
-    """Confusion matrix of each level in confusion.json, with a row for each true class and a column for each predicted
-    class. `levels` is empty if the task has no classes."""
+    """Contents of confusion.json: the confusion matrix of each level, with a row for each true class and a column for
+    each predicted class. `levels` is empty if the task has no classes."""
 
     names: tuple[str, ...] = ()
     """Names of the classes; empty if the task does not name its classes."""

@@ -33,7 +33,7 @@ class PreparedEntry(Strict):
 
 
 class Index(Artifact):
-    """Index of the results in prepared.json. `made` maps names of preparations to entries."""
+    """Contents of prepared.json: `made` maps the name of each preparation to the entry of its result."""
 
     made: dict[str, PreparedEntry]
 

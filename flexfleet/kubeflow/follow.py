@@ -215,7 +215,7 @@ def name_of(parameters: Mapping[str, Any], job_id: str) -> tuple[str, str]:
 
 
 def whole(value: Any) -> str:
-    """Convert a value to a string. Numbers are rounded to integers, because Kubeflow stores integers as floats."""
+    """Convert a value to a string. Round numbers to integers, because Kubeflow stores integers as floats."""
     return f"{value:.0f}" if isinstance(value, int | float) else str(value)
 
 

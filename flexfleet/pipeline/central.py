@@ -66,7 +66,7 @@ class CentralFile(Artifact):
     token: str
     """Unique ID by which a resumed training finds its MLflow run."""
     config: dict[str, Any]
-    """Map the dotted names of the parameters that determine the weights after the training to their values."""
+    """Values, by dotted name, of the parameters that determine the weights after the training."""
     data_sha256: str
     """Fingerprint of the data set."""
     numerics: dict[str, Any]

@@ -51,8 +51,8 @@ def _private(store: Store) -> Store:
 
 
 def invite(config: Config, tier: str | None, count: int, out: Path) -> list[Path]:
-    """Write invitations for `count` devices into the folder `out`, and return their paths. Raises ConfigError if the
-    tier does not exist or a file already exists, and EnvironmentFailure if a file cannot be written."""
+    """Write invitations for `count` devices into the folder `out`, and return the files' paths. Raises ConfigError if
+    the tier does not exist or a file already exists, and EnvironmentFailure if a file cannot be written."""
     tiers = [each.name for each in config.fleet.tiers]
     if tier is not None and tier not in tiers:
         raise ConfigError(f"--tier must be a tier of the fleet, got {tier!r}{nearest(tier, tiers)}")

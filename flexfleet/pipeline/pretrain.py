@@ -177,7 +177,7 @@ class Shared(Artifact):
 
 def share(resolved: Resolved, out: Path) -> Path:
     """Write partition/, pretrain/ and shared.json into `out`, from which all runs with the same seed copy these
-    results. `resolved` is one of these runs. If any of the runs needs preparations, `resolved` must be such a run."""
+    results. `resolved` is one of these runs. If only some runs need preparations, `resolved` must be one of them."""
     (out / SHARED).unlink(missing_ok=True)
     partition_step.partition(resolved, out / "partition")
     pretrain(resolved, out / "partition", out / "pretrain")

@@ -48,7 +48,7 @@ class LevelProfile:
 @dataclass(frozen=True)
 class Profile:
     tier: dict[str, Any]
-    """An entry of `fleet.tiers`."""
+    """Entry for `fleet.tiers`."""
     levels: tuple[LevelProfile, ...]
     room_bytes: int
     """Memory that training may use, in bytes."""
@@ -63,7 +63,7 @@ def profile(
     seconds: float = 5.0,
     device: str = "cpu",
 ) -> Profile:
-    """Measure memory and speed while each level of the configured pool is trained on this machine.
+    """Measure the memory and speed of training on this machine for each level of the configured pool.
 
     Args:
         name: Name of the tier.

@@ -115,7 +115,7 @@ def name_of(config: Config) -> str:
 
 
 def clean(name: str) -> str:
-    """Replace characters that MLflow does not allow in names."""
+    """Replace the characters that MLflow does not allow in names of models."""
     return re.sub(r"[^\w.-]+", "-", name)
 
 

@@ -41,7 +41,7 @@ class FinishedRun:
 
     file: RunFile
     config: dict[str, Any]
-    """Values of all parameters by dotted name."""
+    """Map the dotted names of all parameters to their values."""
     rows: tuple[Row, ...]
     history: History
     pool: PoolFile

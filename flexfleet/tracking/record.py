@@ -1,7 +1,7 @@
 """Create MLflow runs, and log their names, parents, data, code and environment.
 
 Each flexfleet run has one MLflow run. A comparison, nightly regression run or study also has an MLflow run, which is
-the parent of the MLflow runs in it. If Kubeflow provides MLflow, the MLflow run of the pipeline is the parent of all
+the parent of its runs' MLflow runs. If Kubeflow provides MLflow, the MLflow run of the pipeline is the parent of all
 runs. If a Python program has an active MLflow run, this run is the parent of the runs that the program starts."""
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ REPORT_S = 600.0
 """Minimum seconds between two log lines about unreadable messages."""
 TOO_OLD = ". The URLs of this device may have expired; then invite it again (`flexfleet invite` on the server)"
 PROCESS, DONE = "FLEXFLEET_WORKER", "FLEXFLEET_WORKER_DONE"
-"""Environment variables for the ID of this process (on Kubernetes, the pod's UID) and the ID of the last lease."""
+"""Environment variables with the ID of this process (on Kubernetes, the pod's UID) and the ID of the last lease."""
 
 
 class Working:
