@@ -194,7 +194,7 @@ def _run_trial(
     value, state, ready = None, None, None
     try:
         with tune_storage.answering(config):
-            # For the default, suggest only values inside the space, because the sampler rejects other values.
+            # Suggest only default values inside the search space, because the sampler rejects other values.
             names = trial.user_attrs[DEFAULT] if is_default(trial) else space
             values = suggest(trial, {path: space[path] for path in names})
             setting = "the default" if is_default(trial) else listed(values, symbols(config, values))
