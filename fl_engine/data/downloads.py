@@ -27,7 +27,7 @@ DAMAGE = (
     KeyError, tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError,
     RuntimeError, struct.error, MemoryError,
 )  # fmt: skip
-"""Exceptions that damaged archives cause. A header that declares a dictionary of gigabytes causes a MemoryError."""
+"""Exceptions that damaged archives cause. For example, a wrong size in a header may cause a MemoryError."""
 
 log = logging.getLogger(__name__)
 

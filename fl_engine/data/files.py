@@ -51,8 +51,8 @@ def require(name: str, root: Path, files: Sequence[str], url: str) -> None:
 
 
 def require_by_hand(name: str, root: Path, files: Sequence[str], how: str) -> None:
-    """Raise DataError unless all `files` of a data set that users download themselves exist. `how` is the instruction
-    in the error message. It states the URL, the size of the download, and the target folder."""
+    """Raise DataError if `files` are missing in a data set that users download themselves. `how` is the instruction in
+    the error message, with the URL, the size of the download, and the target folder."""
     if missing := absent(root, files):
         more = [f"{len(missing) - MOST_NAMED} more"] if len(missing) > MOST_NAMED else []
         raise DataError(

@@ -187,7 +187,7 @@ def read_manifest(path: Path) -> PartitionManifest:
 # ------------------------------------------------------------------------------------------- a user's map
 class Map(BaseModel):
     """User-defined partition such as `{"clients": [[0, 3, 17], [1, 2], ...]}`. Each client has a list of positions in
-    the run's training data (after `dataset.train_samples`)."""
+    the run's training data, after `dataset.train_samples` has been applied."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     clients: list[Annotated[list[POSITION], Field(min_length=1)]] = Field(min_length=1)

@@ -7,7 +7,7 @@ The option `cap` is from the code of FedAIoT (Alam, Michigan State University 20
 `dirichlet_per_client` draws each client's class proportions from Dir(alpha) (Hsu et al., arXiv:1909.06335). The
 proportions of the clients' sample counts are also drawn from Dir(alpha) (FedAIoT, section 2.2.3.1).
 `quantity` draws the relative sizes of random parts from Dir(alpha) ("quantity skew" of Li et al.).
-`disjoint_labels` gives each client samples of L labels (Li et al.: "quantity-based label imbalance", #C = L).
+`disjoint_labels` gives each client samples of L labels ("quantity-based label imbalance", #C = L, of Li et al.).
 `natural` groups samples by their writer or user in the data set.
 `manual` reads the client of each sample from a file (`partition.map`).
 `local` is for clients with their own data (`data.local_data`).

@@ -11,7 +11,7 @@ labels, rules that deal samples by label require clusters of the samples instead
 Every sample belongs to the proxy or to exactly one client. Only the samples of a shared proxy belong to both. All
 randomness comes from `seeds.rng(seed, "proxy")` and `seeds.rng(seed, "partition")`.
 
-Label noise imitates the mistakes of a centrally trained model (FedAIoT: Alam, Federated Learning Benchmarks and
+Label noise imitates the mistakes of a centrally trained model, as in FedAIoT (Alam, Federated Learning Benchmarks and
 Frameworks for Artificial Intelligence of Things, Michigan State University 2023, section 2.2.3.5). Q[i, j] is the
 fraction of samples of class i that the model predicts as class j. From the n training samples of a client, int(n *
 share) samples are drawn at random. The label y of a drawn sample is replaced by another label, drawn from row Q[y].
@@ -68,8 +68,8 @@ class PartitionConfig(Section):
     map: UserPath | None = None
     """With manual, a JSON file with each client's training samples: {"clients": [[0, 3, ...], ...]}."""
     folders: Annotated[UserPath | None, Moves.PLACE] = None
-    """With local, a folder that contains a data folder for each simulated client. If null, enrolled devices have their
-    own data."""
+    """With local, a folder that contains a data folder for each simulated client. If null, the data are on enrolled
+    devices."""
     most: Count = 100_000
     """With local, the largest number of training samples that a client may report."""
     features: UserPath | None = None
@@ -96,7 +96,7 @@ def partition(
 
     Rules that deal samples by label use `clusters` (N_train,) instead of labels. The rule manual uses `owner`
     (N_train,), the client of each sample. The result depends only on the arguments and is the same on every machine.
-    Raises PartitionError if the rule is not possible with the data or the configuration.
+    Raises PartitionError if the rule cannot be applied to the data or with the configuration.
     """
     rule, clients, minimum = config.rule, config.clients, config.minimum
     clusters = clusters if rule in BY_LABEL else None

@@ -3,10 +3,10 @@
 Candanedo, Feldheim and Deramaix, Data driven prediction models of energy use of appliances in a low-energy house,
 Energy and Buildings 140, 2017. The data are prepared as in FedAIoT (Alam, Federated Learning Benchmarks and Frameworks
 for Artificial Intelligence of Things, Michigan State University 2023, section 2.2.3.2). The steps are in the order of
-FedAIoT's published code. They take logarithms, convert the visibility to 0 or 1, clip values, add two means, replace
-the date by day and month, and add three principal components. Features with a strong correlation to an earlier feature
-are left out. Test readings are drawn at random, as in the published code. All transformations are fitted on the
-training readings.
+FedAIoT's published code: take logarithms, convert the visibility to 0 or 1, clip values, add two means, replace the
+date by day and month, and add three principal components. Features with a strong correlation to an earlier feature are
+left out. Test readings are drawn at random, as in the published code. All transformations are fitted on the training
+readings.
 
 Departs from the paper, which scales the target. Here, as in the published code, the target is a logarithm. Features are
 normalised with `mean` and `std`. Features are rounded to five decimals, because the last bits of principal components
@@ -98,8 +98,8 @@ def transformed(table: Table) -> Table:
 
 
 def with_means_and_day(table: Table) -> Table:
-    """Add the mean humidity and the mean temperature of the rooms (t9 contributes its logarithm). Replace the date, in
-    seconds since 1970, with the day of the month and the month."""
+    """Add the mean temperature and the mean humidity of the rooms. Column t9 already contains a logarithm. Replace the
+    date, in seconds since 1970, with the day of the month and the month."""
     means = {
         "avg_house_temp": np.stack([table[f"t{room}"] for room in ROOMS]).mean(0),
         "avg_humidity_percentage": np.stack([table[f"rh_{room}"] for room in ROOMS]).mean(0),
@@ -133,8 +133,8 @@ def with_components(table: Table, centre: NDArray[np.float64], axes: NDArray[np.
 
 
 def uncorrelated(table: Table) -> list[str]:
-    """Return the names of columns without a strong correlation to an earlier column. Columns that are left out also
-    count as earlier columns."""
+    """Return the names of columns without a strong correlation to an earlier column. This includes earlier columns that
+    are left out."""
     with np.errstate(invalid="ignore", divide="ignore"):  # correlations of a constant column are NaN
         alike = np.abs(np.corrcoef(np.stack(list(table.values())))) > ALIKE
     return [name for i, name in enumerate(table) if not alike[i, :i].any()]

@@ -1,9 +1,9 @@
-"""Digits: 1,797 grey images of 8 x 8 pixels in 10 classes. scikit-learn contains the data, so nothing is downloaded.
+"""Digits: 1,797 grey images of 8 x 8 pixels in 10 classes. The data come with scikit-learn, so nothing is downloaded.
 
 The images are the test part of Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI 1998.
 
-scikit-learn does not define a split. Here 20 % of each class are drawn as test samples with a constant seed, 359
-samples in total. Pixel values 0..16 are scaled to 0..255.
+The data have no published split. Here 20 % of each class are drawn as test samples with a constant seed, 359 samples in
+total. Pixel values 0..16 are scaled to 0..255.
 """
 
 from __future__ import annotations

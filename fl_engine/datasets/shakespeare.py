@@ -1,10 +1,10 @@
 """Shakespeare: predict the next character in a line of a play; the clients are the speaking roles.
 
 The task is from LEAF (Caldas et al., 2018, arXiv:1812.01097; data/shakespeare) and McMahan et al., AISTATS 2017. A
-model predicts a character from the 80 preceding characters of the same line. As in LEAF, a line is one line of a role's
-speech. Repeated spaces become one space. Each line gets 80 spaces at the start and a line feed at the end. Each
-character of the line, including the line feed, is the target of one sample. Each role is a natural client. The last
-fifth of a role's lines are test lines.
+model predicts a character from the 80 preceding characters of the same line. As in LEAF, each line of a role's speech
+is processed separately. Repeated spaces become one space. Each line gets 80 spaces at the start and a line feed at the
+end. Each character of the line, including the line feed, is the target of one sample. Each role is a natural client.
+The last fifth of a role's lines are test lines.
 
 The text is tiny Shakespeare (https://github.com/karpathy/char-rnn, data/tinyshakespeare/input.txt). The text consists
 of blocks, which begin with "ROLE:" and are separated by empty lines. The file must match the SHA-256 checksum in

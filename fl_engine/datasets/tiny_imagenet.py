@@ -3,8 +3,8 @@
 Le and Yang, Tiny ImageNet Visual Recognition Challenge, Stanford CS231n 2015. Layout of tiny-imagenet-200.zip:
 
 `wnids.txt` contains one class per line, such as n01443537.
-`train/<wnid>/images/<wnid>_<number>.JPEG` are 500 images of each class.
-`val/images/val_<number>.JPEG` are 50 images of each class.
+`train/<wnid>/images/<wnid>_<number>.JPEG` are the 500 training images of each class.
+`val/images/val_<number>.JPEG` are the 50 validation images of each class.
 `val/val_annotations.txt` contains the file, the class and the box of one image per line, separated by tabs.
 
 The official test images have no labels, so the validation images are the test part. Classes are numbered in the order

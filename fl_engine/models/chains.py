@@ -1,6 +1,6 @@
 """Sequential networks: small_cnn and vgg16 for images, har_cnn for motion sensors, and aep_mlp for energy consumption.
 
-Each block before the classifier has a channel group with the name of the block, and may have an early exit.
+Each block before the classifier has a channel group of the same name, and may have an early exit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SMALL_CHANNELS = {"conv1": 16, "conv2": 32, "conv3": 64, "fc1": 64}
 class SmallCNN(Chain, ImageNetwork):
     """Small convolutional network for images of at least 8x8 pixels, which trains quickly on one CPU core.
 
-    Three 3x3 convolutions with 16, 32 and 64 channels have batch norm and ReLU. A 2x2 max pool follows the first and
+    The three 3x3 convolutions have 16, 32 and 64 channels, batch norm and ReLU. A 2x2 max pool follows the first and
     the second convolution. A hidden layer and the classifier follow the third convolution. For 1x8x8 images and ten
     classes, SmallCNN has 40,618 parameters.
 
@@ -66,10 +66,10 @@ class VGG16(Chain, ImageNetwork):
     0.5, and the classifier. For 3x32x32 images and 10 / 100 / 200 classes, VGG16 has 33,646,666 / 34,015,396 /
     34,425,096 parameters.
 
-    The max pools follow convolutions 2, 4, 7, 10 and 13, as in the original network and in AdaptiveFL's Table 1. A
-    3x32x32 image then requires 333.2 M multiply-adds. In FlexFL's code, the max pools follow convolutions 3, 5, 8, 11
-    and 13 (option `pool_after`). FlexFL's variant requires 532.1 M multiply-adds. The parameters have equal shapes, but
-    the logits of both variants differ.
+    The max pools follow convolutions 2, 4, 7, 10 and 13, as in the original network and in AdaptiveFL's Table 1. With
+    these positions, a 3x32x32 image requires 333.2 M multiply-adds. In FlexFL's code, the max pools follow convolutions
+    3, 5, 8, 11 and 13 (option `pool_after`). FlexFL's variant requires 532.1 M multiply-adds. The parameters of both
+    variants have the same shapes, but the logits differ.
 
     Departs from the authors' code, which shrinks the hidden layers to 256 units and omits the last pool if images are
     not RGB. Here the network is the same for all images, and `fc` sets the number of hidden units.
@@ -80,7 +80,7 @@ class VGG16(Chain, ImageNetwork):
     fc: tuple[int, int] = (4096, 4096)
     """Number of units in each of the two hidden layers, before multiplication by `width`."""
     pool_after: tuple[int, ...] = (2, 4, 7, 10, 13)
-    """Numbers (1 to 13) of the five convolutions that a max pool follows; FlexFL's code uses [3, 5, 8, 11, 13]."""
+    """Numbers (1 to 13) of the five convolutions before a max pool; FlexFL's code uses [3, 5, 8, 11, 13]."""
 
     min_hw: ClassVar[int] = 32
 
@@ -116,11 +116,11 @@ HAR_CHANNELS = {"conv1": 128, "conv2": 64, "conv3": 32}
 HAR_UNITS = {"fc1": 64, "fc2": 32, "fc3": 16, "fc4": 16}
 KERNEL = 3
 PARTS = {"small": 4, "medium": 2, "large": 1}
-"""Maps each sub-network to the divisor of the number of channels in each convolution."""
+"""Maps the name of each nested network to the divisor of the number of channels in its convolutions."""
 
 
 class AsMap(nn.Module):
-    """Reshape windows (B, T, F) to maps (B, F, T, 1); with n lanes, reshape (B, n*T, F) to (B, n*F, T, 1)."""
+    """Reshape windows (B, T, F) to maps (B, F, T, 1), or (B, n*T, F) to (B, n*F, T, 1) for n lanes (clients)."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -137,16 +137,17 @@ class HarCNN(Chain, NormedNetwork):
 
     FedX uses the HAR-Wild model (section IV-C; Jiang et al., FLSys, TMC 2022). The paper states only that the model has
     three 1-D convolutions with batch norm, five fully connected layers, and 316, 153 or 76 thousand parameters for 128,
-    64 or 32 channels. HarCNN is a reconstruction of this model. Three convolutions with kernel size 3 have 128, 64 and
-    32 channels, batch norm and ReLU. Four hidden layers with 64, 32, 16 and 16 units and ReLU precede the classifier.
-    Three convolutions with c, c/2 and c/4 channels have 1.875 c^2 weights plus a term that is linear in c. Three
-    convolutions with c channels each would have 6 c^2 weights, but the published totals imply 0.98 to 1.95 c^2.
+    64 or 32 channels. HarCNN is a reconstruction of this model. The three convolutions have kernel size 3, batch norm,
+    ReLU, and 128, 64 and 32 channels. Four hidden layers with 64, 32, 16 and 16 units and ReLU precede the classifier.
+    The channels are halved, because the published totals imply 0.98 to 1.95 c^2 weights for c channels. Three
+    convolutions with c, c/2 and c/4 channels have 1.875 c^2 weights plus a term that is linear in c. Three convolutions
+    with c channels each would have 6 c^2 weights.
 
     `nested` lists three networks. `large` is the full network. `medium` keeps the first half of each convolution's
-    channels, and `small` the first quarter. Both keep all hidden units. FedX pre-trains with UCI-HAR (Anguita et al.,
-    2012; 128 steps, 9 sensors, 6 classes). For UCI-HAR, the networks have 300,486 / 144,086 / 71,646 parameters,
-    including running statistics. For WISDM (200x6, 12 classes), the networks have 446,892 / 217,340 / 108,324
-    parameters.
+    channels, and `small` keeps the first quarter. Both sub-networks keep all hidden units. FedX pre-trains with UCI-HAR
+    (Anguita et al., 2012; 128 steps, 9 sensors, 6 classes). For UCI-HAR, `large` / `medium` / `small` have 300,486 /
+    144,086 / 71,646 parameters, including running statistics. For WISDM (200x6, 12 classes), the networks have 446,892
+    / 217,340 / 108,324 parameters.
 
     The code uses two-dimensional convolutions with kernel 3x1, because one call can then train several clients.
 

@@ -1,8 +1,8 @@
-"""Early exits: classifiers after inner blocks, as in DepthFL (Kim et al., ICLR 2023) and ScaleFL (Ilhan et al., CVPR
-2023).
+"""Early exits: classifiers after intermediate blocks, as in DepthFL (Kim et al., ICLR 2023) and ScaleFL (Ilhan et al.,
+CVPR 2023).
 
-With `exits=("conv2", ...)`, a head follows each of the listed blocks. A head consists of global average pooling, if the
-block returns a map, and a linear layer. The head of `conv2` is a separate block `exit_conv2` with the parameters
+With `exits=("conv2", ...)`, a head follows each of the listed blocks. A head is a linear layer, after global average
+pooling if the block returns a map. The head of `conv2` is a separate block `exit_conv2` with the parameters
 `exit_conv2.weight` (classes, channels) and `exit_conv2.bias` (classes,); the head of `stage1.0` is `exit_stage1_0`. In
 the layout, each head follows its block. A sub-model returns a tuple with the logits of each output that the sub-model
 keeps, in network order.
@@ -27,13 +27,13 @@ from fl_engine.models.layers import LayerMaker, Norm, noted
 from fl_engine.training import lanes
 
 Convs = tuple[tuple[str, int], ...]
-"""Pairs (block, number of convolutions in the block's head). All other heads have no convolutions."""
+"""Pairs (block, number of convolutions in the block's head). The heads of all other blocks have no convolutions."""
 
 MOST_CONVS = 8
 
 
 def check_exits(name: str, exits: tuple[str, ...], points: tuple[str, ...], convs: Convs = ()) -> None:
-    """Raise ModelError unless `exits` is an ordered subset of the blocks `points` and `convs` is valid for `points`."""
+    """Raise ModelError unless `exits` is a subset of `points` in the same order, and `convs` is valid for `points`."""
     blocks = ", ".join(points)
     if exits != tuple(block for block in points if block in exits):
         raise ModelError(f"{name}: exits must be a subset of {blocks} in this order, got {exits!r}", path="model.exits")
@@ -48,8 +48,8 @@ def check_spec(
 ) -> None:
     """Raise ModelError if `spec` contains unknown groups or blocks, or drops a block that the network requires.
 
-    Blocks with an identity shortcut may be dropped. A sub-model of a network with early exits must keep at least one
-    output: the classifier or the head of an early exit. All blocks after the last kept output must be dropped.
+    A sub-model may drop blocks with an identity shortcut. A sub-model of a network with early exits must keep at least
+    one output: the classifier or the head of an early exit. All blocks after the last kept output must be dropped.
     """
     layout.check(spec)
     blocks = layout.blocks

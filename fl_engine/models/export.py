@@ -165,8 +165,8 @@ def export(
 def with_statistics(
     family: ModelFamily, params: Params, member: PoolModel, data: Data, proxy: Tensor
 ) -> tuple[ModelFamily, Params]:
-    """Return a tuple (network that stores batch-norm statistics, weights with the statistics of the proxy samples).
-    Return `family` and `params` unchanged if `needs_statistics` is false."""
+    """Return a network that stores batch-norm statistics, and the weights with the statistics of the proxy samples.
+    Return `family` and `params` unchanged if no statistics are needed (see `needs_statistics`)."""
     module = runnable(family, member.spec, dict(params)).eval()
     if not needs_statistics(module, member.static_bn):
         return family, params
@@ -181,7 +181,7 @@ def with_statistics(
 
 
 def check(family: ModelFamily, proxy: int, static_bn: bool) -> None:
-    """Raise ConfigError if the export needs batch-norm statistics but cannot compute or store the statistics."""
+    """Raise ConfigError if the export needs batch-norm statistics but cannot compute or store them."""
     module = family.module(FULL)
     if not needs_statistics(module, static_bn):
         return
@@ -222,7 +222,7 @@ def by_batch(module: nn.Module) -> bool:
 
 
 def needs_statistics(module: nn.Module, static_bn: bool) -> bool:
-    """Return whether statistics must be computed, because a batch norm stores no statistics or `static_bn` is set."""
+    """Return True if statistics must be computed, because a batch norm does not store any or `static_bn` is set."""
     return by_batch(module) or (static_bn and any(isinstance(m, _BatchNorm) for m in module.modules()))
 
 

@@ -1,31 +1,34 @@
 """FedAIoT's ResNet18s for sensor maps (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence
-of Things, Michigan State University 2023), which follow SenseFi (Yang et al., Patterns 4(3), 2023):
+of Things, Michigan State University 2023), which follow SenseFi (Yang et al., Patterns 4(3), 2023).
 
-    uthar_resnet18   Classifies activities from the amplitude of a Wi-Fi signal (section 2.3.3.2). The network starts
-                     with a 7x7 convolution with stride 3 along the packets, a 2x2 max pool and a 10x11 convolution,
-                     without padding. For 1x250x90 inputs and 7 classes, the network has 11,182,142 parameters.
-    widar_resnet18   Classifies gestures from velocity profiles at 22 time steps (section 2.3.3.3). The network starts
-                     with two transposed 7x7 convolutions. For 22x20x20 inputs and 9 classes, the network has 11,185,706
-                     parameters.
-    epic_resnet18    Classifies kitchen activities from log-mel spectrograms (section 2.3.3.7). For 1x400x128 inputs and
-                     44 classes, the network has 11,241,260 parameters with 128 channels in the stem, as in the authors'
-                     code, and 11,192,812 parameters with 64 channels (`stem: 64`), as in the text.
+`uthar_resnet18` classifies activities from the amplitude of a Wi-Fi signal (section 2.3.3.2). The network starts with a
+7x7 convolution with stride 3 along the packets, a 2x2 max pool and a 10x11 convolution, without padding. For 1x250x90
+inputs and 7 classes, the network has 11,182,142 parameters.
 
-The first convolutions have three output channels, bias and ReLU. The other layers are ResNet18 (He et al., CVPR 2016).
-A 7x7 stem and a 3x3 max pool have stride 2. Four stages of two basic blocks have 64, 128, 256 and 512 channels and
-strides 1, 2, 2, 2. Global average pooling and the classifier come last. The 3x3 convolutions have no bias. A shortcut
-is a 1x1 convolution with norm if a stage changes stride or channels, otherwise an identity. A stem with 64 channels
-shares the group of stage 1, and all shortcuts of stage 1 are then identities. In the networks for UT-HAR and Widar, the
-norm is group norm, the second 3x3 convolution of a block has the stride, and shortcuts have a bias. In the network for
-EPIC-SOUNDS, the norm is batch norm, and the first convolution of a block has the stride.
+`widar_resnet18` classifies gestures from velocity profiles at 22 time steps (section 2.3.3.3). The network starts with
+two transposed 7x7 convolutions. For 22x20x20 inputs and 9 classes, the network has 11,185,706 parameters.
 
-Departs from the authors' code. For UT-HAR, the last version of the code uses batch norm. The text and this network use
-group norm. For EPIC-SOUNDS, the code uses He initialisation (normal, fan out). This network uses PyTorch's defaults.
+`epic_resnet18` classifies kitchen activities from log-mel spectrograms (section 2.3.3.7). For 1x400x128 inputs and 44
+classes, the network has 11,241,260 parameters with 128 channels in the stem, as in the authors' code, and 11,192,812
+parameters with 64 channels (`stem: 64`), as in the thesis.
+
+The convolutions before the stem have three output channels, bias and ReLU. The other layers form a ResNet18 (He et al.,
+CVPR 2016). The 7x7 stem and the following 3x3 max pool have stride 2. Four stages of two basic blocks have 64, 128, 256
+and 512 channels and strides 1, 2, 2, 2. Global average pooling and the classifier come last. The 3x3 convolutions have
+no bias. The first shortcut of a stage is a 1x1 convolution with norm if the stage changes the stride or the number of
+channels. All other shortcuts are identities. A stem with 64 channels shares the group of stage 1, and all shortcuts of
+stage 1 are then identities. In the networks for UT-HAR and Widar, which use group norm, the second 3x3 convolution of a
+block applies the stride, and shortcuts have a bias. The network for EPIC-SOUNDS uses batch norm, and the first
+convolution of a block applies the stride.
+
+Departs from the authors' code. For UT-HAR, the last version of the code uses batch norm. The thesis and this network
+use group norm. For EPIC-SOUNDS, the code uses He initialisation (normal, fan out). This network uses PyTorch's
+defaults.
 
 Group norm normalises the first and the second half of the channels separately. Therefore channel i of the layout is a
 pair: the i-th channel of each half (`Axis.copies`). A sub-model then keeps the same number of channels in each half,
-and widths count pairs. Group norm computes the statistics from the kept channels. Therefore the outputs of a sub-model
-differ from the outputs of the full network in which all other channels are zero.
+and widths count pairs. Group norm computes the statistics from the kept channels. Therefore a sub-model does not
+compute the same outputs as the full network with zeros in all other channels.
 
 Groups: down1, down2 or up1, up2; stem (unless stage1 includes the stem), stage1 .. stage4, classes. Blocks: the first
 convolutions, stem, stage<s>.<b> (b from 0), classifier. Sub-models can drop the blocks with an identity shortcut. An

@@ -21,14 +21,14 @@ FREE = Axis(None)
 """Axis that is never sliced, such as kernel rows, kernel columns or image channels."""
 
 Inside = Axis | int
-"""Inputs of a layer: an axis, or the length of an axis that is never sliced."""
+"""Input axis of a layer: an `Axis`, or the length of an axis that is never sliced."""
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
 class StaticBatchNorm2d(nn.BatchNorm2d):
     """Batch norm with running statistics but without PyTorch's batch counter. The counter can be neither sliced nor
-    averaged. The statistics are created here, because PyTorch would also create the counter."""
+    averaged. The statistics are created here, because PyTorch would create the counter together with the statistics."""
 
     running_mean: Tensor
     running_var: Tensor

@@ -2,7 +2,7 @@
 
 The network has a 3x3 stem with stride 1, seven stages of inverted residuals, a 1x1 head, a global *max* pool, and a 1x1
 convolution as the classifier. Convolutions have a bias and batch norm; activations are ReLU6. Each block expands the
-input channels by a factor t with a 1x1 convolution, also in stage 1, where t is 1. The hidden channels belong to the
+input channels by a factor t with a 1x1 convolution, even in stage 1, where t is 1. The hidden channels belong to the
 channel group of the block's input: input channel c corresponds to the hidden channels t*c .. t*c + t - 1. For 3x32x32
 images and 10 / 100 / 200 classes, the network has 2,254,858 / 2,370,148 / 2,498,248 parameters.
 
@@ -10,7 +10,7 @@ The stages have the original strides 1, 2, 2, 2, 1, 2, 1, as in AdaptiveFL's pub
 specify strides. For a 32x32 image, the last map has 2x2 pixels.
 
 Departs from the authors' code, which adds a shortcut to a sub-model's block if input and output happen to have equal
-widths. Here sub-models have the shortcuts of the full network: in all blocks of a stage except the first.
+widths. Here sub-models have the same shortcuts as the full network, in all blocks of a stage except the first.
 
 Groups: stem, stage1 .. stage7, head, classes. Blocks: stem, stage<s>.<b> (b from 0), head, classifier. Sub-models may
 drop the blocks with a shortcut (b >= 1). An early exit can follow each block of a stage.
@@ -66,8 +66,8 @@ class MobileNetV2(StagedNetwork, ImageNetwork):
         )
 
     def block(self, make: LayerMaker, name: str, inside: str, stage: str) -> nn.Module:
-        """Return a block with output (B, stage, H / stride, W / stride), rounded up. Blocks with a shortcut have stride
-        1."""
+        """Return a block that maps (B, inside, H, W) to (B, stage, ceil(H / stride), ceil(W / stride)). Blocks with a
+        shortcut have stride 1."""
         (t, _, _, stride), identity, norm = STAGES[stage], inside == stage, self.norm
         hidden = Axis(inside, repeat=t, choice=f"{name}.hidden")
         expand = make.conv_bn(Axis(inside), hidden, 1, norm, relu=nn.ReLU6())

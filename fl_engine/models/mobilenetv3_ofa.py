@@ -2,19 +2,19 @@
 CompOFA (Sahni et al., ICLR 2021). FedX uses sub-networks of this network.
 
 The network starts with a 3x3 stem, a block without expansion, and five stages of four inverted residuals. A 1x1
-convolution to 960 channels and global average pooling follow. A 1x1 convolution to 1280 channels without batch norm,
+convolution with 960 channels and global average pooling follow. A 1x1 convolution with 1280 channels and no batch norm,
 dropout 0.1 and the classifier come last. The kernel size is 3 in the first block and 3, 5, 3, 3, 5 in the stages. The
 first block and stages 1 and 2 use ReLU; all other layers use h_swish. Stages 2, 4 and 5 have squeeze-and-excitation.
 
 In each stage, a sub-network has 2 blocks with expansion factor 3, 3 blocks with factor 4, or 4 blocks with factor 6.
-`nested` lists these 3^5 = 243 sub-networks. A sub-network is part of every sub-network that has at least as many blocks
-in each stage. For 200 classes, the sub-networks with the same depth and factor in all stages have 2,414,056 / 3,512,816
-/ 6,387,640 parameters, as in FedX (2.41 / 3.51 / 6.39 million). Without running statistics, these sub-networks have
-2,402,120 / 3,490,640 / 6,345,816 parameters.
+`nested` lists these 3^5 = 243 sub-networks. A sub-network is contained in every sub-network that has at least as many
+blocks in each stage. For 200 classes, the sub-networks with the same depth and factor in all stages have 2,414,056 /
+3,512,816 / 6,387,640 parameters, as in FedX (2.41 / 3.51 / 6.39 million). Without running statistics, these
+sub-networks have 2,402,120 / 3,490,640 / 6,345,816 parameters.
 
 Departs from the published network, which was designed for images of 224x224 pixels. For images whose shorter side has
 at most 32 pixels, the stem has stride 1 instead of 2, so that the last map has more than one pixel. Weights are
-initialised by PyTorch's defaults. FedX starts from weights that were trained on ImageNet.
+initialised with PyTorch's defaults. FedX starts from weights that were trained on ImageNet.
 
 Groups: stem (shared with the first block), stage1 .. stage5, final, mix, classes. Each block also has a group
 stage<s>.<b>.inner for its expanded channels and, with squeeze-and-excitation, a group stage<s>.<b>.squeeze. Blocks:
@@ -134,7 +134,7 @@ class MobileNetV3OFA(StagedNetwork, ImageNetwork):
     min_hw: ClassVar[int] = 17
 
     def groups(self) -> dict[str, int]:
-        """Return the number of channels in each group, a multiple of 8."""
+        """Map each group to its number of channels, which is a multiple of 8."""
         groups = {"stem": divisible(STEM * self.width)}
         for name, inside, stage in self.blocks():
             groups |= _inside(name, stage, groups[inside] * LARGEST.expand)
@@ -189,8 +189,9 @@ class MobileNetV3OFA(StagedNetwork, ImageNetwork):
         return layers | {"final": ("final.",), "mix": ("mix.",)}
 
     def _spec(self, choices: Mapping[str, Choice]) -> SubmodelSpec:
-        """Return the sub-network with these depths and expansion factors. The groups of dropped blocks also use the
-        stage's expansion factor. Therefore a sub-network contains all sub-networks with smaller depths and factors."""
+        """Return the sub-network with the depths and expansion factors in `choices`. The groups of dropped blocks also
+        use the stage's expansion factor. Therefore a sub-network contains all sub-networks with smaller depths and
+        factors."""
         layout, keep = self.layout(), dict[str, int]()
         dropped = [f"{name}.{b}" for name in STAGES for b in range(choices[name].depth, LARGEST.depth)]
         for name, inside, stage in self.blocks():

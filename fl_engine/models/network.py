@@ -77,7 +77,7 @@ class Network(ABC):
         """Return a sub-model that maps samples (B, *input_shape) to outputs (B, kept outputs, ...)."""
 
     def layers_of_groups(self) -> dict[str, tuple[str, ...]]:
-        """Map each group that a pool may prune to the name prefixes of the group's layers."""
+        """Map each group that can be pruned to the name prefixes of the group's layers."""
         return {group: (f"{group}.",) for group in self.groups()}
 
     def prunable(self) -> tuple[Prunable, ...]:
@@ -159,14 +159,14 @@ class ExitNetwork(Network):
 
 
 class Stages(Network):
-    """Network with stages of blocks. All blocks of a stage have the output channels of the stage's group. If the input
-    of a block has the same channels, the shortcut is an identity, and sub-models may drop the block."""
+    """Network with stages of blocks. The outputs of all blocks in a stage share one channel group. If the input of a
+    block also belongs to this group, the shortcut is an identity, and sub-models may drop the block."""
 
     depths: ClassVar[Mapping[str, int]]
 
     @property
     def stem_group(self) -> str:
-        """Name of the channel group that the first block receives as input."""
+        """Name of the channel group of the first block's input."""
         return "stem"
 
     def axis(self, group: str) -> Axis:

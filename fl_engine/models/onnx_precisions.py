@@ -3,10 +3,10 @@
 FedX (Adaptive Model Decomposition and Quantization for IoT Federated Learning, Lai et al., section III-C) writes: "we
 round up the number of quantized bits to Int8, Float16, and a full precision (Float32) for storing tensors and
 performing computations on IoT devices". `rounded_up` implements this rule. The paper does not say how a device computes
-8-bit activations. In this module, ONNX Runtime converts the values:
+8-bit activations. In this module, ONNX Runtime converts the values.
 
-    fp16   Weights and activations have 16 bits. Processors without fp16 arithmetic compute in fp32 with fp16 weights.
-    int8   Weights have 8 bits. The ranges of the activations are computed for each batch.
+With `fp16`, weights and activations have 16 bits. Processors without fp16 arithmetic compute in fp32 with fp16 weights.
+With `int8`, weights have 8 bits, and the ranges of the activations are computed for each batch.
 
 Layers that ONNX Runtime does not support in 8 bits stay in fp32; `Figures.share` measures the converted fraction.
 Samples are normalised in fp32, because large values, such as a pressure of 750, would lose too many digits in fp16.
@@ -39,10 +39,11 @@ OnnxPrecision = Literal["fp32", "fp16", "int8"]
 FILES: Mapping[OnnxPrecision, str] = {"fp32": ONNX, "fp16": "model.fp16.onnx", "int8": "model.int8.onnx"}
 ABOUT = "precision.json"
 BLOCKS, RUNS, WARM_UP = 10, 10, 3
-"""Latency is measured in BLOCKS blocks. In every block, each file runs WARM_UP times untimed and then RUNS times timed,
-so that a slow phase of the machine affects all files."""
+"""Latency is measured in BLOCKS blocks. In every block, each file runs WARM_UP times without and then RUNS times with
+timing, so that a slow phase of the machine affects all files equally."""
 BATCH: Mapping[OnnxPrecision, int] = {"fp32": 128, "fp16": 128, "int8": 1}
-"""Number of test samples per batch. Int8 uses 1, as on a device, because activation ranges depend on the batch."""
+"""Number of test samples per batch. For int8 the number is 1, as on a device, because activation ranges depend on the
+batch."""
 OBSERVED = 128
 """Number of test samples per call of `observe`. The number is small, because detected boxes take 1 MB per image."""
 
@@ -92,7 +93,7 @@ def rounded_up(bits: int | None) -> OnnxPrecision:
 
 
 def precision_of(codec: Codec | None) -> OnnxPrecision:
-    """Return the precision for a codec's `levels` (per sign) or `bits`; fp32 for codecs without these fields."""
+    """Return the precision that a codec's field `levels` (per sign) or `bits` requires; fp32 without these fields."""
     levels = getattr(codec, "levels", None)
     return rounded_up(getattr(codec, "bits", None) if levels is None else levels.bit_length())
 
@@ -101,7 +102,7 @@ def measure(
     folder: Path, level: str, wanted: Sequence[OnnxPrecision], network: RawNetwork, data: Data, model_sha256: str
 ) -> Precisions:
     """Write an ONNX file for each precision in `wanted`, measure the file, and write precision.json. All files are in
-    `folder`. Precisions that cannot be converted, or whose outputs are not finite, are listed in `refused`."""
+    `folder`. Precisions for which the conversion fails or the outputs are not finite are listed in `refused`."""
     import onnxruntime
 
     sessions: dict[OnnxPrecision, Any] = {"fp32": open_session(folder / ONNX)}
@@ -161,7 +162,7 @@ def read(folder: Path) -> Precisions | None:
 
 
 def convert(precision: OnnxPrecision, network: RawNetwork, data: Data, folder: Path) -> Path:
-    """Write the ONNX file for one precision to `folder` and return the path. Equal networks give byte-identical files.
+    """Write the ONNX file for one precision to `folder` and return the path. Equal networks yield identical files.
 
     Raises ModelError if the network cannot be converted, or if the conversion would not change any weight.
     """
@@ -193,8 +194,9 @@ class _Half(nn.Module):
 
 
 def _write_fp16(network: RawNetwork, data: Data, target: Path) -> None:
-    """Export the network in fp16. Insert a reshape without effect between a transpose and a matrix product (an LSTM
-    before a linear layer). Without the reshape, ONNX Runtime 1.31 fuses transpose and product in fp16 and crashes."""
+    """Export the network in fp16. Insert a reshape without effect between a transpose and a matrix product, which
+    occur, for example, if a linear layer follows an LSTM. Without the reshape, ONNX Runtime 1.31 fuses transpose and
+    product in fp16 and crashes."""
     import onnx
     from onnx import helper, numpy_helper
 
@@ -218,7 +220,7 @@ def _write_fp16(network: RawNetwork, data: Data, target: Path) -> None:
 
 
 def _write_int8(source: Path, target: Path) -> None:
-    """Write unsigned weights, because ONNX Runtime's integer convolution does not support signed weights on a CPU."""
+    """Write unsigned 8-bit weights, because ONNX Runtime's convolution does not support signed weights on a CPU."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     before = logging.root.manager.disable

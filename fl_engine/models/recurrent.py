@@ -1,8 +1,8 @@
 """LSTMs for time series and tokens, sliced by hidden unit. In torch's weights, a unit is one row of every gate.
 
 A unit whose weights are all zero outputs zero at every step. Therefore a slice computes the same outputs as the full
-layer with zeros as the weights of all other units. The small LSTMs of several clients run as one large LSTM. Weights
-between units of different clients are zero. Clients with bidirectional LSTMs train one at a time.
+layer in which the weights of all other units are zero. The small LSTMs of several clients run as one large LSTM, in
+which weights between units of different clients are zero. Clients with bidirectional LSTMs train one at a time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fl_engine.models.network import Network
 
 GATES = 4
 MOST_UNITS = 24
-"""Maximum number of units of one LSTM for several clients. With more units, multiplications by zero take longer than
-separate calls."""
+"""Maximum number of units of an LSTM that combines several clients. With more units, multiplications by zero take
+longer than separate calls."""
 WISDM_UNITS = {"lstm": 6, "fc1": 128}
 DROPOUT = 0.2
 CASAS_UNITS = {"embedding": 64, "lstm": 64}
@@ -131,9 +131,9 @@ class WisdmLSTM(Network):
     Things, Michigan State University 2023, section 2.3.3.1). The network classifies activities from 200 steps of the
     sensors in a phone or a watch.
 
-    The layers are an LSTM with 6 hidden units, a hidden layer with 128 units and ReLU, and the classifier. The input of
-    the hidden layer is the LSTM's outputs at all steps. Dropout 0.2 precedes both linear layers. For 200x6 inputs and
-    12 classes, the network has 155,612 parameters.
+    The layers are an LSTM with 6 hidden units, a hidden layer with 128 units and ReLU, and the classifier. The hidden
+    layer receives the LSTM's outputs at all steps. Dropout 0.2 precedes both linear layers. For 200x6 inputs and 12
+    classes, the network has 155,612 parameters.
 
     Groups: lstm, fc1, classes. Blocks: lstm, fc1, classifier. FlexFL sets the APoZ of the LSTM to `pool.UNMEASURED`,
     because an LSTM has no ReLU. Each of the six units has about a sixth of all parameters, so the sizes of FlexFL's
@@ -170,8 +170,8 @@ class CasasBiLSTM(Network):
     classifies activities in a home from sensor events.
 
     The network has embeddings of size 64 and an LSTM with 64 hidden units in each direction. The embedding of token 0
-    (padding) is zero. The input of the classifier is the last output of each direction. For 2,000 tokens and 12
-    classes, the network has 196,108 parameters.
+    (padding) is zero. The classifier receives the last output of each direction. For 2,000 tokens and 12 classes, the
+    network has 196,108 parameters.
 
     Departs from the authors' code, in which the classifier uses the outputs of both directions at the last event. At
     this event, the backward direction has read only one event. Here, as in Liciotti et al., each direction reads all

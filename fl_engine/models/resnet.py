@@ -9,8 +9,9 @@ For 3x32x32 images and 10 / 100 / 200 classes, ResNet34 has 21,578,634 / 21,624,
 In the paper of He et al., `channels` is [64, 128, 256, 512]. With these channels, the stem and stage 1 share one group,
 and all shortcuts of stage 1 are identities. For 3x32x32 images and 10 classes, this ResNet34 has 21,282,122 parameters.
 
-Departs from the authors' code, which omits a projection of a sub-model if the stage's input and output happen to have
-equal widths. Here all sub-models have the projections of the full network, so each update fits into the full network.
+Departs from the authors' code, which omits a projection shortcut in a sub-model if the stage's input and output happen
+to have equal widths. Here all sub-models have the full network's projection shortcuts, so each update fits into the
+full network.
 
 Groups: stem (unless stage1 includes the stem), stage1 .. stage4, classes. Blocks: stem, stage<s>.<b> (b from 0),
 classifier. Sub-models can drop the blocks with an identity shortcut (b >= 1). An early exit can follow each block of a
@@ -52,7 +53,8 @@ class BasicStages(Stages):
     strides: ClassVar[Mapping[str, int]] = STRIDES
     """Stride of the first block in each stage. A first block without a projection shortcut has stride 1."""
     as_sensefi: ClassVar[bool] = False
-    """True for SenseFi's blocks: the second 3x3 convolution has the stride, and projection shortcuts have a bias."""
+    """True for SenseFi's blocks: the second 3x3 convolution applies the stride, and projection shortcuts have a
+    bias."""
 
     @property
     def stem_group(self) -> str:
@@ -156,8 +158,8 @@ class PreResNet18(BasicStages, StagedNetwork, ImageNetwork):
     stem and stage 1 share one channel group. For 3x32x32 images and 10 classes, the network has 11,172,170 parameters
     (FedRolex, Table 3.6).
 
-    Departs from the authors' code, in which the network contains a scaler after each convolution. Here the network does
-    not contain a scaler, because local training applies the scaler.
+    Departs from the authors' code, in which the network contains a scaler after each convolution. Here local training
+    applies the scaler, so the network does not contain one.
 
     Groups: stage1 .. stage4, classes. Blocks: stem, stage<s>.<b> (b from 0), norm, classifier. Sub-models can drop
     stage1.0 and the blocks with b = 1, which have an identity shortcut. An early exit can follow each block of a stage,

@@ -18,7 +18,7 @@ from fl_engine.models.recurrent import Steps
 EPSILON = 1e-6
 """Epsilon of layer norm, as in the code of A Field Guide to Federated Optimization (2021)."""
 LATER = -1e4
-"""Attention score of later positions, for which softmax is 0. A quantised tensor cannot store -infinity."""
+"""Attention score of later positions, whose softmax is then 0. A quantised tensor could not store -infinity."""
 
 Answers = Literal["every", "last"]
 
@@ -55,7 +55,7 @@ def with_logits(
 
 
 class Last(nn.Module):
-    """Return the values of the last position: maps (B, T, channels) to (B, channels)."""
+    """Map (B, T, channels) to the values of the last position, (B, channels)."""
 
     def forward(self, x_btc: Tensor) -> Tensor:
         return x_btc[:, -1]
@@ -102,7 +102,7 @@ class TextLSTM(TextNetwork):
         return {"embedding": scaled(self.embedding, self.width), **units}
 
     def build(self, make: LayerMaker) -> nn.Module:
-        """Return a sub-model: tokens (B, T) -> logits (B, kept outputs, T), or (B, kept outputs) for `last`."""
+        """Return a sub-model that maps tokens (B, T) to logits (B, kept outputs, T); with `last`, (B, kept outputs)."""
         inside = Axis("embedding")
         layers: OrderedDict[str, nn.Module] = OrderedDict(embedding=_embedding(make, self.vocabulary, inside))
         for name in self._layers:
@@ -121,10 +121,10 @@ class TextTransformer(TextNetwork):
     The network has embeddings of size 128 and three layers with causal attention and dropout 0.1. A layer has 2,048
     hidden units with ReLU and 8 heads with queries, keys and values of size 12. Details that the thesis does not
     describe follow the code of A Field Guide to Federated Optimization (2021; google-research/federated,
-    transformer_models.py). The embeddings are projected to the residual stream, which has 8 x 12 = 96 channels. Each
-    layer adds its outputs to the stream and normalises each sum (Vaswani et al., 2017). Before the logits, the stream
-    is projected back to 128 channels. With 10,004 tokens and 20 positions, the network has 3,897,364 parameters and
-    52,183,040 multiply-adds.
+    transformer_models.py). The embeddings are projected to the residual stream, which has 8 x 12 = 96 channels. The
+    outputs of attention and of the hidden units are added to the stream, and each sum is normalised (Vaswani et al.,
+    2017). Before the logits, the stream is projected back to 128 channels. With 10,004 tokens and 20 positions, the
+    network has 3,897,364 parameters and 52,183,040 multiply-adds.
 
     Departs from the Field Guide's code: position encodings are learnt parameters instead of sines, so that they can be
     sliced. Classifier and embedding do not share weights, because the outputs are a separate group. Departs from the
@@ -166,7 +166,7 @@ class TextTransformer(TextNetwork):
         return groups
 
     def build(self, make: LayerMaker) -> nn.Module:
-        """Return a sub-model: tokens (B, T) -> logits (B, kept outputs, T), or (B, kept outputs) for `last`."""
+        """Return a sub-model that maps tokens (B, T) to logits (B, kept outputs, T); with `last`, (B, kept outputs)."""
         embedding, stream = Axis("embedding"), Axis("stream")
         layers: OrderedDict[str, nn.Module] = OrderedDict(
             embedding=Embedding(make, self.vocabulary, self.input_shape[0], embedding),
@@ -194,7 +194,7 @@ def _embedding(make: LayerMaker, entries: int, numbers: Axis) -> nn.Embedding:
 
 
 class Embedding(nn.Module):
-    """Add token and position embeddings: maps tokens (B, T) to (B, T, channels)."""
+    """Map tokens (B, T) to the sums of token and position embeddings, (B, T, channels)."""
 
     def __init__(self, make: LayerMaker, vocabulary: int, length: int, numbers: Axis) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
 """Determine which axes of tensors have the same channels.
 
 An axis is a sequence of parts. Each part refers to one variable, which represents a set of channels. In a part, each
-channel has `repeat` entries. If the network adds two tensors, the axes of both tensors are tied: they then refer to the
-same variables. Variables are split if one of the axes is a concatenation. Variables are pinned if one of the axes is
-never cut. Sub-models keep all channels of a pinned variable. Group norm combines channels, so it replaces a variable by
-a variable with fewer channels.
+channel has `repeat` entries. If the network adds two tensors, the axes of both tensors are tied, which means that they
+refer to the same variables. A variable is split if one of the tied axes is a concatenation. A variable is pinned if one
+of the tied axes is never cut. Sub-models keep all channels of a pinned variable. Group norm combines channels, so it
+replaces a variable by a variable with fewer channels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Channels:
     pinned: bool = False
     """True if sub-models must keep all channels."""
     loose: bool = False
-    """True if the channels belong to a parameter that no layer uses. Channels that stay untied are pinned."""
+    """True if the channels belong to a parameter that no layer uses. Such channels are pinned if they are never tied to
+    channels of a layer."""
 
     def __post_init__(self) -> None:
         self.order = next(_order)
@@ -59,7 +60,7 @@ def made(size: int, origin: str, *, loose: bool = False) -> Dim:
 
 
 def resolved(dim: Dim) -> Dim:
-    """Return the axis after replacing each variable whose `bound` is set by the parts in `bound`."""
+    """Return the axis, in which every variable with a `bound` is replaced by the parts in `bound`."""
     out: list[Part] = []
     for part in dim:
         bound = part.of.bound
@@ -68,7 +69,7 @@ def resolved(dim: Dim) -> Dim:
 
 
 def free(*dims: Dim) -> list[Channels]:
-    """Return the variables in the axes that are not pinned, in order and without duplicates."""
+    """Return all unpinned variables in the axes, in order and without duplicates."""
     return list(dict.fromkeys(part.of for dim in dims for part in resolved(dim) if not part.of.pinned))
 
 
@@ -132,7 +133,7 @@ def tie(one: Dim, other: Dim) -> None:
 
 
 def _rest(part: Part, gone: int) -> list[Part]:
-    """Return the entries of a pinned part after the first `gone` entries."""
+    """Return the entries of a pinned part that follow the first `gone` entries."""
     return list(fixed(part.entries - gone)) if part.entries > gone else []
 
 

@@ -1,4 +1,4 @@
-"""Wrap a user's module as a `ModelFamily`. The module is analysed once to build all sub-networks."""
+"""Wrap a user's module as a `ModelFamily`. The module is analysed once for all sub-networks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ModuleFamily:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Operations, frozen weights and buffers. Sub-models keep all channels of these operations and tensors."""
+        """Names of operations, frozen weights and buffers whose channels are kept in all sub-models."""
         return analysis(self).kept
 
     def layout(self) -> ParamLayout:
@@ -101,8 +101,8 @@ def from_module(build: Build, *, whole: bool = False) -> type[ModelFamily]:
     """Return the network class for the modules that `build` creates. The same arguments return the same class.
 
     Args:
-        build: A module with the initial weights, or a class or function that creates a module. The call passes the
-            keywords `input_shape`, `outputs` and `num_classes` if the class or function accepts them.
+        build: A module with the initial weights, or a class or function that creates a module. The keywords
+            `input_shape`, `outputs` and `num_classes` are passed if the class or function accepts them.
         whole: The default of the option `model.whole`; True trains the network without sub-models.
 
     Returns:
@@ -128,8 +128,8 @@ def from_module(build: Build, *, whole: bool = False) -> type[ModelFamily]:
 
 
 def _key(build: Build) -> tuple[Any, str]:
-    """Return a tuple (class or function, options as JSON). Equal partials give equal results. If a partial has
-    positional arguments or options that are not JSON, the first element is the partial."""
+    """Return a tuple (class or function, options as JSON). Equal `functools.partial` objects have equal keys. If a
+    partial has positional arguments or options that are not JSON, the first element is the partial itself."""
     if isinstance(build, partial) and not build.args:
         try:
             return build.func, json.dumps(build.keywords, sort_keys=True)
@@ -158,7 +158,7 @@ class Analysis:
     sizes: Mapping[str, tuple[Sizes, ...]]
     """Maps the path of each layer to the attributes that depend on a sub-model's widths."""
     kept: tuple[str, ...] = ()
-    """Operations, frozen weights and buffers. Sub-models keep all channels of these operations and tensors."""
+    """Names of operations, frozen weights and buffers whose channels are kept in all sub-models."""
 
     def empty(self, spec: SubmodelSpec) -> nn.Module:
         """Return a copy of the skeleton, without storage, that has the widths of the sub-model."""
@@ -265,7 +265,7 @@ def _whole(name: str, module: nn.Module, trial: ModuleTrial, family: ModuleFamil
 
 
 def _has_uncounted(module: nn.Module) -> bool:
-    """Return whether the module has weights outside of `COUNTED` layers. A count by layer would omit the weights."""
+    """Return whether the module has weights outside of `COUNTED` layers. Counting by layer would omit these weights."""
     return any(
         isinstance(layer, nn.MultiheadAttention)
         or (any(True for _ in layer.parameters(recurse=False)) and not isinstance(layer, COUNTED))

@@ -147,7 +147,7 @@ class Flow:
         return target  # type: ignore[no-any-return]
 
     def value(self, argument: Any) -> Any:
-        """Return `Given` for a tensor node, the value or None for another node. Return other arguments unchanged."""
+        """Convert a node to `Given` if it returns a tensor, otherwise to its value or None. Keep other arguments."""
         if isinstance(argument, fx.Node):
             dims: Any = self.dims.get(argument)
             shape = argument.meta["shape"]
@@ -254,7 +254,7 @@ def _axis(dim: Dim, called: Mapping[Channels, str]) -> Axis:
 
 
 def _owned(flow: Flow, called: Mapping[Channels, str]) -> dict[str, Channels]:
-    """Map each layer to the created channels. Omit output layers and layers that create several groups."""
+    """Map each layer to the channels that it creates. Omit output layers and layers that create several groups."""
     owned = {}
     for path, layer in flow.layers.items():
         made = free(*layer.out[1:]) if layer.weights else []
@@ -266,8 +266,8 @@ def _owned(flow: Flow, called: Mapping[Channels, str]) -> dict[str, Channels]:
 
 
 def _relus(flow: Flow, owned: Mapping[str, Channels]) -> dict[fx.Node, str]:
-    """Map each ReLU to the name of a new module in the last preceding layer that creates the ReLU's channels. The zeros
-    then count for this layer. If the channels belong to several groups, the module is added to the network."""
+    """Map each ReLU to the name of a new module in the last preceding layer that creates the ReLU's channels, so that
+    zeros count for this layer. If the channels belong to several groups, the module is added to the network."""
     relus: dict[fx.Node, str] = {}
     for node, before in flow.relus:
         over = free(*flow.dims[node])

@@ -1,5 +1,5 @@
-"""Trace a module's forward in training and in evaluation mode. The graphs of both modes must be equal. This module also
-creates errors about a user's module, with the line in the user's code, the reason and the fix."""
+"""Trace a module's forward in training and in evaluation mode. The graphs of both modes must be equal. This file also
+creates error messages about user code, with the line, the reason and the fix."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ OF_SHAPE = ("shape", "size", "dim", "ndim", "ndimension", "numel", "len", "dtype
 ZEROS = ("zeros", "zeros_like", "new_zeros")
 SAME_VALUES = ("to", "cuda", "type_as", "float", "double", "contiguous", "clone", "detach", "requires_grad_")
 BATCHES = (2, 1)
-"""Additional batch sizes. A test on a shape is traced only if the test has the same result for all batch sizes."""
+"""Additional batch sizes. A condition on a shape is traced only if its result is the same for all batch sizes."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Copy of the user's module and graph of the copy's forward. In the copy, modules replace dropout functions.
+    """Copy of the user's module, in which modules replace dropout functions, and the graph of the copy's forward.
     `meta["shape"]` of a node is the shape of the output, a tuple of shapes for several outputs, or None if the output
     is not a tensor."""
 
@@ -47,7 +47,7 @@ class Traced:
 
 
 class _Tracer(fx.Tracer):
-    """Tracer that knows the shapes for samples x (B, ...) and can therefore trace `if x.dim() == 3`."""
+    """Tracer that computes shapes for samples x (B, ...), and can therefore trace `if x.dim() == 3`."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()

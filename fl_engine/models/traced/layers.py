@@ -124,7 +124,7 @@ def _prelu(m: nn.PReLU, path: str, x: Dims) -> Layer:
 
 
 GATES = {"LSTM": 4, "GRU": 3}
-"""Number of weight rows per unit of a recurrent layer. All layers that are not listed have one row."""
+"""Number of weight rows per unit of a recurrent layer. Layers that are not listed have one row per unit."""
 
 
 def _recurrent(m: nn.RNNBase, path: str, x: Dims) -> Layer:
@@ -146,7 +146,7 @@ def _recurrent(m: nn.RNNBase, path: str, x: Dims) -> Layer:
 
 
 def tied(one: Layer, other: Layer) -> None:
-    """Tie the channels of two calls of one layer."""
+    """Tie the channels of two calls of the same layer."""
     for name, dims in one.weights.items():
         for a, b in zip(dims, other.weights[name], strict=True):
             tie(a, b)

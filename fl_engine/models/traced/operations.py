@@ -27,8 +27,8 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """Call `name(*args, **options)` in the graph. Tensor arguments are `Given`. Arguments from other nodes are values
-    or None."""
+    """Call `name(*args, **options)` in the graph. Tensor arguments are `Given`. Arguments from nodes without a tensor
+    output are values or None."""
 
     name: str
     args: tuple[Any, ...]
@@ -196,7 +196,7 @@ def _moved_to(out: Tensor, size: int) -> Place | None:
 
 
 def joined(call: Call) -> Dims | None:
-    """cat along an axis."""
+    """Rule for cat along an axis."""
     given, axis = list(call.given), axes_of(call.option(1, "dim", "axis", default=0), len(call.shape))[0]
     dims = list(broadcast([Given((*g.dims[:axis], *g.dims[axis + 1 :]), _without(g.shape, axis)) for g in given],
                           _without(call.shape, axis)))  # fmt: skip

@@ -87,7 +87,7 @@ def _read(layer: nn.Module, leaf: str, source: nn.Module, name: str) -> None:
 
 def emptied(name: str, module: nn.Module, changing: Iterable[str]) -> list[Tensor]:
     """Remove the storage of all trained or averaged tensors in place, and return the remaining tensors. `changing`
-    contains the names of buffers that training changes. Raises ModelError if a buffer can be neither averaged nor
+    contains the names of buffers that training changes. Raises ModelError if a buffer can be neither averaged nor kept
     constant."""
     kept: list[Tensor] = []
     for path, layer in module.named_modules():

@@ -71,8 +71,8 @@ def new_module(build: Build, input_shape: tuple[int, ...], outputs: int) -> nn.M
 
 
 def _copyable(module: nn.Module) -> nn.Module:
-    """Detach the results that layers store, such as the weight of `torch.nn.utils.weight_norm`, because a result with a
-    gradient cannot be copied."""
+    """Detach computed tensors that layers store, such as the weight of `torch.nn.utils.weight_norm`, because tensors
+    with a gradient history cannot be copied."""
     for layer in module.modules():
         results = {key: value for key, value in vars(layer).items() if isinstance(value, Tensor) and not value.is_leaf}
         layer.__dict__.update({key: value.detach() for key, value in results.items()})
@@ -81,7 +81,7 @@ def _copyable(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class ModuleTrial:
-    """Properties of a module that a forward and a backward pass have shown."""
+    """Properties of a module, determined by a forward and a backward pass."""
 
     x: Tensor
     """The random batch."""
@@ -148,7 +148,7 @@ def _tied(module: nn.Module) -> tuple[str, str] | None:
 
 
 def without_dropout(module: nn.Module) -> nn.Module:
-    """Return a copy in which nn.Dropout layers draw no random numbers. Clients use separate generators for dropout."""
+    """Return a copy whose nn.Dropout layers do not draw random numbers. Clients use separate generators for dropout."""
     own = copy.deepcopy(module)
     for layer in own.modules():
         if type(layer) is nn.Dropout:

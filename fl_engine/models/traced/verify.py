@@ -22,11 +22,12 @@ from fl_engine.models.traced.user_module import draws_numbers
 SPECS, TRAINED = 8, 2
 """Number of sub-models that are checked in evaluation, and number of sub-models that are also checked in training."""
 SAME = 1e-4
-"""Maximum difference between network and module in float32, for which both use the same kernels."""
+"""Maximum difference between the traced network and the user's module. Both use the same float32 kernels."""
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Maximum difference between a sub-model and the network with zeroed channels. Sums in the network have more terms."""
+"""Maximum difference between a sub-model and the network with zeroed channels, in which sums have more terms."""
 SMALL = 1e-2
-"""Minimum tolerance scale for a gradient, as a fraction of the largest value in all gradients."""
+"""The tolerance of a gradient is relative to the gradient's largest value, but at least to this fraction of the largest
+value in all gradients."""
 OUTPUTS = "outputs"
 
 Make = Callable[[SubmodelSpec], nn.Module]
@@ -34,7 +35,7 @@ Make = Callable[[SubmodelSpec], nn.Module]
 
 
 def check_same(name: str, original: nn.Module, make: Make, x: Tensor, weights: Params, cure: str) -> None:
-    """Raise ModelError unless the full network and the user's module give equal results with the weights `weights`. The
+    """Raise ModelError unless the full network and the user's module give equal results with the same `weights`. The
     error message ends with `cure`."""
     user, network, learning = copy.deepcopy(original), make(FULL), make(FULL)
     learning.draws = False  # type: ignore[assignment]  # so that it draws the same numbers as the user's module
@@ -156,8 +157,8 @@ def _with(module: nn.Module, weights: Params) -> nn.Module:
 
 
 def spread(weights: Params) -> Params:
-    """Return the weights with random values in vectors and all-zero tensors, because equal initial values would hide
-    channels in the wrong order."""
+    """Return the weights with random values in vectors and all-zero tensors, because equal initial values would hide a
+    wrong order of channels."""
     generator, out = torch.Generator().manual_seed(1), dict(weights)
     for name, tensor in weights.items():
         if tensor.dim() < 2 or not bool(tensor.count_nonzero()):
