@@ -1,6 +1,5 @@
 """AdaGQ: Communication-Efficient Federated Learning for Heterogeneous Edge Devices Based on Adaptive Gradient
-Quantization (Liu, He, Cao; arXiv:2212.08272). The number of bits per weight depends on the gradient norm and client
-speed.
+Quantization (Liu, He, Cao; arXiv:2212.08272). The number of bits depends on the gradient norm and client speeds.
 
 Only the paper's abstract was available, so the two rules below are flexfleet's interpretation. According to the
 abstract, AdaGQ "exploits the change of gradient norm to adjust the quantization resolution in each training round".

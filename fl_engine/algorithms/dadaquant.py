@@ -74,8 +74,7 @@ class DAdaQuant(FineTuned):
     widths: Widths = WIDTHS
     """Ascending width ratios that end with 1. Ignored if the network defines its own nested sub-networks."""
     q_min: Levels = 1
-    """Number of quantisation levels per sign in the first round. 2^b - 1 levels need b bits and a sign bit per
-    value."""
+    """Number of quantisation levels per sign in the first round. 2^b - 1 levels need b bits and a sign bit."""
     q_max: Levels = 2047
     """Maximum number of levels per sign in a round. A client with a large weight may use more levels."""
     psi: Annotated[float, Field(ge=0, lt=1)] = 0.9

@@ -89,8 +89,8 @@ class Decoupled(PooledAlgorithm):
     def merge(
         self, state: DecoupledState, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext
     ) -> DecoupledState:
-        """Merge each level separately. The full model's layout is valid for every level, because each level is a prefix
-        of the full model."""
+        """Merge each level separately. The full model's layout is valid for every level, because levels are prefixes of
+        the full model."""
         tables = state.tables
         old = {m.name: _own(state, m) for m in state.pool}
         aggregates = {}

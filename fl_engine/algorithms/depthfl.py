@@ -14,8 +14,8 @@ block with which the level's size exceeds the target by at most 5 percentage poi
 the levels have 29.7, 50.1 and 100 % of the full size for VGG16, and 15.8, 26.2 and 100 % for ResNet18. A device trains
 a smaller level if the assigned level does not fit into its free memory. In the paper devices store g_k. Here the
 server's state contains g_k, which is as large as the model, for each client that has returned an update. Each commit
-writes all g_k, so set `alpha: 0` for large networks, or commit rarely. The server sends g_k with the assignment, so
-`bytes_down` includes g_k.
+writes all g_k, so set `alpha: 0` for large networks, or commit rarely. `bytes_down` includes g_k, because the
+assignment contains g_k.
 
 If a codec compresses the server's weights, the updates of g_k and h use the model that client k decoded as w^t. With
 the exact weights, g_k and h would accumulate the codec's rounding errors.

@@ -2,8 +2,8 @@
 
 By default, every selected client trains the full model, even if the model exceeds the device's memory. With `eligible:
 capable`, only devices that can hold the full model at their maximum capacity are selected. A selected device fails if
-its free memory in the round is too small for the model. A model-heterogeneous method should be more accurate than
-FedAvg with `eligible: capable`.
+its free memory in the round is too small for the model. Heterogeneous methods should be more accurate than FedAvg with
+`eligible: capable`.
 
 `fedprox` is FedAvg with `mu: 0.01`: Federated Optimization in Heterogeneous Networks (Li et al., MLSys 2020;
 arXiv:1812.06127), Algorithm 2. Clients minimise `F_k(w) + mu/2 * ||w - w^t||^2`. Departs from the paper: all clients

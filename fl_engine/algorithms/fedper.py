@@ -3,7 +3,7 @@
 A client keeps the output layer of its model, and all other parameters are averaged. With `evaluate.on: clients`, each
 client evaluates its own model on its held-out samples.
 
-Departs from the paper: only the output layer is personal, and it starts with the weights of the global model instead of
+Departs from the paper: only the output layer is personal, and starts with the weights of the global model, not with
 random weights.
 """
 

@@ -96,8 +96,7 @@ class FedX(FineTuned):
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         """Return the small, medium and large sub-network and all sub-networks that are assigned to tiers. Before the
-        preparation has assigned sub-networks to tiers, the selection may send any model, or only `level` if this option
-        is set."""
+        preparation assigns sub-networks to tiers, the selection may send any model, or only `level` if it is set."""
         levels = nested(family, self.widths, self.names)
         if self.level is not None:
             _known(self.level, levels, "algorithm.level")

@@ -1,7 +1,7 @@
 """FlexFL: Heterogeneous Federated Learning via APoZ-Guided Flexible Pruning in Uncertain Scenarios (Chen et al.,
 IEEE TCAD 2024; arXiv:2407.12729), Sections III-B to III-F, Algorithms 1 and 2.
 
-Before the first round, the server pre-trains the network on proxy data, measures APoZ (the fraction of zeros after each
+Before the first round, the server pre-trains the network on proxy data, measures APoZ (the fraction of zeros after a
 ReLU) and builds a nested pool M1 < M2' < M2 < M3' < M3 (`pool`). In each round, the server sends each selected device a
 model that fits into the device's maximum memory (`plan`). The device prunes the model to its free memory and trains it
 with self-distillation from the smaller nested models (`task`). Each parameter is averaged over the updates that contain
@@ -19,8 +19,7 @@ Departs from the paper:
 - As in the code, all smaller models of the pool are teachers, including M2' and M3', but here teachers never use
   dropout. In the code, teachers use dropout only in the first round, because the first evaluation leaves them in
   evaluation mode. `teachers: authors` reproduces this behaviour.
-- The ablation "without APoZ" sets every A_i to 0.5. With A_i = 1, the largest layer would keep at most 1 % of its
-  channels.
+- The ablation "without APoZ" sets each A_i to 0.5. With 1, the largest layer would keep at most 1 % of its channels.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ class FlexFL(PooledAlgorithm):
     adaptive_size: Positive | None = 10.0
     """Gamma: difference between the sizes of M and M', in percentage points; null: no adaptive models M' (ablation)."""
     gammas: tuple[Positive, ...] | None = None
-    """Fixed gamma for each target below 100; null: search. With fixed values, `targets` only define the models'
-    order."""
+    """Fixed gamma for each target below 100; null: search. If fixed, `targets` only define the order of the models."""
     epsilon: Positive | None = None
     """Tolerance between a model's size and its target, in percentage points; null: the maximum of 0.5, one channel of
     the widest layer, and half a channel of the layer with the most parameters per channel."""
@@ -83,8 +81,8 @@ class FlexFL(PooledAlgorithm):
         return ("apoz",) if self.use_apoz and self.apoz is None else ()
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        """Return M1, M2', M2, ... Each model is nested in the next one (Alg. 1). Raises PoolError if the models cannot
-        have the target sizes."""
+        """Return M1, M2', M2, ... Each model is nested in the next one (Alg. 1). Raises PoolError for targets that
+        cannot be reached."""
         if list(self.targets) != sorted(set(self.targets)) or not self.targets or self.targets[-1] != 100:
             raise PoolError(
                 f"algorithm.targets must be in ascending order and end with 100, got {list(self.targets)}",

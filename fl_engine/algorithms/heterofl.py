@@ -3,8 +3,7 @@
 
 Every level has one width ratio and consists of the first channels of each layer. Each parameter is averaged over the
 updates that contain it. The scaler, masked cross entropy and static batch norm are options of every algorithm, and
-HeteroFL enables all three by default. See `evaluation.collect_statistics` for the effect of static batch norm on
-privacy.
+HeteroFL enables all three by default. `evaluation.collect_statistics` describes how static batch norm affects privacy.
 
 Departs from the paper: a device trains the next smaller level if the assigned level does not fit into its free memory.
 By default clients are drawn uniformly, as in HeteroFL, and get the largest level that fits into their maximum memory

@@ -212,8 +212,8 @@ class PooledAlgorithm:
         self, assignment: Assignment, spec: SubmodelSpec, scaler: Scaler = "by_layer", **more: Any
     ) -> LocalTask:
         """Return a task that trains `spec`, a part of the received sub-model, with the options of `training`. If the
-        option `scaler` is on, the layers' outputs are divided by the argument `scaler`. `more` contains further fields
-        of `LocalTask`."""
+        option `scaler` is on, layer outputs are divided by the argument `scaler`. `more` sets other `LocalTask`
+        fields."""
         t = self.training
         return LocalTask(
             spec=spec,

@@ -3,8 +3,7 @@ sub-network, and the server sends the sub-network's weights quantised by QSGD. T
 fine-tune.
 
 `level` selects FedX's Quantized FedAvg-Small, -Medium or -Large. Only the selected sub-network is trained and
-evaluated, and the metric `full` is its accuracy. In `model.safetensors`, weights outside the sub-network have their
-initial values.
+evaluated, and the metric `full` is its accuracy. In `model.safetensors`, all other weights have their initial values.
 
 Departs from the paper, in which clients return unquantised weights ("quantization is done at the server in these
 variants"). Here the option `bits_up` can quantise the returned changes. QSGD uses one norm for every 512 elements, or

@@ -3,8 +3,7 @@ it in AUGMENTATIONS.
 
 FedAIoT applies all augmentations in this module except Crop to VisDrone (Alam, Federated Learning Benchmarks and
 Frameworks for Artificial Intelligence of Things, Michigan State University 2023, section 2.2.3). The thesis does not
-state the strengths of the augmentations. The defaults for colour, scale and MixUp are from YOLOv8, which FedAIoT
-trains.
+state the augmentations' strengths. The defaults for colour, scale and MixUp are from YOLOv8, which FedAIoT trains.
 """
 
 from __future__ import annotations
@@ -95,8 +94,7 @@ class Flip(OfMaps):
 class Crop(OfMaps):
     """Pads a sample with `padding` pixels and crops a random window of the original size.
 
-    Padded pixels have the mean value of the data, which is 0 after normalisation. FedRolex's code pads with black
-    instead.
+    Padded pixels have the mean of the data, which is 0 after normalisation. FedRolex's code pads with black instead.
     """
 
     moves_boxes: ClassVar[bool] = False

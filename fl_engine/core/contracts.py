@@ -376,8 +376,7 @@ class Watcher(Protocol):
     """Observes a run and can stop it. The methods must not modify their arguments."""
 
     def update(self, assignment: Assignment, update: ClientUpdate) -> None:
-        """Handle a decoded update before the server accepts or rejects it. The order of updates depends on the
-        backend."""
+        """Handle a decoded update before the server checks it. The order of updates depends on the backend."""
 
     def round(
         self, number: int, metrics: Mapping[str, float], clients: Sequence[Mapping[str, Any]], state: Any

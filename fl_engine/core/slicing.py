@@ -44,9 +44,9 @@ def blank(family: ModelFamily, spec: SubmodelSpec = FULL) -> nn.Module:
 def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: SubmodelSpec = FULL) -> Params:
     """Cut the sub-model `want` out of `params`, which are weights of `have` (by default the whole network).
 
-    The slice of a prefix is a view. Other slices are copies, even a prefix of an axis with `copies`. The result does
-    not contain parameters that are missing in `params` because they were not trained. Raises ModelError if `have` does
-    not contain `want`.
+    The slice of a prefix is a view. Other slices are copies, even a prefix of an axis with `copies`. Untrained
+    parameters may be missing in `params`, and then also in the result. Raises ModelError if `have` does not contain
+    `want`.
     """
     if unknown := params.keys() - layout.slots.keys():
         raise ModelError(f"the layout does not have the parameters {sorted(unknown)[:8]}")
@@ -152,9 +152,8 @@ def is_statistic(name: str) -> bool:
 
 
 def largest(name: str) -> float:
-    """Return the largest valid absolute value of an entry. A larger value means that training has diverged. Within
-    these limits, float32 can represent the sum of 10^8 squared running statistics, and the sum of all squared weights
-    of a network."""
+    """Return the largest valid absolute value of an entry. A larger value means that training has diverged. Within the
+    limits, float32 can represent the sum of 10^8 squared running statistics or of all squared weights."""
     return 1e15 if is_statistic(name) else 1e9
 
 

@@ -51,8 +51,7 @@ class Balanced:
     """Draws with replacement. Each draw chooses one of the client's labels uniformly, then a sample with this label.
 
     For numeric targets, the labels are quantile bins of the client's targets. With `smoothing`, the weight of a sample
-    is 1 / (smoothing + count of its label), so rare labels are less likely than common ones. FedAIoT's code uses 1 / (1
-    + count).
+    is 1 / (smoothing + count of its label), so common labels are more likely. FedAIoT's code uses 1 / (1 + count).
     """
 
     __pydantic_config__ = STRICT

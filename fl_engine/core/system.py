@@ -107,8 +107,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 _MANY = 2**16
 """Limit on the number of memory mappings, which is so high that no process reaches it."""
 _kept = False
-"""True after a call of `keep_freed_memory`. If False, glibc is not configured, because the process belongs to the
-user."""
+"""True after `keep_freed_memory`. If False, glibc is not configured, because the process belongs to the user."""
 
 
 def keep_freed_memory() -> None:

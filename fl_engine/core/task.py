@@ -71,8 +71,7 @@ class Task(Protocol):
         """Value that identifies the task in the fingerprint of a data set."""
 
     def check(self, y: Tensor, what: str) -> Tensor:
-        """Return the targets in the form that other methods expect. The error message of a DataError begins with
-        `what`."""
+        """Return the targets in the form that other methods expect. A DataError's message begins with `what`."""
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
         """Return labels (N,) from 0 to label_count - 1 for partition rules and stratified subsets."""

@@ -103,8 +103,7 @@ def random_drop(
     layout: ParamLayout, width: float, rng: np.random.Generator, inside: SubmodelSpec = FULL
 ) -> SubmodelSpec:
     """Return the sub-model of Federated Dropout (FedRolex Eq. 3.5). Each layer keeps floor(width * K_i) random channels
-    of `inside`. Channels are drawn independently for each layer, but layers whose outputs a shortcut adds keep the same
-    channels."""
+    of `inside`. The layers' draws are independent, but layers whose outputs a shortcut adds keep the same channels."""
     if width >= 1:
         return inside
     groups = hidden(layout)
