@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     chosen = contestants(args.pods or args.clients, args.clients)
     if unknown := set(args.only.split(",")) - chosen.keys():
-        p.error(f"--only must name contestants from {', '.join(chosen)}, got {', '.join(sorted(unknown))}")
+        p.error(f"--only must contain only names from {', '.join(chosen)}, got {', '.join(sorted(unknown))}")
     if args.rounds < 2:
         p.error("--rounds must be at least 2, because the first round is reported separately")
     tiers = "fleet.tiers=[{name: one, share: 1.0, memory: 100.0, sigma: [0.0]}]"

@@ -114,8 +114,8 @@ class AdaptiveFL(PooledAlgorithm):
             if all(shares((first,), w)[0] <= limit for w, limit in zip(widths, LIMITS, strict=True)):
                 return tuple(range(first, max(-1, first - self.p), -1))
         raise PoolError(
-            f"algorithm.starts must be set, because no start with the widths {list(widths)} limits S1 to {LIMITS[0]:g} "
-            f"% and M1 to {LIMITS[1]:g} % of the full model",
+            f"algorithm.starts must be set, because with the widths {list(widths)}, no number of full-width layers "
+            f"limits S1 to {LIMITS[0]:g} % and M1 to {LIMITS[1]:g} % of the full model",
             path="algorithm.starts",
         )
 

@@ -65,7 +65,7 @@ class OfColours(OfMaps):
         if x.shape[1] != 3 or low < 0 or high > 1:
             raise ModelError(
                 f"training.augment: {self.name} requires 3 channels with values from 0 to 1, got {x.shape[1]} channels "
-                f"from {low:.3g} to {high:.3g}. Remove {self.name}, or set mean 0 and std 1 for the data",
+                f"from {low:.3g} to {high:.3g}. Remove {self.name}, or set the data's mean to 0 and std to 1",
                 path="training.augment",
             )
 

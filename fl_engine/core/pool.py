@@ -197,7 +197,8 @@ def pool_of(algorithm: Algorithm, family: ModelFamily, prepared: Prepared, serve
     names = [str(model.name) for model in found]
     if len(set(names)) < len(names) or not all(map(NAMED.fullmatch, names)):
         raise PoolError(
-            f"{name}.pool: names must be distinct, with at most {MOST_CHARS} letters, digits and {SIGNS}, got {names}"
+            f"{name}.pool: names must be distinct and have at most {MOST_CHARS} characters (letters, digits and "
+            f"{SIGNS}), got {names}"
         )
     sizes = [model.params for model in found]
     if sizes != sorted(sizes) or not found[-1].reported:

@@ -66,7 +66,9 @@ def _samples_of(value: object, what: str) -> Tensor:
         x = x.float()
         if not all(bool(torch.isfinite(part).all()) for part in torch.split(x, rows_of_chunk(x.shape))):
             wrong = (~torch.isfinite(x)).flatten(1).any(1).nonzero().flatten()
-            raise DataError(f"{what} must be finite, got {len(wrong)} invalid samples, first at index {int(wrong[0])}")
+            raise DataError(
+                f"{what} must be finite, got NaN or infinity in {len(wrong)} samples (first: {int(wrong[0])})"
+            )
         return x
     images = x.dim() == IMAGE_AXES
     if images != (x.dtype == torch.uint8):

@@ -139,7 +139,7 @@ def up_to(family: ModelFamily, exit: str | None) -> tuple[str, ...]:
         return blocks
     exits: tuple[str, ...] = getattr(family, "exits", ())
     if exit not in exits:
-        raise ModelError(f"{type(family).__name__} does not have an exit after {exit!r}. It has exits after {exits!r}")
+        raise ModelError(f"{type(family).__name__} does not have an exit after {exit!r}. Choose from {exits!r}")
     return blocks[: blocks.index(exit_name(exit)) + 1]
 
 

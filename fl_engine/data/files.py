@@ -67,8 +67,8 @@ def warn_of_other_counts(data: Data, train: int, test: int) -> None:
     found = len(data.train_y), len(data.test_y)
     if found != (train, test):
         log.warning(
-            "%s has %d training and %d test samples, but the published set has %d and %d. Files are missing or from "
-            "another version, so the split also differs",
+            "%s has %d training and %d test samples, but the published set has %d and %d. Some files are missing or "
+            "belong to another version, so the split differs too",
             data.name,
             *found,
             train,

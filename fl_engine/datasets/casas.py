@@ -123,7 +123,7 @@ def load(root: Path) -> Data:
         if names <= {"", *unknown}:
             raise damaged(path, "activities of these homes", "none")
         if unknown:
-            log.warning("%s: %d unknown activities are assigned to the class other: %s", path, len(unknown), unknown)
+            log.warning("%s: assigned %d unknown activities to the class 'other': %s", path, len(unknown), unknown)
     token = np.zeros(len(word_numbers), dtype=np.int64)
     token[[word_numbers[word] for word in sorted(word_numbers)]] = np.arange(len(word_numbers)) + PADDING + 1
     x = np.full((len(rows), EVENTS), PADDING, dtype=np.int64)
@@ -174,7 +174,7 @@ def events(path: Path, content: bytes) -> Iterator[Event]:
         form = "lines such as `2009-06-10 03:20:59.08 M006 ON Sleep begin`"
         raise damaged(path, form, f"{len(unreadable)} unreadable lines of {lines}, first line {unreadable[0]}")
     if unreadable:
-        log.warning("%s: skipped %d of %d lines, first line %d", path, len(unreadable), lines, unreadable[0])
+        log.warning("%s: skipped %d unreadable lines of %d (first: %d)", path, len(unreadable), lines, unreadable[0])
 
 
 @lru_cache(2**16)

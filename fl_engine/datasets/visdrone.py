@@ -89,7 +89,7 @@ def load(root: Path, images: Mapping[str, int] = IMAGES) -> Data:
     if whole:
         train, test = pictures
     else:
-        log.warning("visdrone: %s is missing, so every fifth validation image is a test image", TRAIN)
+        log.warning("visdrone: %s is missing, so every fifth validation image is used as a test image", TRAIN)
         test, train = pictures[0][::5], [picture for at, picture in enumerate(pictures[0]) if at % 5]
         if not train:
             raise damaged(folder / VALIDATION, "at least 2 images", 1)

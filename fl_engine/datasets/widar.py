@@ -111,7 +111,7 @@ def profile(path: Path) -> NDArray[np.float32]:
         with np.errstate(over="ignore"):  # the next check rejects infinite values
             values = np.array([float(number) for line in lines for number in line]).astype(np.float32)
         if not np.isfinite(values).all():
-            raise ValueError("a number that is NaN or infinite")
+            raise ValueError("NaN or an infinite number")
     except (ValueError, OverflowError) as error:
         raise damaged(path, "22 lines of 400 numbers", error) from error
     return values.reshape(SHAPE)

@@ -113,7 +113,7 @@ def measure(
             session = open_session(convert(precision, network, data, folder))
             found = _outputs(session, data.test_x, BATCH[precision])
             if not bool(torch.isfinite(found).all()):
-                raise ModelError(f"outputs are not finite, because values exceed the range of {precision}")
+                raise ModelError(f"the outputs are not finite, because values exceed the range of {precision}")
         except ModelError as error:
             (folder / FILES[precision]).unlink(missing_ok=True)
             refused[precision] = str(error)

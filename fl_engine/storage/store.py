@@ -97,7 +97,9 @@ def padded(value: Pieces, length: int) -> Pieces:
     assert isinstance(first, bytes)
     more = length - len(value)
     if more < 0 or len(first) - 8 + more > MOST_HEADER:
-        raise ClientError(f"an update of {len(value)} bytes cannot be padded to {length}. Use an S3 server with POST")
+        raise ClientError(
+            f"an update of {len(value)} bytes cannot be padded to {length}. Use an S3 server that supports POST"
+        )
     return Pieces((_header(first[8:] + b" " * more), *rest))
 
 

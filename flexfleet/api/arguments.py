@@ -254,7 +254,7 @@ def check_reach(config: Config, jobs: int = 1) -> None:
     if config.run.apart and stored_data.is_stored(config.dataset.name):
         raise ConfigError(
             f"{where} cannot read the data in {config.dataset.root} on this machine. Copy the folder to a volume that "
-            "they can read, and set dataset.root to its path there",
+            f"{where} can read, and set dataset.root to its path there",
             path="dataset.root",
         )
 

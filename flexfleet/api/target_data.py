@@ -41,7 +41,7 @@ def with_task(task: Any, parts: Sequence[Array], name: str) -> tuple[Task, list[
                 f"task must be the name of a task or a task object, got {task!r}{nearest(task, TASKS)}", path="task"
             )
         if "U" in kinds and task != "classification":
-            raise DataError(f"{name}: targets of a {task} must be numbers, got strings", path="task")
+            raise DataError(f"{name}: targets of the task {task} must be numbers, got strings", path="task")
         return TASKS[task](parts, name)
     if isinstance(task, type) or not isinstance(task, Task):
         raise DataError(f"task must be a name or a task object, such as Classification(10), got {task!r}", path="task")

@@ -115,8 +115,8 @@ def pool(args: argparse.Namespace) -> None:
         if error.args[0] not in missing:
             raise
         raise ConfigError(
-            f"the pool needs {error}, which is measured on data. Leave out --input and --classes. For apoz, you can "
-            "also use --apoz FILE (the apoz.json of a pretrain step) or --set algorithm.use_apoz=false"
+            f"the pool needs {error}, which must be measured on data. Leave out --input and --classes. For apoz, you "
+            "can also use --apoz FILE (the apoz.json of a pretrain step) or --set algorithm.use_apoz=false"
         ) from error
     mean: dict[str, float] = {}
     if args.flops_as == "thop":

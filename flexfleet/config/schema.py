@@ -176,7 +176,9 @@ class RunConfig(Section):
         kinds = sorted({name.partition(":")[0] for name in self.devices})
         if len(kinds) != 1:
             got = ", ".join(kinds) or "none"
-            raise ValueError(f"run.devices must be of one type, such as [cpu], because rounding differs, got {got}")
+            raise ValueError(
+                f"run.devices must be of one type, such as [cpu], because rounding depends on it, got {got}"
+            )
         if self.strategy == "batched" and (self.precision == "fp16" or kinds != ["cpu"]):
             raise ValueError("run.strategy=batched requires CPUs and a precision other than fp16. Set it to auto")
         return self
@@ -317,8 +319,8 @@ class Config(Section):
             raise ValueError("partition.rule=local requires run.backend=agents, because pods have no data of their own")
         if self.run.backend != "agents" and p.folders is None:
             raise ValueError(
-                "partition.folders must be the folder that contains the clients' data folders, because "
-                f"partition.rule=local and run.backend={self.run.backend}"
+                "partition.folders must be the folder that contains the clients' data folders if partition.rule=local "
+                f"and run.backend={self.run.backend}"
             )
         needs = {
             "noise.labels=0": self.noise.labels == 0,

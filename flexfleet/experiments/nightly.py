@@ -212,7 +212,7 @@ def reference_of(nightly: NightlyRun) -> NightlyFigures:
     if other or not {*nightly.seeds} <= {*figures.seeds}:
         raise ConfigError(
             f"{path} must have the settings and seeds of {nightly.path}, but differs in {', '.join(other or known)}. "
-            "Undo the change of the suite, or create the reference again with --update",
+            "Undo the change to the suite, or create the reference again with --update",
             code="config.reference",
         )
     return figures

@@ -36,7 +36,7 @@ def space_of(config: Config, pool: Pool) -> dict[str, Range]:
     if not space:
         raise ConfigError(
             f"`tune.space` is empty, and {config.algorithm['name']} does not declare a search space for this "
-            "configuration. Set the ranges of parameters: a.b: {low, high}",
+            "configuration. Set the range of a parameter as a.b: {low, high}",
             path="tune.space",
         )
     return space

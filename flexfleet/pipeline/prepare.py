@@ -168,7 +168,7 @@ def unchanged(args: argparse.Namespace) -> Iterator[Resolved]:
     if changed := changes(flatten(resolved.config), flatten(config_of(args)), counts):
         raise ConfigError(
             f"the configuration has changed during the step ({changed}). The step computed {args.out} from the earlier "
-            "values. Run the step again"
+            "configuration. Run the step again"
         )
 
 

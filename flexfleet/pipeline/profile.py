@@ -226,9 +226,9 @@ def check_prunes(run: Run, assignments: Sequence[Assignment]) -> None:
             continue
         if task.spec == member.spec:
             raise ConfigError(
-                "agents.observe and kubernetes.observe must be simulated for this algorithm, because a device whose "
-                f"free memory equals the size of {member.name} ({100 * member.share:.2f} %) could train {member.name}. "
-                "For flexfl, you can also set algorithm.rule=closest"
+                "agents.observe and kubernetes.observe must be simulated for this algorithm, because it lets a device "
+                f"train {member.name} if the device's free memory only equals the model's size "
+                f"({100 * member.share:.2f} %). For flexfl, you can also set algorithm.rule=closest"
             )
 
 

@@ -196,7 +196,7 @@ def test_casas_counts_a_few_garbled_lines_and_refuses_more(
     content = path.read_bytes()
     path.write_bytes(content + 2 * (line + b"\n"))
     casas.load(tmp_path)
-    assert "skipped 2 of 222 lines, first line 221" in caplog.text
+    assert "skipped 2 unreadable lines of 222 (first: 221)" in caplog.text
     path.write_bytes(line + b"\n" + content + 2 * (line + b"\n"))
     with pytest.raises(DataError):
         casas.load(tmp_path)
@@ -208,7 +208,7 @@ def test_casas_counts_unknown_activities_as_other_and_says_so(tmp_path: Path, ca
     path.write_bytes(path.read_bytes().replace(b"Sleep", b"Slep"))
     with caplog.at_level(logging.WARNING):
         casas.load(tmp_path)
-    assert "milan/data: 1 unknown activities are assigned to the class other: ['slep']" in caplog.text
+    assert "milan/data: assigned 1 unknown activities to the class 'other': ['slep']" in caplog.text
     path.write_bytes(path.read_bytes().replace(b"begin", b"starts"))
     with pytest.raises(DataError):
         casas.load(tmp_path)

@@ -160,7 +160,7 @@ class WorkerJob:
 def check_reach(uri: str) -> None:
     """Raise ConfigError if the store at `uri` cannot issue URLs for pods."""
     if not uri.startswith("s3://"):
-        raise ConfigError(f"run.remote must be an s3:// address for pods, got {uri}", path="run.remote")
+        raise ConfigError(f"run.remote must be an s3:// address that pods can reach, got {uri}", path="run.remote")
 
 
 @dataclass
