@@ -74,7 +74,7 @@ class Form(BaseModel):
 
 def of_server(data: Data, clients: int, seed: int) -> Partition:
     """Return the partition for the server. All training samples of the server are in the proxy. The clients' parts are
-    empty, because the server does not know their samples."""
+    empty, because the server does not have their samples."""
     train, test, _ = split_proxy(len(data.train_y), 1.0, seeds.rng(seed, "proxy"), shared=True)
     counts = np.zeros((max(1, data.task.label_count), clients), dtype=np.int64)
     parameters = {"clients": clients, "seed": seed}
@@ -117,7 +117,7 @@ def joined(server: Data, partition: Partition, parts: Sequence[Data]) -> tuple[D
 
 
 class Unknown(Mapping[int, int]):
-    """Placeholder for the clients' sample counts if the server does not know them. `get` returns the default, and
+    """Placeholder for the clients' sample counts if the server does not have them. `get` returns the default, and
     indexing raises PartitionError."""
 
     def __init__(self, clients: int) -> None:

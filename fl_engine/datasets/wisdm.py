@@ -4,7 +4,7 @@ Weiss, Yoneda and Hayajneh, Smartphone and Smartwatch-Based Biometrics Using Act
 2019. The data are prepared as in FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial
 Intelligence of Things, Michigan State University 2023, sections 2.2.1 and 2.2.3.2). Readings of the accelerometer and
 the gyroscope are joined by time. For each activity, windows of 200 readings begin at readings 200, 300 and so on. As in
-FedAIoT's text, eating soup, chips, pasta or a sandwich is one class. Of these, the published code uses only sandwich.
+FedAIoT's text, eating soup, chips, pasta or a sandwich is one class. The published code uses only sandwiches.
 
 Departs from FedAIoT's text, which uses 45 people for training and 6 for testing. The numbers of samples in the text
 (16,569 and 4,103 for the watch, 13,714 and 4,073 for the phone) match the published code, which uses a fifth of the
