@@ -24,8 +24,7 @@ from fl_engine.data.files import part_of
 log = logging.getLogger(__name__)
 
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-"""Map supported format versions to functions that read the header. Only arrays with named fields require version
-3.0."""
+"""Map format versions to functions that read the header. Only arrays with named fields require version 3.0."""
 
 DAMAGE = (
     OSError, ValueError, TypeError, LookupError, SyntaxError, TokenError, MemoryError, RecursionError, OverflowError,
@@ -95,8 +94,7 @@ def cached(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[
 
 
 def _states(root: Path, files: Sequence[Path]) -> dict[str, list[int]]:
-    """Map relative paths of files to sizes and time stamps. Programs cannot set `st_ctime`, so it reveals every
-    change."""
+    """Map relative paths of files to sizes and time stamps. Programs cannot forge `st_ctime`."""
     try:
         found = {os.path.relpath(path, root): path.stat() for path in files}
     except OSError as error:

@@ -120,8 +120,7 @@ def read_text(path: Path, most: int, checksum: str | None = None) -> str:
 
 
 def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict from the pairs of a JSON object (as an `object_pairs_hook`). Raises ValueError if a name occurs
-    twice."""
+    """Return a dict from the pairs of a JSON object (an `object_pairs_hook`). Raises ValueError if a name repeats."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = Counter(name for name, _ in pairs)

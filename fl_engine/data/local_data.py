@@ -73,8 +73,7 @@ class Form(BaseModel):
 
 
 def of_server(data: Data, clients: int, seed: int) -> Partition:
-    """Return the partition for the server. All training samples of the server are in the proxy. The clients' parts are
-    empty, because the server does not have their samples."""
+    """Return the server's partition. All training samples are in the proxy, and the clients' parts are empty."""
     train, test, _ = split_proxy(len(data.train_y), 1.0, seeds.rng(seed, "proxy"), shared=True)
     counts = np.zeros((max(1, data.task.label_count), clients), dtype=np.int64)
     parameters = {"clients": clients, "seed": seed}
@@ -108,8 +107,7 @@ def natural(name: str) -> tuple[tuple[tuple[int, int, str], ...], str]:
 
 
 def joined(server: Data, partition: Partition, parts: Sequence[Data]) -> tuple[Data, Partition]:
-    """Join the data of the server and of all simulated clients (`parts`), in this order. Return the joined data and
-    their partition."""
+    """Join the data of the server and of all simulated clients (`parts`), in this order. Return data and partition."""
     ends = np.cumsum([len(server.train_y), *(len(part.train_y) for part in parts)])
     held = tuple(np.arange(start, end, dtype=np.int64) for start, end in pairwise(ends))
     x, y = (torch.cat([getattr(each, name) for each in (server, *parts)]) for name in ("train_x", "train_y"))

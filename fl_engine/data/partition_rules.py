@@ -42,8 +42,8 @@ def dirichlet(
 
     With `cap`, a client that already has its equal share (samples / clients) gets no samples of the next class. The
     fractions of the other clients are scaled to a sum of 1, as in FedAIoT's published code. To top up, random samples
-    of the largest client move one by one to the smallest client until all clients have `minimum` samples. If several
-    clients have the same size, the lowest client number is chosen.
+    of the largest client move one by one to the smallest client until all clients have `minimum` samples (ties: the
+    lower client number).
     """
     return _topped_up(dealt_by_label(labels, clients, alpha, rng, cap), clients, minimum, rng)
 
@@ -76,9 +76,8 @@ def _capped(shares: NDArray[np.float64], below: NDArray[np.bool_]) -> NDArray[np
 def dirichlet_per_client(
     labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator
 ) -> tuple[Ints, ...]:
-    """Draw the class proportions of each client from Dir(alpha), and the proportions of the clients' sample counts from
-    one more Dir(alpha). While a count is below `minimum`, the smallest count grows by one and the largest count shrinks
-    by one.
+    """Draw the class proportions of each client from Dir(alpha), and the proportions of all sample counts from one more
+    Dir(alpha). While a count is below `minimum`, the smallest count grows and the largest count shrinks by one.
 
     Clients get one sample at a time, in random order. The class of the sample is drawn according to the client's class
     proportions, among the classes that still have samples. If the proportions of all these classes are 0, the sample is
@@ -209,8 +208,7 @@ def split_proxy(samples: int, share: float, rng: np.random.Generator, shared: bo
     rest contains all positions, and both proxies are the same as without `shared`.
 
     Together, both proxies contain the fraction `share` of the samples. The measurement proxy contains the fraction
-    TO_MEASURE of these samples. Both sizes are rounded half up, to at least one sample. Both proxies are empty if
-    `share` is 0.
+    TO_MEASURE of these samples. Both sizes are rounded half up, to at least 1. Both proxies are empty if `share` is 0.
     """
     if not (0 < share <= 1 if shared else 0 <= share < 1):
         allowed = "in (0, 1] with partition.proxy_shared" if shared else "in [0, 1) without partition.proxy_shared"

@@ -68,7 +68,7 @@ class PartitionConfig(Section):
     map: UserPath | None = None
     """With manual, a JSON file with each client's training samples: {"clients": [[0, 3, ...], ...]}."""
     folders: Annotated[UserPath | None, Moves.PLACE] = None
-    """With local, a folder that contains a data folder for each simulated client. If null, the data are on enrolled
+    """With local, a folder that contains a data folder for each simulated client. If null, the data are on the
     devices."""
     most: Count = 100_000
     """With local, the largest number of training samples that a client may report."""
@@ -227,8 +227,8 @@ def draw_noise(
     seed: int,
     held_out: Sequence[Ints] = (),
 ) -> tuple[NoiseFigures, tuple[Ints, ...]]:
-    """Return the statistics of the noise, and the noisy labels of each client's samples. Each client has a separate
-    random stream.
+    """Return statistics of the noise, and the noisy labels of each client's samples. Each client has a separate
+    generator.
 
     `targets` (N_train,) contains the correct classes, and `mistakes` is the result of `likely_mistakes`. `held_out`
     contains the held-out samples of each client; it is empty if clients train on all samples.

@@ -58,8 +58,7 @@ def random_split(samples: int, test_share: float) -> tuple[NDArray[np.int64], ND
 
 
 def stratified(labels: NDArray[np.int64], samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Draw `samples` positions without replacement, with the class frequencies of `labels`. The positions are
-    ascending.
+    """Draw `samples` ascending positions without replacement, with the class frequencies of `labels`.
 
     Class sizes are rounded by the largest remainder method (ties: the lower label) in integer arithmetic, so that all
     machines get the same result. A class with fewer than about len(labels) / `samples` samples may be left out.

@@ -49,9 +49,8 @@ class Source:
     """Function that reads the files without using the network. Raises DataError if the files are missing or damaged."""
 
     fetch: Callable[[Path], None] | None = None
-    """Function that downloads missing files; None if a Python package contains the data, or if users must download the
-    files. Raises DataError if a file is damaged, and EnvironmentFailure if the network fails or a file cannot be
-    written."""
+    """Function that downloads missing files; None if a package contains the data, or if users must download the files.
+    Raises DataError if a file is damaged, and EnvironmentFailure if the network fails or a file cannot be written."""
 
     files: tuple[str, ...] = ()
     """Names of the files that `load` reads. A name with a `*` must match at least one file."""

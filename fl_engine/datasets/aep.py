@@ -4,8 +4,8 @@ Candanedo, Feldheim and Deramaix, Data driven prediction models of energy use of
 Energy and Buildings 140, 2017. The data are prepared as in FedAIoT (Alam, Federated Learning Benchmarks and Frameworks
 for Artificial Intelligence of Things, Michigan State University 2023, section 2.2.3.2). The steps are in the order of
 FedAIoT's published code: take logarithms, convert the visibility to 0 or 1, clip values, add two means, replace the
-date by day and month, and add three principal components. Features with a strong correlation to an earlier feature are
-left out. Test readings are drawn at random, as in the published code. All transformations are fitted on the training
+date by day and month, add three principal components. Features with a strong correlation to an earlier feature are left
+out. Test readings are drawn at random, as in the published code. All transformations are fitted on the training
 readings.
 
 Departs from the paper, which scales the target. Here, as in the published code, the target is a logarithm. Features are
@@ -115,8 +115,7 @@ def with_means_and_day(table: Table) -> Table:
 def principal(table: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the means (F,) and the first three principal components (F, 3) of the unscaled columns.
 
-    The sign of a component is arbitrary. As in scikit-learn, the weight with the largest absolute value is made
-    positive.
+    The sign of a component is arbitrary. As in scikit-learn, the weight with the largest magnitude is made positive.
     """
     values = np.stack(list(table.values()))
     centre = values.mean(1)
@@ -133,8 +132,7 @@ def with_components(table: Table, centre: NDArray[np.float64], axes: NDArray[np.
 
 
 def uncorrelated(table: Table) -> list[str]:
-    """Return the names of columns without a strong correlation to an earlier column. This includes earlier columns that
-    are left out."""
+    """Return the names of columns without a strong correlation to an earlier column, which may itself be left out."""
     with np.errstate(invalid="ignore", divide="ignore"):  # correlations of a constant column are NaN
         alike = np.abs(np.corrcoef(np.stack(list(table.values())))) > ALIKE
     return [name for i, name in enumerate(table) if not alike[i, :i].any()]

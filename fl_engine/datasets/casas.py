@@ -10,9 +10,8 @@ homes are grouped into eleven classes and "other".
 
 Departs from the paper, in which a sample has the 2,000 events before an activity. Here, as in the paper's published
 code, a sample has the last 2,000 events of the activity itself. The published code numbers each home's events from 0,
-so a number has different meanings in different homes, and 0 is both an event and the padding. Here a number means the
-same value of the same sensor in all homes, and 0 is only the padding. Test samples are drawn at random, as in the
-published code.
+so a number has another meaning in each home, and 0 is both an event and the padding. Here a number means the same value
+of the same sensor in all homes, and 0 is only the padding. Test samples are drawn at random, as in the published code.
 """
 
 from __future__ import annotations

@@ -4,12 +4,11 @@
 files and checksums are the same as in torchvision. `fashion_mnist` contains clothes (Xiao et al., 2017,
 arXiv:1708.07747; https://github.com/zalandoresearch/fashion-mnist).
 
-`emnist` is the balanced split of EMNIST, with 47 classes of equal size. The upper-case and the lower-case form of a
-letter are one class if they look alike. `emnist_byclass` has digits (0 to 9), upper-case letters (10 to 35) and
-lower-case letters (36 to 61). Cohen et al., EMNIST: an Extension of MNIST to Handwritten Letters, 2017
-(arXiv:1702.05373). EMNIST's files store images column by column, so the reader transposes the images. EMNIST's archive
-must match the MD5 checksum in torchvision. No checksums of the unpacked files are published, so the reader checks sizes
-and labels.
+`emnist` is the balanced split of EMNIST, with 47 classes of equal size. Upper and lower case of a letter are one class
+if they look alike. `emnist_byclass` has digits (0 to 9), upper-case letters (10 to 35) and lower-case letters (36 to
+61). Cohen et al., EMNIST: an Extension of MNIST to Handwritten Letters, 2017 (arXiv:1702.05373). EMNIST's files store
+images column by column, so the reader transposes the images. EMNIST's archive must match the MD5 checksum in
+torchvision. No checksums of unpacked files are published, so the reader checks sizes and labels.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ KEY = re.compile("[0-9a-f]{64}")
 TASK: Contract[Any] = Contract("task", TASKS, Task)
 
 _STORED: WeakValueDictionary[str, Data] = WeakValueDictionary()
-"""Map keys to data that this process stored and still uses. `read` returns these objects, because a second copy would
-double the memory use."""
+"""Map keys to data that this process stored and still uses. `read` returns these objects instead of a copy."""
 
 
 def is_stored(name: str) -> bool:
@@ -42,8 +41,7 @@ def is_stored(name: str) -> bool:
 
 
 def display_name(name: str, root: Any) -> str:
-    """Return the name that the user gave to the stored data `name` below `root`, or `name` itself if there are no such
-    data."""
+    """Return the user-defined name of the stored data `name` below `root`, or `name` if these data do not exist."""
     if not is_stored(name) or root is None:
         return name
     try:

@@ -1,5 +1,5 @@
-"""Early exits: classifiers after intermediate blocks, as in DepthFL (Kim et al., ICLR 2023) and ScaleFL (Ilhan et al.,
-CVPR 2023).
+"""Early exits: classifiers after intermediate blocks (DepthFL, Kim et al., ICLR 2023; ScaleFL, Ilhan et al., CVPR
+2023).
 
 With `exits=("conv2", ...)`, a head follows each of the listed blocks. A head is a linear layer, after global average
 pooling if the block returns a map. The head of `conv2` is a separate block `exit_conv2` with the parameters

@@ -22,8 +22,7 @@ second 3x3 convolution of a block then applies the stride. The network for EPIC-
 convolution of a block applies the stride.
 
 Departs from the authors' code. For UT-HAR, the last version of the code uses batch norm. The thesis and this network
-use group norm. For EPIC-SOUNDS, the code uses He initialisation (normal, fan out). This network uses PyTorch's
-defaults.
+use group norm. For EPIC-SOUNDS, the code uses He initialisation (normal, fan out). Here PyTorch's defaults are used.
 
 Group norm normalises the first and the second half of the channels separately. Therefore channel i of the layout is a
 pair: the i-th channel of each half (`Axis.copies`). A sub-model then keeps the same number of channels in each half,

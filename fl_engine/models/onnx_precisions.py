@@ -42,7 +42,7 @@ BLOCKS, RUNS, WARM_UP = 10, 10, 3
 """Latency is measured in BLOCKS blocks. In every block, each file runs WARM_UP times without and then RUNS times with
 timing, so that a slow phase of the machine affects all files equally."""
 BATCH: Mapping[OnnxPrecision, int] = {"fp32": 128, "fp16": 128, "int8": 1}
-"""Number of test samples per batch. For int8 the number is 1, as on a device, because activation ranges depend on the
+"""Number of test samples per batch. Int8 uses batches of 1, as a device does, because activation ranges depend on the
 batch."""
 OBSERVED = 128
 """Number of test samples per call of `observe`. The number is small, because detected boxes take 1 MB per image."""
@@ -194,9 +194,8 @@ class _Half(nn.Module):
 
 
 def _write_fp16(network: RawNetwork, data: Data, target: Path) -> None:
-    """Export the network in fp16. Insert a reshape without effect between a transpose and a matrix product, which
-    occur, for example, if a linear layer follows an LSTM. Without the reshape, ONNX Runtime 1.31 fuses transpose and
-    product in fp16 and crashes."""
+    """Export the network in fp16. Insert a reshape without effect between a transpose and a matrix product, as between
+    an LSTM and a linear layer. Without the reshape, ONNX Runtime 1.31 fuses both in fp16 and crashes."""
     import onnx
     from onnx import helper, numpy_helper
 

@@ -10,8 +10,7 @@ In the paper of He et al., `channels` is [64, 128, 256, 512]. With these channel
 and all shortcuts of stage 1 are identities. For 3x32x32 images and 10 classes, this ResNet34 has 21,282,122 parameters.
 
 Departs from the authors' code, which omits a projection shortcut in a sub-model if the stage's input and output happen
-to have equal widths. Here all sub-models have the full network's projection shortcuts, so each update fits into the
-full network.
+to have equal widths. Here sub-models have all projection shortcuts, so each update fits into the full network.
 
 Groups: stem (unless stage1 includes the stem), stage1 .. stage4, classes. Blocks: stem, stage<s>.<b> (b from 0),
 classifier. Sub-models can drop the blocks with an identity shortcut (b >= 1). An early exit can follow each block of a
@@ -53,8 +52,7 @@ class BasicStages(Stages):
     strides: ClassVar[Mapping[str, int]] = STRIDES
     """Stride of the first block in each stage. A first block without a projection shortcut has stride 1."""
     as_sensefi: ClassVar[bool] = False
-    """True for SenseFi's blocks: the second 3x3 convolution applies the stride, and projection shortcuts have a
-    bias."""
+    """True for SenseFi's blocks: the second 3x3 convolution applies the stride, and projections have a bias."""
 
     @property
     def stem_group(self) -> str:

@@ -27,8 +27,7 @@ class Channels:
     pinned: bool = False
     """True if sub-models must keep all channels."""
     loose: bool = False
-    """True if the channels belong to a parameter that no layer uses. Such channels are pinned if they are never tied to
-    channels of a layer."""
+    """True if the channels belong to a parameter that no layer uses. Channels that are never tied are pinned."""
 
     def __post_init__(self) -> None:
         self.order = next(_order)

@@ -26,8 +26,7 @@ SAME = 1e-4
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Maximum difference between a sub-model and the network with zeroed channels, in which sums have more terms."""
 SMALL = 1e-2
-"""The tolerance of a gradient is relative to the gradient's largest value, but at least to this fraction of the largest
-value in all gradients."""
+"""Minimum scale for the tolerance of a gradient, as a fraction of the largest value in all gradients."""
 OUTPUTS = "outputs"
 
 Make = Callable[[SubmodelSpec], nn.Module]
