@@ -97,7 +97,7 @@ class Processes:
                     found = _received(worker.link)
                 except ENDED:
                     worker.process.join()
-                    reason = f"its worker process ended with {exit_text(worker.process.exitcode)}"
+                    reason = f"the client's worker process ended with {exit_text(worker.process.exitcode)}"
                     self._workers[place] = self._start(worker.device)
                     first = group[0].assignment.client
                     tried[first] += 1

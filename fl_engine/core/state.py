@@ -27,8 +27,8 @@ from fl_engine.core.types import Params
 S = TypeVar("S")
 
 CAN = (
-    "A state stores Params (tensors by name); and finite int and float, bool, str, None, enums, and tuples, lists, "
-    "dicts and dataclasses of these, of the types in the field's annotation"
+    "A state can store Params (tensors by name), finite int and float, bool, str, None, enums, and tuples, lists, "
+    "dicts and dataclasses of these. The values must have the types in the field's annotation"
 )
 KINDS = {
     "uint64": "U64", "int64": "I64", "float64": "F64", "complex64": "C64", "float32": "F32", "uint32": "U32",

@@ -171,7 +171,7 @@ def events(path: Path, content: bytes) -> Iterator[Event]:
             activity = ""
     if len(unreadable) > MOST_UNREADABLE * lines:
         form = "lines such as `2009-06-10 03:20:59.08 M006 ON Sleep begin`"
-        raise damaged(path, form, f"{len(unreadable)} unreadable lines of {lines}, first line {unreadable[0]}")
+        raise damaged(path, form, f"{len(unreadable)} unreadable lines of {lines} (first: {unreadable[0]})")
     if unreadable:
         log.warning("%s: skipped %d unreadable lines of %d (first: %d)", path, len(unreadable), lines, unreadable[0])
 

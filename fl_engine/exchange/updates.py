@@ -175,7 +175,7 @@ def _check_header(value: bytes, tensors: int) -> None:
     memory as the header. The header may be padded with spaces (`store.padded`)."""
     entries = value[8 : 8 + int.from_bytes(value[:8], "little")].rstrip(b" ")
     if len(entries) > HEADER_BYTES * (1 + tensors):
-        raise Rejected("schema", f"a header of {len(entries)} bytes, for at most {tensors} tensors")
+        raise Rejected("schema", f"a header of {len(entries)} bytes is too large for {tensors} tensors")
 
 
 def _check_metrics(metrics: Mapping[str, float], bounds: Mapping[str, tuple[float, float]]) -> None:
@@ -185,7 +185,7 @@ def _check_metrics(metrics: Mapping[str, float], bounds: Mapping[str, tuple[floa
 
 def _check_evaluation(manifest: ResultManifest, spec: SubmodelSpec, assignment: Assignment, rules: Rules) -> None:
     if spec != assignment.spec:
-        raise Rejected("spec", "not the sub-model that was sent for evaluation")
+        raise Rejected("spec", "the update is not for the sub-model that was sent for evaluation")
     _check_count(manifest.num_examples, assignment.client, rules.held, rules.most)
     _check_metrics(manifest.metrics, {} if rules.task is None else clients.evaluation_bounds(rules.task))
 
@@ -216,7 +216,7 @@ def _check_work(
     except (ClientError, ModelError) as error:
         raise Rejected("spec", f"no sub-model fits into {free:g} % of free memory: {error}") from error
     if _without_classes(spec) != _without_classes(task.spec):
-        raise Rejected("spec", f"not the sub-model for {free:g} % of free memory")
+        raise Rejected("spec", f"the update is not for the sub-model that fits into {free:g} % of free memory")
     work = {"steps": float(costs.steps(task, samples)), "macs": costs.macs(rules.family, task, samples)}
     for name, count in work.items():
         if metrics[name] != count:
@@ -248,7 +248,7 @@ def _expected(rules: Rules, spec: SubmodelSpec, assignment: Assignment) -> Heade
     except (ModelError, TypeError, ValueError) as error:
         raise Rejected("spec", str(error)) from error
     if not contains(layout, assignment.spec, spec):
-        raise Rejected("spec", "not a part of the sub-model that was sent")
+        raise Rejected("spec", "the update is not for a part of the sub-model that was sent")
     found = shapes(layout, spec, {name: tensor.shape for name, tensor in assignment.payload.items()})
     return {name: (assignment.payload[name].dtype, shape) for name, shape in found.items() if name not in kept}
 

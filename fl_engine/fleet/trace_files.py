@@ -85,7 +85,7 @@ def _rows(path: Path, fleet: Sequence[Device], period: float) -> Iterator[tuple[
                 if not 0 <= row.client < len(fleet):
                     wrong = f"client must be from 0 to {len(fleet) - 1} (partition.clients), got {row.client}"
                 elif row.time <= before:
-                    wrong = f"the rows of client {row.client} must ascend in time, got {row.time:g} after {before:g}"
+                    wrong = f"client {row.client}'s rows must be sorted by time, got {row.time:g} after {before:g}"
                 elif row.time >= period:
                     wrong = f"time must be below fleet.trace.repeat_s = {period:g}, got {row.time:g}"
                 elif count == MOST_ROWS:

@@ -195,7 +195,7 @@ def check(family: ModelFamily, proxy: int, static_bn: bool) -> None:
     if not proxy:
         others = " and ".join(["model.norm=static"] * stores_none + ["algorithm.static_bn=false"] * static_bn)
         text = (
-            f"exporting this network requires proxy data for its batch norm: set partition.proxy above 0, or {others}"
+            f"exporting this network requires proxy data for its batch norm. Set partition.proxy above 0, or {others}"
         )
         raise ConfigError(text, path="partition.proxy")
 

@@ -189,7 +189,7 @@ class Workers:
             worker.member = member.model_copy(update={"id": found.id})
             self._provisioner.enroll(worker.member)
             return True
-        self._report_second(worker, "a second device uses the same invitation, and gets no assignments")
+        self._report_second(worker, "a second device uses the same invitation and does not get assignments")
         return False
 
     def _report_second(self, worker: Worker, what: str) -> None:
@@ -197,8 +197,8 @@ class Workers:
         if worker.second_reported or worker.member.pod:
             return
         worker.second_reported = True
-        cure = f"If you did not start both, somebody has a copy. Then run `flexfleet invite --revoke {worker.name}`"
-        log.warning("%s: %s. %s", worker.name, what, cure)
+        cure = "If you did not start both, somebody has a copy of the invitation or the folder. Revoke the invitation"
+        log.warning("%s: %s. %s: flexfleet invite --revoke %s", worker.name, what, cure, worker.name)
 
     def poll_due(self) -> None:
         """Poll all heartbeats that are due. Poll workers with a lease most often, and absent workers least often."""

@@ -104,9 +104,9 @@ def _too_weak(fleet: Sequence[Device], pool: Pool) -> str:
             weak.setdefault(d.tier, []).append(d.most)
     if not weak:
         return ""
-    each = [f"{t} ({len(own)} of {len(fleet)} devices, {max(own):.4g} %)" for t, own in weak.items()]
-    need = f"needs more than {100 * smallest.share:.4g} % of the full model"
-    return f"the tiers {', '.join(each)} cannot hold {smallest.name}, the smallest model, which {need}"
+    each = [f"{t} ({len(own)} of {len(fleet)} devices, at most {max(own):.4g} %)" for t, own in weak.items()]
+    need = f"requires memory for more than {100 * smallest.share:.4g} % of the full model"
+    return f"the tiers {', '.join(each)} do not have memory for {smallest.name}, the smallest model, which {need}"
 
 
 def tiers(speed: Sequence[float], bandwidth: Sequence[float], count: int, mu: float) -> list[int]:

@@ -115,7 +115,7 @@ def parse_with_algorithm(values: Mapping[str, Any], stored: bool = False) -> tup
         code.enable(wheel, digest, config.run.code)
     wrong = _unknown_names(values)
     if holds_password(config.dataset.root or ""):
-        message = f"dataset.root must not contain a password, which a run's files show; {INSTEAD['dataset.root']}"
+        message = f"dataset.root must not contain a password, because run files show it; {INSTEAD['dataset.root']}"
         wrong.append(ConfigError(message, path="dataset.root"))
     built = list[Any]()
     for build in (lambda: algorithm(config), lambda: codecs(config), lambda: check_options(config.model)):
@@ -216,7 +216,7 @@ def _check_own_functions(config: Config) -> None:
                 message = f"run.strategy must be single or auto, because {path} processes one client at a time"
                 raise ConfigError(message, code="config.conflict", path="run.strategy")
     if config.training.optimizer is not None and config.run.precision == "fp16":
-        message = f"run.precision must not be fp16, which supports only SGD, with {user_code.OPTIMIZER}. Set amp"
+        message = f"run.precision must not be fp16 with {user_code.OPTIMIZER}, because fp16 supports only SGD. Set amp"
         raise ConfigError(message, code="config.conflict", path="run.precision")
 
 

@@ -147,14 +147,14 @@ def check_folder(config: Config) -> None:
     if where is None or remote is None or "://" in where or "://" in remote:
         return
     if Path(where).resolve().is_relative_to(Path(remote).resolve()):
-        message = f"run.secrets must not be in run.remote = {remote!r}, which others read; got {where!r}"
+        message = f"run.secrets must not be in run.remote = {remote!r}, because clients read it, got {where!r}"
         raise ConfigError(message, path="run.secrets")
 
 
 def _check_bucket(uri: str, remote: str | None) -> None:
     names = [f"{SETTINGS}{name}" for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")]
     if missing := [name for name in names if not os.environ.get(name)]:
-        message = f"run.secrets = {uri!r} needs credentials of its own: set {' and '.join(missing)}"
+        message = f"run.secrets = {uri!r} requires separate credentials. Set {' and '.join(missing)}"
         raise ConfigError(message, path="run.secrets")
     if os.environ[names[0]] in {setting("AWS_ACCESS_KEY_ID", whose) for whose in (OWN, SIGNING)}:
         raise ConfigError(f"{names[0]} must differ from the access keys of the coordinator and of the URL signer")
