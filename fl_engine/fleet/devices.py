@@ -145,7 +145,7 @@ def fleet(
         raise ConfigError("the tiers in fleet.tiers must have different names", path="fleet.tiers")
     if abs(sum(t.share for t in tiers) - 1) > 1e-6:
         shares = ", ".join(f"{t.name} {t.share}" for t in tiers) or "no tiers"
-        raise ConfigError(f"the shares of fleet.tiers must add up to 1, got {shares}", path="fleet.tiers")
+        raise ConfigError(f"the shares in fleet.tiers must add up to 1, got {shares}", path="fleet.tiers")
     tiers = tiers if family is None else holding(tiers, family, smallest)
     rng = seeds.rng(seed, "fleet")
     counts = quotas([t.share for t in tiers], clients)

@@ -63,7 +63,7 @@ def parse(text: str | None) -> Faults:
     words = [word.strip() for word in text.split(",")] if text and text.strip() else []
     found = tuple(_fault(word) for word in words if word != ALWAYS)
     if len({fault.kind for fault in found}) < len(found):
-        raise ValueError(f"rounds.faults must contain each kind at most once, got {text!r}")
+        raise ValueError(f"rounds.faults must contain each kind of fault at most once, got {text!r}")
     if sum(fault.share for fault in found) > 1 + 1e-9:
         raise ValueError(f"the fractions in rounds.faults must add up to 1 or less, got {text!r}")
     return Faults(found, ALWAYS in words)

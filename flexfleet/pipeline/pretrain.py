@@ -203,7 +203,7 @@ def adopt(resolved: Resolved, shared: Path, out: Path) -> None:
     inputs differ are computed again. Raises ConfigError if `shared` was written with other settings."""
     known, wanted = Shared.read(shared / SHARED).settings, shared_settings(configs.flatten(resolved.config))
     if changed := changes(known, wanted, lambda _: True):
-        raise ConfigError(f"{shared} has other settings than this run ({changed}). Run `share` again")
+        raise ConfigError(f"{shared} was created with other settings than this run ({changed}). Run `share` again")
     shutil.copytree(shared / "partition", out / "partition", dirs_exist_ok=True)
     shutil.copytree(shared / "pretrain", out / "pretrain", dirs_exist_ok=True)
     pretrain(resolved, out / "partition", out / "pretrain")

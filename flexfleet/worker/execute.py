@@ -71,7 +71,7 @@ def prepare(message: AssignmentMessage, store: Store, pod: bool) -> Prepared:
             data = with_noise(resolved.data, parts)
         else:
             if "FLEXFLEET_DATA" not in os.environ:
-                raise ClientError("FLEXFLEET_DATA must be set to this device's data folder (partition.rule=local)")
+                raise ClientError("FLEXFLEET_DATA must be set to this device's data folder if partition.rule=local")
             data = local_data.Form.read(folder / local_data.FORM).normalises(
                 resolved.data, "this device's folder", most
             )
