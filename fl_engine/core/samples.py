@@ -1,4 +1,4 @@
-"""Data sets in memory: samples, targets and normalisation."""
+"""Data sets: samples, targets and normalisation."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fl_engine.core.errors import DataError
+from fl_engine.core.mapped import FileSection, section_of
 from fl_engine.core.task import Task, check_metric_name
 
 IMAGE_AXES = 4
@@ -45,10 +46,12 @@ def _tensor_of(value: object, what: str) -> Tensor:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             raise DataError(f"{what} must be a dense tensor, got {value.layout}")
-        return value.detach()
+        return value if section_of(value) else value.detach()
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf":
         raise DataError(f"{what} must be a tensor or array of numbers, got {getattr(value, 'dtype', type(value))}")
     need_no_mask(value, what)
+    if isinstance(value, np.memmap) and (section := FileSection.of(value)) is not None:
+        return section.map()
     if value.dtype != np.uint8:
         with np.errstate(over="ignore"):  # infinite values are rejected later
             value = value.astype(np.float32 if value.dtype.kind == "f" else np.int64, copy=False)
@@ -116,7 +119,10 @@ def _check_normalisation(name: str, x: Tensor, mean: tuple[float, ...], std: tup
 
 @dataclass(frozen=True)
 class Data:
-    """A data set in memory. NumPy arrays are converted to tensors. The task defines the targets.
+    """A data set. NumPy arrays are converted to tensors. The task defines the targets.
+
+    The values of a `numpy.memmap` stay in its file if they are uint8, float32 or int64, so a data set can be larger
+    than the memory. The file must not change as long as the data set is used.
 
     Samples (N, ...) are of one of three kinds:
 
@@ -181,6 +187,13 @@ class Data:
             checked["natural_client"] = sources.long()
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Send the file sections of mapped samples to other processes, instead of the samples."""
+        return {name: section_of(value) or value for name, value in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({n: value.map() if isinstance(value, FileSection) else value for n, value in state.items()})
 
     def __repr__(self) -> str:
         return (

@@ -1,7 +1,7 @@
 """Stores data that a user passes as Python objects, so that other processes and later runs can load them.
 
-The file `<root>/<key>/data.safetensors` contains train_x, train_y, test_x, test_y and natural_client. The file
-`<root>/<key>/data.json` contains name, task, mean and std.
+The files `<root>/<key>/<part>.npy` contain train_x, train_y, test_x, test_y and natural_client, and are mapped into
+memory. The file `<root>/<key>/data.json` contains name, task, mean and std.
 
 In a configuration, `dataset.name` is `sha256:<key>`, and `dataset.root` is `<root>`. A folder never changes after it is
 written. The key is the SHA-256 of the data's fingerprint and of data.json, because the fingerprint does not cover the
@@ -17,17 +17,21 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
+import torch
+
 from fl_engine.core.errors import ConfigError, DataError, IntegrityError
 from fl_engine.core.registry import Contract
 from fl_engine.core.samples import Data
 from fl_engine.core.task import Task
+from fl_engine.data.files import replacing
 from fl_engine.data.transforms import fingerprint
-from fl_engine.storage.store import FolderStore, canonical, decode, laid_out, sha256
+from fl_engine.storage.store import FolderStore, canonical, sha256
 from fl_engine.tasks import TASKS
 
 PREFIX = "sha256:"
-TENSORS, ABOUT = "data.safetensors", "data.json"
-PARTS = ("train_x", "train_y", "test_x", "test_y")
+ABOUT = "data.json"
+PARTS = ("train_x", "train_y", "test_x", "test_y", "natural_client")
 KEY = re.compile("[0-9a-f]{64}")
 TASK: Contract[Any] = Contract("task", TASKS, Task)
 
@@ -63,12 +67,11 @@ def store(data: Data, root: Path) -> str:
     about = canonical({"name": data.name, "task": TASK.section(data.task), "mean": data.mean, "std": data.std})
     key = _key(data, about)
     if not exists(root, key):
-        tensors = {part: getattr(data, part).contiguous() for part in PARTS}
-        if data.natural_client is not None:
-            tensors["natural_client"] = data.natural_client
-        folder = FolderStore(root / key)
-        folder.put(TENSORS, laid_out(tensors))
-        folder.put(ABOUT, about)  # write this file last, because it marks the folder as complete
+        for part in PARTS:
+            if (tensor := getattr(data, part)) is not None:
+                with replacing(root / key / f"{part}.npy") as file:
+                    np.save(file, tensor.numpy())
+        FolderStore(root / key).put(ABOUT, about)  # write this file last, because it marks the folder as complete
     _STORED[key] = data
     return PREFIX + key
 
@@ -94,16 +97,14 @@ def read(root: Path, name: str) -> Data:
             return stored
         about = json.loads(value)
         TASK.kind(about["task"]["name"])  # check that the task's class can be imported
-        tensors = decode(folder.get(TENSORS), str(path / TENSORS))
-        data = Data(
-            about["name"],
-            TASK.parse(about["task"]),
-            **{part: tensors[part] for part in PARTS},
-            mean=tuple(about["mean"]),
-            std=tuple(about["std"]),
-            natural_client=tensors.get("natural_client"),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, DataError) as error:
+        arrays: dict[str, Any] = {}
+        for part in PARTS:
+            if (file := path / f"{part}.npy").exists() or part != "natural_client":
+                mapped = part.endswith("_x")
+                arrays[part] = np.load(file, mmap_mode="r") if mapped else torch.from_numpy(np.load(file))
+        task, mean, std = TASK.parse(about["task"]), tuple(about["mean"]), tuple(about["std"])
+        data = Data(about["name"], task, **arrays, mean=mean, std=std)
+    except (OSError, EOFError, KeyError, TypeError, ValueError, AttributeError, DataError) as error:
         raise IntegrityError(f"{path} is damaged ({error}). Delete the folder and pass the data again") from error
     if _key(data, value) != key:
         raise IntegrityError(f"{path} is damaged. Delete the folder and pass the data again")

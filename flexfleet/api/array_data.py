@@ -50,7 +50,8 @@ def from_arrays(
     """Create a data set from arrays or tensors.
 
     Args:
-        x: Samples (N, ...), as an array, a tensor, a list or a DataFrame.
+        x: Samples (N, ...), as an array, a tensor, a list or a DataFrame. With a test set (x, y), the samples of a
+            `numpy.memmap` stay in its file: uint8 images (N, C, H, W), float32 or int64. The file must not change.
         y: Targets. `task` describes their form for each task.
         test: Fraction of each class to use as test samples, selected with a constant seed. Or a test set (x, y).
         clients: Client that owns each sample, shape (N,). A run has these clients unless it sets `partition_rule`.
@@ -77,7 +78,8 @@ def from_arrays(
     if isinstance(test, tuple):
         test_x, test_y = _test_set(test, name)
         goal, (y, test_y) = with_task(task, [y, test_y], name)
-        return _data(goal, x.copy(), y, test_x, test_y, owners, mean, std, name)
+        x = x if isinstance(x, np.memmap) else x.copy()
+        return _data(goal, x, y, test_x, test_y, owners, mean, std, name)
     goal, (y,) = with_task(task, [y], name)
     if not 1 <= (count := round(_share(test, name) * len(y))) < len(y):
         raise DataError(f"{name}: with test = {test} of {len(y)} samples, one part is empty. Choose another fraction")
@@ -228,13 +230,13 @@ def _samples(x: Array, numbers: bool) -> Array:
     if x.dtype.kind in "iu" and x.ndim == 4:
         return x
     with np.errstate(over="ignore"):  # `Data` rejects numbers that are too large
-        x = np.ascontiguousarray(x, dtype=np.float32)
+        x = np.require(x, np.float32, "C")
     in_0_1 = x.ndim == 4 and x.size and x.min() >= 0 and x.max() <= 1  # False for NaN
     if not in_0_1 or not are_bytes(torch.from_numpy(x)):
         return x
     images = np.empty(x.shape, dtype=np.uint8)
     step = rows_of_chunk(x.shape)
-    for at in range(0, len(x), step):  # a product of the whole array would take the memory of the array again
+    for at in range(0, len(x), step):  # to multiply the whole array at once would allocate another array of its size
         images[at : at + step] = np.rint(x[at : at + step] * 255)
     return images
 
@@ -273,6 +275,8 @@ def targets_of(y: Any, what: str) -> Array:
 
 
 def _array(value: Any, what: str) -> Array:
+    if isinstance(value, np.memmap):
+        return value
     try:
         found = np.asarray(_without_tensors(value, what))
         return _columns(value, what) if found.dtype == object and {"columns", "iloc"} <= set(dir(value)) else found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,14 @@ def from_folder(
     return replace(data, task=Classification(len(folders), names=tuple(each.name for each in folders)))
 
 
-def from_torch(train: Any, test: Any = 0.2, *, task: str | Task | None = None, name: str | None = None) -> Data:
+def from_torch(
+    train: Any,
+    test: Any = 0.2,
+    *,
+    task: str | Task | None = None,
+    name: str | None = None,
+    folder: str | Path | None = None,
+) -> Data:
     """Create a data set from a torch `Dataset` of pairs (sample, target). Each pair is read once.
 
     Args:
@@ -90,6 +98,8 @@ def from_torch(train: Any, test: Any = 0.2, *, task: str | Task | None = None, n
         test: The test data set, or the fraction of `train` to use as the test set.
         task: As in `from_arrays`, for example `segmentation` for targets (H, W).
         name: Name of the data set; None: the name of its class.
+        folder: Folder in which the samples are written to memory-mapped files, for a data set that does not fit into
+            memory. `test` must then be a data set, and images should be uint8 (`PILToTensor`). None: keep in memory.
 
     Returns:
         The data set, for `flexfleet.run(dataset=...)`.
@@ -101,8 +111,10 @@ def from_torch(train: Any, test: Any = 0.2, *, task: str | Task | None = None, n
     Example:
         >>> data = flexfleet.from_torch(torchvision.datasets.MNIST(root, transform=ToTensor()))
     """
-    x, y = _read_items(train, "train")
-    part = test if isinstance(test, float | int) else _read_items(test, "test")
+    if folder is not None and isinstance(test, float | int):
+        raise DataError(f"with folder={str(folder)!r}, test must be a Dataset, got the fraction {test}")
+    x, y = _read_items(train, "train", folder)
+    part = test if isinstance(test, float | int) else _read_items(test, "test", folder)
     return from_arrays(x, y, test=part, task=task, name=name or type(train).__name__)
 
 
@@ -150,28 +162,66 @@ def _pair(size: Any) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-def _read_items(items: Any, what: str) -> tuple[Array, Array]:
+def _read_items(items: Any, what: str, folder: str | Path | None = None) -> tuple[Array, Array]:
+    """Return the samples and targets of a torch `Dataset`. If `folder` is given, the samples are written to a file."""
+    xs: Any = [] if folder is None else _Written(path_of(folder) / f"{what}_x.npy", what)
+    ys = []
     with isolated():
         before = drawn()
-        try:
-            pairs = [(x, y) for x, y in (items[i] for i in range(len(items)))]
-        except (TypeError, ValueError, LookupError) as error:
-            raise DataError(
-                f"{what} must be a Dataset of pairs (x, y) that has a length, got {type(items).__name__} ({error})"
-            ) from error
+        for i, (x, y) in enumerate(_pairs(items, what)):
+            x = array_of(x, f"{what}: sample {i}")
+            if isinstance(xs, list):
+                xs.append(x)
+            else:
+                xs.put(i, x, len(items))
+            ys.append(targets_of(y, f"{what}: target {i}"))
         if drawn() != before:
             raise DataError(
                 f"{what} draws random numbers in its transform. Remove the augmentation, and augment on "
                 "the clients: options={'training.augment': [...]}"
             )
-    if not pairs:
+    if not ys:
         raise DataError(f"{what} must have at least one sample")
-    xs = [array_of(x, f"{what}: sample {i}") for i, (x, _) in enumerate(pairs)]
-    ys = [targets_of(y, f"{what}: target {i}") for i, (_, y) in enumerate(pairs)]
     try:
-        return np.stack(xs), np.stack(ys)
+        return (np.stack(xs) if isinstance(xs, list) else xs.read()), np.stack(ys)
     except ValueError as error:
         raise DataError(f"{what}: samples must have one shape, and targets must have one shape: {error}") from error
+
+
+def _pairs(items: Any, what: str) -> Iterator[tuple[Any, Any]]:
+    try:
+        for i in range(len(items)):
+            x, y = items[i]
+            yield x, y
+    except (TypeError, ValueError, LookupError) as error:
+        raise DataError(
+            f"{what} must be a Dataset of pairs (x, y) that has a length, got {type(items).__name__} ({error})"
+        ) from error
+
+
+class _Written:
+    """Samples that are written to a .npy file one by one, so that they need not fit into memory."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._what = path, what
+        self._file: Array | None = None
+
+    def put(self, i: int, x: Array, count: int) -> None:
+        if x.dtype != np.uint8:
+            x = x.astype(np.int64 if x.dtype.kind == "i" else np.float32)
+        if self._file is None:
+            self._file = np.lib.format.open_memmap(self._path, "w+", x.dtype, (count, *x.shape))
+        if (found := (x.dtype, x.shape)) != (wanted := (self._file.dtype, self._file.shape[1:])):
+            raise DataError(
+                f"{self._what}: all samples must have the same type and shape, {wanted}, got {found} (sample {i})"
+            )
+        self._file[i] = x
+
+    def read(self) -> Array:
+        self._file = None  # write the values to the file
+        found: Array = np.load(self._path, mmap_mode="r")
+        return found
 
 
 def _column(table: Any, wanted: str) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 
 import flexfleet as ff
 from fl_engine.core.errors import IntegrityError
+from fl_engine.data.transforms import fingerprint
 from fl_engine.datasets import stored_data
 from fl_engine.tasks import Classification, Multilabel, Regression, Segmentation
 from flexfleet.config import parse
@@ -340,12 +342,69 @@ print((resident_peak() - before + x.nbytes) / x.nbytes)
     assert 1.5 < float(done.stdout) < 2.25
 
 
+MAPPED = """
+import re, sys, numpy as np, flexfleet as ff
+x = np.load(sys.argv[1], mmap_mode=sys.argv[2] or None)
+y = np.arange(len(x)) % 2
+held = lambda: 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1])
+make, before = ff.from_arrays, held()
+data = make(x, y, test=(x[:10], y[:10]))
+print((held() - before) / x.nbytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from /proc")
+def test_memory_mapped_samples_stay_in_their_file(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.tile(np.float32([[1], [3]]), (60_000, 250)))
+    shares = [
+        float(subprocess.check_output([sys.executable, "-c", MAPPED, tmp_path / "x.npy", mode])) for mode in ("r", "")
+    ]
+    assert shares[0] < 0.2 and shares[1] > 0.9, "an array in memory is copied"
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "int64", "float64", ">f4"])
+def test_part_of_a_file_gives_the_same_data_as_its_values(tmp_path: Path, dtype: str) -> None:
+    shape = (50, 5, 6) if dtype == "int64" else (50, 1, 5, 6)  # tokens or images and maps
+    x = np.random.default_rng(0).integers(0, 256, shape).astype(dtype)
+    np.save(tmp_path / "x.npy", x)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    y = np.arange(50) % 3
+    cuts = (slice(0, 40), slice(40, None)), (slice(3, 33), slice(0, 9)), (slice(0, 40, 2), slice(40, None))
+    for train, test in cuts:
+        data, expected = (ff.from_arrays(a[train], y[train], test=(a[test], y[test])) for a in (mapped, x))
+        for found in (data, pickle.loads(pickle.dumps(data))):  # noqa: S301
+            assert fingerprint(found) == fingerprint(expected)
+    data.train_x.zero_()
+    assert np.array_equal(np.load(tmp_path / "x.npy"), x), "the file of the user is not changed"
+
+
+def test_torch_data_set_in_files_gives_the_same_model(tmp_path: Path, own_folder: None) -> None:
+    sets = [
+        [(image, int(label)) for image, label in zip(BYTES[at], LABELS[at], strict=True)]
+        for at in (slice(48), slice(48, 60))
+    ]
+    written, kept = ff.from_torch(*sets, folder=tmp_path / "files"), ff.from_torch(*sets)
+    assert fingerprint(written) == fingerprint(kept)
+    options = {"tracking.mlflow": None, "partition.proxy": 0.2, "training.batch_size": 5, "partition.minimum": 5}
+    common: dict[str, Any] = {"algorithm": "heterofl", "clients": 3, "local_epochs": 1, "progress": False}
+    found = {
+        ff.run(data, rounds=1, options={**options, "run.backend": backend}, **common).model_sha256
+        for data, backend in ((kept, "in_process"), (written, "in_process"), (written, "processes"))
+    }
+    assert len(found) == 1
+    with pytest.raises(ff.DataError, match="must be a Dataset"):
+        ff.from_torch(sets[0], folder=tmp_path)
+    with pytest.raises(ff.DataError, match="same type and shape"):
+        ff.from_torch([*sets[0], (BYTES[0, 0], 1)], sets[1], folder=tmp_path)
+
+
 def test_data_are_stored_once_and_read_back(tmp_path: Path) -> None:
     data = ff.from_clients([(BYTES, LABELS), (BYTES, LABELS)])
     name = stored_data.store(data, tmp_path)
     (folder,) = tmp_path.iterdir()
-    before = (folder / stored_data.TENSORS).stat().st_mtime_ns
-    assert stored_data.store(data, tmp_path) == name and (folder / stored_data.TENSORS).stat().st_mtime_ns == before
+    samples = folder / "train_x.npy"
+    before = samples.stat().st_mtime_ns
+    assert stored_data.store(data, tmp_path) == name and samples.stat().st_mtime_ns == before
     assert stored_data.read(tmp_path, name) is data
     first = data.train_x[0].clone()
     data.train_x[0] ^= 1  # as a user may change the array
