@@ -104,6 +104,7 @@ def test_tidy_deletes_what_a_kill_left_and_nothing_else(tmp_path: Path, committe
         commit(ledger, 0, 1, 3)
     before = ledger.checkpoints.store.list("")
     ledger.checkpoints.store.put("rounds/00002/state.json", b"of a round without a marker")
+    ledger.checkpoints.store.put("rounds/00001/closed.json", b"of a round that is over if it is committed")
     ledger.checkpoints.store.put("rounds/00004/closed.json", b"of the round that goes on")
     ledger.checkpoints.store.put("rounds/000001/COMMITTED", b"a folder of another name")
     for folder in ("rounds/00004", "metrics"):
@@ -111,7 +112,9 @@ def test_tidy_deletes_what_a_kill_left_and_nothing_else(tmp_path: Path, committe
         (tmp_path / folder / ".state.json.1-1.part").write_bytes(b"half")
     ledger.checkpoints.tidy()
     assert not list(tmp_path.rglob("*.part"))
-    left = {"rounds/00004/closed.json", "rounds/000001/COMMITTED", *(() if committed else ["rounds/00002/state.json"])}
+    left = {"rounds/00004/closed.json", "rounds/000001/COMMITTED"}
+    if not committed:
+        left |= {"rounds/00002/state.json", "rounds/00001/closed.json"}
     assert set(ledger.checkpoints.store.list("")) == {*before, *left}
     assert ledger.checkpoints.commits() == ([0, 1, 3] if committed else [])
 

@@ -89,6 +89,18 @@ def test_a_kill_while_discarding_leaves_no_gap(
     assert writes > 5
 
 
+def test_a_damaged_pack_is_kept_unless_it_is_discarded(memory_store: Store, small_packs: None) -> None:
+    commit(Ledger(memory_store, keep_every=7), *range(45))
+    memory_store.delete(*(key for key in memory_store.list("rounds/") if key > "rounds/00035"))
+    *_, last = memory_store.list("metrics/")
+    assert last.startswith("metrics/00030-")
+    ledger = Ledger(memory_store, keep_every=7)
+    damage(memory_store, last, "flipped")
+    with pytest.raises(IntegrityError):
+        ledger.checkpoints.tidy()
+    assert last in memory_store.list("metrics/")
+
+
 @pytest.mark.parametrize("how", [*DAMAGES, "deleted"])
 def test_a_damaged_pack_is_named_and_can_be_got_over(memory_store: Store, small_packs: None, how: str) -> None:
     commit(Ledger(memory_store, keep_every=7), *range(45))

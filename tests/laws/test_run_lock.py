@@ -55,6 +55,8 @@ def test_error_names_the_holder(memory_store: Store) -> None:
     with hold(memory_store, ttl_s=1e9) as second:
         assert second.number == 2, "let go, it is taken without waiting"
         second.check()
+        with pytest.raises(Replaced, match=f"process {os.getpid()} on .* has taken over"):
+            RunLock(memory_store, 1, ELSEWHERE).check()
     assert Holder.model_validate_json(memory_store.get("lease/00002.json")).released, "before the block has ended"
     assert memory_store.list("lease/") == ["lease/00002.json"]
 
@@ -269,14 +271,20 @@ def test_replaced_coordinator_tidies_nothing_of_its_successor(memory_store: Stor
     before = memory_store.list("rounds/")
     by(memory_store, 1).checkpoints.tidy()
     assert memory_store.list("rounds/") == before
+    with pytest.raises(Replaced):
+        commit(by(memory_store, 1), 4)
+    assert memory_store.list("rounds/") == before
     by(memory_store, 3).checkpoints.tidy()
     assert memory_store.list("rounds/") != before, "its own successor does"
+    commit(by(memory_store, 3), 4, 5, 6, 7)
+    assert not memory_store.list("rounds/00004/3-state"), "and deletes old states that it wrote itself"
 
 
 @pytest.mark.parametrize("numbers", [(1, 2), (2, 1), (9, 10), (10, 9)])
 def test_mark_of_the_later_coordinator_counts(memory_store: Store, numbers: tuple[int, int]) -> None:
     for number in numbers:
         commit(by(memory_store, number), 0, value=float(number))
+    memory_store.put(f"rounds/00000/{max(numbers) + 1}-state.json", b"of a commit without a marker")
     tensors, _ = Checkpoints(memory_store).read(0)
     assert tensors["params/w"].tolist() == [max(numbers)] * 3
     assert [row.metrics["avg"] for row in Checkpoints(memory_store).rows()] == [max(numbers)]
