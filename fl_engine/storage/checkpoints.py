@@ -284,7 +284,5 @@ def _check_complete(rounds: int, last: int, name: str) -> None:
 
 
 def _rows_of(value: bytes, name: str, lines: bool) -> list[Row]:
-    rows = json_of(value, name)
-    if not isinstance(rows, list):
-        raise IntegrityError(f"{name} must contain a list of rounds. {WAY_OUT}")
-    return [parsed(Row, json.dumps(row if lines else {**row, "clients": []}).encode(), name) for row in rows]
+    rows = [row if lines else {**row, "clients": []} for row in json_of(value, name)]
+    return [parsed(Row, json.dumps(row).encode(), name) for row in rows]
