@@ -50,7 +50,7 @@ class Provisioner:
     """Maximum number of times that a worker may be interrupted during the same assignment. Each further interruption
     counts as a failed attempt."""
     quorum: float = 0.0
-    """Minimum number of results in a round, as a fraction of the required number. With fewer results, the run stops."""
+    """Minimum fraction of the required results in a round. With fewer results, the run stops."""
     wait_s: float
     """Seconds without a working worker after which a round stops waiting."""
     moved: float = -math.inf

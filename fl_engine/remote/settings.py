@@ -88,10 +88,10 @@ class KubernetesConfig(Section):
     template: UserPath | None = None
     """YAML file with the template of the Jobs; null: fl_engine/remote/kubernetes/worker-job.yaml."""
     pools: dict[str, NodePool] = Field(default={})
-    """Pod settings for each device tier. A tier without an entry gets the defaults. Another configuration file or --set
-    changes only the entries that it contains."""
+    """Pod settings for each device tier. A tier without an entry gets the defaults. Another file or --set changes only
+    its own entries."""
     placement: Literal["pool", "device"] = "pool"
-    """device: each client's data are stored on one node, and only this node runs the client's Job."""
+    """device: each client's data are on one node, which alone runs the client's Job."""
     hostname: Annotated[str, Field(pattern=r"^[^{}]*\{client\}[^{}]*$")] = "device-{client}"
     """Name of a client's node for placement=device."""
     lifetime: Literal["round", "run"] = "run"
@@ -106,7 +106,7 @@ class KubernetesConfig(Section):
     """cgroup: a client prunes its model to the free part of its pod's memory limit (docs/guides/kubernetes/devices.md).
     simulated: free memory is computed from `fleet` and the seed, so results are equal on every machine."""
     quorum: Annotated[Fraction, Moves.ANSWERS] = 1.0
-    """Minimum number of results in a round, as a fraction of the required number. With fewer results, the run stops."""
+    """Minimum fraction of the required results in a round. With fewer results, the run stops."""
     attempts: Count = 2
     """Number of failed attempts on pods after which a client counts as failed. Lost nodes and the first three evictions
     of a pod do not count as failed attempts."""

@@ -23,7 +23,7 @@ class RoundsConfig(Section):
     """synchronous: a round waits for all selected clients. buffered (FedBuff): a fraction of all clients
     (training.fraction) is always training, and a round merges the first `buffer` updates on the simulated clock."""
     buffer: Count | None = None
-    """Number of updates that a buffered round merges; null: the number of clients that train at the same time."""
+    """Number of updates that a buffered round merges; null: the number of clients that are training."""
     staleness: NotNegative = 0.5
     """In buffered rounds, an update that is s merges old has the weight (1 + s)^-staleness (FedBuff Sec. 4: 0.5)."""
     evaluate_every: Count = 1

@@ -58,8 +58,7 @@ class NoiseConfig(Section):
     labels: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of each client's training labels that are replaced by wrong labels."""
     sure: Fraction = 0.95
-    """Labels of a class stay correct if the model predicts the same class for at least this fraction of the class's
-    samples."""
+    """Labels of a class stay correct if the model predicts the same class for at least this fraction of its samples."""
     epochs: Count = 20
     """Epochs of the central training."""
     lr: Positive = 1e-3
