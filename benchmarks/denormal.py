@@ -34,7 +34,7 @@ def weights(family: AepMLP, generator: torch.Generator) -> Params:
     start = initial_params(family, 0)
     for name in LAYERS:
         chosen = torch.rand(start[name].shape, generator=generator) < SHARE
-        start[name].view(torch.int32)[chosen] = DENORMAL  # assign the bits, because a float could be flushed to zero
+        start[name].view(torch.int32)[chosen] = DENORMAL  # set bits, because a denormal float may be flushed to zero
     return start
 
 

@@ -64,8 +64,8 @@ WIDTHS = "algorithm.widths=[0.71,0.71,1.0]"
 MAIN: dict[str, tuple[str, ...]] = {
     "flexfl": ("algorithm.epsilon=3.0",),
     "adaptivefl": (),
-    # In FlexFL's paper, all algorithms use FlexFL's selection. HeteroFL runs without scaler, masked labels and static
-    # batch norm, and ScaleFL runs without distillation. FedRolex differs from HeteroFL only in the rolling windows.
+    # In FlexFL's paper, all algorithms use FlexFL's selection. HeteroFL runs without the scaler, masked labels and
+    # static batch norm, and ScaleFL without distillation. FedRolex differs from HeteroFL only in the rolling windows.
     "heterofl": (TABLE, "algorithm.scaler=false", "algorithm.mask_labels=false", "algorithm.static_bn=false"),
     "scalefl": (TABLE, WIDTHS, "algorithm.kd_weight=0.0"),
     "decoupled": (),

@@ -116,8 +116,8 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Import this module by its name. Ray sends functions of __main__ again for each client, so the cache of `held`
-    # would always be empty.
+    # Call `main` of the imported module, not of __main__. Ray serializes functions of __main__ again for each client,
+    # so the cache of `held` would always be empty.
     from benchmarks import flower
 
     flower.main(sys.argv[1:])

@@ -41,7 +41,7 @@ def lead(argv: list[str]) -> Callable[[], None]:
     with socket.socket() as s:
         s.bind(("localhost", 0))
         address = f"localhost:{s.getsockname()[1]}"
-    # pfl counts the addresses to get the number of workers, but all workers connect to the first address.
+    # pfl uses the number of addresses as the number of workers, but all workers connect to the first address.
     os.environ |= {RANK: "0", ADDRESSES: f"{address},{address}"}
     command = [sys.executable, "-m", "benchmarks.pfl", *argv]
     other = subprocess.Popen(command, env={**os.environ, RANK: "1"}, stdin=subprocess.PIPE, text=True)
@@ -77,7 +77,7 @@ class Net(nn.Module):
 
 
 def federate(name: str, w: Workload, round_begins: Callable[[], None]) -> None:
-    # These imports block until the other process runs.
+    # Importing pfl blocks until the other worker process is running.
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.aggregate.weighting import WeightByDatapoints
     from pfl.algorithm.base import NNAlgorithmParams

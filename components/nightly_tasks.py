@@ -89,7 +89,7 @@ def gate(
         return "" if found.passed else seen.text()
 
 
-# Report a failed gate here. The task `gate` itself must not fail, because Kubeflow deletes a failed task's artifacts.
+# Fail here if the gate has failed. The task `gate` must not fail, because Kubeflow deletes a failed task's artifacts.
 @task
 def decide(failed: str) -> None:
     from fl_engine.core.errors import GateFailed

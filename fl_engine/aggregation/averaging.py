@@ -221,5 +221,5 @@ class StreamingMean:
             else:
                 rows = torch.stack([payload[name] for payload, _ in held])
                 into += torch.mv(rows.view(len(held), -1).double().T, weights).view(rows.shape[1:])
-            if any(isinstance(index, Tensor) for index in region):  # tensor indices return copies, so write `into` back
+            if any(isinstance(index, Tensor) for index in region):  # tensor indexing copies, so write `into` back
                 self._sum[name][region] = into

@@ -177,7 +177,7 @@ class NoisySum:
             drawn, holders = torch.from_numpy(noise(self._noise_seed, name, old.shape)), self._holders(name, kinds)
             noisy = self.sum[name] + self._noise_multiplier * self._clip * drawn
             new = (old.double() + noisy / holders.clamp_min(1)).to(old.dtype)
-            out[name] = torch.where(holders > 0, new, old)  # `holders` depends only on public facts.
+            out[name] = torch.where(holders > 0, new, old)  # `holders` is public, so it needs no noise.
         return out
 
     def _kinds(self) -> dict[Kind, float]:

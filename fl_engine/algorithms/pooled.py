@@ -146,7 +146,7 @@ class PooledAlgorithm:
         check_start(self, selection, layout, pool)
         sent = [m for m in pool if m.dispatched]
         full = all(layout.width(m.spec, group) == n for m in sent for group, n in layout.groups.items())
-        if self.scaler and not type(self).scaler and full:  # Accept a default of true, although it has no effect.
+        if self.scaler and not type(self).scaler and full:  # Accept a scaler that is on by default.
             raise ConfigError(
                 "algorithm.scaler must be false, because all sub-models have full width", path="algorithm.scaler"
             )
@@ -263,7 +263,7 @@ class PooledAlgorithm:
     def weight(self, update: ClientUpdate, state: Any, server: ServerContext) -> float:
         """Return the weight of an update in the mean according to the option `weighting`."""
         steps = 1.0
-        if self.weighting in ("updates", "hybrid"):  # Limit the number, because a client may report too many steps.
+        if self.weighting in ("updates", "hybrid"):  # Limit the steps, because a client may report too many.
             most = costs.steps(self.training, server.samples.get(update.client, update.num_examples))
             steps = min(max(1.0, update.metrics["steps"]), most)
         return weight_of(self.weighting, state.layout, update.payload, update.num_examples, steps)

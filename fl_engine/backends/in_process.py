@@ -100,5 +100,5 @@ def check_device(name: str, named_by: str = "run.devices") -> None:
     """Raise EnvironmentFailure if torch cannot use the device."""
     try:
         torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError, ImportError) as error:  # the import of the device's package may fail
+    except (RuntimeError, AssertionError, ImportError) as error:  # torch may fail to import a device's package
         raise EnvironmentFailure(f"{named_by}: torch cannot use {name!r}: {str(error).splitlines()[0]}") from error

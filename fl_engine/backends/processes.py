@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing  # with this import, the site's tensors are sent through shared memory
+import torch.multiprocessing  # this import makes processes share tensors instead of copying them
 
 from fl_engine.backends.in_process import by_cost, check_devices, prepare_process
 from fl_engine.core import allowed

@@ -41,7 +41,7 @@ def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL, linear: int = 1) 
         total += own * linear if isinstance(layer, nn.Linear) else own
 
     sizes = shapes(layout_of(family), spec, full_shapes(family))
-    # Torch's meta device would import torch's compiler, so the tensors are allocated on the CPU.
+    # Allocate the tensors on the CPU, because using torch's meta device would import torch's compiler.
     module = runnable(family, spec, {name: torch.empty(shape) for name, shape in sizes.items()}).eval()
     for layer, name in {layer: name for name, layer in _costly(module)}.items():
         if not isinstance(layer, CountsMacs | COUNTED):

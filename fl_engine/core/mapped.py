@@ -39,7 +39,7 @@ class FileSection(NamedTuple):
         ):
             return None
         mapped = np.frombuffer(base, np.uint8)
-        begins = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY  # where `mapped` begins in the file
+        begins = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY  # offset of `mapped` in the file
         offset = begins + array.ctypes.data - mapped.ctypes.data
         return FileSection(str(array.filename), array.dtype.name, offset, array.shape)
 

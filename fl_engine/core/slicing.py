@@ -200,7 +200,7 @@ def made_up(family: ModelFamily, count: int, generator: torch.Generator | None =
 def initial_params(family: ModelFamily, seed: int) -> Params:
     """Return random initial weights of the full network. The weights depend only on the seed and on the torch build."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would store traces for uninitialised devices
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also queue calls for uninitialised devices
         return {name: t.detach().clone() for name, t in family.module().state_dict().items()}
 
 

@@ -93,10 +93,11 @@ def check_torch() -> None:
                 )
 
 
-# Every training step allocates the same blocks again. Page faults for new pages take up to a fifth of a step's time, so
-# glibc is configured to keep freed blocks during training. Freed models, however, fragment the heap, because an aligned
-# block often does not fit into the gap of a freed block of the same size. Fragmentation can increase a coordinator's
-# memory to ten times the size of its model. Therefore large blocks are returned to the system after training.
+# Every training step allocates blocks of the same sizes. Page faults for new pages take up to a fifth of a step's time,
+# so glibc is configured to keep freed blocks during training. Freed models, however, fragment the heap, because an
+# aligned block often does not fit into the gap of a freed block of the same size. Fragmentation can increase a
+# coordinator's memory to ten times the size of its model. Therefore large blocks are returned to the system after
+# training.
 LARGE_MODEL = 2**26
 """Minimum size of a large model, in bytes. For a large model, page faults take a negligible part of a round's time."""
 WORKING_BLOCK, LARGE_BLOCK = 2**25, 2**20

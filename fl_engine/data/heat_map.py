@@ -33,7 +33,7 @@ def heat_map(counts: Ints, word: str = "class") -> Any:
     from matplotlib.ticker import MaxNLocator
 
     classes, clients = counts.shape
-    # A Figure that is created without pyplot does not use global state or a window.
+    # Create the Figure without pyplot, which would use global state and may open a window.
     figure = Figure(figsize=(min(5 + 0.3 * clients, 16), min(2.6 + 0.32 * classes, 12)), layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=(40, 1), height_ratios=(1, max(classes / 5, 1.5)))
     cells = figure.add_subplot(grid[1, 0])

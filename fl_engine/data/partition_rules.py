@@ -162,8 +162,8 @@ def disjoint_labels(labels: Ints, clients: int, labels_per_client: int, rng: np.
         lowest = growing[holders[growing] == holders[growing].min()]
         holders[rng.permutation(lowest)[:missing]] += 1
 
-    # Each client gets the L classes that still lack the most clients. This greedy choice always succeeds, because L is
-    # the same for all clients (Gale 1957 and Ryser 1957, on bipartite graphs with given degrees).
+    # Each client gets the L classes that still need the most clients. By the Gale-Ryser theorem (1957), this greedy
+    # choice always succeeds, because L is the same for all clients.
     held_by: list[list[int]] = [[] for _ in classes]
     for client in range(clients):
         chosen = np.lexsort((rng.permutation(len(classes)), -holders))[:labels_per_client]

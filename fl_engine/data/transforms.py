@@ -157,7 +157,7 @@ def moments(x: NDArray[np.float32], axis: int = -1) -> tuple[tuple[float, ...], 
     mean = x.mean(others, dtype=np.float64, keepdims=True)
     squares = np.zeros(x.shape[axis])
     step = rows_of_chunk(x.shape)
-    for at in range(0, len(x), step):  # subtracting from the whole array at once would allocate twice its memory
+    for at in range(0, len(x), step):  # subtracting the mean from the whole array would allocate twice its memory
         squares += np.square(x[at : at + step] - mean).sum(others)
     std = np.sqrt(squares / (x.size // x.shape[axis]))
     pairs = [_rounded(float(m), float(s)) for m, s in zip(mean.ravel(), std, strict=True)]

@@ -80,7 +80,7 @@ def prepared(train: Table, test: Table) -> tuple[Table, Table]:
     features are computed from the training part."""
     train, test = transformed(train), transformed(test)
     bounds = {name: np.percentile(value, (10, 90)) for name, value in train.items()}
-    # The published code also clips the date.
+    # As in the published code, clip all features, including the date.
     train, test = (
         with_means_and_day({name: np.clip(value, *bounds[name]) for name, value in part.items()})
         for part in (train, test)

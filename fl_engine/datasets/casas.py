@@ -62,7 +62,7 @@ CLASSES = (
     "other", "work", "take medicine", "sleep", "leave home", "eat", "bed to toilet", "bathing", "enter home",
     "personal hygiene", "relax", "cook",
 )  # fmt: skip
-# The names are in lower case with underscores. If a name is unknown, the reader removes `r1_` or `r2_` and tries again.
+# Names are in lower case with underscores. If a name is unknown, the reader tries it without the prefix `r1_` or `r2_`.
 ACTIVITIES = {
     "other": "wake wakeup night_wandering wandering_in_room study wash_bathtub grooming bed_toilet_transition "
     "master_bedroom_activity meditate",

@@ -51,7 +51,7 @@ def _table() -> NDArray[np.int64]:
 def load(root: Path) -> Data:
     """Load the data set; `root` is ignored. Raises EnvironmentFailure if scikit-learn is missing or damaged."""
     table = _table()
-    # Integer arithmetic yields the same pixels on all machines. The value 16 is converted to 255.
+    # Scale the pixels from [0, 16] to [0, 255]. Integer arithmetic gives the same pixels on all machines.
     images = ((table[:, :64].reshape(-1, 1, 8, 8) * 255 + 8) // 16).astype(np.uint8)
     labels = table[:, 64].copy()
     test = np.zeros(len(labels), dtype=bool)

@@ -254,7 +254,7 @@ def _result(
         context = ClientContext(goal, family, assignment, task, received, new, job.x, job.y, losses)
         try:
             with memory_errors():
-                if isinstance(algorithm, KeepsClientState):  # call `keep` first, because a metric may change the copies
+                if isinstance(algorithm, KeepsClientState):  # call `keep` first, because a metric may change tensors
                     before = {n: t.to(job.x.device) for n, t in work.state.items()}
                     state = {n: t.detach().to("cpu", copy=True) for n, t in algorithm.keep(before, context).items()}
                     check_state(state, header(kept))

@@ -266,7 +266,7 @@ class Mailbox:
             except EnvironmentFailure as error:
                 if not self.lease:
                     raise
-                with suppress(IntegrityError):  # a missing or damaged file also shows that the store responds
+                with suppress(IntegrityError):  # even a missing or damaged file shows that the store responds
                     self.store.get(f"{_folder(plan)}plan.json")
                 if last:
                     raise Rejected("unreadable", f"{error} (the coordinator's own files can be read)") from error

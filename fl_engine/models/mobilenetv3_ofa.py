@@ -99,7 +99,7 @@ class ChannelScale(nn.Module):
 
 class _ScaleInLanes(nn.Module):
     def forward(self, x_bchw: Tensor, by_bc11: Tensor) -> Tensor:
-        # Do not broadcast, because the gradient of a broadcast would be summed in an order that depends on the lanes.
+        # Do not broadcast, because the gradient's order of additions would depend on the number of stacked clients.
         return x_bchw * F.interpolate(by_bc11, x_bchw.shape[2:])
 
 

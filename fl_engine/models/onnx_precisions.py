@@ -223,7 +223,7 @@ def _write_int8(source: Path, target: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # Hide the advice to optimise the graph, because torch has optimised it.
+    logging.disable(logging.WARNING)  # Hide the advice to optimise the graph, which torch has already optimised.
     try:
         quantize_dynamic(source, target, weight_type=QuantType.QUInt8)
     finally:

@@ -61,7 +61,7 @@ class _Lanes(nn.Module):
         lanes, hidden = len(weights[0]), weights[1].shape[2]
         together = 1 if lanes == 1 else _together(hidden)
         x_nbtf = x.reshape(len(x), lanes, -1, x.shape[2]).transpose(0, 1)
-        # Add lanes of zeros, so that torch always chooses the same kernels.
+        # Pad the stacked clients with zeros, so that torch always chooses the same kernels.
         given = [F.pad(t, (0, 0) * (t.dim() - 1) + (0, -lanes % together)) for t in (x_nbtf, *weights)]
         parts = zip(*(torch.split(t, together) for t in given), strict=True)
         out_nbth = torch.cat([_side_by_side(*part) for part in parts])[:lanes]

@@ -151,7 +151,7 @@ class Workers:
         self.by_name[member.name] = worker
         self.poll(worker)
         if worker.heartbeat is not None:
-            worker.heartbeat_at = now  # the time of the heartbeat is unknown
+            worker.heartbeat_at = now  # its arrival time is unknown, so use the current time
             worker.away = worker.is_gone
         return worker
 

@@ -137,7 +137,7 @@ def run_clients(
             if clients.should_stop():
                 raise Stopped(ON_REQUEST)
     finally:
-        results.close()  # Otherwise a traceback would keep requests open.
+        results.close()  # Without close(), an exception's traceback would keep requests open.
 
 
 def use_stored(plan: RoundPlan, mailbox: RoundMailbox, receive: Callable[[ClientResult], None]) -> RoundPlan:

@@ -102,7 +102,7 @@ def federate(
                 after, row = run_round(run, progress, round, clients)
                 peak = resident_peak()
                 row.metrics["peak_mb"] = max(peak, before) / 1e6
-                row.metrics["peak_mb_rounds"] = (peak - held) / 1e6  # The difference excludes libraries and data.
+                row.metrics["peak_mb_rounds"] = (peak - held) / 1e6  # This excludes the memory of libraries and data.
                 stop = watcher is not None and watcher.round(round + 1, row.metrics, row.clients, after.state)
             except (IntegrityError, EnvironmentFailure):
                 raise  # Do not commit, because the store may have failed.

@@ -152,7 +152,7 @@ def _tricks(scratch: _Scratch, verb: Verb) -> Iterator[str]:
     if scratch.takes(honest, VALUE + b"+"):
         yield "more bytes"
     for what, headers in _additions(scratch).items():
-        # Some servers read these values from form fields. Other servers read them from headers.
+        # Some servers read these values from form fields, and others read them from headers.
         fields = {name.replace("x-amz-acl", "acl"): value for name, value in headers.items()}
         as_field = verb == "POST" and _matters(scratch, _with(honest, fields))
         if as_field or _matters(scratch, honest, headers):

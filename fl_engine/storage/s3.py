@@ -177,7 +177,7 @@ class S3Store:
 
         with self._explained(key):
             for attempt in range(self._tries - 1):
-                # botocore retries a request without a response, but not a response with an incomplete body.
+                # botocore retries if there is no response, but not if the response's body is incomplete.
                 with suppress(IncompleteReadError, ReadTimeoutError, ResponseStreamingError):
                     return read()
                 time.sleep(0.2 * 2**attempt)
@@ -275,7 +275,7 @@ def _connect(endpoint: str | None, settings: str, tries: int, timeouts: tuple[fl
         connect_timeout=timeouts[0],
         read_timeout=timeouts[1],
         s3={"addressing_style": "path"} if named else {},
-        # Do not use newer checksums, which only Amazon's servers support. This module uses SHA-256 and MD5 instead.
+        # Disable boto3's newer checksums, which only Amazon's servers support. This module uses SHA-256 and MD5.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )

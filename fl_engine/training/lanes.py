@@ -46,7 +46,7 @@ class Conv2d(Lane):
         self._plain = bool(self._pixels) and set(conv.dilation) == {1}
         self._skips: tuple[int, ...] = (1, 1)
         if set(conv.kernel_size) == {1} and set(self._pixels) == {0}:
-            # Drop the skipped pixels before the convolution. On a CPU without AVX-512, oneDNN's 1x1 convolution with a
+            # Subsample the input instead of using a stride. On a CPU without AVX-512, oneDNN's 1x1 convolution with a
             # stride writes out of bounds for fewer than 8 channels.
             self._skips, self.stride = conv.stride, (1, 1)
 
@@ -62,7 +62,7 @@ class Conv2d(Lane):
         if groups != 3 or x_bchw.shape[1] != 3 or len(self.weight) == 1:
             return F.conv2d(x_bchw, weight, bias, self.stride, self.padding, self.dilation, groups)
         # On a CPU without AVX-512, torch selects a special kernel for inputs with exactly three channels. This kernel
-        # rounds differently. A fourth lane of zeros avoids this kernel.
+        # rounds differently. Append a fourth channel of zeros to avoid this kernel.
         outputs = len(weight)
         x, weight = F.pad(x_bchw, (0, 0, 0, 0, 0, 1)), F.pad(weight, (0, 0, 0, 0, 0, 0, 0, outputs // 3))
         bias = None if bias is None else F.pad(bias, (0, outputs // 3))
@@ -95,7 +95,7 @@ class BatchNorm2d(Lane):
         more = 0 if len(self.weight) == 1 else -channels % VECTOR
         if not more:
             return F.batch_norm(x_bchw, mean, var, weight, bias, by_batch, self.momentum, self.eps)
-        # If the channels do not fill the last register, the kernel rounds differently, so fill the register with zeros.
+        # The kernel rounds differently if the channels do not fill the last vector register, so append zero channels.
         x = F.pad(x_bchw, (0, 0, 0, 0, 0, more))
         wide = [None if v is None else F.pad(v, (0, more)) for v in (mean, var, weight, bias)]
         out = F.batch_norm(x, wide[0], wide[1], wide[2], wide[3], by_batch, self.momentum, self.eps)

@@ -70,7 +70,7 @@ def train(
         raise ModelError("a client must have at least one sample to train, got 0")
     if numerics.strategy == "single" or jobs[0].x.device.type != "cpu" or not can_share(jobs[0].task):
         return [trained for job in jobs for trained in _train(family, goal, [job], numerics, most_steps)]
-    if len(jobs) == 1:  # Train the job in two lanes, because a single lane rounds differently.
+    if len(jobs) == 1:  # Stack two copies of the job, because training a single job rounds differently.
         return _train(family, goal, [*jobs, *jobs], numerics, most_steps)[:1]
     return _train(family, goal, jobs, numerics, most_steps)
 

@@ -91,7 +91,7 @@ def summary(values: Mapping[str, float]) -> str:
         return f"{measure.scale * value:.{digits}f}"
 
     scores = [f"{key} {score(values[key])} {measure.unit}".rstrip() for key in ("avg", "full") if key in values]
-    if len(levels) == 1:  # avg and full are equal
+    if len(levels) == 1:  # with a single level, avg and full are equal
         scores = scores[1:]
     elif 1 < len(levels) <= MOST_LEVELS:
         scores = [f"{scores[0]} ({', '.join(f'{name} {score(value)}' for name, value in levels.items())})"]
@@ -184,7 +184,7 @@ class MLflow:
             if self._unsent and self._sender is None and not self._is_ending.is_set():
                 sender = self._sender = threading.Thread(target=self._send_in_background, daemon=True, name="mlflow")
                 sender.start()
-        if sender is not None:  # wait only once for each sender
+        if sender is not None:  # wait at most once for each sender thread
             sender.join(self.WAIT_S)
         self._raise_failure()
 

@@ -63,7 +63,7 @@ class WorkerMailbox:
         """See `Heartbeat.numerics`."""
         self.revoked = False
         self._place, self._lock, self._sending = place, threading.Lock(), threading.Lock()
-        self._number = int(time.time() * 1000)  # The clock ensures that the number increases after a restart.
+        self._number = int(time.time() * 1000)  # Use the time, so that the number increases even after a restart.
         self._made: tuple[object, Store] | None = None
         self._store_device({})
 

@@ -219,7 +219,7 @@ def run(args: argparse.Namespace) -> None:
         try:
             Server(mailbox, restart, args.device).serve(POD_SILENCE_S if device.pod else SILENCE_S, args.once)
         except ClientError:
-            if mailbox.revoked:  # An unsigned message may have caused another ClientError.
+            if mailbox.revoked:  # Other ClientErrors may be caused by an unsigned message.
                 mailbox.forget()
             raise
         finally:  # Even after a signal, send the heartbeat, so that the coordinator reassigns the lease at once.

@@ -133,7 +133,7 @@ def _traced(name: str, module: nn.Module, x: Tensor, training: bool) -> Traced:
     before = drawn()
     try:
         graph = _Tracer(x).trace(own)
-    except Exception as error:  # User code may raise any error for a proxy instead of a tensor.
+    except Exception as error:  # User code may raise any error if it gets a proxy instead of a tensor.
         said = " ".join(str(error).split())
         why = f"its forward{line_of_error(error)} depends on values, or calls code that torch.fx cannot trace"
         raise cannot_cut(name, f"{why} ({type(error).__name__}: {said})") from error

@@ -194,9 +194,9 @@ class Counted(Wrapped):
         try:
             with (
                 warnings.catch_warnings(record=True),  # Disabling oneDNN causes a warning.
-                torch.backends.mkldnn.flags(enabled=False),  # The counter does not count oneDNN's kernels.
+                torch.backends.mkldnn.flags(enabled=False),  # FlopCounterMode does not count oneDNN's kernels.
                 sdpa_kernel(SDPBackend.MATH),
-                torch.inference_mode(False),  # In inference mode, the counter fails on torch._weight_norm.
+                torch.inference_mode(False),  # In inference mode, FlopCounterMode fails on torch._weight_norm.
                 torch.no_grad(),
                 FlopCounterMode(display=False) as counter,
             ):
