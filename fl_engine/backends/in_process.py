@@ -47,7 +47,7 @@ class InProcess:
     def _spread(self, groups: list[list[Work]]) -> Iterator[ClientResult]:
         waiting, free = by_cost(groups, self._site), list(self._devices)
         running: dict[Future[list[ClientResult]], str] = {}
-        """Map the future of each group in training to the group's device."""
+        """Map the future of each group that is training to the device of the group."""
         with ThreadPoolExecutor(len(free)) as threads:
             while waiting or running:
                 while waiting and free:

@@ -1,7 +1,5 @@
-"""Train clients in worker processes on this machine. Each entry in `run.devices` has one process for the whole run.
-
-Assignments and results are sent through a pipe. If a worker process dies, a new process retries the assignments.
-"""
+"""Train clients in worker processes on this machine, one process for each entry in `run.devices`. Assignments and
+results are sent through pipes. If a worker process dies, a new process retries its assignments."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ LOOK_S, STOP_S = 1.0, 60.0
 END_S = 2.0
 """Seconds from SIGTERM to SIGKILL when a worker is terminated."""
 ENDED = (EOFError, ConnectionResetError)
-"""Errors that a read raises if the process at the other end has ended."""
+"""Errors that a read raises if the process at the other end of the pipe has ended."""
 
 
 @dataclass
@@ -141,7 +139,7 @@ class Processes:
         return _Worker(process, here, device)
 
     def _finished(self) -> list[tuple[int, _Worker]]:
-        """Wait until workers have a result or have ended. Return pairs (index, worker) of these workers."""
+        """Wait until a worker has a result or has ended. Return the pair (index, worker) of each such worker."""
         busy = {worker.link: (place, worker) for place, worker in enumerate(self._workers) if worker.group}
         since = math.inf
         while not (ready := wait(list(busy), LOOK_S)):

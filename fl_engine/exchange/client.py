@@ -116,7 +116,7 @@ class Work:
 
 
 def measured(client: ClientContext, metrics: Iterable[ClientMetric]) -> dict[str, float]:
-    """Compute a client's metrics, and map their names to the values. Raises ClientError if a value is out of bounds."""
+    """Return the values of a client's metrics by name. Raises ClientError if a value is out of bounds."""
     found = {}
     for metric in metrics:
         value = float(metric.measure(client))
@@ -174,7 +174,7 @@ def accept_all(
     algorithm: Algorithm, assignments: Iterable[Assignment], site: Site
 ) -> tuple[list[list[Work]], list[ClientFailure]]:
     """Return a tuple (groups of assignments that train in parallel, failures before training). Groups are in the order
-    of their first assignments. Without batched numerics, each group contains one assignment."""
+    of their first assignments. If the numerics are not batched, each group contains one assignment."""
     groups: list[list[Work]] = []
     failures: list[ClientFailure] = []
     open_groups: dict[object, list[Work]] = {}
@@ -195,11 +195,9 @@ def accept_all(
 
 
 def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[ClientResult]:
-    """Train assignments with equal keys (`local.kind`) in parallel, or execute evaluations one after the other.
-
-    A ModelError, a ValueError or a lack of memory is a failure of the client. Batch norm raises ValueError for a batch
-    with one value per channel. All other exceptions stop the run, because their cause is the machine or the code.
-    """
+    """Train assignments with equal keys (`local.kind`) in parallel, or execute evaluations one after the other. Running
+    out of memory, a ModelError and a ValueError count as failures of the client. Batch norm raises ValueError for a
+    batch with one value per channel. All other exceptions stop the run, because the machine or the code causes them."""
     if works[0].assignment.evaluates:
         return [_evaluated(work, site, device) for work in works]
     started = time.monotonic()

@@ -163,8 +163,7 @@ def decode_update(
 
 
 def add_sizes(pool: Pool, family: ModelFamily, run: Codecs) -> Pool:
-    """Return a copy of the pool with each level's encoded sizes in bytes. A level without codecs uses the run's
-    codecs."""
+    """Return a copy of the pool with each level's encoded sizes in bytes. `run` contains the default codecs."""
     types = {name: t.dtype for name, t in blank(family).state_dict().items()}
     layout, full = family.layout(), full_shapes(family)
     found = []

@@ -249,7 +249,7 @@ class Mailbox:
         return 2 * max(sizes, default=0)
 
     def result(self, plan: RoundPlan, client: int, known: Known | None = None) -> ClientResult:
-        """Return a stored result. Raises IntegrityError if the result is missing or damaged, or differs from
+        """Return a stored result. Raises IntegrityError if the result is missing, is damaged or differs from
         `known`."""
         try:
             return self._read(plan, client, known)

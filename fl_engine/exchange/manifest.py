@@ -76,12 +76,12 @@ KeyOf = Callable[[Assignment], bytes]
 
 def key_of(secret: bytes) -> KeyOf:
     """Return a function that derives the coordinator's signing keys from the run's secret. The coordinator signs every
-    result after reading it. Therefore the coordinator detects changes by other users of the store."""
+    result after reading it, so that it can detect later changes by other users of the store."""
     return lambda assignment: hmac.digest(secret, f"coordinator {assignment_sum(assignment)}".encode(), "sha256")
 
 
 def assignment_sum(assignment: Assignment) -> str:
-    """Return the SHA-256 of an assignment's fields without tensors, which are determined by the round's state."""
+    """Return the SHA-256 of an assignment without its tensors, because the round's state determines the tensors."""
     a = assignment
     content = [a.round, a.client, a.seed, a.level, a.spec.to_json(), dict(a.hints)]
     content += [] if a.codecs is None or a.codecs == coding.PLAIN else [sections_of(a.codecs)]
@@ -109,7 +109,7 @@ def pack_result(
 
 
 def sign(manifest: ResultManifest, key: bytes | None) -> ResultManifest:
-    """Sign a manifest. Clients on this machine have no key, so their signatures reveal damage but not forgery."""
+    """Sign a manifest. Without a key (clients on this machine), a signature detects damage but not forgery."""
     content = canonical(manifest.model_dump(exclude={"signature"}))
     return manifest.model_copy(update={"signature": hmac.new(key or b"", content, "sha256").hexdigest()})
 

@@ -18,13 +18,13 @@ from fl_engine.core.widths import hidden, prefix
 @dataclass(frozen=True)
 class Tier:
     """A class of devices. `share` is the fraction of the fleet, and `memory` is the capacity r_M in % of the full
-    model's parameters. Each device gets one randomly drawn standard deviation from `sigma`.
+    model's parameters. Each device's standard deviation is drawn at random from `sigma`.
 
     The free memory of a device is r_M - |N(0, sigma)| (FlexFL), or N(r_M, sigma) clipped to `limits` (AdaptiveFL). The
     simulated clock uses `speed` in 10^9 multiply-adds per second and `bandwidth` in 10^6 bits per second. The named
-    fleets assume values for a Raspberry Pi 4, a Jetson Nano and a Jetson Xavier.
+    fleets use assumed values for a Raspberry Pi 4, a Jetson Nano and a Jetson Xavier.
 
-    Departs from the paper, whose Tables I and V print sigma^2. If the values were variances, a strong device would
+    Departs from the paper: Tables I and V call the values sigma^2, but with these variances a strong device would
     hardly ever be short of memory. Here the values are standard deviations, as in the authors' code.
     """
 
@@ -194,8 +194,8 @@ def holding(tiers: Sequence[Tier], family: ModelFamily, smallest: int | None = N
 
 
 def at_least(t: Tier, params: int, family: ModelFamily) -> Tier:
-    """Return the tier with its memory increased to at least `params` parameters. Half a parameter is added, because a
-    model must be smaller than the free memory."""
+    """Return the tier, with its memory increased if a model with `params` parameters does not fit. Half a parameter is
+    added, because a model must be smaller than the free memory."""
     return replace(t, memory=max(t.memory, 100 * (params + 0.5) / count_params(family)))
 
 

@@ -1,9 +1,10 @@
 """Generate traces with log-normal speeds, bandwidths and odds of being online, and with configurable correlations.
 
 The paper on multi-branch networks with Oort (section 5.1) uses FedScale's traces with constant speed and varying
-bandwidth and availability. This generator creates similar traces without a file. Correlations refer to logarithms.
-The number of samples is replaced by the normal scores of its ranks. Uncorrelated speeds would favour selection
-algorithms that prefer fast clients. Defaults for which no source is given are assumptions.
+bandwidth and availability. This generator creates similar traces without a file. Correlations refer to logarithms. For
+a correlation with the sample count, each client's count is replaced by the normal score of its rank among the clients.
+Uncorrelated speeds would favour selection algorithms that prefer fast clients. Defaults for which no source is given
+are assumptions.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class LogNormal:
     offline_s: Seconds = 3600.0
     """Mean length of an offline session in seconds, for a client with median odds of being online."""
     online_sigma: Spread = 1.0
-    """Standard deviation between clients of log(odds). The odds are the online seconds divided by the offline ones."""
+    """Standard deviation between clients of log(odds). The odds are the ratio of online time to offline time."""
     repeat_s: Seconds = 604_800.0
     """Seconds after which the trace repeats."""
 
@@ -108,9 +109,9 @@ class LogNormal:
         return speed, r * speed + math.sqrt(1 - r * r) * drawn[2], online
 
     def _sessions(self, online_z: Floats, seed: int) -> tuple[Rows, Floats, Flags]:
-        """Return the columns client, time and online of the rows. For a client with the odds o, the mean online time is
-        multiplied by sqrt(o), and the mean offline time is divided by sqrt(o). A client is online at the start with a
-        probability equal to its mean fraction of online time."""
+        """Return the columns client, time and online of the trace. For a client with the odds o, the mean online time
+        is multiplied by sqrt(o), and the mean offline time is divided by sqrt(o). A client is online at the start with
+        a probability equal to its mean fraction of online time."""
         clients = len(online_z)
         if self.sessions == "always":
             return np.arange(clients), np.zeros(clients), np.ones(clients, dtype=np.bool_)

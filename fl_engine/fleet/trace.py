@@ -32,14 +32,14 @@ ROW = np.dtype([("client", "i8"), ("time", "f8"), ("online", "?"), ("speed", "f8
 
 MOST_ROWS = 50_000_000
 MOST_PIECES = 100_000
-"""Maximum number of pieces (`Piece`) in an assignment. After the last piece, speed and bandwidth are constant. The
-limit bounds the computation for slow clients."""
+"""Maximum number of pieces (`Piece`) in the simulation of one assignment, which bounds the computation for slow
+clients. After the last piece, speed and bandwidth are constant."""
 REMEMBERED_BYTES = 2**25
 """Maximum bytes of the cache for bandwidth factors."""
 
 
 class Now(NamedTuple):
-    """State of all clients at one time, as arrays in the order of the clients."""
+    """State of all clients at one time, as arrays in client order."""
 
     online: Flags
     speed: Floats
@@ -102,7 +102,7 @@ class Trace:
 
     @classmethod
     def of(cls, rows: NDArray[np.void], period: Floats, varying: Varying | None = None) -> Trace:
-        """Create a trace from rows (n,) of the type ROW. The times of each client must ascend."""
+        """Create a trace from rows (n,) of the type ROW. The rows of each client must be sorted by time."""
         rows = rows[np.argsort(rows["client"], kind="stable")]
         first = np.concatenate([[0], np.cumsum(np.bincount(rows["client"], minlength=len(period)))])
         time, online, speed, bandwidth = (

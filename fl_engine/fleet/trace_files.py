@@ -121,7 +121,7 @@ TRACES: dict[str, type[TraceSource]] = {"lognormal": LogNormal, "file": TraceFil
 
 @dataclass(frozen=True)
 class OrFile(Contract[TraceSource]):
-    """Contract that also accepts the path of a CSV file."""
+    """Contract that also accepts the path of a CSV file instead of a trace source."""
 
     def parse(self, section: Any) -> TraceSource:
         return super().parse({"name": "file", "path": section} if isinstance(section, str) else section)

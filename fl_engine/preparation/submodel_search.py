@@ -29,7 +29,7 @@ TINY = 1e-12
 
 
 class Candidate(BaseModel):
-    """Sub-network, quantised to a number of bits, and its score."""
+    """Sub-network whose weights are quantised to `bits` bits, and its score."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     level: str
@@ -42,7 +42,7 @@ class Candidate(BaseModel):
 
 @dataclass(frozen=True)
 class Kind:
-    """Tier of devices, with the limits that the search must respect."""
+    """Tier of devices, with the limits that restrict the tier's candidates."""
 
     tier: str
     most_bits: int
@@ -75,7 +75,7 @@ def search(
     limit: float | None = None,
     delta: float = 0.0,
 ) -> tuple[dict[str, Candidate], tuple[Candidate, ...]]:
-    """Return a tuple: the chosen candidate of each tier, and all measured candidates in the order of `params` and bits.
+    """Return (chosen candidate of each tier, all measured candidates in the order of `params` and by ascending bits).
 
     Args:
         params: Map the name of each candidate sub-network to its number of parameters.
@@ -117,8 +117,8 @@ def best(candidates: Sequence[Candidate], delta: float, tier: str) -> Candidate:
 
 
 def spread(names: Sequence[str], most: int | None, always: Iterable[str]) -> tuple[str, ...]:
-    """Return at most `most` names, in order: all names in `always` and evenly spaced others. If `most` is None, return
-    all names."""
+    """Return at most `most` of the names without changing their order: all names in `always`, and evenly spaced other
+    names. If `most` is None, return all names."""
     if most is None or most >= len(names):
         return tuple(names)
     chosen = set(always) & set(names)

@@ -46,7 +46,7 @@ MOST_BITS = 16
 
 
 class SubNetwork(BaseModel):
-    """Sub-network after the server's training, before the first round and without quantisation."""
+    """Sub-network that was scored after the server's training, before the first round and without quantisation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     name: str
@@ -73,7 +73,7 @@ class Supernet(BaseModel):
     """True if tiers with smaller sub-networks get more bits, as FedX claims; None if all sub-networks have
     the same size."""
     seconds_per_round: dict[str, dict[str, float]] = {}
-    """For each tier, map each sub-network that fits to the simulated seconds of a local round."""
+    """For each tier, map each sub-network that fits into the memory to the simulated seconds of a local round."""
     samples: int = 0
     """Number of the server's samples, including held-out samples."""
     seconds: float = 0.0

@@ -23,7 +23,7 @@ from fl_engine.storage.s3 import S3Store
 from fl_engine.training.memory import Peaks
 
 UNTAKEN_S = 2 * MOST_S
-"""Minimum seconds that a worker has to start a lease, because an idle worker may poll only every MOST_S seconds."""
+"""Minimum seconds that a worker has to start its assignments, because an idle worker may poll every MOST_S seconds."""
 
 
 @dataclass
@@ -44,10 +44,9 @@ class OpenRound:
     lost: Counter[int] = field(default_factory=Counter)
     """Number of failed attempts for each client."""
     failed_by: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Map each client to the workers that failed its assignment. One of these workers may retry the assignment only if
-    every available worker has failed it."""
+    """Map each client to the workers that failed its assignment. `suits` determines when these workers may retry it."""
     killed: Counter[int] = field(default_factory=Counter)
-    """Number of workers that died while they executed only this client's assignment, usually for lack of memory."""
+    """For each client: number of workers that died while executing only its assignment, usually for lack of memory."""
     alone: set[int] = field(default_factory=set)
     """Clients of failed leases. Assignments of these clients are leased separately."""
     interruptions: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -69,9 +68,8 @@ class OpenRound:
         self.failed[failure.client] = failure
 
     def suits(self, worker: Worker, client: int, present: Iterable[Worker]) -> bool:
-        """Return whether the worker may get the client's assignment. A worker that failed the assignment may retry it
-        only if all suitable `present` workers failed it. If devices have their own data, only the client's device may
-        get the assignment."""
+        """Return whether the worker may get the client's assignment. If the worker has failed it before, all suitable
+        `present` workers must have failed it. If devices have their own data, only the client's device may get it."""
         if self.own is not None:
             return self.own.get(worker.name) == client
         pool, failed_by = self.provisioner.pool(client), self.failed_by[client]
@@ -82,18 +80,16 @@ class OpenRound:
 
     def assigned(self, present: Sequence[Worker], now: float) -> Iterator[tuple[Worker, list[int]]]:
         """Yield tuples (free worker, clients whose assignments the worker gets). The waiting assignments are
-        distributed evenly over the free workers, with at most `room` assignments per worker. Workers with the fewest
-        failures come first, then workers with the latest heartbeat. The caller must create the lease before it requests
-        the next pair."""
+        distributed evenly over the free workers, at most `room` to each. Workers with the fewest failures come first,
+        then workers with the latest heartbeat. The caller must create the lease before it requests the next tuple."""
         free = [w for w in present if w.held is None and w.rests_until <= now]
         good = [w for w in present if not w.failures]
 
         @cache
         def limit(pool: str, failed_by: frozenset[str]) -> int:
-            """Return how many assignments of a pool one untrusted worker may execute in this round. The limit is twice
-            the mean number of assignments per worker that has not failed the assignment. Therefore one very fast worker
-            cannot execute the majority of the assignments, but the faster half of the workers can execute all
-            assignments."""
+            """Return how many assignments of a pool one untrusted worker may execute in this round: twice the mean
+            number per worker, excluding workers that failed the assignment. One very fast worker then cannot execute
+            most of the assignments, but the faster half of the workers can execute all of them."""
             takers = sum(w.name not in failed_by and self.provisioner.suits(w.member.tier, pool) for w in good)
             return math.ceil(2 * self.wanted[pool] / max(1, takers))
 

@@ -3,11 +3,11 @@
     `<name>/message.json`: The coordinator's message, which contains the worker's lease or None.
     `<name>/heartbeat.json`: The worker's last heartbeat, which contains the worker's state.
 
-A worker sends only outgoing requests, so the device needs no open port. A worker has no credentials for the store.
-Instead each message contains URLs for the assignments of one lease. A lease ends if the worker sends no heartbeat for
-`lease_s` seconds, or if the lease's `seconds` have passed. A lease also ends if another process replaces the worker, or
-if a new message contains another lease. The coordinator then leases assignments without a result to another worker,
-with another lease id. Results are stored and signed per lease, so a late worker cannot replace another worker's result.
+A worker sends only outgoing requests, so the device needs no open port. Instead of credentials for the store, a worker
+gets URLs for the files of one lease. A lease ends if the worker sends no heartbeat for `lease_s` seconds, or if the
+lease's `seconds` have passed. A lease also ends if another process replaces the worker, or if a new message contains
+another lease. The coordinator then leases assignments without a result to another worker, with another lease id.
+Results are stored and signed per lease, so a late worker cannot replace another worker's result.
 
 Messages, heartbeats and results are signed with keys that no message contains, so messages need not be secret. An
 invitation is for one device, which enrolls with its first heartbeat. The device's key is derived from the invitation's
@@ -15,9 +15,8 @@ key and a secret id (`enrolled_key`). A second device with the same invitation d
 reports this device.
 
 Coordinator and worker measure timeouts on their own clocks. A heartbeat or message is new if its number has changed.
-The coordinator does not trust workers, so it limits the lengths, numbers and strings in a heartbeat. Results are
-checked in the same way as for all clients (`exchange.updates`). Requests cost money, so the polling interval is a tenth
-of the time waited so far (`pause`).
+The coordinator does not trust workers, so it limits the lengths, numbers and strings in a heartbeat. Requests cost
+money, so the polling interval is a tenth of the time waited so far (`pause`).
 """
 
 from __future__ import annotations
@@ -199,13 +198,11 @@ class Invitation(Note):
     folder: str | None = None
     """Address of the mailbox for workers that use no URLs."""
     pod: bool = False
-    """True if the worker is a pod in the coordinator's cluster. A pod uses the invitation's key and imports configured
-    packages."""
+    """True for a pod in the coordinator's cluster, which uses the invitation's key and imports configured packages."""
 
     @staticmethod
     def of(value: bytes, where: str) -> Invitation:
-        """Parse an invitation. `where` is the invitation's file or address for error messages. Raises ConfigError for
-        an invalid invitation."""
+        """Parse an invitation that was read from the file or address `where`. Raises ConfigError if it is invalid."""
         try:
             found = Invitation.model_validate_json(value)
         except ValidationError as error:

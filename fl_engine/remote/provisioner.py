@@ -47,8 +47,7 @@ class Provisioner:
     strangers: bool = True
     """True if other people own the workers. In this case, the number of assignments per worker is limited."""
     drains: int = 1
-    """Maximum number of times that a worker may be interrupted during the same assignment. Each further interruption
-    counts as a failed attempt."""
+    """Maximum interruptions of an assignment at one worker; each further interruption counts as a failed attempt."""
     quorum: float = 0.0
     """Minimum fraction of the required results in a round. With fewer results, the run stops."""
     wait_s: float

@@ -136,7 +136,7 @@ class Mailboxes:
         return found
 
     def invite(self, registry: Registry, stem: str, tier: str | None) -> Invitation:
-        """Invite a device. Its name is the first `<stem>-<number>` that no registry with these mailboxes has used."""
+        """Invite a device. The name is the first `<stem>-<number>` that no registry with these mailboxes has used."""
         taken = {*registry.names(), *registry.revoked()}
         members = (Member.new(f"{stem}-{number}", tier) for number in count(1))
         free = (member for member in members if member.name not in taken)

@@ -1,11 +1,11 @@
 """The backend for `run.backend=kubernetes` and `run.backend=agents`, which leases a round's assignments to workers.
 
-Any worker in the client's pool may execute an assignment, because the update depends only on the assignment. With
-`observe=cgroup` the update also depends on the worker's free memory. If a lease ends without a valid result, the
-assignment is leased to another worker, and later results from the first worker are ignored. A client fails after
-`attempts` failed attempts. If a lease of several assignments fails, any of them may be the cause. Therefore no failed
-attempt is counted, and the assignments are then leased separately. The coordinator signs each valid result with its own
-key, and stores the result among the round's updates, like the other backends.
+Any worker in the client's pool may execute an assignment, because the update depends only on the assignment and, with
+`observe=cgroup`, on the worker's free memory. If a lease ends without a valid result, the assignment is leased to
+another worker, and later results from the first worker are ignored. A client fails after `attempts` failed attempts. If
+a lease of several assignments fails, any of them may be the cause. Therefore no failed attempt is counted, and the
+assignments are then leased separately. The coordinator signs each valid result with its own key, and stores the result
+among the round's updates, like the other backends.
 
 A restarted coordinator finds the round's leases in the messages, and waits for their results.
 """
@@ -108,8 +108,7 @@ class WorkerBackend:
         return clients_of_devices(self._mailbox.store, members, self._run.fleet)
 
     def finish(self) -> None:
-        """Write a final message to each worker, because the run is over. Log errors instead of raising them, because
-        the next run writes new messages."""
+        """Dismiss the workers. Log errors instead of raising them, because the next run writes new messages."""
         try:
             self.workers.dismiss()
         except FlexfleetError as error:
@@ -232,8 +231,7 @@ class WorkerBackend:
         worker.rests_until = time.monotonic() + min(longest_s, REST_S * 2 ** min(worker.failures - 1, 20))
 
     def _lost(self, r: OpenRound, worker: Worker, failures: Sequence[ClientFailure], counts: bool) -> None:
-        """Put assignments without a valid result back into the queue for other workers. If `counts` is True, count a
-        failed attempt for each client. A client fails after `attempts` failed attempts."""
+        """Queue assignments without a valid result again. If `counts` is True, count one failed attempt per client."""
         held = worker.held
         assert held is not None
         for failure in failures:
@@ -260,7 +258,7 @@ class WorkerBackend:
         return time.monotonic() - max(r.worked_at, self._provisioner.moved)
 
     def _may_end_without(self, r: OpenRound) -> bool:
-        """Return whether the round has at least one result, and may end without results from the open clients."""
+        """Return whether the round has at least one result, and may end without the results that are still missing."""
         some = r.plan.adopted > 0 or len(r.open_) < len(r.plan.assignments)
         return some and (self._provisioner.quorum > 0 or r.own is not None)
 

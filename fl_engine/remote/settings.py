@@ -91,7 +91,7 @@ class KubernetesConfig(Section):
     """Pod settings for each device tier. A tier without an entry gets the defaults. Another file or --set changes only
     its own entries."""
     placement: Literal["pool", "device"] = "pool"
-    """device: each client's data are on one node, which alone runs the client's Job."""
+    """device: each client's Job runs only on the node with the client's data."""
     hostname: Annotated[str, Field(pattern=r"^[^{}]*\{client\}[^{}]*$")] = "device-{client}"
     """Name of a client's node for placement=device."""
     lifetime: Literal["round", "run"] = "run"

@@ -44,7 +44,7 @@ class Held:
     alone: bool
     """True if the lease has a single client."""
     since: float
-    """Time at which the lease was written (`time.monotonic`)."""
+    """Time at which the message with the lease was written (`time.monotonic`)."""
     heartbeat_at: float
     """Arrival time of the last heartbeat for this lease; equal to `since` until the first heartbeat."""
     taken: bool = False

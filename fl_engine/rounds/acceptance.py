@@ -11,17 +11,18 @@ The rules apply in this order. Each line begins with the stage of the failure.
 The rules do not depend on real time, so every backend rejects the same updates.
 
 The movement of an update is the L2 norm of the weight change. This norm is similar for small and large sub-models. The
-movement of running statistics is the root mean square of the change. The two movements are compared separately.
+movement of running statistics is the root mean square of the change. The movements of weights and of running statistics
+are compared separately.
 
-The usual movement of an update is the larger of two estimates. The first estimate is the median movement of many
+The usual movement of an update is the larger of two estimates. The first estimate is the median movement of recent
 updates. The second estimate is the median of movement / sqrt(steps), multiplied by the square root of the update's
 number of steps. A client with more data trains more steps, so its update moves further, as in a random walk. The
 coordinator computes the number of steps from the assignment.
 
 The medians use the updates of this round and about 128 earlier updates, including rejected updates. If rejected updates
 were excluded, a run would reject all updates as soon as honest updates begin to move further. A minority of Byzantine
-clients can shift a median by only a few ranks. If there are fewer than three earlier updates, each missing movement is
-assumed to be FIRST times the size of the sent weights.
+clients can shift a median by only a few ranks. With fewer than three earlier updates, each missing movement is assumed
+to be FIRST times the size of the sent weights.
 
 A single honest update may move several times as far as most updates, so the bound for a single update is larger than
 the bound for a client's average. The history stores a client's movements as multiples of the usual movement in the same
@@ -74,7 +75,7 @@ class Usual(NamedTuple):
     """Median of movement / sqrt(steps)."""
 
     def after(self, steps: float) -> Moved:
-        """Return how far an honest update with `steps` training steps usually moves."""
+        """Return the usual movement of an honest update after `steps` training steps."""
         root = math.sqrt(steps)
         weights = max(self.far.weights, root * self.rooted.weights)
         return Moved(weights, max(self.far.statistics, root * self.rooted.statistics), steps)
@@ -125,7 +126,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def usual_movement(history: MovementHistory, moved: Iterable[Moved], size: Moved) -> Usual:
-    """Return how far updates usually move, based on `history` and `moved`. `size` is the result of `size_sent`."""
+    """Return the medians of the movements in `history` and `moved`. `size` is the result of `size_sent`."""
     known, missing = [*(far for round in history.rounds for far in round), *moved], FIRST_ONES - history.count
     weights, running, counts = ([far[kind] for far in known] for kind in range(3))
     steps = statistics.median_low(counts)

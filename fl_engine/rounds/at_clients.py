@@ -2,20 +2,20 @@
 
 Each selected client evaluates a model on the samples that the client holds out from training. The model is the
 sub-model of the global model for the device's level (`capacity.level_of`). If each client has personal parameters
-(FedPer, FedBN) or a personal model (Ditto), the client evaluates its personal model. All clients have the same weight,
-regardless of their numbers of samples. The local accuracy (`training.local_accuracy`) is a different metric, which the
-server computes on its own test samples.
+(FedPer, FedBN) or a personal model (Ditto), the client evaluates its personal model. The metrics weight all clients
+equally, regardless of their numbers of samples. The local accuracy (`training.local_accuracy`) is a different metric,
+which the server computes on its own test samples.
 
 The metrics are computed for all clients, for the clients of each level, and for the clients of each tier:
 
     `on_clients/mean`, `on_clients/mean/level/M1`, `on_clients/mean/tier/weak`: The mean of the main metric.
-    `on_clients/p10`: The 10th percentile over the clients (linear interpolation).
-    `on_clients/worst`: The lowest value.
-    `on_clients/spread`: The sample standard deviation (n - 1); 0 for one client.
+    `on_clients/p10`: The 10th percentile of the main metric over the clients (linear interpolation).
+    `on_clients/worst`: The lowest value of the main metric.
+    `on_clients/spread`: The sample standard deviation of the main metric (n - 1); 0 for one client.
     `on_clients/loss`: The mean of the clients' mean losses.
     `on_clients/clients`: The number of clients with a result.
 
-Other metrics are the number of selected clients (`on_clients/asked`), the number of failed clients
+The other metrics are the number of selected clients (`on_clients/asked`), the number of failed clients
 (`on_clients/failed`) and the number of sent bytes (`bytes_evaluation`). Evaluations take no simulated time.
 """
 

@@ -106,7 +106,7 @@ class PendingUpdate(run_files.Record):
         )
 
     def assignment(self, round: int) -> Assignment:
-        """Return the assignment with the current round's number, which algorithms and selectors expect."""
+        """Return the assignment with the current round's number, because algorithms and selectors expect it."""
         return Assignment(round, self.client, SubmodelSpec.from_json(self.sent), {}, self.seed, self.level, self.hints)
 
     def update(self, round: int, weights: Params) -> ClientUpdate:
@@ -136,7 +136,7 @@ def check_files(files: TensorFiles, rest: Mapping[str, Any]) -> None:
 
 # ------------------------------------------------------------------------------------------------------- checks
 def check(algorithm: Algorithm, options: RoundsConfig) -> None:
-    """Raise ConfigError if the options or the algorithm do not support asynchronous rounds."""
+    """Raise ConfigError if asynchronous rounds do not support the options or the algorithm."""
     if options.mode == "synchronous":
         if options.buffer is not None:
             raise ConfigError("rounds.buffer must be null unless rounds.mode=buffered", path="rounds.buffer")

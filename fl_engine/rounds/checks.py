@@ -1,4 +1,4 @@
-"""Checks the values that an algorithm returns from `init`, `plan` and `merge`, in the round that calls them."""
+"""Checks the values that the algorithm's `init`, `plan` and `merge` return, directly after each call."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class Clients:
-    """The backend, the stores for results and client states, and the observers."""
+    """The backend, the stores for results and client states, and the functions that observe the results."""
 
     backend: Backend
     mailbox: RoundMailbox | None

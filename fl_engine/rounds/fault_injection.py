@@ -6,14 +6,14 @@
     `scale=0.02x100`: The change of the weights is multiplied by 100.
     `flip=0.02`: The change of the weights has the opposite sign.
     `corrupt=0.01`: The file of the update is damaged.
-    `always`: Faults affect the same clients in every round. Without `always`, faults are drawn for each assignment.
+    `always`: Faults affect the same clients in every round. Without `always`, each assignment's fault is random.
 
 An assignment has at most one fault. Faults depend only on the seed, the round and the client, so all backends and
 resumed runs have the same faults.
 
 The coordinator injects the faults. Clients train honestly, and the store contains the honest updates. Validation,
 deadlines and aggregation do not distinguish faulty updates from honest updates. If uploads use a codec, faulty weights
-are encoded again. QSGD cannot encode NaN, so with QSGD the fault `nan` counts as a failed training.
+are encoded again. QSGD cannot encode NaN, so with QSGD the fault `nan` is reported as a failed training.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Faults:
 
 
 def parse(text: str | None) -> Faults:
-    """Parse the option's value, such as `drop=0.2,slow=0.1x5,always`. Raises ValueError if it is not valid."""
+    """Parse the option's value, such as `drop=0.2,slow=0.1x5,always`. Raises ValueError for an invalid value."""
     words = [word.strip() for word in text.split(",")] if text and text.strip() else []
     found = tuple(_fault(word) for word in words if word != ALWAYS)
     if len({fault.kind for fault in found}) < len(found):

@@ -60,7 +60,7 @@ def federate(
         tracker: Receives the metrics of committed rounds.
         should_stop: Function that is called after each result. The run stops if `should_stop` returns true.
         discard_damaged: If the ledger is damaged, continue from the last undamaged commit.
-        watcher: Called after each round. The watcher may stop the run.
+        watcher: Function that is called after each round and may stop the run.
 
     Raises:
         Stopped: `should_stop` or `watcher` returned true. Finished rounds are committed.
@@ -150,8 +150,8 @@ def _end(options: RoundsConfig, rows: Sequence[Row]) -> int | None:
 
 @contextmanager
 def resume_hint(ledger: Ledger | None = None) -> Iterator[None]:
-    """Append instructions for resuming to the message of an EnvironmentFailure. An IntegrityError is replaced by the
-    error for a lost lock if another coordinator has acquired the lock of `ledger`."""
+    """Append instructions for resuming to the message of an EnvironmentFailure. If another coordinator has acquired the
+    lock of `ledger`, the error for the lost lock replaces an IntegrityError."""
     try:
         yield
     except IntegrityError:

@@ -51,7 +51,7 @@ class RoundsConfig(Section):
 
     @property
     def bound(self) -> float | None:
-        """Value of `norm_bound`; None if no update is rejected. The caller must replace `auto` first."""
+        """Value of `norm_bound`; None for no limit. The caller must replace `auto` first."""
         return None if self.norm_bound == "auto" else self.norm_bound
 
     def over(self, rounds: int, clock: float) -> bool:
@@ -81,4 +81,4 @@ class EvaluateConfig(Section):
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Fraction of each client's samples that on=clients holds out from training."""
     share: Fraction = 1.0
-    """Fraction of all clients that evaluate with on=clients, drawn again for each evaluation."""
+    """Fraction of all clients that evaluate with on=clients, selected anew for each evaluation."""

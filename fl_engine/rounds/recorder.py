@@ -36,7 +36,7 @@ class RoundResults:
         self.times: dict[int, Times] = {}
         """Map each client to the times of its update, even if the update is rejected."""
         self.limited: dict[int, int] = {}
-        """Map each client to its reported sample count; only for clients whose count `limit` has reduced."""
+        """Map each client whose sample count was reduced by `limit` to the count that the client reported."""
 
     def add(self, result: ClientResult, size: int | None = None) -> None:
         """Add a result. If `result` no longer contains the encoded weights, `size` is their size in bytes."""

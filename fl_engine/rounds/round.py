@@ -56,7 +56,7 @@ def run_round(run: Run, before: Progress, round: int, clients: Clients) -> tuple
 
     Raises:
         Stopped: `should_stop` returned true.
-        ConfigError: Asynchronous rounds do not support the plan.
+        ConfigError: The plan cannot be executed in asynchronous rounds.
         ModelError: `plan` or `merge` returned an invalid value.
     """
     watch = Stopwatch()

@@ -84,7 +84,7 @@ class Run:
         )
 
     def available(self, clock: float, busy: Collection[int] = ()) -> tuple[Device, ...]:
-        """Return the devices that are online at `clock`, in client order, without the devices of `busy` clients."""
+        """Return the devices that are online at `clock` and do not belong to `busy` clients, in client order."""
         fleet = self.site.fleet
         online = fleet if self.trace is None else trace.online(fleet, self.trace.now(clock))
         return tuple(device for device in online if device.client not in busy) if busy else online

@@ -2,7 +2,7 @@
 
 On the server's real clock, these phases add up to `seconds_round`:
 
-- `seconds_plan`: Time until all assignments are fixed.
+- `seconds_plan`: Time for planning the round, until all assignments are determined.
 - `seconds_encode`: Time for encoding the weights to send; 0 without a codec.
 - `seconds_train`: Time spent waiting for results.
 - `seconds_merge`: Time for merging the updates and computing the metrics.

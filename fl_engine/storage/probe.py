@@ -1,9 +1,9 @@
 """Test whether an S3 server enforces presigned URLs and forms, before clients get URLs.
 
-Many servers verify only the key of an upload. A client can then add headers that copy another object, or that make the
-uploaded object public. The probe uploads test objects with each of these headers. The server passes the test if it
-rejects the request or ignores the header. The probe tries POST policies first, because they limit the size, and then
-PUT requests that are signed for an exact size. The probe deletes its test objects.
+Many servers verify only the key of an upload. On such a server, a client can add headers that copy another object or
+make the uploaded object public. The probe uploads test objects with each of these headers. The server passes the test
+if it rejects the request or ignores the header. The probe tries POST policies first, because they limit the size, and
+then PUT requests that are signed for an exact size. The probe deletes its test objects.
 
 POST was tested on Ceph radosgw 16, and POST and PUT were tested on SeaweedFS 4.34. According to their documentation,
 Amazon S3 also supports POST, and SeaweedFS supports PUT since version 4.20.
@@ -31,7 +31,8 @@ from fl_engine.storage.urls import Answer, Requests, Upload, Verb, why
 log = logging.getLogger("flexfleet")
 
 SCRATCH = "rounds/probe/"
-"""Key prefix of test objects. Signing credentials may be valid only for `rounds/`. No round is named `probe`."""
+"""Key prefix of test objects. The prefix begins with `rounds/`, because the signing credentials may be valid only
+there. No round is named `probe`."""
 VALUE = bytes(range(64))
 SECONDS = 600
 VERBS: tuple[Verb, ...] = ("POST", "PUT")

@@ -23,7 +23,7 @@ def pool_of(url: str, **options: Any) -> urllib3.PoolManager:
         options: Further arguments of `urllib3.PoolManager`.
 
     Raises:
-        ConfigError: The variable with the proxy's address is malformed.
+        ConfigError: The environment variable with the proxy's address is malformed.
     """
     proxy = proxy_of(url)
     return urllib3.ProxyManager(**proxy, **options) if proxy else urllib3.PoolManager(**options)

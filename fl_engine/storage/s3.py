@@ -1,8 +1,8 @@
 """The run store on S3, for processes with credentials. The module `urls` is for devices without credentials.
 
-boto3 reads the credentials and the region from variables, files or the pod's role. AWS_ENDPOINT_URL is the address of a
-server other than Amazon's. A device without credentials gets URLs for reading or uploading one key for a limited time.
-To sign these URLs with credentials that have fewer rights, set FLEXFLEET_SIGNING_AWS_*.
+boto3 reads the credentials and the region from variables, files or the pod's role. Set AWS_ENDPOINT_URL to use a server
+other than Amazon's. Devices without credentials get presigned URLs. Each URL allows reading or uploading one key, and
+expires. To sign these URLs with credentials that have fewer rights, set FLEXFLEET_SIGNING_AWS_*.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_AT_ONCE = 5 * 2**30
 PAGE = 1000
 """Maximum number of keys in one listing or deletion."""
 CONNECTING = threading.Lock()
-"""Lock with which threads create each boto3 client only once, because a client needs 20 MB."""
+"""Lock that prevents two threads from creating the same boto3 client, because a client needs 20 MB."""
 OWN = "FLEXFLEET_"
 """Prefix of boto3's environment variables that apply only to the run store."""
 SIGNING = "FLEXFLEET_SIGNING_"

@@ -28,7 +28,7 @@ logging.getLogger("urllib3.connection").setLevel(logging.ERROR)
 logging.getLogger("urllib3.connectionpool").addFilter(lambda record: "Signature=" not in record.getMessage())
 
 TRIES = 7
-"""Maximum number of attempts. All attempts take 13 seconds in total if the server refuses the connection."""
+"""Maximum number of attempts, which take 13 seconds in total if the server refuses each connection."""
 BUSY = (429, 500, 502, 503, 504)
 """HTTP statuses that cause a retry."""
 SENDS = 3

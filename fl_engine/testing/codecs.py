@@ -22,7 +22,7 @@ law = settings(law, max_examples=25)
 SHAPES = st.sampled_from(((), (1,), (7,), (0,), (3, 4), (2, 3, 3, 3), (64,), (70, 300)))
 NUMBERS = st.floats(-100, 100, width=32) | st.sampled_from((0.0, -0.0, 1e-30, -1e-6, 1.0))
 ROUNDS_UP = 12_472_536_318
-"""Seed for which `qsgd` draws the random number 0 once. As a result, one of 5,250 values of 1e-30 is rounded up."""
+"""Seed for which one random number of `qsgd` is 0, so that `qsgd` rounds one of 5,250 values of 1e-30 up."""
 NAMES = ("a.weight", "a.bias", "b.linear.weight", "c.weight")
 
 
@@ -102,7 +102,7 @@ class CodecSuite:
     @law
     @given(given=tensors())
     def test_smaller_tensors_need_no_more_bytes(self, codec: Codec, given: Params) -> None:
-        """A client may prune the received model. The returned file must not be larger than the received file."""
+        """After pruning the received model, a client must not return a larger file than it received."""
         header = coding.header_of(given)
         most = coding.bytes_of(coding.header(codec, header))
         for name, (dtype, shape) in header.items():

@@ -35,8 +35,8 @@ from fl_engine.testing.tiny import assert_same_bits
 
 @st.composite
 def specs(draw: st.DrawFn, family: ModelFamily, inside: SubmodelSpec = FULL) -> SubmodelSpec:
-    """Draw a sub-model of `inside` that keeps all, the first, or arbitrary channels of each group. For some
-    `ParamLayout.choices`, the kept channels differ from the kept channels of the group. Some blocks are dropped."""
+    """Draw a sub-model of `inside` that keeps all, the first, or arbitrary channels of each group. Some of the layout's
+    `choices` keep other channels than their group. Some blocks are dropped."""
     layout = family.layout()
     keep: dict[str, Sequence[int]] = {}
     for group in layout.groups:
@@ -93,7 +93,7 @@ def samples(family: ModelFamily, count: int) -> Tensor:
 
 
 def kept_mask(layout: ParamLayout, spec: SubmodelSpec, name: str, shape: torch.Size) -> Tensor:
-    """Return a bool mask of a parameter's elements that the sub-model contains. The mask does not depend on `take`."""
+    """Return a bool mask of a parameter's elements that the sub-model contains, computed without `take`."""
     slot = layout.slots[name]
     mask = torch.full(shape, layout.has_block(spec, slot.block))
     for dim, axis in enumerate(slot.axes):

@@ -104,7 +104,7 @@ def task_or_none(algorithm: Algorithm, assignment: Any, context: TaskContext) ->
 def results_of(
     algorithm: Algorithm, site: Site, state: Any, round: int, data: st.DataObject, noise: bool = True
 ) -> tuple[RoundPlan, list[Any]]:
-    """Return a tuple (plan, updates). Each update is for a sub-model that the client may have trained."""
+    """Return a tuple (plan, updates). Each client has random free memory, which determines the sub-model."""
     plan = algorithm.plan(state, context_of(site, round, SEED))
     layout = site.family.layout()
     generator = torch.Generator().manual_seed(round)
@@ -178,8 +178,8 @@ PER_ROUND = 6
 
 def check_silent(selector: Selector, pool: Pool) -> None:
     """Check that clients that never respond are not selected more often than other clients with the same capacity. The
-    tolerance is three standard deviations of a uniform draw. The smallest model fits into every device. Responding
-    clients train the largest model that fits into the device and is not larger than the received model."""
+    tolerance is three standard deviations under uniform selection. The smallest model fits into every device.
+    Responding clients train the largest model that fits into the device and is not larger than the received model."""
     least = 100 * pool[dispatched(pool)[0]].share + 0.1
     fleet = tuple(Device(client, f"{most:g}", max(most, least), 8.0) for client, most in enumerate(CAPACITIES))
     tables, selected, stages = selector.init(fleet, pool), Counter[int](), get_args(Stage)

@@ -30,10 +30,8 @@ NOUNS = {"configmaps": "config_map", "events": "event", "jobs": "job", "pods": "
 
 
 class Cluster:
-    """Reads and writes the Kubernetes objects of one namespace as plain JSON.
-
-    Every method raises EnvironmentFailure if the API rejects the request or is unreachable.
-    """
+    """Reads and writes the Kubernetes objects of one namespace as plain JSON. Every method raises EnvironmentFailure if
+    the API rejects the request or is unreachable."""
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
@@ -93,13 +91,10 @@ class Cluster:
         return found
 
     def _refusal(self, error: Any, what: str) -> EnvironmentFailure:
-        """Return the exception for an HTTP error status. The exception is Unreachable if a retry can succeed.
-
-        A retry can succeed because a quota may be exhausted only briefly, and credentials that worked before may be
-        renewed soon. A conflict (409) means that another client changed the object concurrently. However, 409
-        AlreadyExists can mean that the connection broke after an earlier attempt created the object. A TLS error has
-        the status 0.
-        """
+        """Return the exception for an HTTP error status: Unreachable if a retry can succeed, for example because a
+        quota is exhausted only briefly, or because credentials that worked before will be renewed. A conflict (409)
+        means that another client changed the object concurrently. However, 409 AlreadyExists can mean that the
+        connection broke after an earlier attempt created the object. A TLS error has the status 0."""
         status: Resource = {}
         with suppress(ValueError, TypeError):  # a proxy's page
             status |= json.loads(error.body or "")

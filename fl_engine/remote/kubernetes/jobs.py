@@ -44,9 +44,8 @@ class PodClass:
     host: str | None = None
 
     def includes(self, other: PodClass, options: KubernetesConfig) -> bool:
-        """Return whether pods of this class may execute assignments of the class `other`. The pods must have at least
-        as much CPU and memory as `other`, and all other settings must be equal. The class `other` must not be bound to
-        nodes."""
+        """Return whether pods of this class may execute assignments of the class `other`, which must not be bound to
+        nodes. The pods must have at least as much CPU and memory as `other`. All other settings must be equal."""
         if self == other:
             return True
         mine, its = self.pool, other.pool
@@ -108,8 +107,8 @@ def template(path: str | None) -> Resource:
 
 
 def check(options: KubernetesConfig, tiers: Sequence[str]) -> None:
-    """Raise ConfigError for an invalid template or a misspelt tier. Other unknown tiers are ignored, because the runs
-    of a comparison may have different fleets."""
+    """Raise ConfigError if the template is invalid, or if `kubernetes.pools` contains a misspelt tier. Other unknown
+    tiers are ignored, because the runs of a comparison may have different fleets."""
     template(options.template)
     for name in sorted(options.pools.keys() - set(tiers)):
         if hint := did_you_mean(name, set(tiers) - options.pools.keys()):

@@ -173,7 +173,7 @@ class Seen:
     """UIDs of pods that have ended. `failed` contains the UIDs of pods that have failed."""
     failed: set[str] = field(default_factory=set)
     why: str = ""
-    """Reason why the last pod without any heartbeat has ended."""
+    """Reason why the last pod that never sent a heartbeat has ended."""
     reported: set[str] = field(default_factory=set)
     """Kinds of reasons that have been logged."""
 

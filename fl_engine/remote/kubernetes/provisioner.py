@@ -73,7 +73,7 @@ class Pods(Provisioner):
         self._class_of = jobs.classes(fleet, options)
         self._classes = {of.name: of for of in self._class_of.values()}
         self._looked = threading.Event()
-        """Event that is set after the first poll or failure of the thread."""
+        """Event that is set after the thread has polled for the first time or has failed."""
         self._lock, self._awake, self._over = threading.RLock(), threading.Event(), False
         # Acquire the lock to access the following fields.
         self._jobs: list[WorkerJob] = []
