@@ -5,8 +5,8 @@ Each element p of the global model is averaged over the updates m that contain p
     p = sum_m d_m * p_m / sum_m d_m        p keeps its old value if no update contains it.
 
 Sums use double precision. The engine adds updates in client order, so the result is deterministic. Another order
-changes only the rounding errors of double precision, which are far below the precision of the stored float32 values.
-The mean of identical values is exact.
+changes only the rounding errors of double precision, which are far below the precision of the stored float32 values. If
+all updates have the same value for an element, the mean is exactly this value.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Regions:
         self._located: dict[Kind, tuple[dict[str, Region], dict[str, tuple[int, ...]]]] = {}
 
     def fit(self, payload: Params, spec: SubmodelSpec) -> Kind:
-        """Return the kind of an update. Raises ModelError if a tensor's name or shape does not match the sub-model."""
+        """Return an update's `Kind`. Raises ModelError if a tensor's name or shape does not match the sub-model."""
         kind = (spec, tuple(payload))
         for name, shape in self.shapes(kind).items():
             actual = tuple(payload.shape(name) if isinstance(payload, Spooled) else payload[name].shape)
@@ -54,8 +54,8 @@ class Regions:
         return kind
 
     def of(self, kind: Kind) -> dict[str, Region]:
-        """Map each tensor name of an update to the indices of the tensor's entries. Raises ModelError if the network
-        does not have a tensor or channel of the update."""
+        """Map each tensor name of an update to the indices of the tensor's entries in the global tensor. Raises
+        ModelError if the network does not have a tensor or channel of the update."""
         return self._locate(kind)[0]
 
     def shapes(self, kind: Kind) -> dict[str, tuple[int, ...]]:

@@ -56,7 +56,7 @@ class Public:
     noise_seed: bytes | None
     """256-bit secret for the noise in this round and in this part of the model; None without a secret key."""
     moving: bool = False
-    """True if models define only their widths, and the channels change in every round (FedRolex, Federated Dropout)."""
+    """True if `models` fix only the widths, and the channels change in every round (FedRolex, Federated Dropout)."""
 
     @staticmethod
     def of(plan: RoundPlan, pool: Pool, *, moving: bool = False, part: str = "") -> Public:
@@ -89,8 +89,8 @@ def plan_seed(key: bytes) -> int:
 
 
 def server_seed(aggregation: object, plan: RoundPlan) -> int:
-    """Return the seed for the server's training after a merge. With secret selection, the first assignment's seed is
-    not used, because its client could recognise the seed."""
+    """Return the seed for the server's training after a merge: by default the seed of the first assignment, and with
+    secret selection a derived seed, because the first client could recognise the seed of its own assignment."""
     if isinstance(aggregation, Private) and aggregation.secret_selection and plan.noise_seed is not None:
         return int.from_bytes(_derived(plan.noise_seed, f"server {plan.round}"), "little")
     return plan.assignments[0].seed
@@ -307,7 +307,8 @@ def _sampled(algorithm: Any, fleet: Sequence[Device], pool: Pool) -> tuple[int, 
 
 @lru_cache(maxsize=16)
 def _one_round(noise_multiplier: float, sampled: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return (orders alpha, RDP epsilon(alpha)) of one round. With sampling, epsilon is the smaller of two bounds."""
+    """Return (orders alpha, RDP epsilon(alpha)) of one round. With sampling, epsilon is the smaller of the bounds with
+    and without amplification by sampling."""
     import dp_accounting as library
 
     relation = library.NeighboringRelation

@@ -12,9 +12,10 @@ Median and trimmed mean are defined by Yin et al., Byzantine-Robust Distributed 
 An element that no update contains keeps its old value.
 
 Departs from the paper, in which every client trains the whole model. Here n differs between elements. An element is
-protected if few of its n updates are Byzantine. If n is so small that no value is dropped (n = 2 for the median, or
-floor(trim * n) < 1), the element moves by the smallest of the n changes, but only if all changes have the same sign. If
-the signs differ or n = 1, the element keeps its old value. `trim: 0` is the plain mean over the n updates.
+protected if less than half (median) or at most the fraction `trim` (trimmed mean) of its n updates are Byzantine. If n
+is so small that no value is dropped (n = 2 for the median, or floor(trim * n) < 1), the element moves by the smallest
+of the n changes, but only if all changes have the same sign. If the signs differ or n = 1, the element keeps its old
+value. `trim: 0` is the plain mean over the n updates.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fl_engine.core.registry import Contract
 from fl_engine.core.types import ParamLayout, Params, SubmodelSpec
 
 CHUNK_BYTES = 32 * 2**20
-"""Maximum bytes of the clients' values in memory. Tensors are processed in chunks of rows of this size."""
+"""Maximum number of bytes of the clients' values in a chunk of rows. Tensors are processed in such chunks."""
 
 
 class Aggregate(Protocol):
@@ -116,7 +117,7 @@ Aggregation = Annotated[AggregationRule, Contract("aggregation", AGGREGATIONS, A
 
 # --------------------------------------------------------------------------------------- median, trimmed mean
 class Middle:
-    """Mean of an element's values without the fraction `trim` at each end. 0.5 gives the median, and 0 gives the mean.
+    """Trimmed mean, which drops the fraction `trim` of an element's values at each end (0.5: median, 0: plain mean).
 
     All updates are stored until `result` reads them in chunks of rows. If the updates exceed `spool.IN_MEMORY_BYTES`,
     some updates are stored in a file. Values are sorted before the sum, so results do not depend on the updates' order.

@@ -22,8 +22,8 @@ from fl_engine.core.types import Params
 from fl_engine.storage.store import bytes_of
 
 IN_MEMORY_BYTES = 64 * 2**20
-"""Maximum bytes of tensors in memory. The process may need twice as much memory, because the C library cannot reuse a
-freed block for a large aligned block of the same size."""
+"""Maximum number of bytes of tensors in memory. The process may need twice as much memory, because the C library cannot
+reuse a freed block for a large aligned block of the same size."""
 
 
 class _Place(NamedTuple):

@@ -1,5 +1,5 @@
 """AdaGQ: Communication-Efficient Federated Learning for Heterogeneous Edge Devices Based on Adaptive Gradient
-Quantization (Liu, He, Cao; arXiv:2212.08272). The number of bits depends on the gradient norm and client speeds.
+Quantization (Liu, He, Cao; arXiv:2212.08272). The bits per value depend on the gradient norm and the client's speed.
 
 Only the paper's abstract was available, so the two rules below are flexfleet's interpretation. According to the
 abstract, AdaGQ "exploits the change of gradient norm to adjust the quantization resolution in each training round".
@@ -75,11 +75,11 @@ class AdaGQ(FineTuned):
     widths: Widths = WIDTHS
     """Ascending width ratios that end with 1. Ignored if the network defines its own nested sub-networks."""
     bits: Bits = 8
-    """Mean number of bits per client in rounds 1 and 2. Later, the mean depends on the norm of the model's change."""
+    """Mean QSGD bits per client in rounds 1 and 2. Later, the mean depends on the norm of the model's change."""
     least: Bits = 4
-    """Minimum number of bits per client."""
+    """Minimum QSGD bits per client."""
     most: Bits = 12
-    """Maximum number of bits per client."""
+    """Maximum QSGD bits per client."""
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         return nested_pool(self, family, self.widths, Codecs(up=self._codec(self.most)))

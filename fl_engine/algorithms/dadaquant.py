@@ -26,8 +26,8 @@ Departs from the paper, whose text was not available:
 - The first L is the mean loss of the first round. The paper sets phi to a tenth of all rounds. Here phi is a fixed
   number of rounds (by default 4), so that extending a run does not change its earlier rounds.
 - A client's loss is clipped to the range from 0 to twice the round's median. If fewer than half of the clients report
-  wrong losses, the mean stays between 0 and twice the largest correct loss. Wrong losses can still make q double too
-  early, so that clients send more bits, or prevent q from doubling, so that the accuracy is lower.
+  false losses, the mean stays between 0 and twice the largest true loss. Clients that report false losses can still
+  make q double too early, which increases the traffic, or prevent q from doubling, which lowers the accuracy.
 - QSGD uses one norm for every 512 elements. `bucket: null` selects a single norm per tensor, as in the paper. With few
   levels, a single norm for n elements causes a relative mean squared error of about sqrt(n) / q.
 
@@ -76,7 +76,7 @@ class DAdaQuant(FineTuned):
     q_min: Levels = 1
     """Number of quantisation levels per sign in the first round. 2^b - 1 levels need b bits and a sign bit."""
     q_max: Levels = 2047
-    """Maximum number of levels per sign in a round. A client with a large weight may use more levels."""
+    """Maximum of q, the round's levels per sign. A client with a large weight may use more than q."""
     psi: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Weight of the previous value in the moving average of the loss."""
     phi: Count | None = 4
@@ -137,7 +137,7 @@ def _collecting_losses(results: Iterable[ClientResult], losses: list[float]) -> 
 
 
 def averaged(losses: Sequence[float], averages: Sequence[float], psi: float) -> float:
-    """Return the moving average after `averages`. Each loss is clipped to the range from 0 to twice the median."""
+    """Return the moving average after the values `averages`. Each loss is clipped to [0, twice the median]."""
     most = 2 * max(0.0, median(losses))
     mean = math.fsum(min(max(0.0, loss), most) for loss in losses) / len(losses)
     return psi * averages[-1] + (1 - psi) * mean if averages else mean

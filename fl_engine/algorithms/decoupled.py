@@ -1,4 +1,4 @@
-"""Decoupled: a separate model for each level, which FedAvg trains on the devices that can hold the level. FlexFL,
+"""Decoupled: FedAvg trains a separate model for each level, on the devices whose memory can hold this model. FlexFL,
 AdaptiveFL, HeteroFL and ScaleFL use Decoupled as a baseline.
 
 In every round, k devices are selected for each level. A device fails if the received model does not fit into its free

@@ -12,10 +12,10 @@ algorithm of flexfleet accepts updates of such clients. The paper samples client
 mean. Here, as in most implementations, clients are sampled uniformly, and the mean is weighted by data size.
 
 `fedopt` is FedAvg with `server: {name: adam}`: Adaptive Federated Optimization (Reddi et al., ICLR 2021;
-arXiv:2003.00295), Algorithms 1 and 2. The server uses the clients' mean change as a gradient and steps with Adam, Yogi
-or Adagrad. `fl_engine/aggregation/server_opt.py` contains the update rules. All other algorithms also have the option
-`server`. Departs from Algorithm 2 of the paper: the mean over clients is weighted by sample counts, as in the paper's
-experiments. These experiments decay the clients' learning rate, which `training.lr_decay` reproduces.
+arXiv:2003.00295), Algorithms 1 and 2. The server uses the clients' mean change as a gradient and takes a step with
+Adam, Yogi or Adagrad. `fl_engine/aggregation/server_opt.py` contains the update rules. All other algorithms also have
+the option `server`. Departs from Algorithm 2 of the paper: the mean over clients is weighted by sample counts, as in
+the paper's experiments. These experiments decay the clients' learning rate, which `training.lr_decay` reproduces.
 
 `fedsgd` is FedAvg in which each client trains for one epoch with a single batch of all its samples (McMahan et al.,
 Section 2). A round is one gradient step on the data of the selected clients, `w - lr * sum_k (n_k / n) grad F_k(w)`.
@@ -59,7 +59,7 @@ class FedSGD(FedAvg):
     """FedSGD: every selected client takes one gradient step on all its samples (McMahan et al., AISTATS 2017)."""
 
     local_work: ClassVar[str] = "one step on all of a client's samples in a round"
-    """Description of the local training, which most options of the section `training` do not affect."""
+    """Description of the local training for reports, because most options of the section `training` are ignored."""
 
     most_samples: Count = 8192
     """Maximum number of samples per client. The maximum limits the memory that one batch of all samples needs."""

@@ -34,7 +34,7 @@ log = logging.getLogger("flexfleet")
 
 @dataclass(frozen=True)
 class FineTuning:
-    """Options of the server's training, which uses SGD without momentum. The last batch may be smaller."""
+    """Options of the server's training, which uses SGD without momentum. The last batch of an epoch may be smaller."""
 
     __pydantic_config__ = STRICT
 

@@ -19,7 +19,7 @@ Departs from the paper:
 - As in the code, all smaller models of the pool are teachers, including M2' and M3', but here teachers never use
   dropout. In the code, teachers use dropout only in the first round, because the first evaluation leaves them in
   evaluation mode. `teachers: authors` reproduces this behaviour.
-- The ablation "without APoZ" sets each A_i to 0.5. With 1, the largest layer would keep at most 1 % of its channels.
+- The ablation "without APoZ" sets each A_i to 0.5. With A_i = 1, the largest layer keeps at most 1 % of its channels.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ The paper also combines the method with FedProx (`proximal`) and FedYogi (`serve
 The implementation specifies details that the paper leaves open:
 
 - With B exits and N blocks, exit j is behind block j N / (B + 1), rounded half up. The nine exits of ResNet34 are
-  behind the blocks 2, 3, 5, 6, 8, 10, 11, 13 and 14, as in the paper's figure 4. The text mentions "equidistant
-  points", "every two blocks" and "nine additional branches". The option `exits: every:2` follows the second statement
-  and gives seven exits.
+  behind the blocks 2, 3, 5, 6, 8, 10, 11, 13 and 14, as in the paper's figure 4. The paper's text, however, mentions
+  "equidistant points", "every two blocks" and "nine additional branches". An exit every two blocks (`exits: every:2`)
+  gives seven exits.
 - Heads have two convolutions in the first third of the exits, one convolution in the second third and no convolution in
   the last third. Each 3x3 convolution has stride 1 and as many channels as the block, and is followed by batch norm and
   ReLU. Global average pooling and a linear layer follow. The paper specifies the heads only for the "first group of
@@ -25,9 +25,9 @@ The implementation specifies details that the paper leaves open:
   is always trained, unless `on_too_small: fail` is set.
 
 The algorithm supports every network with early exits. A head has fewer convolutions if its branch would otherwise cost
-more than the next branch. For example, the heads of `small_cnn` have no convolutions, and the second head of `resnet18`
-has one instead of two. In networks with group norm (`uthar_resnet18`, `widar_resnet18`) and behind blocks that return
-vectors, a head is a linear layer.
+at least as much as the next branch. For example, the heads of `small_cnn` have no convolutions, and the second head of
+`resnet18` has one instead of two. In networks with group norm (`uthar_resnet18`, `widar_resnet18`) and behind blocks
+that return vectors, a head is a linear layer.
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ def scaled_change(update: ClientUpdate, state: Any, factor: float) -> ClientUpda
 
 
 def with_codecs(plan: RoundPlan, codecs: Iterable[Codecs | None]) -> RoundPlan:
-    """Return a copy of the plan in which each assignment has the codecs at its position in `codecs`."""
+    """Return a copy of the plan in which assignment i has the i-th entry of `codecs`."""
     pairs = zip(plan.assignments, codecs, strict=True)
     return replace(plan, assignments=tuple(replace(assignment, codecs=each) for assignment, each in pairs))
 

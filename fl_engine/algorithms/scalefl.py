@@ -6,11 +6,11 @@ exits. Each parameter is averaged over the updates that contain it.
 
 Departs from the paper:
 
-- An exit consists of global pooling and one linear layer. The exit of a level follows the deepest block with which the
-  level's size exceeds the target by at most 5 percentage points (`widths.choose_exits`). With the default `widths`, the
+- An exit consists of global pooling and one linear layer. The exit of a level follows the deepest block for which the
+  level's size is at most 5 percentage points above the target (`widths.choose_exits`). With the default `widths`, the
   levels have 24.6, 33.7 and 100 % of the full size for VGG16, and 22.1, 52.6 and 100 % for ResNet34. FlexFL's
-  comparison uses larger exits. With `widths: [0.75, 0.99, 1.0]`, the second level has 49.1 % for VGG16. FlexFL's
-  `widths: [0.81, 0.95, 1.0]` give 25.9, 51.1 and 100 % for ResNet34.
+  comparison uses larger exit heads. With `widths: [0.75, 0.99, 1.0]`, the second level has 49.1 % of the full size for
+  VGG16. With FlexFL's `widths: [0.81, 0.95, 1.0]`, the levels have 25.9, 51.1 and 100 % of the full size for ResNet34.
 - Distillation starts after `kd_from` rounds. In the authors' code, distillation starts after a quarter of the rounds.
 - A device trains the next smaller level if the assigned level does not fit into its free memory.
 - Clients are drawn uniformly and get the largest level that fits into their maximum memory. FlexFL's comparison draws

@@ -40,9 +40,9 @@ class Identity:
 class Half:
     """Codec with half precision, which rounds every value to the nearest float16 (IEEE 754 binary16, ties to even).
 
-    The relative error is at most 2^-11. For values below 2^-14, the absolute error is at most 2^-25. Downloads round
-    weights, so a change by less than half a float16 step (about 2^-12 of the weight) is lost in the next round. Uploads
-    contain changes, so only changes below 2^-25 are lost.
+    The relative error is at most 2^-11. For values below 2^-14, the absolute error is at most 2^-25. A download rounds
+    the weights, so a change by less than half a float16 step (about 2^-12 of the weight) is lost in the next round.
+    Uploads contain changes, so only changes below 2^-25 are lost.
     """
 
     __pydantic_config__ = STRICT

@@ -1,18 +1,18 @@
 """Write integers to a bit stream with a fixed number of bits per integer, or in Elias's omega code.
 
-A bit plane contains the bits at one position of all integers, so that encoding and decoding are array operations.
-`pack` writes n integers of w bits in exactly ceil(n * w / 8) bytes.
+Integers are stored in bit planes, so that encoding and decoding are array operations. A bit plane contains the bits at
+one position of all integers. `pack` writes n integers of w bits in exactly ceil(n * w / 8) bytes.
 
 The omega code for positive integers was published by Elias ("Universal codeword sets and representations of the
 integers", IEEE Transactions on Information Theory 21(2), 1975). Decoding starts with N = 1. If the next bit is 0, the
 codeword ends and the decoded integer is N. If the next bit is 1, this bit and the N following bits are the binary
-digits of the next N. For example, the codeword for 9 is 11 1001 0, which consists of two groups and the final 0.
+digits of the new N. For example, the codeword for 9 is 11 1001 0, which consists of two groups and the final 0.
 
-Departs from the usual layout: codewords are not concatenated, because a decoder could find their ends only one by one.
-Instead the stream starts with the first bit of every codeword. Then the first groups (without the leading 1) of all
-longer codewords follow in bit planes, sorted by width. The next parts are the bits after the first groups, then the
-second groups, and so on. This layout does not change the total number of bits. Decoding takes one pass per group. A
-codeword has at most five groups.
+Departs from the usual layout: codewords are not concatenated, because a decoder would have to read them one after
+another. Instead the stream starts with the first bit of every codeword. Then the first groups (without the leading 1)
+of all longer codewords follow in bit planes, sorted by width. The next parts are the bits after the first groups, then
+the second groups, and so on. This layout does not change the total number of bits. Decoding takes one pass per group. A
+codeword has at most four groups.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def ended(stream: Bits, at: int) -> None:
 Whole = NDArray[Any]
 """Array of integers of any NumPy type."""
 LEAST = (1, 2, 4, 16, 255)
-"""Minimum floor(log2) of integers whose codewords have 1, 2, 3 and 4 groups. No integer reaches the last value."""
+"""Minimum floor(log2) of integers whose codewords have 1, 2, 3 and 4 groups. The last value is never reached."""
 
 
 def omega_size(values: Whole) -> int:

@@ -130,9 +130,9 @@ class Qsgd:
         return torch.from_numpy(levels * self._steps(norm, count)).reshape(shape).to(dtype)
 
     def _most(self, count: int) -> int:
-        """Return the maximum number of bytes of a stream for `count` values. A stream in Elias's code has the maximum
-        size if no value is 0. A zero adds at most 3 bits to the codeword of a run, but any other value requires at
-        least 3 bits."""
+        """Return the maximum number of bytes of a stream for `count` values. An Elias-coded stream is longest if no
+        value is 0. A zero makes the codeword of its run at most 3 bits longer, but any other value requires at least 3
+        bits."""
         if self.coding != "elias":
             return packing.packed_size(count, self.width)
         head, longest = (packing.omega_size(np.array([each])) for each in (count + 1, self.s))

@@ -1,4 +1,4 @@
-"""Decide which modules and which wheels (`storage.code`) with user code this process may import.
+"""Decide which modules and wheels with user code (`storage.code`) this process may import.
 
 The user's own configuration may name any module (`trust`). A name that is read from a file, such as a run.json, a suite
 or a message, is resolved only if its module is already imported or its package is trusted. A package is trusted if the
@@ -21,7 +21,7 @@ TRUSTED = "FLEXFLEET_TRUSTED_CODE"
 """Environment variable: comma-separated list of trusted packages, `package.module:NAME` objects and wheel hashes."""
 OURS = ("fl_engine", "flexfleet")
 LOCAL = "__local__"
-"""Pseudo module for objects that only this process can use, such as a class inside a function."""
+"""Module name for objects that only this process can use, such as a class inside a function."""
 NAME = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 wheels: dict[str, tuple[str, str]] = {}
@@ -81,7 +81,7 @@ def check_module(name: str, what: str) -> None:
 
 def check_call(value: Any, name: str, what: str) -> None:
     """Raise ConfigError if `value` is an untrusted function from an installed package or from a module other than the
-    module in `name`. Classes are accepted, because callers check the type of a class before they call the class."""
+    module in `name`. Classes are accepted, because callers check the class before they call it."""
     module = name.partition(":")[0]
     package = module.partition(".")[0]
     if isinstance(value, type) or not callable(value) or package in wheels or not trusted.isdisjoint((name, package)):

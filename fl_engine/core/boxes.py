@@ -42,7 +42,7 @@ def overlap(a: Tensor, b: Tensor) -> Tensor:
 
 def generalised_overlap(a: Tensor, b: Tensor) -> Tensor:
     """Return the generalised IoU, from -1 to 1 (Rezatofighi et al., CVPR 2019, Alg. 1). GIoU is the IoU minus the
-    fraction of the enclosing box that neither box covers. For disjoint boxes, only the GIoU has a gradient."""
+    fraction of the enclosing box that neither box covers. For disjoint boxes, only the GIoU has a nonzero gradient."""
     shared, union = _shares(a, b)
     (low_a, high_a), (low_b, high_b) = corners(a), corners(b)
     around = (torch.maximum(high_a, high_b) - torch.minimum(low_a, low_b)).prod(-1)

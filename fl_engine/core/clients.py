@@ -25,9 +25,9 @@ ENGINE_BOUNDS: dict[str, tuple[float, float]] = {
     "seconds": (0, 7 * 86400.0),
     "free": (0, 1e12),
 }
-"""Minimum and maximum of each metric that all updates contain. The maximum of `seconds` is the lifetime of a pod."""
+"""Minimum and maximum of each metric that all updates contain. `seconds` is limited by a pod's maximum lifetime."""
 ENCODING = {"seconds_encode": ENGINE_BOUNDS["seconds"]}
-"""Bounds of the metric that only encoded updates contain."""
+"""Bounds of the additional metric of updates that a codec encodes."""
 LINE_KEYS = (
     "round", "client", "sent", "trained", "examples", "counted", "level", "elapsed", "seconds_simulated",
     "seconds_compute", "seconds_communication", "staleness", "failure",

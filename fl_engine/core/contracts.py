@@ -106,8 +106,8 @@ class ServerContext(Protocol):
 
     @property
     def data(self) -> Data:
-        """The server's data set (the proxy set). The training samples are also the test samples. Raises ConfigError if
-        the server does not have data."""
+        """The server's data set (the proxy set), which uses the same samples for training and testing. Raises
+        ConfigError if the server does not have data."""
 
     def train(self, task: LocalTask, params: Params) -> Params:
         """Train `params`, the weights of `task.spec` in any order, on the server. Return float32 CPU weights.
@@ -156,7 +156,8 @@ class Preparation(Protocol):
     @property
     def artifact(self) -> Any:
         """Type of the result, a dataclass or a pydantic model, which is stored as `<name>.json`. A field `weights`
-        provides the initial weights (`preparation.weights`). At most one preparation of an algorithm has this field."""
+        provides the initial weights (`preparation.weights`). At most one preparation per algorithm may have this
+        field."""
 
     def prepare(self, family: ModelFamily, server: PreparationContext) -> Any:
         """Compute and return the `artifact`. The result may depend only on the network and on `server`."""
@@ -179,8 +180,8 @@ class Algorithm(Protocol):
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         """Return the sub-models in ascending order of size, with distinct names. The largest sub-model has
-        `reported=True` (see `core.pool.pool_of`). `prepared` maps preparations to results. Raises PoolError for invalid
-        options."""
+        `reported=True` (see `core.pool.pool_of`). `prepared` maps each preparation to its result. Raises PoolError for
+        invalid options."""
 
     def init(
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
@@ -199,7 +200,7 @@ class Algorithm(Protocol):
         """
 
     def plan(self, state: Any, context: RoundContext) -> RoundPlan:
-        """Return the assignments of a round. The method is pure, so it returns the same plan after a crash."""
+        """Return the assignments of a round. The method must be pure, because a resumed run must get the same plan."""
 
     def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
         """Return a client's sub-model, loss and optimizer. The method is pure and runs on the client. Raises
@@ -207,9 +208,9 @@ class Algorithm(Protocol):
         stage `prune`."""
 
     def merge(self, state: Any, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext) -> Any:
-        """Return the state after a round. Constant fields must not change. Weights must be finite and keep their names,
-        types and shapes (`rounds.checks`). `results` contains all results in client order and can be iterated several
-        times. Each iteration step loads one update into the CPU's memory."""
+        """Return the state after a round. Constant fields must not change. Weights must be finite, and their names,
+        types and shapes must not change (`rounds.checks`). `results` contains all results in client order and can be
+        iterated several times. Each iteration step loads one update into the CPU's memory."""
 
 
 @runtime_checkable
@@ -234,9 +235,9 @@ class Interval:
     low: float | None = None
     high: float | None = None
     log: bool = False
-    """True to draw on a logarithmic scale."""
+    """True to sample on a logarithmic scale."""
     whole: bool = False
-    """True to draw whole numbers."""
+    """True to sample only integers."""
     start: float | None = None
     """Value that the algorithm computes if the configured value is null."""
     choices: tuple[Any, ...] = ()
@@ -251,8 +252,8 @@ def around(value: float, low: float, high: float, *, log: bool = False) -> Inter
 @runtime_checkable
 class Searched(Protocol):
     def search_space(self, pool: Pool) -> Mapping[str, Interval]:
-        """Map parameter paths, such as `kd_weight` or `gammas.0` (first entry of a list), to intervals. `pool` is the
-        configured algorithm's pool. Omit disabled parameters, because a drawn value would enable them."""
+        """Map each parameter path, such as `kd_weight` or `gammas.0` (first entry of a list), to its interval. `pool`
+        is the configured algorithm's pool. Omit disabled parameters, because a sampled value would enable them."""
 
 
 # --------------------------------------------------------------------------------------------- on the clients
@@ -381,12 +382,13 @@ class Watcher(Protocol):
     def round(
         self, number: int, metrics: Mapping[str, float], clients: Sequence[Mapping[str, Any]], state: Any
     ) -> bool:
-        """Handle round `number`, counted from 1, before its commit. After a crash, the round is handled again.
-        `clients` has an entry for each client with an assignment. Return True to end the run after the commit."""
+        """Handle round `number`, counted from 1, before its commit. After a crash, the resumed run handles the round
+        again. `clients` has an entry for each client with an assignment. Return True to end the run after the
+        commit."""
 
 
 class Tracker(Protocol):
-    """Logs the measurements of a run. The integer in each row is the round, counted from 1."""
+    """Logs the measurements of a run. Each row of `metrics` contains a round, counted from 1, and its metrics."""
 
     def params(self, values: Mapping[str, Any]) -> None:
         return None

@@ -1,7 +1,7 @@
 """Define error classes, each with an exit code and a stable `code`, and helpers for error messages.
 
-A subclass inherits the exit code of its base class unless it sets another exit code. `CODES` lists causes and cures. A
-client that fails in a round returns a `types.ClientFailure` instead of an exception.
+A subclass inherits the exit code of its base class unless it sets another exit code. `CODES` lists causes and cures. If
+a client fails in a round, no exception is raised; the result is a `types.ClientFailure`.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def printable(text: str) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message without passwords, or the class name if the message is empty.
 
-    SQLAlchemy's messages begin with advice to programmers, which is skipped.
+    The note `(raised as a result of ...)` at the beginning of SQLAlchemy's messages is skipped.
     """
     lines = [line for line in str(error).splitlines() if not re.match(r"([A-Z_]+: )?\(raised as a result of ", line)]
     return masked((lines or [type(error).__name__])[0])

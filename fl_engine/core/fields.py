@@ -71,7 +71,7 @@ class Section(BaseModel):
 
 
 class LeavesOut(BaseModel):
-    """Omits the fields in `left_out` from JSON if empty, so that the checksums of older files do not change."""
+    """Omits the fields in `left_out` from JSON if they are empty, so that checksums of older files do not change."""
 
     left_out: ClassVar[tuple[str, ...]]
 

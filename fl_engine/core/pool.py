@@ -9,7 +9,8 @@
 Departs from the paper: Alg. 1 raises gamma by 0.01 until the size is within epsilon, which may never happen. Here a
 bisection finds the closest reachable size, because the size is monotone in gamma. An unreachable target is an error.
 `rule="authors"` is the search of the published code. This search tries gamma = 100/g for g = 1 .. 199 and takes the
-first model whose prunable part is within 5 percentage points of the target. This model is larger than the target.
+first model whose prunable part is within 5 percentage points of the target. Because gamma decreases, this model is
+usually larger than the target.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def need_no_mask(value: object, what: str) -> None:
 
 
 def are_bytes(x: Tensor) -> bool:
-    """Return whether all values of x are multiples of 1/255. The values must be from 0 to 1."""
+    """Return whether all values of x are multiples of 1/255. The values must be in [0, 1]."""
     scaled = (part * BYTE for part in torch.split(x, rows_of_chunk(x.shape)))
     return all(bool((part.round() - part).abs().max() <= NEAR) for part in scaled)
 
@@ -189,7 +189,7 @@ class Data:
             object.__setattr__(self, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Send the file sections of mapped samples to other processes, instead of the samples."""
+        """Pickle the file sections of memory-mapped samples instead of their values."""
         return {name: section_of(value) or value for name, value in vars(self).items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -202,9 +202,8 @@ class Data:
         )
 
     def part(self, train: Tensor, test: Tensor) -> Data:
-        """Return a data set with the training samples at the indices `train` for training and at `test` for testing.
-        The result is not checked, because a small part may be invalid. For example, all images of a part can be without
-        boxes."""
+        """Return a data set that uses the training samples at the indices `train` for training and those at `test` for
+        testing. The result is not checked, because a small part may be invalid, e.g. have no boxes."""
         found, x, y = copy.copy(self), self.train_x[train], self.train_y[train]
         test_x, test_y = (x, y) if test is train else (self.train_x[test], self.train_y[test])
         vars(found).update(train_x=x, train_y=y, test_x=test_x, test_y=test_y, natural_client=None)

@@ -45,8 +45,8 @@ def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: Submodel
     """Cut the sub-model `want` out of `params`, which are weights of `have` (by default the whole network).
 
     The slice of a prefix is a view. Other slices are copies, even a prefix of an axis with `copies`. Untrained
-    parameters may be missing in `params`, and then also in the result. Raises ModelError if `have` does not contain
-    `want`.
+    parameters may be missing in `params`; they are then missing in the result. Raises ModelError if `have` does not
+    contain `want`.
     """
     if unknown := params.keys() - layout.slots.keys():
         raise ModelError(f"the layout does not have the parameters {sorted(unknown)[:8]}")
@@ -97,8 +97,8 @@ def _cut(tensor: Tensor, dim: int, axis: Axis, local: Mapping[str, Keep], held: 
 
 
 def places(keep: Mapping[str, Keep], axis: Axis, size: int, held: Mapping[str, int]) -> slice | Tensor:
-    """Return the kept positions on an axis or on a concatenation of axes. `held` maps each group to the number of
-    channels."""
+    """Return the kept positions on an axis or on a concatenation of axes. `held` maps each group to the model's number
+    of channels."""
     if axis.then is None:
         return slice(0, size) if axis.key is None else entries(keep[axis.key], axis, size)
     found, start = [], 0

@@ -79,12 +79,13 @@ class Slot:
 
 
 HEAD = "classes"
-"""Channel group of a network's outputs, which width rules never cut. Stored sub-models contain this name."""
+"""Channel group of a network's outputs, which width rules never cut. Stored sub-models contain this name, so it must
+not change."""
 
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """Number of channels in each group, and slot of each parameter. Both mappings are in network order.
+    """Number of channels of each group, and `Slot` of each parameter. Both mappings are in network order.
 
     Tensors tied by a residual connection share a group, so their slices are always consistent. The network's outputs
     are also a group, named `HEAD`.
@@ -179,7 +180,7 @@ class SubmodelSpec:
     """Channels and blocks that a sub-model keeps. A group without an entry keeps all channels. A choice without an
     entry keeps the channels of its group. Create a spec with `SubmodelSpec.of({"conv1": 32, "conv2": [0, 3, 5]})`.
 
-    Kept channels 0 to n - 1 are always stored as the integer n. Therefore equal sub-models compare equal.
+    The kept channels 0 to n - 1 are always stored as the integer n, so specs of the same sub-model compare equal.
     """
 
     keep: tuple[tuple[str, Keep], ...] = ()
@@ -276,7 +277,8 @@ class PoolModel:
         macs: Multiply-adds per sample.
         dispatched: True if the server sends this model. Other models are created only by pruning on the device.
         reported: True if the mean accuracy includes this model.
-        gamma: Result of a pool search; None without a search. `ratios` are the width ratios of the prunable layers.
+        gamma: Gamma that a pool search found; None without a search.
+        ratios: Width ratios of the prunable layers.
         ensemble: True if the output is the mean of the logits of all exits. Otherwise only the last exit is used.
         static_bn: True if batch norm uses statistics of the training data instead of the batch.
         codecs: Codecs of the transfers; None uses the run's codecs.

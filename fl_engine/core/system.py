@@ -1,4 +1,4 @@
-"""Functions for the processor, new processes and the release of memory. This module does not import torch."""
+"""Functions that check the processor, start processes and release memory. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def check_torch() -> None:
 # coordinator's memory to ten times the size of its model. Therefore large blocks are returned to the system after
 # training.
 LARGE_MODEL = 2**26
-"""Minimum size of a large model, in bytes. For a large model, page faults take a negligible part of a round's time."""
+"""Minimum bytes of a large model. For a large model, page faults take a negligible part of a round's time."""
 WORKING_BLOCK, LARGE_BLOCK = 2**25, 2**20
 """Minimum sizes, in bytes, of freed blocks that are returned to the system if the model is large. WORKING_BLOCK, the
 largest value that glibc accepts, applies during training and evaluation, and LARGE_BLOCK at other times."""
@@ -108,7 +108,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 _MANY = 2**16
 """Limit on the number of memory mappings, which is so high that no process reaches it."""
 _kept = False
-"""True after `keep_freed_memory`. If False, glibc is not configured, because the process belongs to the user."""
+"""True after `keep_freed_memory`. If False, glibc is not configured, because the process runs the user's program."""
 
 
 def keep_freed_memory() -> None:

@@ -130,7 +130,7 @@ class LocalTask:
     schedule: Schedule = Constant()
     """Schedule of the learning rate over the steps of this task."""
     objective: str | None = None
-    """Function (`package.module:NAME`) that computes the loss of a batch in place of the data set's task. The function
+    """Function (`package.module:NAME`) that computes the loss of a batch instead of the data set's task. The function
     cannot be combined with `distillation`, `exits` or `widths` (`training.user_code`)."""
 
 
@@ -191,7 +191,7 @@ class RoundContext:
     clock: float = 0.0
     """Simulated seconds from the start of the run to this round, including time in which no client was available."""
     over_provision: float = 1.0
-    """Factor by which the number of selected clients exceeds the number of updates to merge."""
+    """Number of selected clients divided by the number of updates to merge."""
     slots: int | None = None
     """Number of clients that can be selected in addition to clients that are still training; None if unlimited."""
     samples: tuple[int, ...] = ()
@@ -241,7 +241,7 @@ class RoundPlan:
     adopted: int = 0
     """Number of this round's updates that were stored before the coordinator restarted."""
     noise_seed: bytes | None = None
-    """Seed of private aggregation (`privacy`), 256 bits that are derived from the run's key."""
+    """256-bit seed of the noise in private aggregation (`privacy`), derived from the run's key."""
     evaluates: bool = False
     """True if `Assignment.evaluates` is true for all assignments."""
 

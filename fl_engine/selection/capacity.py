@@ -21,12 +21,12 @@ def round_size(fraction: float, clients: int) -> int:
 
 
 def holds(device: Device, share: float) -> bool:
-    """Return True if a model with this fraction of the full model's size fits into the device's maximum memory."""
+    """Return whether a model of `share` times the full model's size fits into the device's maximum memory."""
     return device.most > 100 * share
 
 
 def able(devices: Iterable[Device], share: float) -> list[Device]:
-    """Return the devices whose maximum memory suffices for a model with this fraction of the full model's size."""
+    """Return the devices whose maximum memory can hold a model of `share` times the full model's size."""
     return [device for device in devices if holds(device, share)]
 
 

@@ -34,7 +34,7 @@ LATE, FAILED = -1.0, -2.0
 UNCERTAINTY = 0.1
 """Weight of the temporal term in the score (Alg. 1 line 10; a constant in Oort's code)."""
 EXPLORE_WINDOW = 5
-"""Value of `sample_window` in Oort's code and in the paper."""
+"""Exploration candidates per drawn client, as in Oort's code (`sample_window`) and in the paper."""
 FLAT, SHARP = 0.1, 5.0
 """T increases if the utility's relative change is at most FLAT, and decreases if the change is at least SHARP."""
 
@@ -71,28 +71,29 @@ class Oort:
     (1.3 in the paper and in FedScale, 1.1 in Oort's code).
 
     The defaults are from FedScale, whose code the paper's authors maintain (fedscale/cloud/config_parser.py,
-    thirdparty/oort/oort.py). If Oort's code (training/argParser.py) or the paper has other values, the descriptions of
-    the options contain these values.
+    thirdparty/oort/oort.py). The description of each option states the values in Oort's code (training/argParser.py)
+    and in the paper if they differ.
 
-    Departs from the paper, as the published code does: U is clipped and scaled to about 0 .. 1 before the temporal part
+    Departs from the paper, as the published code does: U is clipped and scaled to about [0, 1] before the temporal part
     is added. Alg. 1 line 10 adds the temporal part to the unscaled U. The default clip is FedScale's quantile of 0.9,
     not 0.95.
 
     Departs from the published code:
     - U is computed from all samples of a client and their losses with the received weights, as in the paper. The code
       uses the samples that the client trains on and the losses of its steps.
-    - `least` and `clip` are computed with failed clients, whose U is 0. The code uses only utilities above 0.
+    - Failed clients, whose U is 0, are included when `least` and `clip` are computed. The code uses only utilities
+      above 0.
     - U is scaled by the range after clipping. With the range before clipping, one report of 1e6 would make all other
-      scores equal. `clip` is element floor((n - 1) * `clip`) of the n selected clients' sorted utilities, so it is
-      never the largest utility. In the code, `clip` is the largest utility if there are few clients.
+      scores equal. The bound `clip` is element floor((n - 1) * q) of the n sorted utilities, with q as the option
+      `clip`, so it is never the largest of several utilities. In the code, the bound is the largest utility if there
+      are few clients.
     - T is a percentile over the clients that can be selected in this round. The code uses all clients and their first
       speeds.
     - The first round explores by the same rule as later rounds. The code draws the clients of the first round
       uniformly.
-    - Clients with equal scores are drawn in random order. If no clients are left to explore, other clients fill the
-      round.
-    - The utility of a straggler is the mean utility of its round's updates (FedScale). The utility of a client that
-      failed for another reason is 0 until it succeeds. Stragglers and failed clients are not explored again.
+    - Ties between scores are broken at random. If no clients are left to explore, other clients fill the round.
+    - As in FedScale, the utility of a straggler is the mean utility of its round's updates. The utility of a client
+      that failed for another reason is 0 until it succeeds. Stragglers and failed clients are not explored again.
     - Clients that are known to have no samples are never selected.
     """
 

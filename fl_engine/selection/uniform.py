@@ -78,7 +78,7 @@ def _drawn(devices: Sequence[Device], count: int, rng: np.random.Generator) -> l
 
 @dataclass(frozen=True)
 class ResourceTable(LearnsNothing):
-    """FlexFL's selection: draw a level uniformly, then draw a device whose maximum capacity can hold this level.
+    """FlexFL's selection: draw a level uniformly, then draw a device whose maximum memory can hold this level.
 
     Departs from the paper, which only mentions a resource table. The authors' code, which is written for 17 devices,
     repeats the draw of all devices until no device is drawn twice. Here each device is drawn uniformly from the devices
