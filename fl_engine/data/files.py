@@ -29,7 +29,7 @@ DEFAULT_ROOT = "~/.cache/flexfleet/data"
 MOST_NAMED = 10
 """Maximum number of missing files that an error lists by name."""
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Error numbers of failed writes. Other OSErrors without a file name come from the network or an archive."""
+"""Error numbers of failed disk writes. Any other OSError without a file name comes from the network or an archive."""
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from fl_engine.data.partition_rules import Ints
 def save_figure(
     figure: Any, to: Path | IO[str] | IO[bytes], kind: Literal["svg", "png"], dpi: float | Literal["figure"] = "figure"
 ) -> None:
-    """Write a Matplotlib figure with a fixed hash salt and without a date, so that equal figures have equal bytes."""
+    """Write a Matplotlib figure with a fixed hash salt and without a date, so that the output is reproducible."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": "flexfleet"}):

@@ -40,7 +40,7 @@ class Form(BaseModel):
     """Shape of one sample."""
     dtype: str
     task: str
-    """The task's identity as a string."""
+    """`repr` of the task's identity."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
@@ -51,7 +51,7 @@ class Form(BaseModel):
 
     @staticmethod
     def read(path: Path) -> Form:
-        """Read a form from a JSON file. Raises IntegrityError if the file is missing or does not contain a form."""
+        """Read a `Form` from a JSON file. Raises IntegrityError if the file is missing or invalid."""
         try:
             return Form.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:
@@ -107,7 +107,7 @@ def natural(name: str) -> tuple[tuple[tuple[int, int, str], ...], str]:
 
 
 def joined(server: Data, partition: Partition, parts: Sequence[Data]) -> tuple[Data, Partition]:
-    """Join the data of the server and of all simulated clients (`parts`), in this order. Return data and partition."""
+    """Concatenate the data of the server and of all simulated clients (`parts`). Return data and partition."""
     ends = np.cumsum([len(server.train_y), *(len(part.train_y) for part in parts)])
     held = tuple(np.arange(start, end, dtype=np.int64) for start, end in pairwise(ends))
     x, y = (torch.cat([getattr(each, name) for each in (server, *parts)]) for name in ("train_x", "train_y"))

@@ -41,8 +41,8 @@ def dirichlet(
     """Split the shuffled samples of each class in proportions drawn from Dir(alpha), then top up small clients.
 
     With `cap`, a client that already has its equal share (samples / clients) gets no samples of the next class. The
-    fractions of the other clients are scaled to a sum of 1, as in FedAIoT's published code. To top up, random samples
-    of the largest client move one by one to the smallest client until all clients have `minimum` samples (ties: the
+    fractions of the other clients are scaled to a sum of 1, as in FedAIoT's published code. Topping up moves random
+    samples, one at a time, from the largest to the smallest client until all clients have `minimum` samples (ties: the
     lower client number).
     """
     return _topped_up(dealt_by_label(labels, clients, alpha, rng, cap), clients, minimum, rng)
@@ -65,8 +65,8 @@ def dealt_by_label(labels: Ints, clients: int, alpha: float, rng: np.random.Gene
 
 
 def _capped(shares: NDArray[np.float64], below: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Set the fractions of clients that are not `below` the cap to 0, and scale the others to a sum of 1. Until all
-    samples are dealt, at least one client is below the cap."""
+    """Set the shares of clients at or above the cap to 0, and scale the others to a sum of 1. At least one client is
+    below the cap until all samples are assigned."""
     left = np.where(below, shares, 0.0)
     total = left.sum()
     capped: NDArray[np.float64] = left / total if total > 0 else below / below.sum()
@@ -76,8 +76,8 @@ def _capped(shares: NDArray[np.float64], below: NDArray[np.bool_]) -> NDArray[np
 def dirichlet_per_client(
     labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator
 ) -> tuple[Ints, ...]:
-    """Draw the class proportions of each client from Dir(alpha), and the proportions of all sample counts from one more
-    Dir(alpha). While a count is below `minimum`, the smallest count grows and the largest count shrinks by one.
+    """Draw the class proportions of each client from Dir(alpha), and the clients' shares of all samples from another
+    Dir(alpha). While a client's count is below `minimum`, one sample moves from the largest count to the smallest.
 
     Clients get one sample at a time, in random order. The class of the sample is drawn according to the client's class
     proportions, among the classes that still have samples. If the proportions of all these classes are 0, the sample is
@@ -135,7 +135,7 @@ def _topped_up(owner: Ints, clients: int, minimum: int, rng: np.random.Generator
 
 
 def disjoint_labels(labels: Ints, clients: int, labels_per_client: int, rng: np.random.Generator) -> tuple[Ints, ...]:
-    """Assign exactly `labels_per_client` labels to each client, and deal each label's samples evenly to its clients.
+    """Give each client exactly `labels_per_client` labels, and split each label's samples evenly among its clients.
 
     The numbers of clients per label are as equal as the sample counts allow. Raises PartitionError if a label would not
     have a client, or if a client would not get a sample of one of its labels.

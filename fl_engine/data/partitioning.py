@@ -6,10 +6,10 @@ samples. With `proxy_shared`, clients also get the samples of the proxy. For a g
 the rule or on `proxy_shared`.
 
 The task defines the label of a sample, which is the class, or the quantile bin of a numeric target. If a task has no
-labels, rules that deal samples by label require clusters of the samples instead (`data.clusters`).
+labels, rules that distribute samples by label require clusters of the samples instead (`data.clusters`).
 
-Every sample belongs to the proxy or to exactly one client. Only the samples of a shared proxy belong to both. All
-randomness comes from `seeds.rng(seed, "proxy")` and `seeds.rng(seed, "partition")`.
+Every sample belongs to the proxy or to exactly one client. Only the samples of a shared proxy belong to the proxy and
+to a client. All randomness comes from `seeds.rng(seed, "proxy")` and `seeds.rng(seed, "partition")`.
 
 Label noise imitates the mistakes of a centrally trained model, as in FedAIoT (Alam, Federated Learning Benchmarks and
 Frameworks for Artificial Intelligence of Things, Michigan State University 2023, section 2.2.3.5). Q[i, j] is the
@@ -59,7 +59,7 @@ class PartitionConfig(Section):
     alpha: float = 0.6
     """Concentration of dirichlet, dirichlet_per_client and quantity. Smaller values make clients more heterogeneous."""
     cap: bool = False
-    """With dirichlet, deal a class only to clients with fewer samples than an equal split would give."""
+    """With dirichlet, split classes only among clients with fewer samples than in an equal split."""
     labels_per_client: Count = 2
     """With disjoint_labels, the number of labels of each client."""
     minimum: Count = 20
@@ -94,9 +94,9 @@ def partition(
 ) -> Partition:
     """Draw the proxy, and distribute the other samples with the configured rule, which must not be local.
 
-    Rules that deal samples by label use `clusters` (N_train,) instead of labels. The rule manual uses `owner`
-    (N_train,), the client of each sample. The result depends only on the arguments and is the same on every machine.
-    Raises PartitionError if the rule cannot be applied to the data or with the configuration.
+    Rules that distribute samples by label use `clusters` (N_train,), if given, instead of labels. The rule `manual`
+    reads the client of each sample from `owner` (N_train,). The result depends only on the arguments and is the same on
+    every machine. Raises PartitionError if the rule cannot be applied to the data or with the configuration.
     """
     rule, clients, minimum = config.rule, config.clients, config.minimum
     clusters = clusters if rule in BY_LABEL else None
@@ -205,10 +205,10 @@ def likely_mistakes(confusion: NDArray[np.int64], sure: float, unknown: Sequence
     """Return an array (classes, classes) in which row c is the distribution of wrong labels for class c. The row is
     zero if labels of class c do not change.
 
-    `confusion` (classes, classes) counts how often samples of a class (row) were predicted as a class (column). Labels
-    of a class do not change if at least the fraction `sure` of its samples was predicted as one class, or if the class
-    has no samples. Clients do not have samples of the `unknown` classes, so labels never change to an unknown class.
-    Labels of a class that was confused only with unknown classes do not change.
+    Entry [i, j] of `confusion` (classes, classes) is the number of samples of class i that were predicted as class j.
+    Labels of a class do not change if at least the fraction `sure` of its samples was predicted as one class, or if the
+    class has no samples. Clients do not have samples of the `unknown` classes, so labels never change to an unknown
+    class. Labels of a class that was confused only with unknown classes do not change.
     """
     counts = confusion.astype(np.float64)
     of_class = counts.sum(1, keepdims=True)

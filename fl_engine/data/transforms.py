@@ -19,7 +19,7 @@ from fl_engine.core.task import VOID, has_boxes, has_maps
 LARGEST_SIDE = 1024
 """Maximum side length of a padded image in pixels."""
 COUNTED = 4096
-"""Number of images whose bytes are counted at a time."""
+"""Number of images per chunk when pixel values are counted."""
 SMALL = 1e-3
 """Standard deviations below this value are rounded to six significant digits instead of six decimals."""
 EQUAL = 1e-6
@@ -58,7 +58,7 @@ def random_split(samples: int, test_share: float) -> tuple[NDArray[np.int64], ND
 
 
 def stratified(labels: NDArray[np.int64], samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Draw `samples` ascending positions without replacement, with the class frequencies of `labels`.
+    """Draw `samples` positions without replacement, with the class frequencies of `labels`, and sort the positions.
 
     Class sizes are rounded by the largest remainder method (ties: the lower label) in integer arithmetic, so that all
     machines get the same result. A class with fewer than about len(labels) / `samples` samples may be left out.
@@ -123,14 +123,14 @@ def pad(data: Data, side: int) -> Data:
 
 
 def as_numbers(data: Data) -> Data:
-    """Convert tokens to floats, normalised at each position, for networks that do not accept tokens."""
+    """Convert tokens to floats with a mean and std per position, for networks that do not accept tokens."""
     train_x, test_x = data.train_x.float(), data.test_x.float()
     mean, std = moments(train_x.numpy())
     return replace(data, train_x=train_x, test_x=test_x, mean=mean, std=tuple(each or 1.0 for each in std))
 
 
 def byte_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and the standard deviation of each channel of images (N, C, H, W), divided by 255.
+    """Return the mean and the standard deviation of each channel of `images / 255` (N, C, H, W).
 
     Values are rounded to four decimals. Sums are computed with integers, so that all machines get the same result. The
     standard deviation of a constant channel is replaced by 1.
@@ -150,9 +150,9 @@ def byte_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple
 
 
 def moments(x: NDArray[np.float32], axis: int = -1) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and the standard deviation for each index of `axis`. Both are rounded to six decimals, or to six
-    significant digits of a standard deviation below SMALL, so that all machines get the same result. A standard
-    deviation that is a rounding error of float32 is set to 0."""
+    """Return the mean and the standard deviation for each index of `axis`. Both are rounded to six decimals, so that
+    all machines get the same result. If the standard deviation is below SMALL, both are rounded to its sixth
+    significant digit instead. A standard deviation that is a rounding error of float32 is set to 0."""
     others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
     mean = x.mean(others, dtype=np.float64, keepdims=True)
     squares = np.zeros(x.shape[axis])

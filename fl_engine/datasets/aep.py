@@ -8,9 +8,9 @@ date by day and month, add three principal components. Features with a strong co
 out. Test readings are drawn at random, as in the published code. All transformations are fitted on the training
 readings.
 
-Departs from the paper, which scales the target. Here, as in the published code, the target is a logarithm. Features are
-normalised with `mean` and `std`. Features are rounded to five decimals, because the last bits of principal components
-depend on the linear algebra library.
+Departs from the paper, which scales the target. Here, as in the published code, the target is the logarithm of the
+energy use. Features are normalised with `mean` and `std`. Features are rounded to five decimals, because the last bits
+of principal components depend on the linear algebra library.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ DECIMALS = 5
 DATE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", re.ASCII)
 
 Table = dict[str, NDArray[np.float64]]
-"""Map column names to values of shape (N,)."""
+"""Maps column names to values of shape (N,)."""
 
 
 def load(root: Path, rows: int = ROWS) -> Data:
     """Load `root`/aep/energydata_complete.csv, which has `rows` readings.
 
     Samples are (N, 18). Targets (N, 1) are logarithms of the energy use in Wh. Raises DataError if the file is missing,
-    its columns or its number of readings are wrong, or a value is not finite or has no logarithm.
+    its columns or its number of readings are wrong, or a value is not finite or cannot be log-transformed.
     """
     require_by_hand("aep", root, FILES, HOW)
     path = root / FILES[0]

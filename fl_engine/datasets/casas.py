@@ -10,8 +10,8 @@ homes are grouped into eleven classes and "other".
 
 Departs from the paper, in which a sample has the 2,000 events before an activity. Here, as in the paper's published
 code, a sample has the last 2,000 events of the activity itself. The published code numbers each home's events from 0,
-so a number has another meaning in each home, and 0 is both an event and the padding. Here a number means the same value
-of the same sensor in all homes, and 0 is only the padding. Test samples are drawn at random, as in the published code.
+so a number has a different meaning in each home, and 0 is both an event and the padding. Here a number has the same
+meaning in all homes, and 0 is only the padding. Test samples are drawn at random, as in the published code.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TEST_SHARE = 0.2
 PUBLISHED = (12_190, 3_048)
 """Numbers of training and test samples."""
 MOST_SAMPLES = 50_000
-"""Maximum number of samples. The set has 15,238, but every line of a damaged file might start another sample."""
+"""Maximum number of samples. The data set has 15,238, but a damaged file might yield one sample per line."""
 MOST_UNREADABLE = 0.01
 """Maximum fraction of unreadable lines in a file. Faulty sensors cause a few unreadable lines, but a damaged file
 contains more."""
@@ -81,7 +81,7 @@ ACTIVITIES = {
 LABELS = {name: CLASSES.index(label) for label, names in ACTIVITIES.items() for name in names.split()}
 LABELS[""] = CLASSES.index("other")
 STATES = {b"ON": "on", b"OF": "off", b"OP": "open", b"CL": "closed"}
-"""Map the first two characters of a value to a state. The rest is ignored, because it may be unreadable."""
+"""Maps the first two characters of a value to a state. The other characters may be damaged and are ignored."""
 
 DEGREES = re.compile(rb"-?[01]?\d{1,2}(\.\d*)?")
 """Pattern of a temperature. Values of 200 degrees or more are invalid."""
@@ -105,7 +105,7 @@ def load(root: Path) -> Data:
     """
     require_by_hand("casas", root, FILES, HOW)
     word_numbers: dict[str, int] = {}
-    """Map words to numbers, in order of first occurrence."""
+    """Maps words to numbers, in order of first occurrence."""
     rows: list[array[int]] = []
     labels: list[int] = []
     homes: list[int] = []

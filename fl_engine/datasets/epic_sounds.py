@@ -8,12 +8,12 @@ the videos of EPIC-KITCHENS-100 without a registration form. The publisher refer
 from each video (24 kHz, one channel, 16 bits). The reader uses these WAV files, not the HDF5 file of Auditory SlowFast.
 
 The spectrogram follows FedAIoT (Alam et al., 2023, Sec. 2.2.3). Details that the paper omits are taken from the
-authors' code. Hann windows of 10 ms are centred every 5 ms, with silence before and after the segment. The magnitudes
-of a 2,048-point Fourier transform are the input of 128 triangular mel filters of height 1 from 0 to 12 kHz (HTK's
-formula). Each value is the natural logarithm of 1e-6 plus a filter's output. The last frame is repeated to fill 400
-frames. Departs from FedAIoT, which draws a random clip of 1.999 s from a longer segment in each training epoch, and
-tests on five random clips. Here all samples use the middle 1.999 s of a longer segment, so that a sample is one tensor.
-Values are rounded to multiples of 1/1024, so that machines with different rounding errors get the same data.
+authors' code. Hann windows of 10 ms are centred every 5 ms, and the segment is padded with silence at both ends. The
+magnitudes of a 2,048-point Fourier transform are the input of 128 triangular mel filters of height 1 from 0 to 12 kHz
+(HTK's formula). Each value is ln(1e-6 + filter output). The last frame is repeated to fill 400 frames. Departs from
+FedAIoT, which draws a random clip of 1.999 s from a longer segment in each training epoch. For the test, FedAIoT draws
+five random clips. Here the middle 1.999 s of a longer segment are always used, so that each sample is one constant
+tensor. Values are rounded to multiples of 1/1024, so that machines with different rounding errors get the same data.
 
 The training part has the 60,055 training segments. The test part has the 8,035 validation segments, because the labels
 of the test segments are not published. FedAIoT's text states 40,175 test samples (Sec. 2.2.1), which is more than all
@@ -143,7 +143,7 @@ def _segment(participant: str, video: str, *numbers: str) -> Segment:
 
 
 def _sound(path: Path, segment: Segment) -> NDArray[np.float64]:
-    """Return the middle 1.999 s of the segment, or the whole segment if it is shorter, with values in -1..1."""
+    """Return the middle 1.999 s of the segment, or the whole segment if it is shorter, with values in [-1, 1]."""
     length = min(segment.stop - segment.start, CLIP)
     start = segment.start + (segment.stop - segment.start - length) // 2
     try:

@@ -5,9 +5,9 @@ creates data/femnist/data/all_data/all_data_0.json to all_data_35.json. Each fil
 
     {"users": [writer, ...], "num_samples": [n, ...], "user_data": {writer: {"x": [[784 numbers], ...], "y": [n]}}}.
 
-Pixels are stored row by row as numbers in 0..1, with black ink on a white background (1). The reader multiplies pixels
-by 255 to restore LEAF's bytes. Labels 0 to 9 are digits, 10 to 35 are upper-case letters, and 36 to 61 are lower-case
-letters. Each writer is a natural client.
+Pixels are stored row by row as numbers in [0, 1], with black ink on a white background (1). The reader multiplies
+pixels by 255 to restore LEAF's bytes. Labels 0 to 9 are digits, 10 to 35 are upper-case letters, and 36 to 61 are
+lower-case letters. Each writer is a natural client.
 
 LEAF does not define a split. Here n // 10 of a writer's n samples are drawn as test samples, with a constant seed.
 `femnist_tff` is TensorFlow Federated's version, which defines a split.
@@ -130,7 +130,7 @@ def _samples(path: Path, writer: str, found: Any, number: Any) -> tuple[NDArray[
 
 
 def _image(where: str, image: Any) -> NDArray[np.uint8]:
-    """Return an image (28, 28) from a list of 784 numbers in 0..1."""
+    """Return an image (28, 28) from a list of 784 numbers in [0, 1]."""
     try:
         values = np.frombuffer(array("d", image if isinstance(image, list) else []))  # accepts only numbers
     except (TypeError, OverflowError) as error:

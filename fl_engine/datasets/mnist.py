@@ -1,7 +1,7 @@
 """MNIST, Fashion-MNIST and EMNIST: grey images of 28 x 28 pixels. Each data set has four gzipped idx files.
 
 `mnist` contains handwritten digits (LeCun et al., Gradient-Based Learning Applied to Document Recognition, 1998). The
-files and checksums are the same as in torchvision. `fashion_mnist` contains clothes (Xiao et al., 2017,
+files and checksums are the same as in torchvision. `fashion_mnist` contains images of clothes (Xiao et al., 2017,
 arXiv:1708.07747; https://github.com/zalandoresearch/fashion-mnist).
 
 `emnist` is the balanced split of EMNIST, with 47 classes of equal size. Upper and lower case of a letter are one class
@@ -46,7 +46,7 @@ class IdxSet:
     url: str
     """URL of the archive, or of the folder with the files."""
     checksums: Mapping[str, str] = field(default_factory=dict)
-    """Map file names to checksums. Without an archive, every file needs a checksum."""
+    """Maps file names to checksums. If `archive` is None, every file must have a checksum."""
     archive: RemoteFile | None = None
     by_columns: bool = False
     """True if the files store images column by column."""

@@ -14,9 +14,9 @@ not occur in both training and test targets are replaced by a space, as LEAF doe
 are numbered in Unicode order.
 
 `load_text` returns the same lines for networks that predict the next character at every position. The training lines of
-a role are joined and cut into pieces of 80 characters. The test lines are joined separately. The target of each
-position is the next character. Token 0 pads the last piece. The tokens from 1 on stand for the characters of the
-training lines. The last two tokens stand for any other character (OOV) and for the start of a role's joined lines.
+a role are joined and cut into pieces of 80 characters. The test lines are joined and cut separately. The target of each
+position is the next character. Token 0 pads the last piece. Tokens 1, 2, ... stand for the characters of the training
+lines. The last two tokens stand for any other character (OOV) and for the start of a role's joined lines.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WINDOW = 80
 TEST_SHARE = 5
 """A role with n lines gets n // TEST_SHARE test lines."""
 PADDING = 0
-"""Token that fills a piece after its last character in `load_text`."""
+"""Padding token after the last character of a piece in `load_text`."""
 MOST_BYTES = 2**23
 """Maximum size of the text in bytes. In memory, every character becomes a sample of 80 numbers."""
 MOST_CHARACTERS = 256
@@ -75,7 +75,7 @@ def load(root: Path, checksum: str | None = REMOTE.checksum) -> Data:
 
 
 def load_text(root: Path, checksum: str | None = REMOTE.checksum) -> Data:
-    """Load the text of `load` as tokens (N, 80) and next tokens (N, 80). Raises the same errors as `load`."""
+    """Load the same text as `load`, but as tokens (N, 80) and next tokens (N, 80). Raises the same errors as `load`."""
     require("shakespeare_text", root, FILES, REMOTE.url)
     path = root / FILES[0]
     parts = _parts(path, checksum)

@@ -36,7 +36,7 @@ KEY = re.compile("[0-9a-f]{64}")
 TASK: Contract[Any] = Contract("task", TASKS, Task)
 
 _STORED: WeakValueDictionary[str, Data] = WeakValueDictionary()
-"""Map keys to data that this process stored and still uses. `read` returns these objects instead of a copy."""
+"""Maps keys to data that this process stored and still uses. `read` returns these objects instead of a copy."""
 
 
 def is_stored(name: str) -> bool:

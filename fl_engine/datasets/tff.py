@@ -3,10 +3,10 @@
 https://www.tensorflow.org/federated/api_docs/python/tff/simulation/datasets. The archives must match the SHA-256
 checksums in TensorFlow Federated. Each client in a file is a natural client. Clients are sorted by name.
 
-`femnist_tff` has the same characters as `femnist`, but a published split (`emnist` with only_digits=False). The set has
+`femnist_tff` (`emnist` with only_digits=False) has the same characters as `femnist`, and a published split. The set has
 671,585 training and 77,483 test images. Each of the 3,400 writers has at least one training and one test image. The
 files are fed_emnist_train.h5 and fed_emnist_test.h5. The array `examples/<writer>/pixels` is float32 (n, 28, 28) in
-0..1, with black ink on a white background (1). The array `examples/<writer>/label` is int32 (n,). Labels 0 to 9 are
+[0, 1], with black ink on a white background (1). The array `examples/<writer>/label` is int32 (n,). Labels 0 to 9 are
 digits, 10 to 35 are upper-case letters, and 36 to 61 are lower-case letters.
 
 `stackoverflow_tff` predicts the next word of a sentence. The set has 135,818,730 training sentences of 342,477 users
@@ -17,8 +17,8 @@ Words are converted to tokens as in google-research/federated (stackoverflow_wor
 has the same vocabulary and sentence length. Token 0 is padding, and tokens 1 to 10,000 are the most frequent words. The
 last three tokens stand for any other word (OOV), and for the beginning and the end of a sentence. A sample consists of
 the begin token and 20 words. If a sentence is shorter, the end token and padding follow. The model predicts the next
-word at all 20 positions. Departs from the published set, which does not fit into memory. Here only the first 1,000
-users of each file, sorted by name, are read, and only the first 128 sentences of each user.
+word at all 20 positions. Departs from the full published set, which does not fit into memory. Here the reader uses only
+the first 1,000 users of each file, sorted by name, and the first 128 sentences of each user.
 """
 
 from __future__ import annotations

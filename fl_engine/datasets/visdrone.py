@@ -9,8 +9,8 @@ comma-separated integers: left, top, width and height in pixels, score, category
 
 As in FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of Things, Michigan State
 University 2023, sections 2.2.1 and 2.2.3), the 6,471 images are training images and the 1,610 images are test images.
-All 12 categories are learned, and pixels are scaled to 0..1. Departs from the challenge, which scores only categories 1
-to 10, without 0 (an ignored region) and 11 (others). Images and their boxes are resized to 224 x 224, ignoring the
+All 12 categories are learned, and pixels are scaled to [0, 1]. Departs from the challenge, which scores only categories
+1 to 10, without 0 (an ignored region) and 11 (others). Images and their boxes are resized to 224 x 224, ignoring the
 aspect ratio.
 
 If VisDrone2019-DET-train is missing, only the validation images are used, and every fifth image in the order of the
@@ -65,8 +65,8 @@ MOST_PIXELS = 2**24
 NAME = re.compile(r"(\d{1,9})_\d{1,9}_d_\d{1,9}", re.ASCII)
 WHOLE = re.compile(r"-?\d{1,6}", re.ASCII)
 ROUNDING = 1e-4
-"""Tolerance as a fraction of the image size. A box that extends beyond the image by less than this tolerance does not
-count as cropped."""
+"""Tolerance as a fraction of the image size. A box counts as cropped only if the image edge cuts off more than this
+tolerance."""
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ Weiss, Yoneda and Hayajneh, Smartphone and Smartwatch-Based Biometrics Using Act
 2019. The data are prepared as in FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial
 Intelligence of Things, Michigan State University 2023, sections 2.2.1 and 2.2.3.2). Readings of the accelerometer and
 the gyroscope are joined by time. For each activity, windows of 200 readings begin at readings 200, 300 and so on. As in
-FedAIoT's text, eating soup, chips, pasta or a sandwich is one class. The published code uses only sandwiches.
+FedAIoT's text, eating soup, chips, pasta or a sandwich is one class. The published code includes only sandwiches.
 
 Departs from FedAIoT's text, which uses 45 people for training and 6 for testing. The numbers of samples in the text
 (16,569 and 4,103 for the watch, 13,714 and 4,073 for the phone) match the published code, which uses a fifth of the
@@ -42,13 +42,13 @@ ACTIVITIES = (
     "clapping", "folding",
 )  # fmt: skip
 CLASSES = {letter: label for label, letter in enumerate("ABCDEFGLKQRS")} | dict.fromkeys("HIJ", 7)
-"""Map the letter of each activity to its class. H, I, J and L are meals. Activities with other letters are left out."""
+"""Maps the letter of each activity to its class. H, I, J and L are meals. Other letters are not used."""
 LETTERS = b"ABCDEFGHIJKLMOPQRS"
 WINDOW = 200
 STEP = 100
 TRAIN_SHARE = 0.8
 MOST_REPEATS = 2
-"""Maximum ratio of joined readings to readings of one sensor. All pairs of readings with the same time are joined."""
+"""Maximum number of joined rows (all pairs of rows with equal times), divided by the rows of the longer sensor file."""
 
 LINE = np.dtype([("subject", "i4"), ("activity", "S2"), ("time", "i8"), ("x", "f4"), ("y", "f4"), ("z", "f4")])
 
@@ -108,8 +108,8 @@ def windows(accel: NDArray[np.void], gyro: NDArray[np.void]) -> Windows:
 
 
 def joined(accel: NDArray[np.void], gyro: NDArray[np.void]) -> tuple[NDArray[np.bytes_], NDArray[np.float32]]:
-    """Return the activities (N,) and the values of both sensors (N, 6) at the times in both files, sorted by time. The
-    activities are from the accelerometer's file. All pairs of readings with the same time are joined."""
+    """Return the activities (N,) and the values of both sensors (N, 6) at all times that occur in both files, sorted by
+    time. The activities are from the accelerometer's file. All pairs of readings with the same time are joined."""
     a, g = np.argsort(accel["time"], kind="stable"), np.argsort(gyro["time"], kind="stable")
     times = gyro["time"][g]
     first = np.searchsorted(times, accel["time"][a], side="left")
