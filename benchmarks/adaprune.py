@@ -96,7 +96,7 @@ def _assignment(site: Site, whole: Params, sent: int) -> Assignment:
 
 
 def _pruned(algorithm: FlexFL, assignment: Assignment, site: Site) -> Params:
-    """Return a copy of the weights to train, so that the memory of the received weights can be freed."""
+    """Return the pruned weights as copies, so that the memory of the received weights can be freed."""
     start = _accepted(algorithm, assignment, site).start
     return {name: t if t.nbytes == t.untyped_storage().nbytes() else t.clone() for name, t in start.items()}
 

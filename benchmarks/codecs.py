@@ -96,7 +96,7 @@ def number(text: str, at: int) -> tuple[int, int]:
 # -------------------------------------------------------------------------------------------------------- the row
 def compete(turns: int) -> dict[str, Any]:
     """Measure the speeds of both codecs in MB/s, for encoding and decoding with each coding. Speeds are medians of
-    `turns` measurements. The result also contains the bits per number, including the norms.
+    `turns` measurements. The result also contains the encoded size in bits per number, including the norms.
     """
     torch.set_num_threads(1)
     whole = normal(NUMBERS)

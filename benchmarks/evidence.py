@@ -12,7 +12,7 @@ strongly skewed labels. The effect of wrong labels is tested on Fashion-MNIST an
 Oort's client selection are tested on Fashion-MNIST. FedX and related algorithms run on CIFAR-10, and their times are
 measured on Tiny-ImageNet. A Transformer and an LSTM predict the next characters in the lines of Shakespeare's roles.
 FedRolex and HeteroFL run at high heterogeneity, with a learning rate that was chosen with a separate seed. AEP runs at
-the scale of FedAIoT's authors, with FedOPT at the published server learning rate, and with central training by Adam.
+FedAIoT's scale, with FedOPT at the published server learning rate, and with central training by Adam.
 
 FedRolex and AEP have a separate comparison for each seed. On two cores all comparisons take about seventeen hours, and
 AEP at full scale takes three more hours for each of three seeds.
@@ -142,7 +142,7 @@ NOISY: dict[str, tuple[str, ...]] = {
 """FedAvg with 0, 10 and 30 % wrong labels (FedAIoT, Table 2.5).
 
 Labels are changed in every class in which the central model makes errors. `wrong30_sure95` follows FedAIoT's code,
-which does not change labels of classes that the model recognises in 95 % of the cases."""
+which does not change the labels of a class if the model recognises at least 95 % of its samples."""
 
 BRANCHED = (
     "dataset.train_samples=20000",
@@ -246,10 +246,10 @@ QUANTISED: dict[str, tuple[str, ...]] = {
     "fedavg=fedx": (_tiers(None), TUNED),
     "dadaquant": ("algorithm.fine_tuning={gamma: 0}",),
 }
-"""Comparison of FedX's section IV-D. FedX, FedX without the regulariser or without fine-tuning, AdaGQ and quantized
-FedAvg run with each number of bits. The row `fedavg` trains FedX's sub-networks in float32, and DAdaQuant chooses its
-number of bits. Quantized FedAvg trains one sub-network, and its server does not have data. FedX and `fedavg` start with
-weights that the server has trained on its classes. The other algorithms start with random weights."""
+"""The comparison in section IV-D of FedX. FedX (also without the regulariser and without fine-tuning), AdaGQ and
+quantized FedAvg run with each number of bits. The run `fedavg` trains FedX's sub-networks in float32. DAdaQuant itself
+chooses the number of bits. Quantized FedAvg trains one sub-network, and its server does not have data. FedX and
+`fedavg` start with weights that the server has trained on its classes. All others start with random weights."""
 for _bits in (8, 9, 10, 11):
     QUANTISED |= {
         f"fedx_{_bits}=fedx": (_tiers(_bits),),
@@ -266,8 +266,8 @@ SIZES: dict[str, tuple[str, ...]] = {
     "fedavg=fedx": ("algorithm.assigned={strong: {level: large, bits: null}}", TUNED),
     **{f"fedx_{level}": () for level in ("small", "medium", "large")},
 }
-"""All devices train the same sub-network in the number of bits that the search finds (FedX, Figure 4), or the full
-network in float32."""
+"""All devices train the same sub-network, quantized to the number of bits that the search finds (FedX, Figure 4), or
+the full network in float32."""
 _UNEVEN = "algorithm.assigned={weak: {level: small, bits: 11}, medium: {level: medium, bits: 9}}"
 
 
@@ -278,8 +278,8 @@ def _medium(percent: int) -> str:
 
 
 SHARES: dict[str, tuple[str, ...]] = {f"medium{p}=fedx": (_UNEVEN, _medium(p)) for p in (0, 25, 50, 75, 100)}
-"""Different fractions of the devices train the medium sub-network in 9 bits. The other devices train the small
-sub-network in 11 bits (FedX, Fig. 5)."""
+"""In each run, another fraction of the devices trains the medium sub-network with 9 bits. The other devices train the
+small sub-network with 11 bits (FedX, Fig. 5)."""
 TIMED = (
     "partition.clients=4",
     "partition.proxy=0.1",
@@ -343,7 +343,7 @@ FEW_IMAGES = (
     "training.fraction=0.4",
     "training.batch_size=10",
 )
-"""Settings for the available part of Tiny-ImageNet, which has 20 classes with 50 images of 64 x 64 pixels each."""
+"""Settings for a part of Tiny-ImageNet: 20 classes, each with 50 images of 64 x 64 pixels."""
 OR_HETEROFL = {name: WITH_VGG[name] for name in ("flexfl", "heterofl")}
 ON_GPU = "run.devices=[cuda]"
 WHOLE_VGG = (*_without(VGG, "model.width="), ON_GPU)
@@ -367,7 +367,7 @@ class Campaign:
     algorithms: Mapping[str, Sequence[str]]
     common: tuple[str, ...] = COMMON
     about: str = ""
-    """Last part of the ID. If it is empty, the ID ends with the partition rule."""
+    """Last part of the comparison's ID. If this field is empty, the ID ends with the partition rule."""
     to: str = ""
     """Target accuracies. The comparison reports the rounds and seconds until each target is reached."""
 

@@ -49,8 +49,8 @@ class Gate:
 
 
 def family(pid: int) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Yield a pair for the process `pid` and for each of its descendants. The pair contains the fields of
-    /proc/<pid>/status, and the values of /proc/<pid>/stat from the third value on. Outside Linux, yield nothing.
+    """Yield a pair for the process `pid` and for each of its descendants. Each pair contains the fields of
+    /proc/<pid>/status, and the values of /proc/<pid>/stat without the first two values. Outside Linux, yield nothing.
     """
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):

@@ -67,7 +67,7 @@ POINTS: Mapping[str, Sequence[tuple[str, int, int]]] = {
     "fleet": [(name, n, 100) for name in SELECTIONS for n in (1000, 10_000, 30_000, 100_000)],
     "round": [("uniform", 20_000, n) for n in (100, 1000, 3000, 10_000)],
 }
-"""Map each sweep to a list of points (selection, number of clients, number of clients per round)."""
+"""Map each sweep to a list of points (selector, number of clients, number of clients per round)."""
 
 
 def site_of(selection: str, clients: int, per_round: int) -> tuple[Algorithm, Site]:
@@ -95,7 +95,7 @@ def point(selection: str, clients: int, per_round: int, stop: int = ROUNDS) -> d
     """Measure the time and memory of a run of `stop` rounds.
 
     Returns:
-        CPU seconds to create the site (`fleet`), per round (`round`), and to resume the run for one round (`resume`).
+        CPU seconds to create the clients (`fleet`), to run a round (`round`), and to resume and run a round (`resume`).
         Median wall-clock seconds of the phases `plan`, `train` and `merge` of a round.
         Peak memory in MB of 1e6 bytes before the rounds (`mb_before`), after the rounds (`mb_rounds`), and after the
         resumed round (`mb_peak`). `mb_ledger` is the size of the ledger's files.
@@ -146,7 +146,7 @@ FITTED = (("round", "ms a round", 1e3), ("resume", "ms to resume", 1e3), ("mb_pe
 
 
 def fits(what: str, found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe for each selection how the time of a round, the time to resume and the peak memory grow with the number
+    """For each selector, describe how the time of a round, the time to resume and the peak memory grow with the number
     of clients."""
     key, lines = "clients" if what == "fleet" else "per_round", []
     for name in dict.fromkeys(row["selection"] for row in found):
@@ -185,7 +185,7 @@ def sweep_models(sizes: Sequence[float] = MODELS, clients: int = 3) -> list[str]
 
 
 def print_methods(size: float, clients: int = 3) -> None:
-    """Measure each of `large.METHODS` with two worker processes, and print a line for each.
+    """Measure each method in `large.METHODS` with two worker processes, and print a line for each method.
 
     The first columns are the peak memory of each stage, the written bytes and the peak memory of a worker, in multiples
     of the model's size. The last column is the coordinator's CPU seconds per round.

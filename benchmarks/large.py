@@ -56,7 +56,7 @@ class WideMLP:
 
     @staticmethod
     def of(megabytes: float) -> WideMLP:
-        """Return a network whose float32 weights have a size of `megabytes`, accurate to one percent."""
+        """Return a network whose float32 weights take `megabytes` MB, with an error of at most one percent."""
         return WideMLP(round(math.sqrt(megabytes * 1e6 / 4 / INNER)))
 
     def layout(self) -> ParamLayout:

@@ -1,11 +1,11 @@
 """Measure a coordinator's memory, files and time with many clients, updates or rounds.
 
 The case `updates` merges 100, 500 and 2,000 updates of a 10 MB model in one round, from memory or from the store, and
-reports the peak memory relative to 100 updates. Aggregation by median merges at most 1,000 updates, because it writes a
-copy of the updates to a file.
+reports the peak memory relative to the peak with 100 updates. Aggregation by median merges at most 1,000 updates,
+because it writes a copy of the updates to a file.
 The case `clients` trains tiny models on 1,000 of 10,000 clients per round.
-The case `rounds` commits 10,000 rounds, and reports the number and size of files. This case also reports the time of a
-round in the last tenth of the run, relative to the first tenth.
+The case `rounds` commits 10,000 rounds, and reports the number and size of files. It also compares the time of a round
+in the last tenth of the run with the time in the first tenth.
 
 The benchmark takes about 15 minutes and needs 25 GB of disk space. The cases run in separate processes, because peak
 memory is measured per process.

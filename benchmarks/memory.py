@@ -36,7 +36,7 @@ PUBLISHED: dict[str, tuple[int, int] | None] = {
     "epic_resnet18": (2176, 936),
     "point_detector": None,
 }
-"""MB in FP32 and FP16 (Table 2.6). The value for VisDrone is None, because the thesis measured another detector."""
+"""MB in FP32 and FP16 (Table 2.6). point_detector has no value, because the thesis measured another detector."""
 MOST = 100
 PRECISIONS: tuple[Precision, ...] = ("fp32", "amp", "fp16")
 

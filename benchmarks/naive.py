@@ -76,7 +76,7 @@ def network_of(name: str, w: Workload) -> nn.Module:
 
 
 def plan_like(algorithm: Algorithm, site: Site) -> Plan:
-    """Return a plan with flexfleet's sub-networks and selection, so that both contestants do the same work."""
+    """Return a plan with flexfleet's sub-networks and selected clients, so that both contestants do the same work."""
     from benchmarks.ours import works_of
 
     specs = [m.spec for m in site.pool]

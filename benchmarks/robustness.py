@@ -91,7 +91,8 @@ class Case:
 
 
 def accuracies(case: Case) -> dict[str, dict[str, float]]:
-    """Execute the missing runs. Map each label to the accuracies `avg` and `full` of the last round, in %."""
+    """Execute the missing runs. Map each label to its accuracies in the last round, in %: the mean over the levels
+    (`avg`) and the accuracy of the largest level (`full`)."""
     local = ["--resume", "--jobs", "1", "--set", f"run.store={STORE}"]
     code = subprocess.run(
         [sys.executable, "-m", "flexfleet.cli.main", *case.command[1:], *local], check=False

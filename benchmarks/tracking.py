@@ -23,7 +23,7 @@ import requests
 from flexfleet.tracking.trackers import MLflow
 
 COMMIT = 100
-"""Number of rounds that are logged together. A run logs every two seconds, and the shortest rounds take about 20 ms."""
+"""Number of rounds that are logged together. A run logs every two seconds, which is the time of 100 rounds of 20 ms."""
 START_S = 120.0
 
 

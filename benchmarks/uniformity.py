@@ -7,8 +7,8 @@ random and is multiplied by 0.9 each time the client participates.
 As in the paper's section 5, 100 of 2,800 clients are selected in each of 1,000 rounds. The paper is "Enhancing
 Communication Efficiency and Training Time Uniformity in Federated Learning through Multi-Branch Networks and the Oort
 Algorithm" (Algorithms, MDPI, January 2024). The paper reports a uniformity of 532 without branches and 313 with
-branches, but states neither the selection nor the unit. A client trains 20 steps of 30 samples (Oort's code), or one
-epoch if it has fewer samples. Speeds, bandwidths and online times are assumed (`DEVICES`).
+branches, but states neither the selection nor the unit. A client trains 20 steps of 30 samples (as in Oort's code), or
+one epoch if it has fewer samples. Speeds, bandwidths and online times are assumed (`DEVICES`).
 
 Usage:
     python -m benchmarks.uniformity [--json]      (five minutes of one core)
@@ -54,7 +54,7 @@ PRINTED = (532, 313)
 
 @dataclass(frozen=True)
 class Row:
-    """Means over the rounds, in simulated seconds."""
+    """Results of one variant. The first four values are means over the rounds, in simulated seconds."""
 
     uniformity: float
     compute: float
@@ -74,7 +74,7 @@ class Row:
 
 @dataclass(frozen=True)
 class World:
-    """Data that all rows share: devices, their trace, and the sample counts and initial losses of clients."""
+    """Data that all variants share: devices, their trace, and the sample counts and initial losses of clients."""
 
     fleet: tuple[Device, ...]
     trace: Trace
@@ -106,7 +106,7 @@ def pools() -> tuple[Pool, Pool]:
 def simulated(
     where: World, selection: Selector, pool: Pool, mu: float | None, rounds: int = ROUNDS, asked: int = ASKED
 ) -> Row:
-    """Simulate the rounds of a row. `mu` is the parameter of the Tier Clustering Algorithm. If `mu` is None, all
+    """Simulate the rounds of one variant. `mu` is the parameter of the Tier Clustering Algorithm. If `mu` is None, all
     clients get the largest model."""
     tables, clock, trained = selection.init(where.fleet, pool), 0.0, 0.0
     taken = np.zeros(len(where.fleet), dtype=int)
@@ -160,8 +160,8 @@ def four(where: World, rounds: int) -> dict[str, Row]:
 
 
 def summary(rows: Mapping[str, Row]) -> dict[str, Any]:
-    """Map each metric to its values by row. `seconds_to_samples` is the time until a row's clients have processed half
-    of the slowest row's total samples.
+    """Map each metric to {variant: value}. `seconds_to_samples` is the time until the clients of a variant have
+    processed half as many samples as the slowest variant processes in total.
     """
     half = min(row.samples[-1] for row in rows.values()) / 2
     figures = ("uniformity", "compute", "communication", "round_s", "dropped")

@@ -19,7 +19,7 @@ from flexfleet.config.parameters import NAMES, everything, params_yaml
 
 ROOT = Path(__file__).parents[1]
 WORDS = {"dataset": "data set", "model": "network", "algorithm": "algorithm"}
-"""Map form fields that select a registered component to the nouns in their descriptions."""
+"""Map each form field that selects a registered component to the word for this component in the form."""
 PARAMS, FORM, ERRORS = ROOT / "params.yaml", ROOT / "pipelines" / "form.json", ROOT / "docs" / "reference" / "errors.md"
 ERRORS_HEAD = """# Errors
 
@@ -55,8 +55,8 @@ def form_json() -> str:
 
 
 def errors_md() -> str:
-    """Return the page of error codes. An error code without an error class has the exit code of the class for its first
-    word (`config` for `config.unknown`)."""
+    """Return the page of error codes. If no error class has a code such as `config.unknown`, the page shows the exit
+    code of the class with the code `config`."""
     classes = [each for each in vars(errors).values() if isinstance(each, type)]
     exits = {each.code: each.exit_code for each in classes if issubclass(each, errors.FlexfleetError)}
     return ERRORS_HEAD + "".join(

@@ -17,7 +17,7 @@ class Field(NamedTuple):
 
 FILE = Path(__file__).with_name("form.json")
 NO_STORE = "empty: the platform's bucket, if the Secret flexfleet-s3 names one (S3_STORE)."
-"""Part of the description of `store_uri`. It explains which store is used if the field is empty."""
+"""Part of the description of `store_uri` that explains which store is used if the field is empty."""
 FIELDS = {name: Field(**about) for name, about in json.loads(FILE.read_text("utf-8")).items()} | {
     "mlflow_uri": Field(
         "", "Tracking URI of an MLflow server; empty: the server that Kubeflow sets for tasks, otherwise no tracking."

@@ -9,8 +9,8 @@ from fl_engine import PARAMETER_TABLE
 from flexfleet.kubeflow.retarget import DEFAULT_IMAGE, SECRETS, SIZES
 
 S3_SECRET = SECRETS["FLEXFLEET_S3_SECRET"]
-"""Secret with the variables that boto3 reads, and S3_STORE, the default for an empty `store_uri`. In tasks, their names
-start with FLEXFLEET_, because Kubeflow's launcher in the same container uses AWS_* for its own artifacts."""
+"""Secret with the variables that boto3 reads, and S3_STORE, the default for an empty `store_uri`. In tasks, the names
+start with FLEXFLEET_, because Kubeflow's launcher uses AWS_* in the same container for its own artifacts."""
 S3_KEYS = (
     "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION",
     "S3_STORE",

@@ -1,12 +1,11 @@
 """Define the tuning pipeline: prepare -> search (for each worker) -> report.
 
-The first task checks the configuration and computes partition and pre-training. Then `tune.workers` pods run the trials
-of one study, which is stored in `<store_uri>/<study_id>`. The last task compares the best setting with the default.
+The first task checks the configuration and runs the steps partition and pretrain. Then `tune.workers` pods run the
+trials of one study, stored in `<store_uri>/<study_id>`. The last task compares the best setting with the default.
 
-Several workers share the study through a database. Its address is set in `tune.storage` or a Secret. Without a
-database, there is a single worker. The worker resumes from its folder if this folder is not deleted with the pod.
-Otherwise, it restarts the study and reuses the rounds of trials with the same values. Retries and caching are described
-in pipelines/train.py.
+Several workers share the study through a database, whose address is set in `tune.storage` or a Secret. Without a
+database, there is a single worker, which resumes from its folder. If this folder was deleted with the pod, it restarts
+the study and reuses the rounds of trials with the same values. For retries and caching, see pipelines/train.py.
 """
 
 from typing import Any
