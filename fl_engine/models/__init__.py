@@ -1,4 +1,4 @@
-"""Map each value of `model.name` to its network class. Add new networks to `MODELS`."""
+"""Maps each value of `model.name` to its network class. Add new networks to `MODELS`."""
 
 from __future__ import annotations
 

@@ -21,13 +21,13 @@ stage 1 are then identities. The networks for UT-HAR and Widar use group norm, a
 second 3x3 convolution of a block then applies the stride. The network for EPIC-SOUNDS uses batch norm, and the first
 convolution of a block applies the stride.
 
-Departs from the authors' code. For UT-HAR, the last version of the code uses batch norm. The thesis and this network
-use group norm. For EPIC-SOUNDS, the code uses He initialisation (normal, fan out). Here PyTorch's defaults are used.
+Departs from the authors' code. For UT-HAR, the latest code uses batch norm. The thesis and this network use group norm.
+For EPIC-SOUNDS, the code uses He initialisation (normal, fan out). Here PyTorch's default initialisation is used.
 
 Group norm normalises the first and the second half of the channels separately. Therefore channel i of the layout is a
 pair: the i-th channel of each half (`Axis.copies`). A sub-model then keeps the same number of channels in each half,
-and widths count pairs. Group norm computes the statistics from the kept channels. Therefore a sub-model does not
-compute the same outputs as the full network with zeros in all other channels.
+and the width of a group is its number of pairs. Group norm computes the statistics from the kept channels. Therefore a
+sub-model does not compute the same outputs as the full network with zeros in all other channels.
 
 Groups: down1, down2 or up1, up2; stem (unless stage1 includes the stem), stage1 .. stage4, classes. Blocks: the first
 convolutions, stem, stage<s>.<b> (b from 0), classifier. Sub-models can drop the blocks with an identity shortcut. An

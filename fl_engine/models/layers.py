@@ -92,7 +92,7 @@ class LayerMaker:
     """Factory that creates the layers of a sub-model and records the axes of the weights."""
 
     layout: ParamLayout
-    """Layout with the channel groups. The factory does not use the slots of the layout."""
+    """Layout of the network. Only its channel groups are used, not its slots."""
     spec: SubmodelSpec
 
     def width(self, axis: Inside) -> int:

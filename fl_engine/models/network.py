@@ -45,7 +45,7 @@ class Network(ABC):
         self.require("width", 0 < self.width <= WIDEST, f"greater than 0 and at most {WIDEST}")
 
     def require(self, option: str, holds: bool, expected: str) -> None:
-        """Raise ModelError for the option unless `holds` is true. `expected` describes the valid values."""
+        """Raise a ModelError that names the option unless `holds` is true. `expected` describes the valid values."""
         if not holds:
             path = "model.name" if option in ("input_shape", "outputs") else f"model.{option}"  # not options
             raise ModelError(

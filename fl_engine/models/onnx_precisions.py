@@ -3,7 +3,7 @@
 FedX (Adaptive Model Decomposition and Quantization for IoT Federated Learning, Lai et al., section III-C) writes: "we
 round up the number of quantized bits to Int8, Float16, and a full precision (Float32) for storing tensors and
 performing computations on IoT devices". `rounded_up` implements this rule. The paper does not say how a device computes
-8-bit activations. In this module, ONNX Runtime converts the values.
+8-bit activations. Here ONNX Runtime quantises the activations.
 
 With `fp16`, weights and activations have 16 bits. Processors without fp16 arithmetic compute in fp32 with fp16 weights.
 With `int8`, weights have 8 bits, and the ranges of the activations are computed for each batch.
@@ -39,8 +39,8 @@ OnnxPrecision = Literal["fp32", "fp16", "int8"]
 FILES: Mapping[OnnxPrecision, str] = {"fp32": ONNX, "fp16": "model.fp16.onnx", "int8": "model.int8.onnx"}
 ABOUT = "precision.json"
 BLOCKS, RUNS, WARM_UP = 10, 10, 3
-"""Latency is measured in BLOCKS blocks. In every block, each file runs WARM_UP times without and then RUNS times with
-timing, so that a slow phase of the machine affects all files equally."""
+"""Latency is measured in BLOCKS blocks. In every block, each file makes WARM_UP untimed and then RUNS timed runs, so
+that a slow phase of the machine affects all files equally."""
 BATCH: Mapping[OnnxPrecision, int] = {"fp32": 128, "fp16": 128, "int8": 1}
 """Number of test samples per batch. Int8 uses batches of 1, as a device does, because activation ranges depend on the
 batch."""
@@ -93,7 +93,7 @@ def rounded_up(bits: int | None) -> OnnxPrecision:
 
 
 def precision_of(codec: Codec | None) -> OnnxPrecision:
-    """Return the precision that a codec's field `levels` (per sign) or `bits` requires; fp32 without these fields."""
+    """Return the precision for a codec with the field `bits` or `levels` (per sign); fp32 without these fields."""
     levels = getattr(codec, "levels", None)
     return rounded_up(getattr(codec, "bits", None) if levels is None else levels.bit_length())
 
@@ -162,7 +162,7 @@ def read(folder: Path) -> Precisions | None:
 
 
 def convert(precision: OnnxPrecision, network: RawNetwork, data: Data, folder: Path) -> Path:
-    """Write the ONNX file for one precision to `folder` and return the path. Equal networks yield identical files.
+    """Write the ONNX file for one precision to `folder` and return the path. Identical networks yield identical files.
 
     Raises ModelError if the network cannot be converted, or if the conversion would not change any weight.
     """

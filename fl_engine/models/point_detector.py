@@ -9,7 +9,7 @@ from these papers. The network uses only the finest map of the pyramid, because 
 The network has a 3x3 stem with stride 2 and four stages of basic blocks with 48, 96, 192 and 256 channels, each with
 stride 2. The first three stages have two blocks each, and the last stage has one block. The maps of all stages are
 reduced to the same number of channels by 1x1 convolutions. Starting with the coarsest map, each map is enlarged to the
-size of the next finer map and added to this map. Two 3x3 convolutions follow, and a 1x1 convolution that computes the
+size of the next finer map and added to this map. Two 3x3 convolutions follow, and then a 1x1 convolution computes the
 outputs. For 3x224x224 images and 16 outputs (12 categories), the network has 2,817,872 parameters.
 
 Groups: stem, stage1 .. stage4, pyramid, tower, and the outputs. Blocks: stem, stage<s>.<b> (b from 0), pyramid, tower,

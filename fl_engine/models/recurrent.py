@@ -174,8 +174,8 @@ class CasasBiLSTM(Network):
     network has 196,108 parameters.
 
     Departs from the authors' code, in which the classifier uses the outputs of both directions at the last event. At
-    this event, the backward direction has read only one event. Here, as in Liciotti et al., each direction reads all
-    events before its output is used.
+    the last event, the backward direction has read only one event. Here, as in Liciotti et al., each direction reads
+    all events before its output is used.
 
     Groups: embedding, lstm (a channel is one unit in each direction), classes. Blocks: embedding, lstm, classifier.
     FlexFL sets the APoZ of both layers to `pool.UNMEASURED`, because the layers have no ReLU.

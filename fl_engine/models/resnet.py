@@ -161,7 +161,7 @@ class PreResNet18(BasicStages, StagedNetwork, ImageNetwork):
 
     Groups: stage1 .. stage4, classes. Blocks: stem, stage<s>.<b> (b from 0), norm, classifier. Sub-models can drop
     stage1.0 and the blocks with b = 1, which have an identity shortcut. An early exit can follow each block of a stage,
-    before any norm.
+    and receives outputs without a norm.
     """
 
     depths = dict.fromkeys(PRERESNET, 2)

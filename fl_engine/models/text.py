@@ -128,8 +128,8 @@ class TextTransformer(TextNetwork):
 
     Departs from the Field Guide's code: position encodings are learnt parameters instead of sines, so that they can be
     sliced. Classifier and embedding do not share weights, because the outputs are a separate group. Departs from the
-    paper, which cuts the sizes of queries, keys and values. Here whole heads are cut. A slice then computes the same
-    outputs as the whole network with all other weights set to 0.
+    paper, in which sub-models have smaller queries, keys and values. Here sub-models have fewer heads. A slice then
+    computes the same outputs as the whole network with all other weights set to 0.
 
     In a sub-model, layer norm computes the statistics only from the kept channels.
 

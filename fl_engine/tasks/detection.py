@@ -76,7 +76,7 @@ class Detection:
 
     @property
     def label_count(self) -> int:
-        """Number of categories plus 1, because images without boxes have an additional label."""
+        """Number of categories plus 1. The extra label marks images without boxes."""
         return self.categories + 1
 
     @property
@@ -116,7 +116,7 @@ class Detection:
         return found
 
     def present(self, y: Tensor) -> None:
-        """Return None, because an image has several categories."""
+        """Return None instead of a class mask, because an image may contain several categories."""
         return
 
     def examples(self, count: int, generator: torch.Generator) -> Tensor:
@@ -154,10 +154,10 @@ class Detection:
         return torch.cat([outputs_bo[:, :BOX], outputs_bo[:, BOX:] - PRIOR], dim=1) / temperature
 
     def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
-        """Return KL(teacher || student) for each category. Each score is a separate probability (Yang et al., Bridging
-        Cross-task Protocol Inconsistency for Distillation in Dense Object Detection, ICCV 2023). For boxes, return the
-        squared errors of the four values. The errors are multiplied by the teacher's highest score in the cell, because
-        the boxes of cells without an object are arbitrary."""
+        """Return KL(teacher || student) for each category. Each category has a separate probability (Yang et al.,
+        Bridging Cross-task Protocol Inconsistency for Distillation in Dense Object Detection, ICCV 2023). For boxes,
+        return the squared errors of the four values. The errors are multiplied by the teacher's highest score in the
+        cell, because the boxes of cells without an object are arbitrary."""
         teacher = self.softened(teacher_bo, temperature)
         score = (teacher[:, BOX:] * temperature).amax(1, keepdim=True).sigmoid()
         of_boxes = score * (softened_bo[:, :BOX] - teacher[:, :BOX]).square()

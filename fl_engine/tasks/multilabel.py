@@ -34,7 +34,7 @@ class Multilabel:
 
     @property
     def label_count(self) -> int:
-        """Number of outputs plus 1, because samples without labels have an additional label."""
+        """Number of outputs plus 1. The extra index marks samples without labels."""
         return self.outputs + 1
 
     @property
@@ -59,7 +59,7 @@ class Multilabel:
         return found
 
     def present(self, y: Tensor) -> None:
-        """Return None, because samples without a label also affect the loss of this label."""
+        """Return None instead of a class mask, because samples without a label also contribute to its loss."""
         return
 
     def examples(self, count: int, generator: torch.Generator) -> Tensor:

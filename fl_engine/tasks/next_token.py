@@ -1,8 +1,8 @@
 """Language modelling: predict the next token at every position of a sequence, with cross entropy and accuracy.
 
 `accuracy` does not count out-of-vocabulary tokens (OOV) and tokens for the start and end of a sequence, as in Adaptive
-Federated Optimization (Reddi et al., ICLR 2021). `accuracy_all` also counts these tokens, as in FedRolex (section 3.3).
-The metrics and the loss exclude padding.
+Federated Optimization (Reddi et al., ICLR 2021). `accuracy_all` counts all tokens except padding, as in FedRolex
+(section 3.3). The metrics and the loss exclude padding.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Regression:
         return np.searchsorted(edges, first, side="right").astype(np.int64)
 
     def present(self, y: Tensor) -> None:
-        """Return None, because outputs are not classes."""
+        """Return None instead of a class mask, because outputs are not classes."""
         return
 
     def examples(self, count: int, generator: torch.Generator) -> Tensor:

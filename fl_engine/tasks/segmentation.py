@@ -76,7 +76,7 @@ class Segmentation(Distilled):
         return found
 
     def present(self, y: Tensor) -> None:
-        """Return None, because a sample has several categories."""
+        """Return None instead of a class mask, because a sample may contain several categories."""
         return
 
     def examples(self, count: int, generator: torch.Generator) -> Tensor:

@@ -1,4 +1,4 @@
-"""Creates the training batches of each lane (`lanes`): draws and augments the samples of every step."""
+"""Draws and augments the training batches of each lane, i.e. of each client that trains in parallel (see `lanes`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def orders(
     goal: Task, tasks: Sequence[LocalTask], targets: Sequence[Tensor], *, shared: bool = False
 ) -> Iterator[Sequence[Tensor]]:
     """Yield one sequence of training steps per epoch. A step is an int64 tensor (B, n) with one column per lane. A
-    column contains the indices of the lane's samples in the result of `joined`.
+    column selects the lane's samples by their indices in the result of `joined`.
 
     With `shared`, all lanes train on one set of samples, which is stored only once. The generator draws one epoch at a
     time, because the indices of all epochs may take more memory than the samples.

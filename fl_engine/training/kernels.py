@@ -26,7 +26,7 @@ def batched_linear(x_bf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def suits_unfolding(x_bchw: Tensor, weight: Tensor, stride: tuple[int, ...], padding: tuple[int, ...]) -> bool:
     """Return True if `unfolded_conv2d` is faster than torch's convolution. Return False in half precision, because
-    `unfolded_conv2d` would add gradients in half precision."""
+    `unfolded_conv2d` would accumulate gradients in half precision."""
     o, c, *kernel = weight.shape
     if x_bchw.device.type != "cpu" or _half(x_bchw) is not None or c * o < WIDE or max(kernel) == 1:
         return False

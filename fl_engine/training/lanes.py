@@ -5,11 +5,11 @@ shape (B, n*F). Operations that process each channel separately, such as ReLU an
 replaces every layer that has weights. The first axis of the new weights is the lane. A convolution gets n times as many
 groups, and a linear layer becomes a batched matrix product.
 
-With two or more lanes, the result of a lane does not depend on the number of lanes, bit for bit. A single lane adds
-numbers in another order than several lanes, so its results are rounded differently. Comments mark the PyTorch
-operations whose results would depend on the number of lanes. In half precision on a CPU, oneDNN's rounding sometimes
-depends on the number of groups or matrices (docs/performance.md). On CUDA, results depend on the number of lanes, so
-clients train one at a time (`local.train`).
+With two or more lanes, the result of a lane does not depend on the number of lanes, bit for bit. A single lane computes
+sums in a different order, so its results are rounded differently. Comments mark the PyTorch operations whose results
+would depend on the number of lanes. In half precision on a CPU, oneDNN's rounding sometimes depends on the number of
+groups or matrices (docs/performance.md). On CUDA, results depend on the number of lanes, so clients train one at a time
+(`local.train`).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class MeanOfPixels(nn.Module):
 
 def mean_of_pixels(x_bchw: Tensor) -> Tensor:
     """Return the mean over the pixels of each channel: (B, C, H, W) -> (B, C, 1, 1). Average pooling adds the pixels of
-    every channel in the same order. In a plain sum over two axes, the order differs between channels."""
+    every channel in the same order. A plain sum over two axes uses different orders for different channels."""
     return F.avg_pool2d(x_bchw, (x_bchw.shape[2], x_bchw.shape[3]))
 
 
@@ -135,7 +135,7 @@ class Dropout(nn.Module):
 
 @runtime_checkable
 class RunsInLanes(Protocol):
-    """Protocol of a layer with weights. The method `in_lanes` returns a replacement of the layer that runs in lanes."""
+    """Protocol of a layer with weights. `in_lanes` returns a replacement with separate weights for each lane."""
 
     def in_lanes(self) -> nn.Module: ...
 

@@ -36,7 +36,7 @@ class TrainingJob:
     y: Tensor
     """Targets of the samples (N, ...), on the same device."""
     linear: Params = field(default_factory=dict)
-    """Map parameter names to terms that are subtracted from the gradients at every step (FedDyn)."""
+    """Maps parameter names to terms that are subtracted from the gradients at every step (FedDyn)."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Trained:
     """True if all weights are finite and their absolute values are at most `slicing.largest`."""
     steps: int
     samples: int
-    """Number of processed samples. A sample is counted in every step that processes the sample."""
+    """Number of processed samples; a sample that is processed in several steps counts several times."""
 
 
 def train(

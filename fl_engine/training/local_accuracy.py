@@ -33,7 +33,7 @@ class Local:
     clients: int
     """Number of clients with test samples."""
     histogram: dict[int, int]
-    """Map each accuracy in whole percent (0 to 100, rounded down) to the number of clients."""
+    """Maps each accuracy in whole percent (0 to 100, rounded down) to the number of clients."""
 
 
 def deal(labels: Ints, held: Ints, seed: int) -> Ints:

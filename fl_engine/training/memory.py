@@ -59,7 +59,7 @@ class Peaks:
 
 @dataclass(frozen=True)
 class LevelTrial:
-    """A trial of one level, in which a client receives the weights of the sub-model `sent` and trains `task`."""
+    """Trial of one level: a client receives the weights of the sub-model `sent` and trains `task`."""
 
     name: str
     sent: SubmodelSpec
@@ -134,8 +134,8 @@ def _peak(site: TrialSite, trial: LevelTrial) -> tuple[int, int]:
 
 
 def level_paces(site: TrialSite, trials: Sequence[LevelTrial], seconds: float) -> list[Pace]:
-    """Measure the pace of each trial by repeating a client's training for `seconds`. If one repetition would take
-    longer than `seconds`, train on fewer samples or epochs."""
+    """Measure the pace (time per sample) of each trial by repeating a client's training for `seconds`. If one
+    repetition would take longer than `seconds`, train on fewer samples or epochs."""
     found: list[Pace] = site.run("measuring the pace of each level", _paces, trials, seconds)
     return found
 
@@ -208,8 +208,8 @@ def free(room: int, peaks: Peaks, pool: Pool, failures: int = 0) -> float:
     """Convert free memory from bytes (`room`) to % of the full model's parameters.
 
     The result exceeds a level's size (in %) if and only if this level and all smaller levels fit into `room`. Between
-    two levels, the result grows linearly with `room`. Each of the `failures` excludes the largest remaining level,
-    because training usually fails for lack of memory.
+    the requirements of two levels, the result is interpolated linearly. Each of the `failures` excludes the largest
+    remaining level, because training usually fails for lack of memory.
     """
     # Map the size of a level (in % of the parameters) to the bytes that suffice for the level and all smaller levels.
     needs: dict[float, int] = {}

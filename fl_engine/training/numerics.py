@@ -1,4 +1,4 @@
-"""Numerics: settings and hardware features that affect rounding. With equal configuration, seed and numerics, all
+"""Numerics: settings and hardware features that affect rounding. With the same configuration, seed and numerics, all
 backends return the same global model bit for bit."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ BRANCHES = {
     1: "OFF", 2: "AUTO", 3: "COMPATIBLE", 4: "SSE2", 6: "SSSE3", 7: "SSE4_1", 8: "SSE4_2", 9: "AVX", 10: "AVX2",
     11: "AVX512_MIC", 12: "AVX512", 13: "AVX512_MIC_E1", 14: "AVX512_E1",
 }  # fmt: skip
-"""Map MKL's numeric codes (mkl_types.h) to values of the variable MKL_CBWR."""
+"""Maps MKL's numeric codes (mkl_types.h) to values of the variable MKL_CBWR."""
 STRICT = 0x10000
 
 
@@ -114,8 +114,8 @@ def choose_precision(
     """Return the precision that `run.precision` selects.
 
     With `auto`, a resumed run uses the precision in `before`, the stored numerics of the run. A new run uses bf16 if
-    the processor (`BF16`) or the GPU (compute capability 8.0 or higher) multiplies bfloat16. Otherwise, a new run uses
-    amp on GPUs with compute capability 7.0 or higher, and fp32 on all other devices.
+    the processor has an instruction in `BF16` or the GPU has compute capability 8.0 or higher. Otherwise, a new run
+    uses amp on GPUs with compute capability 7.0 or higher, and fp32 on all other devices.
     """
     if wanted != "auto":
         return wanted

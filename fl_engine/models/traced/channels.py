@@ -27,7 +27,8 @@ class Channels:
     pinned: bool = False
     """True if sub-models must keep all channels."""
     loose: bool = False
-    """True if the channels belong to a parameter that no layer uses. Channels that are never tied are pinned."""
+    """True for channels of a parameter that no layer uses. These channels are pinned unless they are tied to a
+    layer's."""
 
     def __post_init__(self) -> None:
         self.order = next(_order)
@@ -132,7 +133,7 @@ def tie(one: Dim, other: Dim) -> None:
 
 
 def _rest(part: Part, gone: int) -> list[Part]:
-    """Return the entries of a pinned part that follow the first `gone` entries."""
+    """Return a pinned part without its first `gone` entries; [] if no entries remain."""
     return list(fixed(part.entries - gone)) if part.entries > gone else []
 
 

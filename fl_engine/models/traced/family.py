@@ -98,7 +98,7 @@ _kinds: dict[tuple[Any, bool], type[ModelFamily]] = {}
 
 
 def from_module(build: Build, *, whole: bool = False) -> type[ModelFamily]:
-    """Return the network class for the modules that `build` creates. The same arguments return the same class.
+    """Return the network class for the modules that `build` creates. Equal arguments yield the same class.
 
     Args:
         build: A module with the initial weights, or a class or function that creates a module. The keywords
@@ -184,7 +184,7 @@ class Analysis:
 
 @lru_cache(maxsize=32)
 def analysis(family: ModuleFamily) -> Analysis:
-    """Analyse the module. Raises ModelError if the module cannot be trained, or cannot be cut as required."""
+    """Analyse the module. Raises ModelError if the module cannot be trained, or cannot be cut into sub-models."""
     name = type(family).__name__
     elsewhere = torch.empty(0).device.type != "cpu"
     with drawing(0, torch.device("cpu")), torch.device("cpu") if elsewhere else nullcontext():

@@ -1,4 +1,4 @@
-"""Trace a module's forward in training and in evaluation mode. The graphs of both modes must be equal. This file also
+"""Trace a module's forward in training and in evaluation mode. The graphs of both modes must be equal. This module also
 creates error messages about user code, with the line, the reason and the fix."""
 
 from __future__ import annotations

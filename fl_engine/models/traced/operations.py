@@ -27,14 +27,14 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """Call `name(*args, **options)` in the graph. Tensor arguments are `Given`. Arguments from nodes without a tensor
-    output are values or None."""
+    """A call `name(*args, **options)` in the graph. Tensor arguments are `Given` objects. Arguments from nodes without
+    a tensor output are values or None."""
 
     name: str
     args: tuple[Any, ...]
     options: dict[str, Any]
     shape: Any
-    """Shape of the output. If the operation has several outputs, a tuple of shapes."""
+    """Shape of the output; a tuple of shapes if the operation has several outputs."""
     function: Callable[..., Any]
 
     @property
@@ -74,7 +74,7 @@ def several(shape: Any) -> bool:
 
 
 def whole(shape: Any) -> Any:
-    """Return the axes of one or several outputs, in which no axis is ever cut."""
+    """Return axes that are never cut, for one or several outputs."""
     return tuple(map(whole, shape)) if several(shape) else tuple(map(fixed, shape))
 
 
