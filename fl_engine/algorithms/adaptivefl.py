@@ -116,8 +116,8 @@ class AdaptiveFL(PooledAlgorithm):
             if all(shares((first,), w)[0] <= limit for w, limit in zip(widths, LIMITS, strict=True)):
                 return tuple(range(first, max(-1, first - self.p), -1))
         raise PoolError(
-            f"algorithm.starts must be set, because with the widths {list(widths)}, no number of full-width layers "
-            f"limits S1 to {LIMITS[0]:g} % and M1 to {LIMITS[1]:g} % of the full model",
+            f"algorithm.starts must be set, because with the widths {list(widths)}, S1 or M1 exceeds its limit "
+            f"({LIMITS[0]:g} % or {LIMITS[1]:g} % of the full model) for every number of full-width layers",
             path="algorithm.starts",
         )
 

@@ -54,7 +54,7 @@ class Half:
         for name, tensor in tensors.items():
             if bool((found[name].isinf() & tensor.isfinite()).any()):
                 largest, most = float(tensor[tensor.isfinite()].abs().max()), torch.finfo(torch.float16).max
-                raise ModelError(f"{name} must have values of at most {most:g} (float16), got {largest:.3g}")
+                raise ModelError(f"{name}: magnitudes must be at most {most:g} (float16), got {largest:.3g}")
         return found
 
     def decode(self, encoded: Params, header: Header) -> Params:

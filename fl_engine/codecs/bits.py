@@ -144,7 +144,8 @@ def omega_decode(stream: Bits, at: int, count: int, most: int) -> tuple[Whole, i
         ranks.append((values, on))
         before = values[on]
         if len(before) and before.max() >= most.bit_length():
-            raise IntegrityError(f"integers in the stream must be at most {most}, got one with {before.max() + 1} bits")
+            got = f"an integer of {before.max() + 1} bits"
+            raise IntegrityError(f"integers in the stream must be at most {most}, got {got}")
         values = np.empty_like(before)
         for width in np.flatnonzero(np.bincount(before)).tolist():
             indices = np.flatnonzero(before == width)

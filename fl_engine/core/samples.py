@@ -64,7 +64,7 @@ def _samples_of(value: object, what: str) -> Tensor:
     if x.dim() < 2 or not x.numel():
         raise DataError(f"{what} must have at least one sample and two axes, (N, F), got the shape {tuple(x.shape)}")
     if x.dtype == torch.bool or x.is_complex():
-        raise DataError(f"{what} must have the type uint8, float or integer, got {x.dtype}")
+        raise DataError(f"{what} must have an integer or floating-point dtype, got {x.dtype}")
     if x.is_floating_point():
         x = x.float()
         if not all(bool(torch.isfinite(part).all()) for part in torch.split(x, rows_of_chunk(x.shape))):
@@ -113,7 +113,8 @@ def _check_normalisation(name: str, x: Tensor, mean: tuple[float, ...], std: tup
         raise DataError(f"{name}: std must be greater than 0, got {min(std):g}. Remove constant features")
     if not images and not mean and x.dim() == IMAGE_AXES and float(x.min()) >= 0 and float(x.max()) <= 1:
         raise DataError(
-            f"{name}: float samples {tuple(x.shape[1:])} from 0 to 1 look like images. Set mean and std, or use uint8"
+            f"{name}: float samples of shape {tuple(x.shape[1:])} with values from 0 to 1 look like images. Set mean "
+            "and std, or use uint8"
         )
 
 
@@ -175,7 +176,7 @@ class Data:
         train, test = checked["train_x"], checked["test_x"]
         if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
             raise DataError(
-                f"{self.name}: training and test samples must have the same type and shape, got {train.dtype} "
+                f"{self.name}: training and test samples must have the same dtype and shape, got {train.dtype} "
                 f"{tuple(train.shape[1:])} and {test.dtype} {tuple(test.shape[1:])}"
             )
         _check_normalisation(self.name, train, checked["mean"], checked["std"])

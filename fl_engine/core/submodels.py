@@ -101,7 +101,7 @@ class ParamLayout:
                     raise ModelError(f"{name}: group {part.group!r} is not in the layout's groups")
                 if part.choice is not None and (part.choice in self.groups or self.choices[part.choice] != part.group):
                     raise ModelError(
-                        f"{name}: the choice {part.choice!r} must have one group, and no group may have the same name"
+                        f"{name}: the choice {part.choice!r} must have one group and must not have a group's name"
                     )
 
     @cached_property

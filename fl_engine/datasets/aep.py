@@ -147,7 +147,7 @@ def _read(path: Path, rows: int) -> Table:
         if len(lines) != rows:
             raise ValueError(f"{len(lines)} rows")
         if wrong := [i for i, line in enumerate(lines) if len(line) != len(COLUMNS)]:
-            raise ValueError(f"{len(lines[wrong[0]])} instead of {len(COLUMNS)} values in row {wrong[0] + 2}")
+            raise ValueError(f"row {wrong[0] + 2} with {len(lines[wrong[0]])} values instead of {len(COLUMNS)}")
         if odd := [line[0] for line in lines if not DATE.fullmatch(line[0])]:
             raise ValueError(f"the date {odd[0]}")
         need_plain(number for line in lines for number in line)

@@ -161,8 +161,8 @@ def accept(algorithm: Algorithm, assignment: Assignment, site: Site) -> Work | C
             start = algorithm.begin(state, start, assignment, task, context)
             if odd := sorted(start.params.keys() ^ received.keys())[:4]:
                 raise ModelError(
-                    f"{type(algorithm).__name__}.begin must return exactly the sub-model's parameters, but differs in "
-                    f"{odd}"
+                    f"{type(algorithm).__name__}.begin must return exactly the sub-model's parameters, but the "
+                    f"returned parameters differ in {odd}"
                 )
         except (ClientError, ModelError) as error:
             return ClientFailure(round, client, "train", str(error))

@@ -68,7 +68,7 @@ def fitting(family: ModelFamily, weights: Params) -> Params:
         raise ModelError(wrong)
     for name, tensor in weights.items():
         if tensor.is_floating_point() and not bool((tensor.abs() <= largest(name)).all()):
-            raise ModelError(f"{name} must have finite values of at most {largest(name):g}")
+            raise ModelError(f"{name}: values must be finite, with a magnitude of at most {largest(name):g}")
     return {name: weights[name] for name in names_of(family)}
 
 

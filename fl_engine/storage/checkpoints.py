@@ -63,7 +63,7 @@ class Row(Record, LeavesOut):
     def _finite(cls, metrics: dict[str, float]) -> dict[str, float]:
         odd = [name for name, value in metrics.items() if not math.isfinite(value)]
         if odd:
-            log.warning("%s: the values are not finite and are omitted", ", ".join(odd))
+            log.warning("omitting metrics that are not finite: %s", ", ".join(odd))
         return {name: value for name, value in metrics.items() if name not in odd}
 
 

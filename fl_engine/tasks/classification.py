@@ -108,8 +108,8 @@ class Classification(Distilled):
     def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
         if outputs_bo.dim() != 2:
             raise ModelError(
-                f"a network for the task classification must return the shape (batch, {self.classes}), got "
-                f"{tuple(outputs_bo.shape)}"
+                "a network for the task classification must return a tensor of shape "
+                f"(batch, {self.classes}), got {tuple(outputs_bo.shape)}"
             )
         return F.cross_entropy(outputs_bo, y, reduction=reduction)
 

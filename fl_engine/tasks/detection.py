@@ -211,8 +211,9 @@ class Detection:
         """Return a tuple (boxes (batch, 4, cells) as fractions of the image, logits (batch, categories, cells))."""
         if outputs_bo.dim() != 4 or outputs_bo.shape[1] != self.outputs:
             raise ModelError(
-                f"a network for the task detection must return the shape (batch, {self.outputs}, H, W) with a box and "
-                f"{self.categories} categories per cell, got {tuple(outputs_bo.shape)}. Set model.name=point_detector",
+                f"a network for the task detection must return a tensor of shape (batch, {self.outputs}, H, W) with "
+                f"a box and {self.categories} scores per cell, got {tuple(outputs_bo.shape)}. Set "
+                "model.name=point_detector",
                 path="model.name",
             )
         rows, columns = outputs_bo.shape[2:]

@@ -44,7 +44,7 @@ class Multilabel:
     def check(self, y: Tensor, what: str) -> Tensor:
         if y.is_complex() or y.dim() != 2 or y.shape[1] != self.outputs or not bool(((y == 0) | (y == 1)).all()):
             raise DataError(
-                f"{what}: labels must be 0 or 1 with the shape (N, {self.outputs}), got "
+                f"{what}: labels must have the shape (N, {self.outputs}) and be 0 or 1, got "
                 f"{str(y.dtype).removeprefix('torch.')} {tuple(y.shape)}"
             )
         if not bool(y.any()):
@@ -69,8 +69,8 @@ class Multilabel:
         """Return the binary cross entropy of each sample, averaged over the labels."""
         if outputs_bo.shape != y.shape:
             raise ModelError(
-                f"a network for the task multilabel must return the shape (batch, {self.outputs}), got "
-                f"{tuple(outputs_bo.shape)}"
+                "a network for the task multilabel must return a tensor of shape "
+                f"(batch, {self.outputs}), got {tuple(outputs_bo.shape)}"
             )
         loss = F.binary_cross_entropy_with_logits(outputs_bo, y, reduction="none").mean(1)
         return loss.sum() if reduction == "sum" else loss

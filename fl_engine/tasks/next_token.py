@@ -53,8 +53,8 @@ class NextToken(Distilled):
         wrong = [token for token in special if type(token) is not int or not 0 <= token < self.tokens]
         if wrong or len(set(special)) < len(special) or len(special) >= self.tokens:
             raise DataError(
-                f"next_token: padding and masked must be different tokens from 0 to {self.tokens - 1}, and at least "
-                f"one token must be neither, got padding={self.padding!r} and masked={self.masked!r}"
+                f"next_token: padding and masked must be different tokens from 0 to {self.tokens - 1} and leave at "
+                f"least one other token, got padding={self.padding!r} and masked={self.masked!r}"
             )
 
     @property
@@ -124,6 +124,6 @@ class NextToken(Distilled):
     def _check_outputs(self, outputs_bo: Tensor) -> None:
         if outputs_bo.dim() != 3 or outputs_bo.shape[1:] != (self.tokens, self.length):
             raise ModelError(
-                f"a network for the task next_token must return the shape (batch, {self.tokens}, {self.length}), got "
-                f"{tuple(outputs_bo.shape)}"
+                "a network for the task next_token must return a tensor of shape "
+                f"(batch, {self.tokens}, {self.length}), got {tuple(outputs_bo.shape)}"
             )

@@ -61,7 +61,7 @@ class Regression:
             )
         if bool((y == y[:1]).all(0).any()):
             raise DataError(
-                f"{what}: each output's targets must differ between samples, because R2 is undefined for equal targets"
+                f"{what}: each target must differ between samples, because R2 is undefined for a constant target"
             )
         return y
 

@@ -111,5 +111,6 @@ class Segmentation(Distilled):
         wanted = (len(y), self.categories, *y.shape[1:])
         if outputs_bo.shape != wanted:
             raise ModelError(
-                f"a network for the task segmentation must return the shape {wanted}, got {tuple(outputs_bo.shape)}"
+                "a network for the task segmentation must return a tensor of shape "
+                f"{wanted}, got {tuple(outputs_bo.shape)}"
             )

@@ -163,7 +163,7 @@ def tiny_pool(algorithm: Algorithm, family: ModelFamily, apoz: Sequence[float] |
     """Return the algorithm's pool. Results of preparations are placeholders, except for the optional scores `apoz`."""
 
     def nothing() -> NoReturn:
-        raise ConfigError("the method pool must not use server data, because a tiny pool has no server data")
+        raise ConfigError("the algorithm's `pool` must not use server data, because `tiny_pool` has none")
 
     prepared = assumed(algorithm, family)
     if apoz is not None:

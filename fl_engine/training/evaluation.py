@@ -257,7 +257,7 @@ def last_layer_inputs(family: ModelFamily, params: Params, data: Data) -> NDArra
     module = runnable(family, FULL, {name: tensor.clone() for name, tensor in params.items()}).eval()
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
     if not layers:
-        raise ModelError(f"{type(family).__name__} must have a linear or convolution layer to record its inputs")
+        raise ModelError(f"{type(family).__name__} must have a linear or convolution layer, whose inputs are recorded")
     found: list[Tensor] = []
 
     def look(_: nn.Module, given: tuple[Tensor, ...]) -> None:

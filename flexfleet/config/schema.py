@@ -176,7 +176,7 @@ class RunConfig(Section):
         if len(kinds) != 1:
             got = ", ".join(kinds) or "none"
             raise ValueError(
-                f"run.devices must be of one type, such as [cpu], because rounding depends on it, got {got}"
+                f"run.devices must all have the same type, such as [cpu], because it affects rounding, got {got}"
             )
         if self.strategy == "batched" and (self.precision == "fp16" or kinds != ["cpu"]):
             raise ValueError("run.strategy=batched requires CPUs and a precision other than fp16. Set it to auto")

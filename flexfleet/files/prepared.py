@@ -100,7 +100,7 @@ def decoded(kind: Preparation, value: bytes, where: str) -> Any:
     try:
         fields = json.loads(value)
         if not isinstance(fields, dict) or fields.pop("schema_version", None) != 1:
-            raise ValueError("the file must be an object with schema_version 1")
+            raise ValueError("the file must contain a JSON object with schema_version 1")
         return adapter(kind.artifact).validate_json(json.dumps(fields))
     except ValueError as error:
         reason = brief(error) if isinstance(error, ValidationError) else error

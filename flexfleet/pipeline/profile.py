@@ -226,8 +226,8 @@ def check_prunes(run: Run, assignments: Sequence[Assignment]) -> None:
             continue
         if task.spec == member.spec:
             raise ConfigError(
-                "agents.observe and kubernetes.observe must be simulated for this algorithm, because it lets a device "
-                f"train {member.name} if the device's free memory only equals the model's size "
+                "agents.observe and kubernetes.observe must be simulated for this algorithm, because a device would "
+                f"train {member.name} even if its free memory only equals the model's size "
                 f"({100 * member.share:.2f} %). For flexfl, you can also set algorithm.rule=closest"
             )
 
