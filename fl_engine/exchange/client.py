@@ -195,9 +195,9 @@ def accept_all(
 
 
 def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[ClientResult]:
-    """Train assignments with equal keys (`local.kind`) in parallel, or execute evaluations one after the other. Running
-    out of memory, a ModelError and a ValueError count as failures of the client. Batch norm raises ValueError for a
-    batch with one value per channel. All other exceptions stop the run, because the machine or the code causes them."""
+    """Train assignments with equal keys (`local.kind`) in parallel, or execute evaluations one by one. A ModelError, a
+    ValueError or an out-of-memory error counts as a failure of the client. Batch norm raises ValueError for a batch
+    with one value per channel. All other exceptions stop the run, because the machine or the code causes them."""
     if works[0].assignment.evaluates:
         return [_evaluated(work, site, device) for work in works]
     started = time.monotonic()

@@ -112,7 +112,7 @@ class Mailbox:
         self.store.put(f"{_folder(plan)}plan.json", canonical({"round": plan.round, "assignments": assignments}))
 
     def put_assignments(self, plan: RoundPlan) -> dict[int, list[str]]:
-        """Write assignments for other processes. Map each client to the store keys of its files."""
+        """Write assignments for other processes. Return a mapping of each client to the store keys of its files."""
         keys: dict[int, list[str]] = {}
         files: dict[tuple[int, ...], tuple[str, int]] = {}
         """Map the IDs of tensors to a tuple (name of their file, size in bytes)."""
@@ -249,8 +249,7 @@ class Mailbox:
         return 2 * max(sizes, default=0)
 
     def result(self, plan: RoundPlan, client: int, known: Known | None = None) -> ClientResult:
-        """Return a stored result. Raises IntegrityError if the result is missing, is damaged or differs from
-        `known`."""
+        """Return a stored result. Raises IntegrityError if it is missing, damaged or different from `known`."""
         try:
             return self._read(plan, client, known)
         except (Rejected, IntegrityError) as error:
@@ -259,7 +258,7 @@ class Mailbox:
 
     def _read(self, plan: RoundPlan, client: int, known: Known | None = None) -> ClientResult:
         """Read a result. Raises Rejected if two attempts to read a worker's files fail, but the coordinator's own files
-        can be read. In this case the worker may have encrypted the files or changed their owner."""
+        can be read. For example, the worker may have encrypted the files or changed their owner."""
         for last in (False, True):
             try:
                 return self._read_files(plan, client, known)

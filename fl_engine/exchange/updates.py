@@ -201,8 +201,8 @@ def _check_work(
     spec: SubmodelSpec, assignment: Assignment, samples: int, metrics: Mapping[str, float], rules: Rules
 ) -> None:
     """Check the sub-model, steps, multiply-adds and free memory. The sub-model's classes depend on the client's data,
-    so they are not compared. Only nine digits of the free memory are compared, because normally distributed random
-    numbers differ slightly between machines."""
+    so they are not compared. Only the first nine digits of the free memory are compared, because normally distributed
+    random numbers differ slightly between machines."""
     free = metrics["free"]
     if rules.seed is not None:
         expected = observe(rules.fleet[assignment.client], rules.seed, assignment.round)

@@ -5,8 +5,8 @@ the start of a round, how long an assignment takes, and which clients drop out. 
 training.
 
 As in FedScale (Lai et al., ICML 2022, `Aggregator.tictak_client_tasks`), a client drops out if it is offline at the end
-of its training. Departs from FedScale: a client that goes offline earlier also drops out, because its work is lost.
-Speed and bandwidth may change during an assignment.
+of its training. Departs from FedScale: a client that goes offline at any time during its assignment drops out, because
+its work is lost. Speed and bandwidth may change during an assignment.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Trace:
         return Now((row >= 0) & self.online[held], self.speed[held], bandwidth)
 
     def arrives(self, time: float) -> float:
-        """Return the first time after `time` at which a client comes online, or inf."""
+        """Return the first time after `time` at which any client comes online, or inf."""
         base, local = self._local(time)
         client, at = self._arrivals
         turn = np.where(at > local[client], 0.0, self.period[client])
@@ -156,7 +156,7 @@ class Trace:
             time = until
 
     def _held(self, client: int, time: float) -> Iterator[tuple[int | None, float]]:
-        """Yield pairs (row, end of the row) from `time` on, possibly forever. Before the first row, the row is None."""
+        """Yield pairs (row, end of the row) from `time` on, possibly forever. The row is None before the first row."""
         start, end, period = int(self.first[client]), int(self.first[client + 1]), float(self.period[client])
         turns, local = divmod(_late(time), period)
         base = turns * period if turns else 0.0

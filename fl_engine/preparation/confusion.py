@@ -1,8 +1,8 @@
 """Measure the confusion matrix Q of a centrally trained network, for label noise in `data.partition` (FedAIoT, section
 2.2.3.5; arXiv:2310.00109).
 
-The thesis does not specify which samples are used for Q. Here Q is measured on a held-out fifth of the training data.
-A network makes hardly any mistakes on its own training samples, and test samples must not affect training.
+The thesis does not specify which samples are used for Q. Here Q is measured on a held-out fifth of the training data,
+because a network makes hardly any mistakes on its own training samples, and test samples must not affect training.
 """
 
 from __future__ import annotations

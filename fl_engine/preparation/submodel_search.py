@@ -2,8 +2,8 @@
 
     theta_u, q_u = argmin P(theta, D_S) - P(Q(theta_u, q_u), D_S)    over theta_u with T(theta_u) <= mu_u, q_u <= q_max
 
-The types of devices u are the tiers of the fleet. A candidate's score does not depend on the tier, so each candidate is
-measured only once.
+The paper's device types u are the tiers of the fleet. A candidate's score does not depend on the tier, so each
+candidate is measured only once.
 
 Departs from the paper:
 

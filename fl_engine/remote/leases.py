@@ -68,7 +68,7 @@ class OpenRound:
         self.failed[failure.client] = failure
 
     def suits(self, worker: Worker, client: int, present: Iterable[Worker]) -> bool:
-        """Return whether the worker may get the client's assignment. If the worker has failed it before, all suitable
+        """Return whether a worker may get a client's assignment. If the worker has failed the assignment, all suitable
         `present` workers must have failed it. If devices have their own data, only the client's device may get it."""
         if self.own is not None:
             return self.own.get(worker.name) == client

@@ -3,7 +3,7 @@
 The rules apply in this order. Each line begins with the stage of the failure.
 
     `validate`: The movement of the update exceeds `norm_bound` times the usual movement, as defined below.
-    `validate`: The movement of the update and the client's mean over AVERAGED updates exceed half of this bound.
+    `validate`: The update's movement, and the mean of the client's last AVERAGED updates, exceed half of this bound.
     `straggle`: The update finished later than `deadline_s` on the simulated clock.
     `straggle`: `over_provision` selected more clients than the round requires, and enough updates finished earlier.
     `quorum`: Fewer updates remain than `quorum` times the required number, so all updates are rejected.

@@ -204,7 +204,7 @@ class Checkpoints:
             self.store.put(f"metrics/{name}", value)
 
     def _cut_packs(self, round: int, damaged: bool = False) -> None:
-        """Delete packed measurements after `round`. With `damaged`, delete the whole file if it cannot be read."""
+        """Delete packed measurements after `round`. If `damaged` is True, also delete unreadable packed files."""
         for first, last, key in self._packs():
             if first > round:
                 self.store.delete(key)

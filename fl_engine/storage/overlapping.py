@@ -21,7 +21,7 @@ AT_ONCE_BYTES = 64 * 2**20
 
 
 def overlapped(store: Store, size: int, work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Yield `work(item)` for each item in the order of `items`, with several calls in progress.
+    """Yield `work(item)` for each item in the order of `items`, with several calls in parallel.
 
     At most `store.at_once` calls overlap, and the calls use at most AT_ONCE_BYTES in total. If only one call fits, no
     thread is started. The caller's thread iterates over `items`. After an error, the function waits for running calls,

@@ -75,8 +75,8 @@ class RunLock:
             raise Replaced(f"{self._store.uri()}: {other} has taken over the run. No results are lost")
 
     def send_heartbeats(self) -> None:
-        """Increase the count until the event `ended` is set, then release the lock. A single thread writes all values,
-        so that no late heartbeat overwrites the release."""
+        """Increase the count until the event `ended` is set, then release the lock. Only this thread writes to the
+        lock, so that a late heartbeat cannot overwrite the release."""
         while not self.ended.wait(self._heartbeat_s):
             self._write(heartbeats=self._holder.heartbeats + 1)
         self._write(released=True)

@@ -91,7 +91,7 @@ def laid_out(tensors: Params) -> Pieces:
 
 
 def padded(value: Pieces, length: int) -> Pieces:
-    """Extend a safetensors file to `length` bytes with spaces in the header. Raises ClientError if this is
+    """Pad the header of a safetensors file with spaces to a file size of `length` bytes. Raises ClientError if this is
     impossible."""
     first, *rest = value.parts
     assert isinstance(first, bytes)

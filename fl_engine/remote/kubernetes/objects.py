@@ -119,8 +119,8 @@ class WorkerJob:
     written: float = -math.inf
     states: list[PodState] = field(default_factory=list)
     spent: set[int] = field(default_factory=set)
-    """Indices for which the Job starts no further pods. Empty until the first `update`, because some results may still
-    be unread."""
+    """Indices for which the Job starts no further pods. Empty until the first `update`, because results of ended pods
+    may still be unread."""
     suspended: bool = False
     refused: str = ""
     """Message of the last event about pods that could not be created."""
@@ -194,7 +194,7 @@ def reach(options: KubernetesConfig, run_id: str, store: Store) -> None:
 
 
 class Objects:
-    """The Kubernetes objects with the label `run`. The run's ConfigMap contains the store's address `store`."""
+    """The Kubernetes objects with the label `run`. The run's ConfigMap contains the address `store` of the store."""
 
     def __init__(self, cluster: Cluster, options: KubernetesConfig, run: str, store: str, mailboxes: Mailboxes) -> None:
         self._cluster, self._options, self._run, self._store = cluster, options, run, store
@@ -217,7 +217,7 @@ class Objects:
         return {e["involvedObject"].get("uid", ""): printable(e.get("message") or "")[:500] for e in events}
 
     def adopted(self, label: str | None, classes: dict[str, PodClass]) -> Iterator[WorkerJob]:
-        """Yield reusable Jobs of an earlier coordinator. Delete Jobs with other settings or of another round."""
+        """Yield reusable Jobs of an earlier coordinator. Delete Jobs that have other settings or another round."""
         settings = jobs.settings_sum(self._template, self._options)
         for body in self.jobs():
             meta, notes = body["metadata"], body["metadata"].get("annotations", {})
