@@ -5,7 +5,7 @@
     result.history; result.model("M1"); result.report
 
 Names in `__all__` are loaded when they are first used, so `import flexfleet` does not load torch. Import flexfleet
-before torch computes anything, because it sets an option of MKL that makes results independent of memory addresses.
+before torch computes anything. The import sets an option of MKL that makes results independent of memory addresses.
 """
 
 from __future__ import annotations

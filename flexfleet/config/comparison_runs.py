@@ -113,7 +113,7 @@ def accuracies_of(given: str | Iterable[Any]) -> tuple[float, ...]:
 
 
 def by_label(overrides: Mapping[str, Any], labels: Iterable[str]) -> dict[str | None, Overrides]:
-    """Group overrides by label. The group None applies to all runs. The key `label:a.b` sets `a.b` for one label.
+    """Group overrides by label. The key `label:a.b` sets `a.b` for one label. Keys in the group None apply to all runs.
 
     Raises ConfigError if a label is unknown, or if a parameter cannot be overridden.
     """
@@ -149,7 +149,7 @@ def entries_from(
     id: str,
     factors: Mapping[str, Sequence[Any]] | None = None,
 ) -> list[PlannedRun]:
-    """Return all runs of a comparison, grouped by seed. Their folders are in `<run.store>/<id>`. If `run.remote` is
+    """Return all runs of a comparison, grouped by seed. The run folders are in `<run.store>/<id>`. If `run.remote` is
     set, the ledgers are stored in `<run.remote>/<id>`.
 
     Args:
@@ -157,7 +157,7 @@ def entries_from(
         seeds: Seeds for the runs of each label; None for the seed in the configuration.
         load: Function that builds a configuration from overrides.
         id: The comparison's name.
-        factors: Map dotted names to values. The configuration of each label is run with every combination of values.
+        factors: Lists of values by dotted name. Each label's configuration is run with every combination of values.
 
     Raises:
         ConfigError: A configuration is invalid, or a parameter differs between labels but must be equal in all runs.

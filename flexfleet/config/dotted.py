@@ -162,7 +162,7 @@ def check_once(given: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
 
 
 def on_top(below: Mapping[str, Any], above: Mapping[str, Any]) -> Overrides:
-    """Return a copy of `below` overridden by `above`. Both mappings can be nested or have dotted names."""
+    """Merge two mappings. Values in `above` override values in `below`. Both can be nested or have dotted names."""
     taken = leaves(above)
     out = dict(pair for path, value in below.items() for pair in without(taken, path, value))
     for path, value in above.items():
@@ -207,8 +207,8 @@ def applied(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def merged(below: Any, above: Any, path: str = "") -> Any:
-    """Return a copy of `below` overridden by `above`. Parameters that are missing in `above` are kept. If the `name` of
-    a mapping changes, its old parameters are dropped. The search space is replaced as a whole."""
+    """Merge two nested mappings. Values in `above` override values in `below`, and all other values are kept. If the
+    `name` of a mapping changes, its old parameters are dropped. The search space is replaced as a whole."""
     if not isinstance(below, Mapping) or not isinstance(above, Mapping) or path == SPACE:
         return above
     if "name" in above and above["name"] != below.get("name") and chosen_by_name(path):

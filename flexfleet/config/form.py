@@ -141,7 +141,7 @@ def write_config(config: Config, path: Path) -> Path:
 
 def hand_over(config: Config, path: Path) -> tuple[str, str]:
     """Return a tuple (value of --config, contents of stdin) for another process. The configuration is written to `path`
-    without passwords. If it contains a password, the process reads the full configuration from stdin instead."""
+    without passwords. If there is a password, the process reads the full configuration from stdin instead."""
     without_passwords = public(config)
     write_config(without_passwords, path)
     if without_passwords == config:

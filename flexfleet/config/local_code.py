@@ -66,7 +66,7 @@ def _parts(value: Any, seen: dict[int, Any]) -> Iterator[str]:
 
 
 def _inside(value: Any) -> list[Any]:
-    """Return the code and the values that `value` consists of."""
+    """Return the parts of an object that its digest covers, such as a function's code and default values."""
     match value:
         case type() | types.FunctionType() if _is_fixed(value.__module__):
             return [value.__module__, value.__qualname__]

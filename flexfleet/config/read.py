@@ -144,8 +144,8 @@ def _unknown_names(values: Mapping[str, Any]) -> list[ConfigError]:
 
 
 def _filled_in(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replace the name of a fleet by its tiers, so that run.json contains the tiers. Also replace the values that
-    depend on this machine: `run.devices=auto`, and tracking.mlflow if MLflow is not installed."""
+    """Replace the name of a fleet by its tiers, so that run.json contains the tiers. Replace `run.devices=auto` by this
+    machine's device. If MLflow is not installed, replace the default of `tracking.mlflow` by null."""
     sections = {
         name: dict(values[name]) for name in ("fleet", "run", "tracking") if isinstance(values.get(name), Mapping)
     }

@@ -53,7 +53,7 @@ class DatasetConfig(Section):
 
 
 class NoiseConfig(Section):
-    """Wrong labels in the clients' training data, drawn from the errors of a centrally trained model (FedAIoT)."""
+    """Wrong labels in the clients' training data, based on errors of a centrally trained model (FedAIoT)."""
 
     labels: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of each client's training labels that are replaced by wrong labels."""
@@ -68,7 +68,7 @@ class NoiseConfig(Section):
 class FleetConfig(Section):
     tiers: tuple[Tier, ...] = DEFAULT
     """Tiers of devices, or the name of a fleet (`flexfleet list fleets`). `share` is the tier's fraction of all
-    devices. `memory` is a percentage of the full model's parameters. Each device draws one standard deviation from
+    devices. `memory` is a percentage of the full model's parameters. Each device gets a standard deviation from
     `sigma`. Its free memory is memory - |N(0, sigma)|, or, with `limits` [low, high], N(memory, sigma) clipped to these
     limits. `width` is the width ratio of a sub-model that always fits. `speed` (10^9 multiply-adds per second) and
     `bandwidth` (10^6 bits per second) determine the time on the simulated clock."""

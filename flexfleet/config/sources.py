@@ -41,15 +41,15 @@ def _names(value: Any, key: str = "") -> Iterator[str]:
 
 
 def cells(config: Config) -> list[str]:
-    """Return the names of objects from a notebook, script or function, which other processes cannot import."""
+    """Return the names of objects from a notebook, script or function. Other processes cannot import these objects."""
     return [name for name in named(config) if name.startswith((f"{MAIN}:", f"{LOCAL}:"))]
 
 
 def sources(config: Config, sections: Collection[str] | None = None) -> dict[str, str]:
     """Map each name of the user's code to the sha256 of its source. Raises ConfigError if an import fails.
 
-    The source is the whole file of the module. For objects in a notebook or script, it is the code of the object and of
-    the functions and classes that it uses. The package in `run.code` is left out, because it has its own sha256.
+    The source is the module's whole file, or for objects in a notebook or script, the code of the object and of the
+    functions and classes that it uses. The package in `run.code` is omitted, because it has its own sha256.
     """
     package = None if config.run.code is None else code.name_of(Path(config.run.code))
     return {name: _digest(name) for name in named(config, sections) if name.partition(":")[0].split(".")[0] != package}

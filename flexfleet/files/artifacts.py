@@ -243,7 +243,7 @@ class LevelScore(Strict):
     """Scores of a level in evaluation.json, for example `{"accuracy": 0.93, "loss": 0.2, "params": 97}`."""
 
     metrics: dict[str, float] = Field(min_length=1)
-    """Metrics of the task, with the main metric first. If the server owns classes, OWNERS are added."""
+    """Metrics of the task, with the main metric first. They include `evaluation.OWNERS` if the server owns classes."""
     loss: float | None
     """Loss; null if the model has diverged."""
     params: int
@@ -358,8 +358,8 @@ class RunResult(Artifact):
     """Metrics of the run:
 
     - avg, full, levels: Main metric as a mean over the levels, for the largest level, and for each level.
-    - best: Round, avg and full of the round with the best avg.
-    - highest: Highest avg and full in the first 50, 80 and 100 % of the rounds.
+    - best: Number, `avg` and `full` of the round with the best `avg`.
+    - highest: Highest `avg` and highest `full` in the first 50, 80 and 100 % of the rounds.
     - updates: Numbers of merged updates, of failed updates, and of failures by reason (most frequent reason first).
     - Means of timing metrics over the rounds (`fl_engine.rounds.timing`).
 
@@ -368,7 +368,7 @@ class RunResult(Artifact):
     - further: Other metrics of the task.
     - local: Accuracy of each level on a client's own distribution, as mean and standard deviation over the clients.
     - on_clients: Metrics that clients measured on held-out samples (`OnClients`).
-    - kept_by_clients: Parameters for which the evaluated global model has only the initial values.
+    - kept_by_clients: Parameters that differ between clients. The evaluated model contains their initial values.
     - by_owner: Accuracy of each level on the devices' classes, and on the server's classes.
     - label_noise: Fraction of wrong labels.
     - precision: Metrics of each exported level in each precision, or the reason why this precision was rejected.

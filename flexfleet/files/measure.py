@@ -58,7 +58,7 @@ def decimals(value: float, least: int) -> int:
 
 
 def measure_in(values: Mapping[str, float]) -> Measure:
-    """Return the main metric of a round, which is ACCURACY or, for all other metrics, a measure without a name."""
+    """Return the main metric of a round: ACCURACY, or a `Measure` without a name if the metric is not an accuracy."""
     scored, accurate = (any(name.startswith(kind) for name in values) for kind in ("loss/", "accuracy/"))
     return Measure("") if scored and not accurate else ACCURACY
 
@@ -79,7 +79,7 @@ SHARES = (50, 80, 100)
 
 def highest(rounds: Sequence[Mapping[str, float]], key: str) -> dict[int, float | None]:
     """Map each percentage p in SHARES to the highest value of `key` in the first p % of the rounds. The value is None
-    if none of these rounds was evaluated. FedAIoT's code reports these values, which are selected on test data."""
+    if none of these rounds was evaluated. FedAIoT's code reports these values. They are selected on test data."""
     found: dict[int, float | None] = {}
     for share in SHARES:
         until = -(-len(rounds) * share // 100)

@@ -57,13 +57,13 @@ def check_same(
     fixed: Callable[[str], bool] = lambda _: True,
     name: str = "--run-id",
 ) -> None:
-    """Raise ConfigError if a parameter that `fixed` accepts has changed. `before` and `now` have dotted names."""
+    """Raise ConfigError if a parameter for which `fixed` is True has changed. `before` and `now` have dotted names."""
     if changed := changes(before, now, fixed):
         raise ConfigError(f"{folder} was started with another configuration ({changed}). Choose another {name}")
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], counts: Callable[[str], bool]) -> str:
-    """Return a string with the first six changed parameters that `counts` accepts; "" if no parameter has changed."""
+    """Return a string with the first six changed parameters for which `counts` returns True; "" if there are none."""
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key) and counts(key)]
     return ", ".join(f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in changed[:6])
 

@@ -22,7 +22,7 @@ def _stopping() -> list[signal.Signals]:
 
 @contextmanager
 def handled(by: Callable[[int, object], None]) -> Iterator[Mapping[int, Any]]:
-    """Handle stop signals with the function `by` if this is the main thread, and yield the previous handlers."""
+    """In the main thread, handle stop signals with the function `by`, and yield the previous handlers."""
     numbers = _stopping() if current_thread() is main_thread() else []
     before = {int(number): signal.signal(number, by) for number in numbers}
     try:
@@ -35,7 +35,7 @@ def handled(by: Callable[[int, object], None]) -> Iterator[Mapping[int, Any]]:
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True after a stop signal. The caller must stop the run after the current client. A
-    second Ctrl-C stops at once. If the context ends without Stopped, the previous signal handler is called."""
+    second Ctrl-C stops at once. If the context ends without Stopped after a signal, the previous handler is called."""
     received: list[int] = []
 
     def request(signum: int, _: object) -> None:

@@ -53,7 +53,7 @@ class Followed:
     tasks: Tasks
     """Map each task name to {state: number of tasks}. Tasks in a loop have the same name."""
     rounds: dict[str, dict[str, float]]
-    """Map the name of each run to the metrics of its last round. If the pipeline has only one run, its name is empty.
+    """Map the name of each run to the metrics of its last round. If the pipeline has only one run, the name is empty.
     The metric `round` is the number of this round, counted from 1."""
     error: str
     """Causes of the failure, with one line for each failed task; empty if the run did not fail."""
@@ -78,7 +78,7 @@ def follow(
 
     Args:
         host: As in `submit`.
-        retries: Maximum number of retries. The run is retried only if a pod was killed, drained or deleted.
+        retries: Maximum number of retries. The run is retried only if a pod was killed, evicted or deleted.
         patience_s: Seconds to wait for a server that does not respond.
 
     Raises:
@@ -202,8 +202,8 @@ def _advice(found: list[Cause], parameters: Mapping[str, Any], run_id: str) -> s
 
 
 def name_of(parameters: Mapping[str, Any], job_id: str) -> tuple[str, str]:
-    """Return a tuple (form field that sets the name of the pipeline's output, name of the output). Both are empty for
-    other projects' pipelines. If the field is empty, return the name that the first task generates."""
+    """Return a tuple (form field that sets the name of the pipeline's output, name of the output). Both strings are
+    empty for pipelines of other projects. If the field is empty, return the name that the first task generates."""
     key = next((key for key in PIPELINES if key in parameters), "")
     given = parameters.get(key) or {
         "run_id": f"{parameters.get('algorithm', 'flexfl')}-s{whole(parameters.get('seed', 0))}-{job_id}",

@@ -87,7 +87,7 @@ def _check_known(name: str, key: str, fields: Collection[str]) -> None:
 def given(name: str, config: Config, named: Collection[str]) -> dict[str, Any]:
     """Convert a configuration to the values of a pipeline's form, including `advanced`.
 
-    If a changed parameter has no field in the form, raise ConfigError if it is in `named`, otherwise log a warning.
+    If a changed parameter has no field in the form, log a warning, or raise ConfigError if it is in `named`.
     """
     fields, (parameters, advanced), defaults = form(name), forms.parameters_of(config), forms.parameters_of(Config())[0]
     for key, path in SHORT.items():
@@ -233,7 +233,7 @@ def schedule(
 
     Kubeflow cannot change recurring runs, so existing recurring runs with this name are disabled. Disabled recurring
     runs are not deleted, because Kubernetes would also delete their active runs. If an enabled recurring run with the
-    same settings exists, it is reused. Therefore, an interrupted call can be repeated.
+    same settings exists, it is reused, so an interrupted call can be repeated.
 
     Args:
         pipeline: Name of a shipped pipeline. For the other arguments, see `submit`.

@@ -168,8 +168,8 @@ def check_form(form: Mapping[str, Any], check: Callable[[str], T]) -> T:
 
     Args:
         form: Parameters of the pipeline task, including `store_uri`, `mlflow_uri` and `advanced`.
-        check: Function that checks the other parameters of the form. It is called with `store_uri`, or with the
-            platform's bucket if `store_uri` is empty.
+        check: Function that checks the other parameters of the form. Its argument is `store_uri`, or the platform's
+            bucket if `store_uri` is empty.
 
     Raises:
         FlexfleetError: At least one check failed. If several checks fail, their errors are combined.

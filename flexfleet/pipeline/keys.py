@@ -172,8 +172,8 @@ def key_of_run(place: Place, known: RunFile | None, private: bool) -> bytes:
     """Return the run's key. If the key does not exist, create it. A new key invalidates the assignments of an
     uncommitted round, so these assignments are sent again.
 
-    A private run needs its first key, from which the noise is derived. Raises IntegrityError if this key is missing or
-    does not match the digest in the run's record `known`.
+    A private run must keep its first key, because its noise is derived from this key. Raises IntegrityError if the key
+    of a private run is missing or does not match the digest in the run's record `known`.
     """
     expected = None if known is None or not private else known.key_sha256
     key = place.read()

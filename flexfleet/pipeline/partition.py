@@ -79,8 +79,8 @@ def cut(resolved: Resolved) -> Partition:
 
 
 def _noisy(resolved: Resolved, parts: Partition) -> Partition:
-    """Return the partition with wrong labels as configured in `noise`. Wrong labels are drawn from the errors of a
-    centrally trained model. The algorithm does not change this model, so compared algorithms get the same labels.
+    """Return the partition with wrong labels as configured in `noise`. Wrong labels are sampled from the errors of a
+    centrally trained model. This model does not depend on the algorithm, so compared algorithms get the same labels.
 
     Raises:
         ConfigError: The data have no classes, or the network does not fit the data.
@@ -146,7 +146,7 @@ def simulated(resolved: Resolved, site: Site) -> Site:
 
 
 def folders_sum(site: Site) -> str:
-    """Return the sha256 of the clients' data and sample counts. `site` must be a result of `simulated`."""
+    """Return the sha256 of the clients' data and sample counts. `site` must have been returned by `simulated`."""
     sizes = [len(own) + len(site.held_by(client)) for client, own in enumerate(site.partition.clients)]
     return sha256(canonical([fingerprint(site.data), sizes]))
 

@@ -182,8 +182,8 @@ def trials_of(run: Run, assignments: Sequence[Assignment]) -> list[LevelTrial]:
     """Return a training task of the last round for each level. By the last round, distillation has started if the
     algorithm uses it.
 
-    If the server never sends a level, the task prunes the next larger level that the server sends. If there is no
-    assignment for a level, a copy of the first assignment is used.
+    If the server never sends a level, the client receives the next larger level that the server sends, and prunes it.
+    If there is no assignment for a level, a copy of the first assignment is used.
     """
     pool, found = run.site.pool, []
     for level, member in enumerate(pool):

@@ -103,7 +103,7 @@ def precisions_of(config: Config, member: PoolModel) -> tuple[OnnxPrecision, ...
 
 
 def described(about: About) -> str:
-    """Return a message with the main metric of a level after its export and after the rounds."""
+    """Return a message that compares a level's main metric after the export with its value in the rounds."""
     trained, exported = (Measure(about.metric).with_unit(v) for v in (about.accuracy_trained, about.accuracy_exported))
     how = "with the proxy's statistics" if about.proxy_statistics else "as exported"
     return f"{exported} {how}, {trained} in the rounds"
@@ -149,8 +149,7 @@ def register(
 
 
 def _version(client: Any, name: str, source: str, run_id: str, model: str, about: str) -> None:
-    """Create a version of a registered model, or reuse the version from a killed call. Give it the alias
-    `candidate`."""
+    """Create a version of a registered model unless a killed call has created it, and set its alias `candidate`."""
     quoted = f'"{name}"' if "'" in name else f"'{name}'"
     known = client.search_model_versions(f"name = {quoted}")
     version = next((v for v in known if v.run_id == run_id and v.tags.get(MODEL) == model), None)

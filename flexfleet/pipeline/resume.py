@@ -125,7 +125,7 @@ def same_place(known: RunFile, config: Config, run_id: str, out: Path) -> None:
 
 
 def warn_of_copies(known: RunFile, ledger_at: str) -> None:
-    """Warn if a private run continues in another store, because a copy of the run could continue in the first store."""
+    """Warn if a private run continues in another store, because a copy in the first store would draw the same noise."""
     if known.ledger_at not in (None, ledger_at):
         log.warning(
             "this private run was stored in %s, but its next rounds are stored in %s. Continue only one of the copies, "
@@ -151,7 +151,7 @@ def same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> None
 
 
 def check_numerics(others: str, accept: bool) -> None:
-    """Raise EnvironmentFailure if `others` describes different numerics and `accept` is False."""
+    """Raise EnvironmentFailure if `others` describes any numerical difference and `accept` is False."""
     if others and not accept:
         raise EnvironmentFailure(
             f"this machine cannot produce bit-identical results ({others}). Resume on the machine that started the "

@@ -76,7 +76,7 @@ def federate_for_dvc(resolved: Resolved, partition: Path, pool: Path, out: Path)
 
 
 def name_in(out: Path, resolved: Resolved) -> str:
-    """Return the ID of a run whose folder is in `out`, and whose ledger is in `run.remote`. The ID contains
+    """Return the ID of the run in the folder `out`, whose ledger is in `run.remote`. The ID contains the result of
     `digest_of`, so that a run with the same inputs finds the ledger again if the folder is lost."""
     if (out / "run.json").exists():
         return RunFile.read(out / "run.json").run_id
@@ -84,7 +84,7 @@ def name_in(out: Path, resolved: Resolved) -> str:
 
 
 def identity(resolved: Resolved, partition: Path, pool: Path) -> str:
-    """Return the name of the folder for the rounds. The name consists of the algorithm, the seed and `digest_of`."""
+    """Return the name of the folder for the rounds. The name contains the algorithm, the seed and a digest."""
     config = resolved.config
     return f"{config.algorithm['name']}-s{config.seed}-{digest_of(resolved, partition, pool)}"
 

@@ -136,7 +136,7 @@ def _remote(remote: str) -> dict[str, Any]:
 OF_RUN = ("partition", "pool", "model.safetensors", "report.html")
 """Files and subfolders of a run folder that are pushed."""
 POINTERS = "dvc"
-"""Name of the subfolder with pointers. It exists in the run's folder and in the MLflow artifacts."""
+"""Name of the subfolder with pointers, in the run's folder and in the MLflow artifacts."""
 
 
 def push_run(out: Path, remote: str) -> dict[str, str]:

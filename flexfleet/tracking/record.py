@@ -79,8 +79,8 @@ def code() -> str:
 
 
 def check_code(before: str | None, what: str) -> str:
-    """Return the commit of the current code (see `code`). Raises ConfigError if `what` was started with a different
-    commit `before`."""
+    """Return the result of `code`. Raises ConfigError if it differs from `before`, the result at the start of the
+    comparison or nightly run. `what` names this run."""
     now = code()
     if before != now:
         raise ConfigError(
@@ -107,7 +107,7 @@ def _git(*words: str) -> str | None:
 
 
 def new_token(kind: str, name: str, given: Mapping[str, str]) -> str:
-    """Return a token for a new MLflow run. Retries in the same pipeline run (a tag in `given`) get the same token."""
+    """Return a token for a new MLflow run. If the tags `given` name a pipeline run, retries get the same token."""
     job = given.get(f"{JOB}job_id")
     return sha256("\n".join([kind, job, name]).encode()) if job else uuid.uuid4().hex
 

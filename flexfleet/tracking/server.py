@@ -123,9 +123,9 @@ def address(uri: str) -> str:
 
 
 def platform_of(uri: str) -> tuple[str | None, str | None]:
-    """Return a tuple (experiment name, parent run ID) from the platform. Both are None if `uri` is not the address in
-    MLFLOW_TRACKING_URI. Kubeflow's MLflow plugin creates a child run for each task, and a tag of this child run
-    contains the ID of the parent run. Raises the errors of `first_calls`."""
+    """Return a tuple (experiment name, parent run ID) from the platform. Both elements are None if `uri` is not the
+    address in MLFLOW_TRACKING_URI. Kubeflow's MLflow plugin creates a child run for each task, and a tag of this child
+    run contains the ID of the parent run. Raises the errors of `first_calls`."""
     experiment, task = platform_experiment(uri), os.environ.get("MLFLOW_RUN_ID")
     if not is_platforms(uri) or not (experiment or task):
         return None, None
@@ -181,7 +181,7 @@ def connect(uri: str, experiment: str) -> tuple[Client, str]:
 # ------------------------------------------------------------------------------------------------------ errors
 @contextmanager
 def first_calls(uri: str) -> Iterator[None]:
-    """Log slow calls. Raises ConfigError if the server rejects a call, UnreachableAddress if it does not respond."""
+    """Log slow calls. Raises ConfigError for a rejected call, and UnreachableAddress if the server does not respond."""
     try:
         with called_while_waiting(
             lambda s: log.warning("waiting for MLflow at %s for %s", masked(uri), span(s)), SILENT_S

@@ -103,7 +103,7 @@ def summary(values: Mapping[str, float]) -> str:
 
 
 class MLflow:
-    """Log a run to MLflow. The step is the number of the round. A resumed run continues its MLflow run and skips logged
+    """Log a run to MLflow. MLflow's step is the round number. A resumed run continues its MLflow run and skips logged
     steps.
 
     A thread sends the metrics, so rounds do not wait for an unreachable server. `finish` sends the remaining metrics.
@@ -158,7 +158,7 @@ class MLflow:
 
     @property
     def root(self) -> str:
-        """ID of the MLflow run that becomes the parent of new runs: this run's parent if it has one, else this run."""
+        """ID of the MLflow run that becomes the parent of new runs: this run's parent if it has one, or this run."""
         return self.parent or self.run_id
 
     def params(self, values: Mapping[str, Any]) -> None:
@@ -210,7 +210,7 @@ class MLflow:
                     return
 
     def _send_batch(self, client: Any) -> None:
-        """Send rows as one batch. A row is never split, because a resumed run skips rounds with `seconds_round`."""
+        """Send rows as one batch. A row is never split, because resumed runs skip rounds that have `seconds_round`."""
         batch: list[Any] = []
         steps = 0
         for metrics in list(self._unsent):
@@ -271,8 +271,8 @@ class MLflow:
 
 @contextmanager
 def ending(tracker: Tracker | None, *silent: type[BaseException]) -> Iterator[None]:
-    """If the code in the context fails or is stopped, finish the tracker, unless the error belongs to one of the
-    classes `silent`. Wait at most ENDING_S, because the failure may be caused by an unreachable server."""
+    """If the code in the context fails or is stopped, finish the tracker, unless the error is an instance of a class in
+    `silent`. Wait at most ENDING_S, because the failure may be caused by an unreachable server."""
     try:
         yield
     except BaseException as error:

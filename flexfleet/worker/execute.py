@@ -49,7 +49,7 @@ class Prepared:
 
 def prepare(message: AssignmentMessage, store: Store, pod: bool) -> Prepared:
     """Read the site (data, partition, pool and fleet) from the run's store. If `pod` is True, the worker runs in the
-    coordinator's cluster. Then the configuration may use any package of the image, and the run may include user code.
+    coordinator's cluster, so the configuration may use any package of the image, and the run may include user code.
 
     Raises:
         BadInput, ClientError: The assignments cannot be executed, and a retry would fail in the same way.

@@ -26,7 +26,7 @@ from fl_engine.storage.urls import Upload, UrlStore
 log = logging.getLogger("flexfleet")
 
 HEARTBEATS = 6
-"""Number of heartbeats that a worker sends per lease timeout. Without a heartbeat in this time, it counts as lost."""
+"""Number of heartbeats that a worker sends per lease timeout. A worker without heartbeats for this time is lost."""
 INVITATION_BYTES = 2**16
 FILE = "device.json"
 
@@ -135,7 +135,7 @@ class WorkerMailbox:
             messages.check_own(address, self.device.message, self.device.folder)
 
     def send_heartbeat(self, state: State, error: str = "", over: threading.Event | None = None) -> bool:
-        """Send a heartbeat. Returns True if the heartbeat was stored. If `over` is set, no heartbeat is sent.
+        """Send a heartbeat. Returns True if the heartbeat was stored. If the event `over` is set, no heartbeat is sent.
         Heartbeats are sent one at a time, so that a new heartbeat is never overwritten by an older heartbeat."""
         with self._sending:
             if over is not None and over.is_set():
