@@ -37,7 +37,7 @@ ROWS_BYTES = 2**19
 
 
 class Regions:
-    """Indices and shapes of updates within the tensors of `old`, cached for each kind of update."""
+    """Indices and shapes of updates within the tensors of `old`, cached for each `Kind`."""
 
     def __init__(self, old: Params, layout: ParamLayout) -> None:
         self._old = old
@@ -135,7 +135,7 @@ def limited(payload: Params, spec: SubmodelSpec, old: Params, regions: Regions, 
 
 
 class StreamingMean:
-    """Streaming mean of updates, whose changes are clipped to an L2 norm of `clip` (`limited`).
+    """Streaming mean of updates. The change of each update is clipped to an L2 norm of `clip` (`limited`).
 
     The object stores one running sum per element and up to HELD_BACK_BYTES of updates. `result` converts the sums to
     means tensor by tensor, because storing all sums and all means at once would need more memory.

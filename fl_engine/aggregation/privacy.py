@@ -70,7 +70,7 @@ STREAM = "shake256-box-muller-1"
 """Name of the algorithm that generates noise from a key. A resumed run must use the same algorithm, because two results
 of one round with different noise would reveal more."""
 BLOCK = 2**18
-"""Number of values that are drawn together (2 MB of SHAKE-256 output)."""
+"""Number of values that are generated together (2 MB of SHAKE-256 output)."""
 
 
 def noise_key(key: bytes, run: str) -> bytes:

@@ -6,7 +6,7 @@ server's optimizer (`server_opt`) then moves the global model towards the aggreg
 Median and trimmed mean are defined by Yin et al., Byzantine-Robust Distributed Learning, ICML 2018, Definitions 1 and
 2. Each element p is aggregated over the n updates m that contain p, with equal weights:
 
-    median        the middle value of p_m, or the mean of the two middle ones
+    median        the middle value of p_m, or the mean of the two middle values
     trimmed_mean  the mean of p_m without the floor(trim * n) smallest and the floor(trim * n) largest values
 
 An element that no update contains keeps its old value.

@@ -74,7 +74,7 @@ class Spooled(Mapping[str, Tensor]):
 
 
 class Spool:
-    """Store for entries, which are numbered from 0. Raises EnvironmentFailure if the file cannot be written."""
+    """Store of entries (dicts of tensors), numbered from 0. Raises EnvironmentFailure if the file cannot be written."""
 
     def __init__(self, held_bytes: int = IN_MEMORY_BYTES) -> None:
         self._left = held_bytes

@@ -62,8 +62,8 @@ Levels = Annotated[int, Field(ge=1, le=MOST_LEVELS)]
 
 @dataclass(frozen=True, kw_only=True)
 class DAdaQuantState(PooledState):
-    """`level` is q, the number of levels per sign in the next round. `averages` contains the latest values of L since q
-    changed, at most phi + 1 values."""
+    """`level` is q, the number of levels per sign in the next round. `averages` contains the values of L since q last
+    changed, but at most the latest phi + 1."""
 
     level: int
     averages: tuple[float, ...] = ()

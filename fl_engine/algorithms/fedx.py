@@ -1,7 +1,7 @@
 """FedX: Adaptive Model Decomposition and Quantization for IoT Federated Learning (Lai et al., DCOSS-IoT 2025;
 arXiv:2504.12849), Algorithm 1.
 
-Each tier of the fleet has one of several nested sub-networks and a number of bits. Before the first round, the
+Each tier of the fleet is assigned one of several nested sub-networks and a number of bits. Before the first round, the
 preparation `supernet` trains the sub-networks on the server's data and chooses the sub-network of each tier (Eq. 2). In
 each round the server sends the sub-networks, quantised by QSGD. A device trains the decoded weights and returns
 unquantised weights. The server averages each parameter over the updates that contain it, with equal weights (Eq. 4).

@@ -3,7 +3,7 @@ section III-B; Algorithm 1, line 13; Eq. 5).
 
     theta^{t+1} = argmin L(theta, D_S) + gamma * ||theta - G||_2        G: the aggregate of the round
 
-Departs from the paper, or follows one of two contradicting statements of the paper:
+Departs from the paper, or follows one of two contradictory statements in the paper:
 
 - Eq. 5 contains the norm without a square, but the gradient of this norm is not defined at theta = G. Here, as in the
   proof (section III-D), the term is gamma/2 * ||theta - G||^2 with the gradient gamma * (theta - G).

@@ -10,8 +10,8 @@ digits of the new N. For example, the codeword for 9 is 11 1001 0, which consist
 
 Departs from the usual layout: codewords are not concatenated, because a decoder would have to read them one after
 another. Instead the stream starts with the first bit of every codeword. Then the first groups (without the leading 1)
-of all longer codewords follow in bit planes, sorted by width. The next parts are the bits after the first groups, then
-the second groups, and so on. This layout does not change the total number of bits. Decoding takes one pass per group. A
+of all longer codewords follow in bit planes, sorted by width. Next come the bits that follow the first groups, then the
+second groups, and so on. This layout does not change the total number of bits. Decoding takes one pass per group. A
 codeword has at most four groups.
 """
 

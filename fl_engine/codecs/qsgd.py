@@ -41,7 +41,7 @@ from fl_engine.core.types import Header, Params
 MOST_LEVELS = 2**16 - 1
 """Maximum number of levels per sign, for 16 bits."""
 FIXED, ELIAS = 0, 1
-"""Values of the first byte of a stream."""
+"""Values of the first byte of a stream, which identifies the coding."""
 Levels = NDArray[np.int32]
 
 

@@ -29,8 +29,8 @@ Change = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Augmentation(Protocol):
-    """Protocol of an augmentation, a frozen dataclass of options. A class with `moves_boxes = True` accepts boxes
-    (`core.boxes`) and other targets. A class with `needs_boxes = True` accepts only boxes as targets."""
+    """Protocol of an augmentation, a frozen dataclass of options. A class with `moves_boxes = True` also transforms
+    targets that are boxes (`core.boxes`). A class with `needs_boxes = True` accepts only boxes as targets."""
 
     def check(self, x: Tensor) -> None:
         """Raise ModelError if the samples x (N, ...) cannot be augmented."""
@@ -94,7 +94,7 @@ class Flip(OfMaps):
 class Crop(OfMaps):
     """Pads a sample with `padding` pixels and crops a random window of the original size.
 
-    Padded pixels have the mean of the data, which is 0 after normalisation. FedRolex's code pads with black instead.
+    The padding is 0 after normalisation, which is the mean of the data. FedRolex's code pads with black instead.
     """
 
     moves_boxes: ClassVar[bool] = False

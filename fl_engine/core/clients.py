@@ -114,8 +114,8 @@ def kept_parameters(algorithm: object, family: ModelFamily, pool: Pool) -> list[
 
 
 def personal_weights(algorithm: object, state: Params, params: Params) -> Params:
-    """Return the weights of a client's personal model. By default, copy the global weights `params` and replace the
-    parameters in the client's `state`. If `state` is empty, return the weights of `params`."""
+    """Return the weights of a client's personal model. By default, copy the global weights `params` and replace those
+    that the client's `state` contains. If `state` is empty, return the weights of `params`."""
     if state and isinstance(algorithm, HasPersonalModels):
         return algorithm.personal(state, params)
     return {name: state.get(name, tensor) for name, tensor in params.items()}

@@ -347,7 +347,7 @@ class Selector(Protocol):
 
     def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:
         """Return (client, level) pairs for at most `count` distinct available clients, in client order. A level is an
-        index of `context.pool`. All random numbers must be drawn from `rng`."""
+        index into `context.pool`. All random numbers must be drawn from `rng`."""
 
     def learn(self, state: Tables, assignment: Assignment, result: ClientResult, seconds: float) -> Tables:
         """Return the tables after one result. The engine passes all results of a round in client order. Failures must

@@ -114,7 +114,7 @@ class Epochs(Protocol):
 
 
 def batches(task: Epochs, samples: int) -> tuple[int, ...]:
-    """Return the batch sizes of one epoch. An epoch draws `samples` samples (`core.steps`)."""
+    """Return the batch sizes of one epoch. An epoch consists of `samples` draws (`core.steps`)."""
     batch = min(task.batch_size, samples)
     rest = 0 if task.drop_last else samples % batch
     return (batch,) * (samples // batch) + ((rest,) if rest else ())

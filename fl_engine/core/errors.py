@@ -233,7 +233,7 @@ def together(errors: Iterable[FlexfleetError]) -> FlexfleetError:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether the error reports exhausted memory. For the CPU's memory, torch raises a RuntimeError."""
+    """Return whether the error reports exhausted memory, for which torch raises a RuntimeError on the CPU."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
 
 

@@ -44,7 +44,7 @@ class FileSection(NamedTuple):
         return FileSection(str(array.filename), array.dtype.name, offset, array.shape)
 
     def map(self) -> Tensor:
-        """Return the values as a tensor. Changes of the tensor are not written to the file."""
+        """Return the values as a tensor. Changes to the tensor are not written to the file."""
         with open(self.path, "rb") as file:
             flags, access = mmap.MAP_PRIVATE | NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             whole = mmap.mmap(file.fileno(), 0, flags=flags, prot=access)

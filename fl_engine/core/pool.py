@@ -1,16 +1,16 @@
 """Create a model pool from activation statistics (FlexFL, Section III-B, Eq. 1-3 and Alg. 1).
 
-1. `measure_apoz` returns A_i, the fraction of exact zeros after ReLU i on the proxy set (Eq. 1). A block uses the mean
-   over its ReLUs (Eq. 2).
+1. `measure_apoz` returns A_i, the fraction of exact zeros after ReLU i on the proxy set (Eq. 1). For a block, A_i is
+   the mean over its ReLUs (Eq. 2).
 2. `adjustment_weights` returns AdjW_i = log size(l_i) / log max_j size(l_j) (Eq. 3).
 3. `spec_of` keeps int(s_i * out_i) channels of layer i, with s_i = clamp(gamma * (1 - A_i * AdjW_i), 0.01, 1).
 4. `solve` returns the gamma for which the model has a given size.
 
 Departs from the paper: Alg. 1 raises gamma by 0.01 until the size is within epsilon, which may never happen. Here a
-bisection finds the closest reachable size, because the size is monotone in gamma. An unreachable target is an error.
-`rule="authors"` is the search of the published code. This search tries gamma = 100/g for g = 1 .. 199 and takes the
-first model whose prunable part is within 5 percentage points of the target. Because gamma decreases, this model is
-usually larger than the target.
+bisection finds the closest reachable size, which works because the size is monotone in gamma. An unreachable target is
+an error. `rule="authors"` is the search of the published code. This search tries gamma = 100/g for g = 1 .. 199 and
+takes the first model whose prunable part is within 5 percentage points of the target. Because gamma decreases, this
+model is usually larger than the target.
 """
 
 from __future__ import annotations

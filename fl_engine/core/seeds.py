@@ -21,7 +21,7 @@ def derive(seed: int, purpose: str, round: int = -1, client: int = -1) -> int:
 
 
 def rng(seed: int, purpose: str, round: int = -1, client: int = -1) -> np.random.Generator:
-    """Return a generator for one purpose, so that additional draws do not change the numbers of other purposes.
+    """Return a separate generator for each purpose, so that extra draws do not change the numbers of other purposes.
 
     A seed of more than 128 bits is secret (`privacy.plan_seed`). For a secret seed, the generator's key has 128 bits,
     because a key of 63 bits could be found by brute force.

@@ -36,7 +36,7 @@ def without_storage() -> Iterator[None]:
 
 
 def blank(family: ModelFamily, spec: SubmodelSpec = FULL) -> nn.Module:
-    """Return the sub-network without storage."""
+    """Return the sub-network on torch's meta device, where its weights have no storage."""
     with without_storage():
         return family.module(spec)
 

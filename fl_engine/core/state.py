@@ -35,14 +35,14 @@ KINDS = {
     "int32": "I32", "bfloat16": "BF16", "float16": "F16", "uint16": "U16", "int16": "I16", "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-"""Map torch's types to safetensors' names of these types. A file lists its tensors in the order of the types."""
+"""Map torch's dtypes to safetensors' names. A file lists its tensors in the order of these dtypes."""
 RANKS = {getattr(torch, name): (rank, kind) for rank, (name, kind) in enumerate(KINDS.items()) if hasattr(torch, name)}
 UNFIT = (PydanticUserError, PydanticSerializationError, AttributeError, TypeError, ValueError, RecursionError)
 """Errors that pydantic and json raise for unsupported values or annotations."""
 
 
 def constant() -> Any:
-    """Declare a field of a state that `init` sets and later rounds do not change."""
+    """Declare a field of a state that `init` sets and that does not change afterwards."""
     return dataclasses.field(metadata={"constant": True})
 
 
@@ -74,7 +74,7 @@ def pack(state: Any) -> tuple[Params, dict[str, Any]]:
 def unpack(initial: S, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> S:
     """Return the state that `pack` stored. The constant fields are copied from `initial`.
 
-    Raises IntegrityError if the fields, tensor names, types or shapes differ from the fields and tensors of `initial`.
+    Raises IntegrityError if the fields, tensor names, types or shapes differ from those of `initial`.
     """
     if not isinstance(rest, Mapping):
         raise IntegrityError(f"stored state: expected a mapping of fields, got {type(rest).__name__}")
@@ -97,7 +97,7 @@ def unpack(initial: S, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -
 
 
 def dumped(value: Any, kind: Any, where: str, can: str = CAN) -> Any:
-    """Convert a value of the type `kind` to JSON, so that pydantic can restore the value.
+    """Convert a value of the type `kind` to JSON from which pydantic can restore the value.
 
     Raises ModelError if reading the JSON does not restore the value. The error message begins with `where` (name of the
     value) and ends with `can` (list of supported values).

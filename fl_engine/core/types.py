@@ -87,8 +87,8 @@ class ExitLoss:
 @dataclass(frozen=True)
 class Sandwich:
     """Each step trains several sub-models of `LocalTask.widths`: the last (largest), the first (smallest), and `random`
-    sub-models in between, drawn uniformly. All sub-models learn the targets. All except the largest also learn the
-    largest sub-model's outputs, with `weight` times the KL divergence. The loss is the mean over the sub-models."""
+    sub-models in between, drawn uniformly. All sub-models are trained on the targets. The largest sub-model is the
+    teacher of all others, with a loss of `weight` times the KL divergence. The loss is the mean over the sub-models."""
 
     random: int
     weight: float

@@ -40,7 +40,8 @@ def check_cuttable(groups: Collection[str], family: ModelFamily | None = None) -
 
 
 def count_kept(size: int, width: float, rounding: Rounding) -> int:
-    """Return how many of `size` channels a width keeps, at least 1. A width of 0.29 keeps 29 of 100 channels."""
+    """Return how many of `size` channels a width keeps, at least 1. Ignores rounding errors: 0.29 keeps 29 of 100
+    channels."""
     exact = width * size
     rounded = math.ceil(exact - 1e-9) if rounding == "ceil" else math.floor(exact + 1e-9)
     return min(size, max(1, rounded))
@@ -90,7 +91,7 @@ def window_start(layout: ParamLayout, width: float, round: int, overlap: float =
 
 def rolling(layout: ParamLayout, width: float, first: Mapping[str, int]) -> SubmodelSpec:
     """Return FedRolex's sub-model (Eq. 3.4). Each group keeps floor(width * K_i) consecutive channels from index
-    `first` on. Index 0 follows the last index."""
+    `first` on. The window wraps around at the end."""
     if width >= 1:
         return FULL
     groups = hidden(layout).items()
@@ -103,7 +104,8 @@ def random_drop(
     layout: ParamLayout, width: float, rng: np.random.Generator, inside: SubmodelSpec = FULL
 ) -> SubmodelSpec:
     """Return the sub-model of Federated Dropout (FedRolex Eq. 3.5). Each layer keeps floor(width * K_i) random channels
-    of `inside`. The layers' draws are independent, but layers whose outputs a shortcut adds keep the same channels."""
+    of `inside`. Layers whose outputs are added by a shortcut keep the same channels; all others are drawn
+    independently."""
     if width >= 1:
         return inside
     groups = hidden(layout)
@@ -117,7 +119,7 @@ def random_drop(
 
 def from_layer(family: ModelFamily, width: float, start: int) -> SubmodelSpec:
     """Return AdaptiveFL's sub-model (Sec. 3.2). The first `start` prunable layers keep all channels. All further
-    prunable layers keep int(width * n) channels."""
+    prunable layers keep int(width * n) of their n channels."""
     groups = family.layout().groups
     if width < 1:
         check_cuttable([p.group for p in family.prunable()], family)
