@@ -30,7 +30,7 @@ POSITION = Annotated[int, Field(ge=0, lt=2**62)]
 
 
 class NoiseFigures(BaseModel):
-    """Statistics of label noise in `partition.json`."""
+    """Statistics of label noise, as stored in `partition.json`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     share: Annotated[float, Field(gt=0, le=1)]

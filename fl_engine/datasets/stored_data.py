@@ -45,7 +45,7 @@ def is_stored(name: str) -> bool:
 
 
 def display_name(name: str, root: Any) -> str:
-    """Return the user-defined name of the stored data `name` below `root`, or `name` if these data do not exist."""
+    """Return the user-defined name of the data stored as `name` below `root`, or `name` if these data do not exist."""
     if not is_stored(name) or root is None:
         return name
     try:

@@ -203,7 +203,7 @@ class AepMLP(Chain):
     Five hidden layers with 210, 420, 840, 420 and 210 units, ReLU and dropout 0.3 precede the output layer. For 18
     features and one output, AepMLP has 888,091 parameters.
 
-    Departs from the authors' code, which uses dropout 0.5. The text of the thesis and this network use 0.3.
+    Departs from the authors' code, which uses dropout 0.5. The text of the thesis and this network use dropout 0.3.
 
     Groups: fc1 .. fc5, classes. Blocks: fc1 .. fc5, head.
     """

@@ -190,7 +190,8 @@ class MobileNetV3OFA(StagedNetwork, ImageNetwork):
 
     def _spec(self, choices: Mapping[str, Choice]) -> SubmodelSpec:
         """Return the sub-network with the depths and expansion factors in `choices`. The groups of dropped blocks also
-        use the stage's expansion factor. Therefore a sub-network contains all smaller sub-networks."""
+        use the stage's expansion factor. Therefore a sub-network contains all sub-networks with smaller or equal
+        depths."""
         layout, keep = self.layout(), dict[str, int]()
         dropped = [f"{name}.{b}" for name in STAGES for b in range(choices[name].depth, LARGEST.depth)]
         for name, inside, stage in self.blocks():

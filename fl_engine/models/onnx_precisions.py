@@ -194,8 +194,8 @@ class _Half(nn.Module):
 
 
 def _write_fp16(network: RawNetwork, data: Data, target: Path) -> None:
-    """Export the network in fp16. Insert a reshape without effect between a transpose and a matrix product, as between
-    an LSTM and a linear layer. Without the reshape, ONNX Runtime 1.31 fuses both in fp16 and crashes."""
+    """Export the network in fp16. Insert a no-op reshape between a transpose and a matrix product, as between an LSTM
+    and a linear layer. Without the reshape, ONNX Runtime 1.31 fuses the two operations in fp16 and crashes."""
     import onnx
     from onnx import helper, numpy_helper
 

@@ -18,7 +18,7 @@ from fl_engine.models.recurrent import Steps
 EPSILON = 1e-6
 """Epsilon of layer norm, as in the code of A Field Guide to Federated Optimization (2021)."""
 LATER = -1e4
-"""Attention score of later positions, whose softmax is then 0. A quantised tensor could not store -infinity."""
+"""Attention score of masked (later) positions; softmax maps it to 0. A quantised tensor could not store -infinity."""
 
 Answers = Literal["every", "last"]
 

@@ -114,8 +114,8 @@ class Classification(Distilled):
         return F.cross_entropy(outputs_bo, y, reduction=reduction)
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """Return class * classes + predicted class, int64 (batch,). With `top5`, return (2, batch). The second row is 1
-        if one of the five highest logits belongs to the class, otherwise 0."""
+        """Return true class * number of classes + predicted class, int64 (batch,). With `top5`, return (2, batch). The
+        second row is 1 if the true class has one of the five highest logits, otherwise 0."""
         taken = y * self.classes + outputs_bo.argmax(1)
         if not self.top5:
             return taken

@@ -37,7 +37,7 @@ SAME = 0.6
 ROUNDING = 1e-4
 """Tolerance for boxes outside of the image, as a fraction of the image size. Files contain rounded values."""
 NEIGHBOURS = 1
-"""Maximum distance, in cells, between the cell with a box's centre and any other cell with this box as the target."""
+"""Maximum distance in cells from the cell that contains a box's centre to another cell whose target is the same box."""
 
 
 @dataclass(frozen=True)

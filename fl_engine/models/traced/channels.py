@@ -27,8 +27,8 @@ class Channels:
     pinned: bool = False
     """True if sub-models must keep all channels."""
     loose: bool = False
-    """True for channels of a parameter that no layer uses. These channels are pinned unless they are tied to a
-    layer's."""
+    """True for channels of a parameter that no layer uses. These channels are pinned unless they are tied to the
+    channels of a layer."""
 
     def __post_init__(self) -> None:
         self.order = next(_order)

@@ -137,7 +137,7 @@ def try_module(name: str, module: nn.Module, input_shape: tuple[int, ...], outpu
 
 
 def _tied(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of two tied parameters, or None. A parameter of a module with several names is not tied."""
+    """Return the names of two tied parameters, or None. If a module has several names, its parameters are not tied."""
     paths: dict[int, str] = {}
     for prefix, layer in module.named_modules():
         for leaf, parameter in layer._parameters.items():

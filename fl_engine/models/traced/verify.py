@@ -26,7 +26,7 @@ SAME = 1e-4
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Maximum difference between a sub-model and the network with zeroed channels, in which sums have more terms."""
 SMALL = 1e-2
-"""Minimum scale for the tolerance of a gradient, as a fraction of the largest value in all gradients."""
+"""Minimum scale of a gradient's tolerance, relative to the largest value in all gradients."""
 OUTPUTS = "outputs"
 
 Make = Callable[[SubmodelSpec], nn.Module]
@@ -119,7 +119,7 @@ def _state(module: nn.Module) -> Params:
 
 
 def _different(found: Params, wanted: Params, close: float) -> str | None:
-    """Return a description of the first tensor that differs, or None. Infinite values and NaN must be equal."""
+    """Return a description of the first tensor that differs, or None. NaN and infinities must be in the same places."""
     gradients = [t for n, t in wanted.items() if n != OUTPUTS and not is_statistic(n)]
     most = max((_largest(t) for t in gradients), default=0.0)
     for name, one in found.items():
