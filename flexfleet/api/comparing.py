@@ -52,11 +52,12 @@ def compare(
     models and the same files.
 
     Args:
-        algorithms: A list of names, classes or objects, or a mapping from labels to names, classes, objects or
-            settings: {"flexfl": "flexfl", "skewed": {"algorithm": "flexfl", "partition.alpha": 0.1}}.
-        seeds: Seeds for the runs of each label.
-        over: Values with which the settings of each label are combined. For example, {"training.lr": [0.01, 0.1]} runs
-            the settings of each label with both learning rates.
+        algorithms: The variants to compare, as a list of names, classes or objects, or as a mapping from labels to
+            names, classes, objects or settings: {"flexfl": "flexfl", "skewed": {"algorithm": "flexfl",
+            "partition.alpha": 0.1}}.
+        seeds: Seeds for the runs of each variant.
+        over: Map dotted names to lists of values. Each variant is run with every combination of these values. For
+            example, {"training.lr": [0.01, 0.1]} runs each variant with both learning rates.
         to: Target accuracies between 0 and 1. The comparison reports the cost to reach each accuracy.
         jobs: Number of parallel runs. With 1, runs use this process and can use classes from a notebook.
         id: Name of the comparison's folder in the store; None for a name with the current time.
@@ -96,9 +97,9 @@ class Comparison:
     Attributes:
         id: Name of the comparison.
         folder: Folder of the comparison.
-        labels: Labels of the compared settings.
-        seeds: Seeds of the runs of each label.
-        table: Table with the mean and the sample standard deviation over the seeds for each label.
+        labels: Names of the compared variants.
+        seeds: Seeds of the runs of each variant.
+        table: Table with the mean and the sample standard deviation over the seeds for each variant.
         runs: Map (label, seed) to the `Result` of the run.
         report: Path of the HTML page with tables and curves.
 
@@ -142,11 +143,11 @@ class Comparison:
         return {(label, seed): Result(self.folder / run_name(label, seed)) for label, seed in pairs}
 
     def paired(self, a: str, b: str, metric: str = "avg") -> Paired:
-        """Compare two labels with a paired t test, in which each pair of runs has the same seed.
+        """Compare two variants with a paired t test, in which each pair of runs has the same seed.
 
         Args:
-            a: The first label.
-            b: The second label.
+            a: Label of the first variant.
+            b: Label of the second variant.
             metric: Name of the metric: avg, full, best_avg, mb_up, seconds, ...
 
         Raises:
@@ -190,8 +191,8 @@ SMALLEST = 1e-12
 
 @dataclass(frozen=True)
 class Paired:
-    """Differences between two labels of a comparison in one metric. There is one difference a - b for each seed. The
-    two runs with the same seed use the same data and partition, unless the labels have different settings for these.
+    """Differences between two variants of a comparison in one metric. There is one difference a - b for each seed. The
+    two runs with the same seed use the same data and partition, unless the variants' settings for these differ.
 
     Example:
         >>> print(comparison.paired("flexfl", "heterofl"))
@@ -210,9 +211,9 @@ class Paired:
     """Two-sided p-value of the paired t test, which assumes normally distributed differences. None if `interval` is
     None."""
     p_holm: float | None
-    """Value of `p`, adjusted by Holm's method for all pairs of labels. None if `interval` is None."""
+    """Value of `p`, adjusted by Holm's method for all pairs of variants. None if `interval` is None."""
     pairs: int
-    """Number of pairs in which both labels have this metric."""
+    """Number of pairs in which both variants have this metric."""
 
     def __str__(self) -> str:
         each = ", ".join(f"{value:+.4f}" for value in self.differences)
@@ -235,15 +236,15 @@ def _brief(p: float) -> str:
 def paired(
     values: Mapping[str, Sequence[float | None]], seeds: Sequence[int], a: str, b: str, metric: str = "avg"
 ) -> Paired:
-    """Compare two labels. `values` maps each label to a list with one value for each seed. A value is None if the run
-    does not have the metric. Raises ConfigError if a label is unknown or lacks the metric."""
+    """Compare two variants. `values` maps each label to a list with one value for each seed. A value is None if the run
+    does not have the metric. Raises ConfigError if a label is unknown or its variant lacks the metric."""
     for label in (a, b):
         if label not in values:
-            raise ConfigError(f"there is no label {label!r} in this comparison{nearest(label, list(values))}")
+            raise ConfigError(f"there is no variant {label!r} in this comparison{nearest(label, list(values))}")
         if None in values[label]:
             raise ConfigError(f"{label} has no {metric}. Choose another metric, such as metric='full'")
     if a == b:
-        raise ConfigError(f"{a!r} cannot be compared with itself. Choose two labels")
+        raise ConfigError(f"{a!r} cannot be compared with itself. Choose two different variants")
     known = {label: [v for v in found if v is not None] for label, found in values.items() if None not in found}
     tests = {pair: tested(known[pair[0]], known[pair[1]]) for pair in combinations(known, 2)}
     # A pair without a test gets p = 1.

@@ -37,7 +37,7 @@ one table and on one page.
   flexfleet compare --algorithms flexfl,all_large --over training.lr=0.01,0.1
   flexfleet compare --suite fedaiot/aep --id aep --jobs 2
 
---set a.b=value applies to all runs, --set LABEL:a.b=value to one label. Each
+--set a.b=value applies to all runs, --set LABEL:a.b=value to one variant. Each
 run is stored in <run.store>/<id>/<label>-s<seed>/.
 """
 
@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--seeds", metavar="LIST", help="seeds, such as 0,1,2 (default: from the suite or configuration)")
     c.add_argument(
         "--over", action="append", default=[], metavar="a.b=v,v",
-        help="run every label with each of these values; repeatable",
+        help="run every variant with each of these values; repeatable",
     )  # fmt: skip
     c.add_argument("--id", metavar="NAME", help="name of the comparison's folder (default: the time)")
     c.add_argument("--jobs", type=int, default=1, metavar="N", help="parallel runs, with one thread each (default: 1)")

@@ -1,7 +1,8 @@
 """Create the configurations of all runs of a comparison.
 
-All runs of a comparison are stored in one folder and have the same number of rounds. A label names an algorithm with
-its overrides, which can set any other parameter except the locations of runs and tracking data.
+A comparison compares variants. A variant is an algorithm with its settings, and its label is its name in tables and
+folders. All runs of a comparison are stored in one folder and have the same number of rounds. A variant's settings can
+change any other parameter except the locations of runs and tracking data.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def accuracies_of(given: str | Iterable[Any]) -> tuple[float, ...]:
 
 
 def by_label(overrides: Mapping[str, Any], labels: Iterable[str]) -> dict[str | None, Overrides]:
-    """Group overrides by label. The key `label:a.b` sets `a.b` for one label. Keys in the group None apply to all runs.
+    """Group overrides by label. The key `label:a.b` sets `a.b` for one variant. The group None applies to all runs.
 
     Raises ConfigError if a label is unknown, or if a parameter cannot be overridden.
     """
@@ -132,11 +133,11 @@ def by_label(overrides: Mapping[str, Any], labels: Iterable[str]) -> dict[str | 
 
 
 def label_overrides(labels: Mapping[str, str], overrides: Mapping[str, Any]) -> dict[str, Overrides]:
-    """Map each label to its overrides. The overrides include the algorithm's name and the overrides for all runs.
+    """Map each label to the variant's overrides, with the algorithm's name and the overrides for all runs.
 
     Args:
-        labels: Name of the algorithm of each label.
-        overrides: Values by dotted name. A value for `label:a.b` applies to one label.
+        labels: Map each variant's label to the name of its algorithm.
+        overrides: Values by dotted name. A value for `label:a.b` applies to one variant.
     """
     given = by_label(overrides, labels)
     return {label: {**on_top(given[None], given[label]), "algorithm.name": name} for label, name in labels.items()}
@@ -153,14 +154,14 @@ def entries_from(
     set, the ledgers are stored in `<run.remote>/<id>`.
 
     Args:
-        labels: Map each label to its overrides.
-        seeds: Seeds for the runs of each label; None for the seed in the configuration.
+        labels: Map each variant's label to its overrides.
+        seeds: Seeds for the runs of each variant; None for the seed in the configuration.
         load: Function that builds a configuration from overrides.
         id: The comparison's name.
-        factors: Lists of values by dotted name. Each label's configuration is run with every combination of values.
+        factors: Lists of values by dotted name. Each variant is run with every combination of values.
 
     Raises:
-        ConfigError: A configuration is invalid, or a parameter differs between labels but must be equal in all runs.
+        ConfigError: A configuration is invalid, or a parameter differs between variants but must be equal in all runs.
     """
     check_name(id, "a comparison's id")
     combined = crossed(labels, factors or {})
@@ -227,8 +228,8 @@ def check_factors(factors: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def crossed(labels: Iterable[str], factors: Mapping[str, Sequence[Any]]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Create a new label for each combination of a label and factor values. Return {new label: (old label, factor
-    values by dotted name)}. Raises ConfigError."""
+    """Create a variant for each combination of a given variant and factor values. Return {new label: (given label,
+    factor values by dotted name)}. Raises ConfigError."""
     for path, values in factors.items():
         is_list = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
         if ":" in path or not is_list or any(isinstance(value, Mapping) for value in values):

@@ -110,7 +110,7 @@ def parameters_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
 def comparison_from(
     parameters: Mapping[str, Any], advanced: Mapping[str, Any], algorithms: str, seeds: str, id: str
 ) -> list[PlannedRun]:
-    """Plan the runs of a comparison. A key `label:a.b` in `advanced` sets `a.b` for one label. Raises ConfigError."""
+    """Plan the runs of a comparison. A key `label:a.b` in `advanced` sets `a.b` for one variant. Raises ConfigError."""
     labels, numbers = labels_of(algorithms), seeds_of(seeds)
     check_count(len(labels) * len(numbers), f"the number of runs of {len(labels)} algorithms with {len(numbers)} seeds")
     overrides = overrides_from(parameters, advanced)

@@ -1,9 +1,10 @@
 """Run several algorithms with several seeds on the same data and network, and compare them in tables and a page.
 
-A comparison is stored in the folder `<run.store>/<id>/`. For each label (a named configuration) and each seed, this
-folder contains a run folder, a configuration and a log. Runs with the same seed share one partition and one
-pre-training, which are stored in `shared-s<seed>/`. Labels with other settings for partition or pre-training use
-`shared-s<seed>-<digest>/`. The results are comparison.json, .md, .svg and .html.
+A comparison compares variants. A variant is an algorithm with its settings, and its label is its name in tables and
+files. A comparison is stored in the folder `<run.store>/<id>/`, with a run folder, a configuration and a log for each
+variant and seed. Runs with the same seed share one partition and one pre-training, which are stored in
+`shared-s<seed>/`. Variants with other settings for partition or pre-training use `shared-s<seed>-<digest>/`. The
+results are written to comparison.json, .md, .svg and .html.
 
 In a pipeline graph, the first task prepares all runs, each run is a task, and the last task collects the results.
 """
@@ -128,7 +129,7 @@ def check_all(runs: Sequence[PlannedRun]) -> None:
         metrics = {e.label: Resolved.of(e.config).data.task.metric.name for e in runs if e.seed == runs[0].seed}
         if len(set(metrics.values())) > 1:
             found = ", ".join(f"{label}: {metric}" for label, metric in metrics.items())
-            raise ConfigError(f"all labels must have the same metric, got {found}", code="config.not_comparable")
+            raise ConfigError(f"all variants must have the same main metric, got {found}", code="config.not_comparable")
     for entry in runs:
         out = entry.folder
         try:

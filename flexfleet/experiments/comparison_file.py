@@ -21,7 +21,7 @@ from flexfleet.reports.finished_run import plain
 
 MB = 1e6
 CASE = ("dataset.", "partition.", "noise.", "model.name")
-"""Prefixes of parameters whose values define the case of a label. Labels of different cases are ranked separately."""
+"""Prefixes of parameters whose values define the case of a variant. Each case has its own ranking of variants."""
 FACTORS = (*CASE, "model.", "fleet.")
 """Prefixes of factors (`flexfleet compare --over`) that define cases. Width and fleet define cases only if they are
 factors, because papers use another width or fleet for some baselines."""
@@ -35,7 +35,7 @@ class Spread(Strict):
 
 
 class LabelScore(Strict):
-    """Mean scores of a label after one round, such as the last round."""
+    """Mean scores of a variant after one round, such as the last round."""
 
     round: Spread
     """Number of the round, counted from 1."""
@@ -141,15 +141,15 @@ class LocalSpread(Strict):
 
 
 class Summary(Figures[Spread]):
-    """Results of all runs of one label."""
+    """Results of all runs of one variant."""
 
     algorithm: str
     settings: dict[str, Any]
     """Values of the algorithm's hyper-parameters that the user has set."""
     varied: dict[str, Any] = Field(default={})
-    """Map the parameters in `ComparisonFile.varied` to the values of this label."""
+    """Map the parameters in `ComparisonFile.varied` to the values of this variant."""
     at: dict[str, Any] = Field(default={})
-    """Map factors (`flexfleet compare --over`) to the values of this label."""
+    """Map factors (`flexfleet compare --over`) to the values of this variant."""
     levels: tuple[float, ...]
     """Sizes of the reported models in percent of the full model, as means over the seeds."""
     last: LabelScore
@@ -200,30 +200,30 @@ class ComparisonFile(Artifact, LeavesOut):
     called: dict[str, str] = Field(default={})
     """Map internal names of data sets to display names, for data sets that were passed as Python objects."""
     varied: tuple[str, ...] = ()
-    """Dotted names of the parameters that differ between labels. Parameters of the algorithm are excluded."""
+    """Dotted names of the parameters that differ between variants. Parameters of the algorithm are excluded."""
     differences: dict[str, dict[str, Any]] = Field(default={})
-    """Options with different values for the labels, as {dotted name: {label: value}}. The algorithm is excluded."""
+    """Options that differ between variants, as {dotted name: {label: value}}. The algorithm's name is excluded."""
     results: dict[str, Summary]
-    """Map labels to summaries."""
+    """Map the label of each variant to its results."""
     first: dict[str, First] | None = None
-    """Map each metric in `ranking.TITLES` to the ranking of the labels by this metric. Null if there are fewer than
+    """Map each metric in `ranking.TITLES` to the ranking of the variants by this metric. Null if there are fewer than
     three seeds, or if there are several cases."""
     cases: tuple[RankedCase, ...] = ()
-    """Cases, each with the ranking of its labels. Empty if all labels belong to one case."""
+    """Cases, each with the ranking of its variants. Empty if all variants belong to one case."""
     central: Central | None = None
     notes: tuple[str, ...] = ()
     mlflow_run_id: str | None = None
 
 
 def cases_of(results: Mapping[str, Summary]) -> tuple[RankedCase, ...]:
-    """Return the cases from `by_case` with rankings of their labels. The tuple is empty if there are too few seeds."""
+    """Return the cases from `by_case` with rankings of their variants. Empty if there are too few seeds."""
     found = [(case, firsts(by_seed({label: results[label] for label in case.labels}))) for case in by_case(results)]
     return tuple(case.model_copy(update={"first": first}) for case, first in found if first is not None)
 
 
 def by_case(results: Mapping[str, Summary]) -> list[RankedCase]:
-    """Group the labels into cases without ranking them. The list is empty if all labels belong to one case. The list is
-    also empty if each case has only one label, because the cases themselves are then compared."""
+    """Group the variants into cases without ranking them. The list is empty if all variants belong to one case, or if
+    each case has only one variant, because the cases themselves are then compared."""
     groups: dict[str, list[str]] = {}
     settings = {
         label: {key: value for key, value in r.varied.items() if key.startswith(CASE)}

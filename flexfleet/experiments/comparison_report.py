@@ -104,7 +104,7 @@ def common(c: ComparisonFile) -> str:
     if not c.varied:
         return "Runs with the same seed have the same data, partition, fleet and training settings."
     return (
-        f"The labels differ in {', '.join(c.varied)}. All other settings are equal for the same seed. Runs with the "
+        f"The variants differ in {', '.join(c.varied)}. All other settings are equal for the same seed. Runs with the "
         "same data, partition, network and pre-training settings use the same partition and pre-trained weights."
     )
 
@@ -121,7 +121,7 @@ def notes(c: ComparisonFile) -> list[str]:
         LOCAL_NOTE if any(r.local for r in results) else "",
         f"{full}: metric of the largest model after the last round." if beside else "",
         *(ranking.notes(c.first, len(c.seeds), c.cases) if len(c.labels) > 1 else ()),
-        f"Each algorithm was run with every combination of {combined}." if over else "",
+        f"Each variant was run with every combination of {combined}." if over else "",
         common(c) if c.varied else "",
         OWNERS_NOTE if any(r.full_server_classes is not None for r in results) else "",
     ]
@@ -139,7 +139,7 @@ def notes(c: ComparisonFile) -> list[str]:
 
 
 def variants(c: ComparisonFile) -> list[str]:
-    """Return a line for each label that has its own settings or that differs from the name of its algorithm."""
+    """Return a line for each variant that has its own settings or whose label is not the name of its algorithm."""
     lines = []
     for label, r in c.results.items():
         if r.settings or r.varied or label != r.algorithm:

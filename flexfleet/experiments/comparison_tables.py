@@ -1,4 +1,4 @@
-"""Create the tables of a comparison, and find the options that differ between rows.
+"""Create the tables of a comparison, and find the options that differ between variants.
 
 Options are the parameters of the configuration and of the algorithm, including defaults. `training` contains the values
 that the algorithm uses, which is one local step for FedSGD. `algorithm.selection` is the selection strategy that the
@@ -37,19 +37,19 @@ OWNERS = {
 """Map column heads to fields of `Figures` with accuracies on the devices' or the server's classes."""
 UNIFORMITY = ("all sampled", "merged", "compute", "communication", "real clock", "variance s²")
 IDENTITY = ("algorithm.name", "seed", "schema_version")
-"""Options that are not compared, because their values identify a row or a run."""
+"""Options that are not compared, because their values identify a variant or a run."""
 NO_EFFECT = (Moves.PLACE, Moves.EXECUTION)
 """Kinds of options that do not change results."""
 
 Differences = dict[str, dict[str, Any]]
-"""Options with different values in the rows, as {dotted name: {label: value}}."""
+"""Options that differ between variants, as {dotted name: {label: value}}."""
 Columns = Mapping[str, Callable[[Summary], str]]
-"""Map each column head to a function that returns the cell for a label."""
+"""Map each column head to a function that returns the cell for a variant."""
 
 
 def tables(c: ComparisonFile) -> list[Table]:
-    """Return all tables of the comparison, from the main metric to the options that differ between rows. Empty tables
-    are omitted."""
+    """Return all tables of the comparison, from the main metric to the options that differ between variants. Empty
+    tables are omitted."""
     labels, measure = list(c.results.values()), Measure(c.metric)
     found = [_metric(c, measure), *_behind(c, measure), *_highest(c, measure)]
     if any(r.full_server_classes is not None for r in labels):
@@ -91,7 +91,7 @@ def factors(c: ComparisonFile) -> dict[str, list[Any]]:
 
 
 def _table(c: ComparisonFile, title: str, columns: Columns, central: Mapping[str, str] = MappingProxyType({})) -> Table:
-    """Return a table with a row for each label. If `central` is not empty, add a row for the central training."""
+    """Return a table with a row for each variant. If `central` is not empty, add a row for the central training."""
     rows = [(label, *(of(r) for of in columns.values())) for label, r in c.results.items()]
     if central:
         rows.append((REFERENCE, *(central.get(head, NONE) for head in columns)))
@@ -99,7 +99,7 @@ def _table(c: ComparisonFile, title: str, columns: Columns, central: Mapping[str
 
 
 def _with_factors(c: ComparisonFile, table: Table) -> Table:
-    """Insert a column for each factor after the column of the labels."""
+    """Insert a column for each factor after the column with the labels."""
     names = tuple(factors(c))
 
     def at(label: str) -> tuple[str, ...]:

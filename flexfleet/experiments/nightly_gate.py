@@ -54,10 +54,10 @@ Folders = Mapping[tuple[str, str], Path]
 
 
 class LabelFigures(Strict):
-    """Metrics of one label."""
+    """Metrics of one variant."""
 
     task: str
-    """Digest of the label's settings without hyper-parameters. Metrics are only compared for equal digests."""
+    """Digest of the variant's settings without hyper-parameters. Metrics are only compared for equal digests."""
     values: dict[str, Annotated[tuple[float, ...], Field(min_length=2)]]
     """Map each metric to a tuple with one value for each seed."""
     curve: tuple[tuple[int, float, tuple[float, ...], tuple[float, ...]], ...]
@@ -223,7 +223,7 @@ def machine() -> dict[str, str]:
 def judge(
     now: NightlyFigures, reference: NightlyFigures, passed: Sequence[NightlyFigures], thresholds: Mapping[str, float]
 ) -> list[Check]:
-    """Compare all metrics of all labels with earlier values. Memory and pace are only compared between equal
+    """Compare all metrics of all variants with earlier values. Memory and pace are only compared between equal
     machines."""
     checks = []
     for label, figures in now.labels.items():

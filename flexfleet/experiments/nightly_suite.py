@@ -48,7 +48,7 @@ class NightlyCase(Strict, strict=True):
     to: float = Field(gt=0, le=1)
     """Target accuracy of the full model. The metrics rounds and mb are counted until this accuracy is reached."""
     settings: dict[str, Any] = Field(default={})
-    """Settings by dotted name. A setting `label:a.b` applies only to this label."""
+    """Settings by dotted name. A setting `label:a.b` applies only to the variant with this label."""
 
 
 class NightlySuite(Strict):
@@ -151,7 +151,7 @@ def nightly_run(path: Path, id: str, overrides: Mapping[str, Any], more_seeds: t
 
 
 def task_of(suite: NightlySuite, case: str, label: str) -> str:
-    """Return a digest of the target accuracy and the label's settings. Options of the algorithm are excluded, because
+    """Return a digest of the target accuracy and the variant's settings. Options of the algorithm are excluded, because
     the gate must detect whether a change of these options makes a metric worse. The algorithm's name is included if it
     is not the label."""
     labels = labels_of(suite.cases[case].algorithms)

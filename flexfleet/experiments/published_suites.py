@@ -1,8 +1,8 @@
 """Read suites, which reproduce tables and figures of papers with `flexfleet compare --suite fedaiot/aep`.
 
-A suite is a YAML file in `suites/` with the fields of `PaperSuite`; docs/guides/suites.md has an example. Each row runs
-in each case under the label ROW-CASE. Settings of a case override settings of the suite, and settings of a row override
-settings of the case. A setting `ROW:a.b` in a case overrides the setting of the row. The value null removes an
+A suite is a YAML file in `suites/` with the fields of `PaperSuite`; docs/guides/suites.md has an example. Each row in
+each case is a variant with the label ROW-CASE. Settings of a case override settings of the suite, and settings of a row
+override settings of the case. A setting `ROW:a.b` in a case overrides the setting of the row. The value null removes an
 inherited row or case. A file whose name begins with an underscore can only be used in `like`. The name of a smaller,
 faster version of a suite ends in -small.
 """
@@ -60,7 +60,7 @@ class PaperSuite(Strict):
     settings: dict[str, Any] = Field(default={})
     """Settings of all rows, by dotted name."""
     rows: dict[str, dict[str, Any] | None] = Field(default={})
-    """Map labels to rows. Each row is a mapping with the key `algorithm` and settings by dotted name."""
+    """Map names to rows. Each row is a mapping with the key `algorithm` and settings by dotted name."""
     cases: dict[str, dict[str, Any] | None] = Field(default={})
     """Map each case to its settings. `a.b` is a setting of all rows, and `row:a.b` is a setting of one row."""
     to: tuple[float, ...] = ()
@@ -79,7 +79,7 @@ class PaperSuite(Strict):
         return accuracies_of(value)
 
     def made(self) -> dict[str, tuple[str, str | None]]:
-        """Map each label to its pair (row, case). Raises ConfigError if a name is used twice."""
+        """Map the label of each variant to its row and case. Raises ConfigError if a name is used twice."""
         rows = [label for label, row in self.rows.items() if row is not None]
         cases = [name for name, case in self.cases.items() if case is not None]
         if not cases:
@@ -172,7 +172,7 @@ def entries_of(
     Args:
         only: Comma-separated rows, cases or labels (ROW-CASE); None for all. `central` is the reference.
         seeds: Comma-separated seeds that replace the suite's seeds; None to use the suite's seeds.
-        overrides: Settings that override the suite. `a:training.lr` applies only to the row, case or label a.
+        overrides: Settings that override the suite. `a:training.lr` applies only to the row, the case or the variant a.
         factors: Passed to `entries_from`.
     """
     made, factors = suite.made(), factors or {}
@@ -212,7 +212,7 @@ def _row_in(suite: PaperSuite, row: str, case: str | None) -> dict[str, Any]:
 
 
 def _labels(name: str, made: Mapping[str, tuple[str, str | None]]) -> list[str]:
-    """Return the labels that `name` selects. `name` is a row, a case or a label."""
+    """Return the labels of the variants that `name` selects. `name` is a row, a case or a label."""
     if found := [label for label, pair in made.items() if name == label or name in pair]:
         return found
     known = [*made, *(part for pair in made.values() for part in pair if part is not None)]

@@ -1,8 +1,8 @@
-"""Rank the labels of a comparison by paired t tests over the seeds.
+"""Rank the variants of a comparison by paired t tests over the seeds.
 
-The label with the highest mean is ranked first only if it differs significantly (at 5 %) from every other label. The
-test is Student's two-sided paired t test, and its p values are adjusted by Holm's method. With fewer than three seeds,
-labels are not ranked. Only labels with the same data, partition, noise and network are compared.
+The variant with the highest mean is ranked first only if it differs significantly (at 5 %) from every other variant.
+The test is Student's two-sided paired t test, and its p values are adjusted by Holm's method. With fewer than three
+seeds, variants are not ranked. Only variants with the same data, partition, noise and network are compared.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 class Behind(Strict):
-    """Statistics over the seeds of the difference between the highest label and one other label."""
+    """Statistics over the seeds of the difference between the variant with the highest mean and one other variant."""
 
     mean: float
     """Mean difference in the unit of the metric. Accuracies are fractions, so 0.01 is one percentage point."""
@@ -76,38 +76,38 @@ class Behind(Strict):
 
     @property
     def apart(self) -> bool:
-        """True if the label differs significantly from the highest label."""
+        """True if the variant differs significantly from the variant with the highest mean."""
         return self.p_holm is not None and self.p_holm < LEVEL
 
 
 class First(Strict):
-    """Ranking of the labels by one metric."""
+    """Ranking of the variants by one metric."""
 
     highest: str
-    """Label with the highest mean over the seeds. For ties, the first label in alphabetical order."""
+    """Label of the variant with the highest mean over the seeds. For ties, the first label in alphabetical order."""
     first: bool
-    """True if `highest` differs significantly from every other label."""
+    """True if `highest` differs significantly from every other variant."""
     not_told_apart: tuple[str, ...]
-    """Labels that do not differ significantly from `highest`, in the order of the comparison."""
+    """Labels of the variants that do not differ significantly from `highest`, in the order of the comparison."""
     behind: dict[str, Behind]
-    """Map each other label to the statistics of its differences. Labels that do not have the metric are omitted."""
+    """Map the label of each other variant to statistics of its differences. Variants without the metric are omitted."""
 
 
 class RankedCase(Strict):
-    """Labels with the same data, partition, noise and network, and the ranking of these labels."""
+    """Variants with the same data, partition, noise and network, and the ranking of these variants."""
 
     settings: dict[str, Any]
     """Map dotted names of settings to values."""
     labels: tuple[str, ...]
     first: dict[str, First]
-    """Map each metric to a ranking. Empty if there is only one label."""
+    """Map each metric to a ranking. Empty if there is only one variant."""
 
     def __str__(self) -> str:
         return ", ".join(f"{path} {plain(value)}" for path, value in self.settings.items())
 
 
 def firsts(values: Mapping[str, Mapping[str, Sequence[float | None]]]) -> dict[str, First] | None:
-    """Return {metric: ranking} for each metric that at least two labels have. Return None if there are fewer than
+    """Return {metric: ranking} for each metric that at least two variants have. Return None if there are fewer than
     FEWEST seeds. `values` is {metric: {label: value of each seed}}. Missing values are None."""
     if any(len(each) < FEWEST for labels in values.values() for each in labels.values()):
         return None
@@ -138,8 +138,9 @@ def _first(values: Mapping[str, Sequence[float]]) -> First:
 
 
 def rows(found: Mapping[str, First], labels: Sequence[str], measure: Measure) -> tuple[tuple[str, ...], ...]:
-    """Return a row for each label with a cell for each metric. The cell of the highest label is `first` if it differs
-    significantly from all other labels, otherwise `highest`. Other cells contain `mean ± std, p` of the differences."""
+    """Return a row for each variant with a cell for each metric. For the variant with the highest mean, the cell is
+    `first` if the variant differs significantly from all others, otherwise `highest`. Other cells contain `mean ± std,
+    p` of the differences."""
 
     def cell(figure: str, ranked: First, label: str) -> str:
         if label == ranked.highest:
@@ -156,18 +157,19 @@ def rows(found: Mapping[str, First], labels: Sequence[str], measure: Measure) ->
 def notes(found: Mapping[str, First] | None, seeds: int, cases: Sequence[RankedCase] = ()) -> list[str]:
     """Return sentences that explain the ranking."""
     if seeds < FEWEST:
-        return [f"Fewer than {FEWEST} seeds: there is no paired test, so no row is called first."]
+        return [f"Fewer than {FEWEST} seeds: there is no paired test, so no variant is ranked first."]
     groups: list[tuple[str, Mapping[str, First]]] = [(f" with {case}", case.first) for case in cases]
     groups = groups or [("", found or {})]
     if not any(firsts for _, firsts in groups):
         return []
     lines = [
         "Behind the highest: the mean difference over equal seeds ± its sample standard deviation, and p of Student's "
-        f"paired t test ({seeds - 1} degrees of freedom, two-sided) after Holm over the rows that the highest is "
-        f"compared with. A row is first if every p is below {LEVEL:g}; the highest is chosen by these same figures."
+        f"paired t test ({seeds - 1} degrees of freedom, two-sided), adjusted by Holm's method for all variants that "
+        f"the highest is compared with. The highest is first if every p is below {LEVEL:g}. It is selected by the same "
+        "values that are tested."
     ]
     if cases:
-        lines.append("Rows are compared with those that have the same data, partition, noise and network.")
+        lines.append("Only variants with the same data, partition, noise and network are compared.")
     for where, firsts in groups:
         for figure, of in firsts.items():
             close = f"highest, but does not differ significantly from {', '.join(of.not_told_apart)}"

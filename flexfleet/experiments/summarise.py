@@ -47,7 +47,7 @@ MOST_TARGETS = 4
 COMMON = ("dataset.", "model.")
 """Prefixes of parameters that must be equal in the centralised training run and in the compared runs."""
 Runs = Mapping[str, Sequence[FinishedRun]]
-"""Map labels to runs in the order of the seeds."""
+"""Map the label of each variant to its runs, in the order of the seeds."""
 
 
 # ------------------------------------------------------------------------------------------------ reading the runs

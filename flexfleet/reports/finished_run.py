@@ -140,7 +140,7 @@ def measure_of(runs: Sequence[FinishedRun]) -> Measure:
 
 
 def labels(runs: Sequence[FinishedRun]) -> list[str]:
-    """Return a label for each run. The labels are the algorithms' names if all runs have different algorithms,
+    """Return a display name for each run. The names are the algorithms' names if all runs have different algorithms,
     otherwise the run IDs. Run IDs that occur more than once are numbered."""
     names = [r.pool.algorithm for r in runs]
     if len(set(names)) < len(names):

@@ -28,7 +28,7 @@ FEW = 8
 """Curves with fewer points than this number always have markers."""
 GREY = "#7a828c"
 MOST_BANDS = 6
-"""Maximum number of labels for which a figure has bands, because more bands would hide each other."""
+"""Maximum number of variants for which a figure has bands, because more bands would hide each other."""
 MOST_BARS = 120
 MOST_POINTS = 1000
 """Maximum number of plotted points of a curve. If a curve has more points, only every k-th point is plotted."""
@@ -59,13 +59,13 @@ def comparison(
 ) -> str:
     """Plot four panels: avg and full over the rounds, and full over the MB sent and over the simulated time.
 
-    For each label, a line shows the mean over the seeds. If there are at most MOST_BANDS labels, bands show the range
-    over the seeds.
+    For each variant, a line shows the mean over the seeds. If there are at most MOST_BANDS variants, bands show the
+    range over the seeds.
 
     Args:
-        curves: Tuple (label, points of avg, points of full) for each line.
+        curves: Tuple (label, points of avg, points of full) for each variant.
         reference: Name and value of a horizontal line, or None.
-        clocks: Map each label to a list with the simulated seconds for each point of full. If empty, the last panel is
+        clocks: Map each variant's label to the simulated seconds at the points of full. If empty, the last panel is
             omitted.
         names: Names under which the two metrics are shown.
     """
@@ -110,7 +110,7 @@ def comparison(
         put_legend(figure, [*handles.values(), *kinds.values()], [*handles, *kinds])
 
     clock = " and over the simulated time" if timed else ""
-    alt = f"Test {measure.name} over the rounds, and against the megabytes sent{clock}: a line for each label"
+    alt = f"Test {measure.name} over the rounds, and against the megabytes sent{clock}: a line for each variant"
     return drawing(name, alt, 4.0, paint, width=14 if timed else 10.5)
 
 
@@ -291,7 +291,7 @@ def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:
 
 
 def partition_map(counts: Sequence[Sequence[int]], name: str = "partition", label: str = "class") -> str:
-    """Plot a heat map of `counts`, which has a row for each label and a column for each client."""
+    """Plot a heat map of `counts`, which has a row for each class label and a column for each client."""
     with style(PLAIN):
         figure = heat_map.heat_map(np.array(counts, dtype=np.int64), label)
         return inline(figure, name, f"Number of samples of each {label} at each client")

@@ -183,7 +183,7 @@ def test_labels_can_vary_any_parameter(flexfleet: Any, sets: list[str]) -> None:
     # The terminal, the table and the page name what differs.
     for said in (comparison_report.text(found), (folder / "comparison.md").read_text().replace("\\_", "_")):
         assert "even: flexfl, partition.alpha = 0.6, run.precision = fp32" in said
-        assert "The labels differ in partition.alpha, run.precision" in said
+        assert "The variants differ in partition.alpha, run.precision" in said
 
 
 def test_runs_of_other_networks_are_tracked_in_one_experiment() -> None:

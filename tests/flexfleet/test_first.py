@@ -52,7 +52,7 @@ def test_too_few_seeds_and_missing_figures_make_no_claim() -> None:
     found = firsts({"local_avg": {"a": A, "large": [None] * 3}, "full": {"a": A, "large": FAR}})
     assert found is not None and list(found) == ["full"], "one label alone has local_avg"
     for seeds in (1, 2):
-        assert notes(None, seeds) == ["Fewer than 3 seeds: there is no paired test, so no row is called first."]
+        assert notes(None, seeds) == ["Fewer than 3 seeds: there is no paired test, so no variant is ranked first."]
     assert notes(None, 3) == [], "an older comparison"
 
 
