@@ -6,8 +6,8 @@ fit into memory together.
 
 The safetensors format (https://github.com/huggingface/safetensors, "Format") consists of the header's length in 8 bytes
 (little-endian), the header, and the tensors' bytes. The header is JSON with the type, shape and offsets of each tensor.
-This module creates the same files as the safetensors package, because the package cannot write a file in pieces. Files
-are read with the package, because their content is not trusted.
+This module writes the same bytes as the safetensors package, which can only build a whole file in memory or write it to
+disk. Files are read with the package, because their content is not trusted.
 """
 
 from __future__ import annotations
