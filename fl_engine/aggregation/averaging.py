@@ -2,11 +2,11 @@
 
 Each element p of the global model is averaged over the updates m that contain p, with weights d_m:
 
-    p = sum_m d_m * p_m / sum_m d_m        p keeps its old value if no update contains it.
+    p = sum_m d_m * p_m / sum_m d_m.
 
-Sums use double precision. The engine adds updates in client order, so the result is deterministic. Another order
-changes only the rounding errors of double precision, which are far below the precision of the stored float32 values. If
-all updates have the same value for an element, the mean is exactly this value.
+If no update contains p, p keeps its old value. Sums use double precision. The engine adds updates in client order, so
+the result is deterministic. Another order changes only the rounding errors of double precision, which are far below the
+precision of the stored float32 values. If all updates agree on an element, the mean is exactly their value.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Client-level differential privacy: a noisy sum of clipped changes, and its epsilon (docs/guides/privacy.md).
 
 Gaussian mechanism on a sum (McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018,
-Algorithm 1 with the fixed-denominator estimator). All clients have the same weight. For each element
+Algorithm 1 with the fixed-denominator estimator). All clients have the same weight. For each element:
 
-    new = old + (sum_m clip(p_m - old) + N(0, (noise_multiplier * clip)^2)) / expected holders
+    new = old + (sum_m clip(p_m - old) + N(0, (noise_multiplier * clip)^2)) / expected holders.
 
 Two neighbouring fleets differ in one client, whose updates are zero in one of the fleets. The change of a sub-model
 counts as a change of the whole model with zeros in all other elements. The sums of neighbouring fleets therefore differ

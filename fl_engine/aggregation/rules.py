@@ -7,7 +7,7 @@ Median and trimmed mean are defined by Yin et al., Byzantine-Robust Distributed 
 2. Each element p is aggregated over the n updates m that contain p, with equal weights:
 
     median        the middle value of p_m, or the mean of the two middle values
-    trimmed_mean  the mean of p_m without the floor(trim * n) smallest and the floor(trim * n) largest values
+    trimmed_mean  the mean of p_m without the floor(trim * n) smallest and the floor(trim * n) largest values.
 
 An element that no update contains keeps its old value.
 

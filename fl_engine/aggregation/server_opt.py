@@ -7,12 +7,13 @@ mean - old`:
     Adagrad: v = v + delta^2
     Yogi:    v = v - (1 - b2) * delta^2 * sign(v - delta^2)
     Adam:    v = b2 * v + (1 - b2) * delta^2
-    new = old + lr * m / (sqrt(v) + tau)          m starts at 0, v at tau^2; no bias correction
+    new = old + lr * m / (sqrt(v) + tau).
 
-With `bias_correction`, Adam is the same as in torch (Kingma and Ba, ICLR 2015, Algorithm 1) with tau as eps, as in
-FedAIoT's code. Both moments then start at 0, and t is the number of steps of the element:
+The moment m starts at 0, and v starts at tau^2. With `bias_correction`, Adam is the same as in torch (Kingma and Ba,
+ICLR 2015, Algorithm 1) with tau as eps, as in FedAIoT's code. Both moments then start at 0, and t is the number of
+steps of the element:
 
-    new = old + lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + tau)
+    new = old + lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + tau).
 
 Departs from the paper, in which every client trains the whole model. Here an element that no client trained in a round
 has no pseudo-gradient, so the element and its moments do not change. Running statistics of batch norm are averaged.

@@ -196,7 +196,7 @@ class Algorithm(Protocol):
             server: The server's data and training.
 
         Raises:
-            ConfigError: The options are incompatible with the fleet, the pool or the server.
+            ConfigError: if the options are incompatible with the fleet, the pool or the server.
         """
 
     def plan(self, state: Any, context: RoundContext) -> RoundPlan:

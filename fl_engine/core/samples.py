@@ -142,7 +142,7 @@ class Data:
         natural_client: Source of each training sample, such as a writer or a user, for the natural partition.
 
     Raises:
-        DataError: The samples are of an unsupported kind, are not finite, or do not fit the targets, `mean` or `std`.
+        DataError: if samples are of an unsupported kind, are not finite, or do not fit the targets, `mean` or `std`.
 
     Example:
         >>> Data("mine", Classification(10), train_x, train_y, test_x, test_y, mean=(0.5,), std=(0.25,))

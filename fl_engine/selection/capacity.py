@@ -117,7 +117,7 @@ def tiers(speed: Sequence[float], bandwidth: Sequence[float], count: int, mu: fl
     Algorithms, MDPI, January 2024, Algorithm 1):
 
         T_i = mu * P_i + S_i        P: computation capability, S: communication bandwidth (lines 2 to 4)
-        sort the clients by ascending T, and cut them into as many tiers as there are branches (lines 5 to 10)
+        sort the clients by ascending T, and cut them into as many tiers as there are branches (lines 5 to 10).
 
     Departs from the paper: in line 7 of Algorithm 1, j runs from t to t + N/(K + 1), so neighbouring tiers overlap and
     most clients do not get a tier. Here each client gets one tier, and tier sizes differ by at most one client, as in

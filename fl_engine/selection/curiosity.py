@@ -24,7 +24,7 @@ class Curiosity:
 
         R_c = 1 / sqrt(T_c[type(m)][c])
         R_s = sum_{k in type(m)} sum_{t >= k} T_r[t][c] / (n_type * sum_k T_r[k][c])
-        R   = min(0.5, R_s) * R_c                                            (`score: cs`)
+        R   = min(0.5, R_s) * R_c                                            (`score: cs`).
 
     Departs from the paper:
     - n_type is the number of models of the type (1 for the largest model), as in the authors' code. With the paper's p

@@ -51,9 +51,9 @@ class Oort:
     """Oort: Efficient Federated Learning via Guided Participant Selection (Lai et al., OSDI 2021), Sec. 4, Alg. 1.
 
     A client's statistical utility is U = |B| sqrt(mean loss^2) over all its samples B. Clients that were selected
-    before are ranked by their score
+    before are ranked by their score:
 
-        ((min(U, clip) - least) / (clip - least) + sqrt(UNCERTAINTY * ln R / L)) * min(1, T / t)^penalty
+        ((min(U, clip) - least) / (clip - least) + sqrt(UNCERTAINTY * ln R / L)) * min(1, T / t)^penalty.
 
     R is the round and L is the client's last round, both counted from 1. `least` is 0.999 times the smallest U. T is
     the pacer's preferred time (`Pacer`). t is the simulated time of the client's last assignment if the model is the
@@ -61,10 +61,10 @@ class Oort:
     proportion to their scores from all clients with at least `cut_off` times the (n + 1)-th largest score.
 
     In round r = 0, 1, ... the fraction max(`exploration_min`, `exploration` * `exploration_decay`^r) is reserved for
-    clients that were never selected. The value of such a client is (samples to train) * min(1, T / t)^penalty. To draw
-    n such clients, the candidates are the EXPLORE_WINDOW * n clients with the largest values. The probability of a
-    candidate is proportional to its value. If too few clients are left in one of the two groups, clients of the other
-    group fill the round.
+    clients that were never selected. The value of such a client is the number of samples that it trains on, multiplied
+    by min(1, T / t)^penalty. To draw n such clients, the candidates are the EXPLORE_WINDOW * n clients with the largest
+    values. The probability of a candidate is proportional to its value. If too few clients are left in one of the two
+    groups, clients of the other group fill the round.
 
     Clients report sqrt(mean loss^2) as the metric `rms_loss`, and the server knows |B|. Because utilities are clipped,
     a false report cannot lead to a utility above the clip. Over-commitment is the option `rounds.over_provision`
@@ -120,7 +120,7 @@ class Oort:
     exploration_min: Share = 0.3
     """Minimum of epsilon (`exploration_min`). Oort's code and the paper use 0.2."""
     pacer_start: Positive = 30.0
-    """Initial percentile of client times for T (`round_threshold`). From 100 on, T is infinite. Oort's code has 101."""
+    """T starts at this percentile of client times (`round_threshold`). From 100, T is infinite. Oort's code has 101."""
     pacer_step: Count = 20
     """Number of rounds between two changes of T (`pacer_step`). Oort's code also uses 20."""
     pacer_delta: NotNegative = 5.0
