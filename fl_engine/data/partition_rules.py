@@ -12,7 +12,7 @@ proportions of the clients' sample counts are also drawn from Dir(alpha) (FedAIo
 `manual` reads the client of each sample from a file (`partition.map`).
 `local` is for clients with their own data (`data.local_data`).
 
-In this module, "class" means label. Every sample belongs to one client, or to the server.
+In this module, "class" and "label" are synonyms. Every sample belongs to one client, or to the server.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def split_proxy(samples: int, share: float, rng: np.random.Generator, shared: bo
     rest contains all positions, and both proxies are the same as without `shared`.
 
     Together, both proxies contain the fraction `share` of the samples. The measurement proxy contains the fraction
-    TO_MEASURE of these samples. Both sizes are rounded half up, to at least 1. Both proxies are empty if `share` is 0.
+    TO_MEASURE of all proxy samples. Both sizes are rounded half up, to at least 1. Both are 0 if `share` is 0.
     """
     if not (0 < share <= 1 if shared else 0 <= share < 1):
         allowed = "in (0, 1] with partition.proxy_shared" if shared else "in [0, 1) without partition.proxy_shared"
@@ -226,8 +226,8 @@ def split_classes(
     classes_n: Ints, owned: Sequence[int], count: int, rng: np.random.Generator
 ) -> tuple[Ints, Ints, Ints]:
     """Return (training proxy, measurement proxy, rest). Together, both proxies contain exactly the samples of the
-    classes `owned`. The measurement proxy contains the fraction TO_MEASURE of these samples. `classes_n` (N,) is the
-    class of each sample, 0 .. count - 1."""
+    classes `owned`. The measurement proxy contains the fraction TO_MEASURE of all proxy samples. `classes_n` (N,) is
+    the class of each sample, 0 .. count - 1."""
     if len(set(owned)) < len(owned) or len(owned) >= count or not all(0 <= each < count for each in owned):
         raise PartitionError(
             f"partition.server_classes must be distinct classes from 0 to {count - 1} and leave at least one class for "

@@ -18,7 +18,7 @@ share) samples are drawn at random. The label y of a drawn sample is replaced by
 
 As in the authors' code, labels of a class do not change if its row of Q has an entry of 0.95 or more. The fraction of
 wrong labels may therefore be smaller than `share`. The authors' code draws from Q[y] until the label differs. This
-module draws only once, from Q[y] without the diagonal entry, scaled to a sum of 1. The distribution is the same.
+module draws only once, from Q[y] without the diagonal entry, scaled to a sum of 1. The two distributions are equal.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def load(root: Path, checksum: str | None = REMOTE.checksum) -> Data:
     """Load `root`/shakespeare/input.txt as tokens (N, 80). If `checksum` is None, any text in the same format is
     accepted.
 
-    Raises DataError if the text is missing, has a wrong checksum, is not UTF-8, has another format, or does not contain
-    a role with at least five lines.
+    Raises DataError if the text is missing, has a wrong checksum, is not UTF-8, has a different format, or does not
+    contain a role with at least five lines.
     """
     require("shakespeare", root, FILES, REMOTE.url)
     path = root / FILES[0]

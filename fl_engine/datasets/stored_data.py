@@ -5,7 +5,7 @@ memory. The file `<root>/<key>/data.json` contains name, task, mean and std.
 
 In a configuration, `dataset.name` is `sha256:<key>`, and `dataset.root` is `<root>`. A folder never changes after it is
 written. The key is the SHA-256 of the data's fingerprint and of data.json, because the fingerprint does not cover the
-name, or additional metrics of the task such as top-5 accuracy.
+data's name or additional metrics of the task, such as top-5 accuracy.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _clients(path: Path, arrays: tuple[str, ...], read: Callable[..., Any], most
     """Map each client to the result of `read`. The arguments of `read` are a description of the client for error
     messages, and the client's arrays, whose values are not loaded yet.
 
-    Raises DataError if h5py cannot read the file, or if the file has another format or no clients. Raises
+    Raises DataError if h5py cannot read the file, or if the file is malformed or has no clients. Raises
     EnvironmentFailure if h5py is not installed.
     """
     try:

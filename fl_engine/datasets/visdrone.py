@@ -148,7 +148,7 @@ def _picture(path: Path) -> tuple[NDArray[np.uint8], int, int]:
 
 def read_boxes(path: Path, width: int, height: int) -> list[Box]:
     """Return the boxes of an image with `width` x `height` pixels. Boxes with a width or height of 0, which occur in
-    the set, are included. Raises DataError if a line has another format or a box is outside the image."""
+    the set, are included. Raises DataError if a line is malformed or a box is outside the image."""
     found = list[Box]()
     for number, line in enumerate(read_text(path, MOST_TEXT).splitlines(), 1):
         box = _box(line, width, height)
@@ -170,7 +170,7 @@ def _within(box: Box) -> Box:
 
 
 def _box(line: str, width: int, height: int) -> Box | None:
-    """Return the box in a line, or None if the line has another format. Some lines of the set end with a comma."""
+    """Return the box in a line, or None if the line is malformed. Some lines of the set end with a comma."""
     fields = line.strip().removesuffix(",").split(",")
     if len(fields) != 8 or not all(map(WHOLE.fullmatch, fields)):
         return None

@@ -87,7 +87,7 @@ def listed(folder: Path) -> Iterator[Sample]:
 
 
 def in_order(samples: Sequence[Sample]) -> list[int]:
-    """Return the users sorted by number of samples, fewest first. Ties are sorted by user number."""
+    """Return the users sorted by number of samples, fewest first. Users with equal counts are sorted by number."""
     counts = Counter(sample.user for sample in samples)
     return sorted(counts, key=lambda user: (counts[user], user))
 

@@ -4,7 +4,7 @@ Weiss, Yoneda and Hayajneh, Smartphone and Smartwatch-Based Biometrics Using Act
 2019. The data are prepared as in FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial
 Intelligence of Things, Michigan State University 2023, sections 2.2.1 and 2.2.3.2). Readings of the accelerometer and
 the gyroscope are joined by time. For each activity, windows of 200 readings begin at readings 200, 300 and so on. As in
-FedAIoT's text, eating soup, chips, pasta or a sandwich is one class. The published code includes only sandwiches.
+FedAIoT's text, eating soup, chips, pasta or a sandwich is one class. The published code omits all but sandwiches.
 
 Departs from FedAIoT's text, which uses 45 people for training and 6 for testing. The numbers of samples in the text
 (16,569 and 4,103 for the watch, 13,714 and 4,073 for the phone) match the published code, which uses a fifth of the
@@ -70,7 +70,7 @@ def load(root: Path, device: str) -> Data:
     """Load the windows (N, 200, 6) of all people from `root`/wisdm/wisdm-dataset/raw. The device is watch or phone.
 
     `natural_client` is the person's number, 1600 to 1650. Raises DataError if fewer than two people have windows, the
-    file of one sensor of a person is missing, or a line has another format.
+    file of one sensor of a person is missing, or a line is malformed.
     """
     name = f"wisdm_{device}"
     require_by_hand(name, root, files(device), HOW)

@@ -67,9 +67,9 @@ class VGG16(Chain, ImageNetwork):
     34,425,096 parameters.
 
     The max pools follow convolutions 2, 4, 7, 10 and 13, as in the original network and in AdaptiveFL's Table 1. With
-    these positions, a 3x32x32 image requires 333.2 M multiply-adds. In FlexFL's code, the max pools follow convolutions
-    3, 5, 8, 11 and 13 (option `pool_after`). FlexFL's variant requires 532.1 M multiply-adds. The parameters of both
-    variants have the same shapes, but the logits differ.
+    the original positions, a 3x32x32 image requires 333.2 M multiply-adds. In FlexFL's code, the max pools follow
+    convolutions 3, 5, 8, 11 and 13 (option `pool_after`). FlexFL's variant requires 532.1 M multiply-adds. The
+    parameters of both variants have the same shapes, but the logits differ.
 
     Departs from the authors' code, which shrinks the hidden layers to 256 units and omits the last pool if images are
     not RGB. Here the network is the same for all images, and `fc` sets the number of hidden units.

@@ -1,7 +1,7 @@
 """Export a sub-model as files for inference on a device.
 
 A network whose batch norm uses the statistics of the current batch cannot score a single sample. Therefore the export
-computes the statistics of each batch norm from the server's proxy data. The exported model contains these statistics.
+computes the statistics of each batch norm from the server's proxy data, and stores them in the exported model.
 HeteroFL's static batch norm (ICLR 2021, section 3) uses the clients' data instead. If a level already has statistics
 for evaluation (`PoolModel.static_bn`), the export computes new statistics for this level. The test metric of the
 exported level then differs from the test metric in the rounds. `submodel.json` contains both metrics.

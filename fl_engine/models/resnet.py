@@ -6,8 +6,8 @@ have no bias. Each stage changes the number of channels, so the first block of e
 1x1 convolution with batch norm). All other shortcuts are identities, so all blocks of a stage share one channel group.
 For 3x32x32 images and 10 / 100 / 200 classes, ResNet34 has 21,578,634 / 21,624,804 / 21,676,104 parameters.
 
-In the paper of He et al., `channels` is [64, 128, 256, 512]. With these channels, the stem and stage 1 share one group,
-and all shortcuts of stage 1 are identities. For 3x32x32 images and 10 classes, this ResNet34 has 21,282,122 parameters.
+He et al. set `channels` to [64, 128, 256, 512]. With the original channels, the stem and stage 1 share one group, and
+all shortcuts of stage 1 are identities. For 3x32x32 images and 10 classes, this ResNet34 has 21,282,122 parameters.
 
 Departs from the authors' code, which omits a projection shortcut in a sub-model if the stage's input and output happen
 to have equal widths. Here sub-models have all projection shortcuts, so each update fits into the full network.

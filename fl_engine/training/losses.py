@@ -1,4 +1,4 @@
-"""Loss terms that algorithms add to the task's loss. Functions return one value per sample, (batch,)."""
+"""Loss terms that algorithms add to the task's loss. All functions return one value per sample, (batch,)."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def _whole(name: str, module: nn.Module, trial: ModuleTrial, family: ModuleFamil
 
 
 def _has_uncounted(module: nn.Module) -> bool:
-    """Return whether the module has weights outside of `COUNTED` layers. Counting by layer would omit these weights."""
+    """Return whether the module has weights outside of `COUNTED` layers. A count by layer omits their multiply-adds."""
     return any(
         isinstance(layer, nn.MultiheadAttention)
         or (any(True for _ in layer.parameters(recurse=False)) and not isinstance(layer, COUNTED))

@@ -196,7 +196,7 @@ def _moved_to(out: Tensor, size: int) -> Place | None:
 
 
 def joined(call: Call) -> Dims | None:
-    """Rule for cat along an axis."""
+    """Rule for `torch.cat` along an axis."""
     given, axis = list(call.given), axes_of(call.option(1, "dim", "axis", default=0), len(call.shape))[0]
     dims = list(broadcast([Given((*g.dims[:axis], *g.dims[axis + 1 :]), _without(g.shape, axis)) for g in given],
                           _without(call.shape, axis)))  # fmt: skip

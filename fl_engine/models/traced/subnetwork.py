@@ -28,7 +28,7 @@ from fl_engine.models.traced.graph import Traced, attribute, unusable, unused
 
 
 def of_graph(traced: Traced) -> nn.Module:
-    """Return a module with only the layers and parameters that the graph uses. Order and paths do not change."""
+    """Return a module with only the layers and parameters that the graph uses. Their order and paths do not change."""
     root, used = Bare(), {str(n.target) for n in traced.graph.nodes if n.op in ("call_module", "get_attr")}
     leaves = {path for path in used if isinstance(attribute(traced.module, path), nn.Module)}
     for path, module in traced.module.named_modules():
