@@ -1,4 +1,4 @@
-"""Workload W8: compare flexfleet's QSGD codec with a naive implementation by the speed of encoding and decoding.
+"""Workload W8: compare the encoding and decoding speed of flexfleet's QSGD codec with a naive implementation.
 
 Speeds are MB of float32 per CPU second of one thread, including random numbers and packing. CPU seconds are used
 because other programs hardly affect them. The naive implementation computes the level of one number after another, and

@@ -89,7 +89,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "fedavg": (),
     "fedsgd": (),
 }
-"""Algorithms that the papers do not compare.
+"""Algorithms that their papers do not compare with each other.
 
 FjORD, Federated Dropout and DepthFL select clients like HeteroFL. FedSGD is compared with FedAvg."""
 PERSONAL: dict[str, tuple[str, ...]] = {

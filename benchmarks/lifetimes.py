@@ -58,7 +58,7 @@ def later(self, *about):
 server.DomainDispatcherApplication.__call__ = later
 server.main(["-p", sys.argv[1]])
 """
-"""Code of an S3 server. The arguments are the port and the delay of each response in seconds."""
+"""Python code of an S3 server. Its arguments are the port and the delay of each response in seconds."""
 EARLY = 0.1
 """Fraction of the rounds after which the memory of clients is reported for the first time."""
 
@@ -156,7 +156,7 @@ class Mark:
 
 
 class Marks(Tracker):
-    """Tracker that records the used resources at every commit."""
+    """Tracker that records the resource usage at every commit."""
 
     def __init__(self, around: Surroundings) -> None:
         self._around, self.found = around, list[Mark]()

@@ -143,7 +143,7 @@ def pool(args: argparse.Namespace) -> None:
 
 def _as_in_table_3_6(built: PoolFile, family: ModelFamily) -> tuple[PoolFile, dict[str, float]]:
     """Return a tuple (pool, means). The pool's multiply-adds are counted as in FedRolex's Table 3.6. `means` contains
-    the mean numbers of parameters, multiply-adds and MB of 2^20 bytes of the models that are sent to clients."""
+    the mean parameters, multiply-adds and size (MB of 2^20 bytes) of the models that are sent to clients."""
     from fl_engine.core.costs import count_macs
     from fl_engine.core.types import SubmodelSpec
 

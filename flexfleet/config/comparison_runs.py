@@ -1,8 +1,8 @@
 """Create the configurations of all runs of a comparison.
 
 A comparison compares variants. A variant is an algorithm with its settings, and its label is its name in tables and
-folders. All runs of a comparison are stored in one folder and have the same number of rounds. A variant's settings can
-change any other parameter except the locations of runs and tracking data.
+folders. All runs of a comparison are stored in one folder and have the same number of rounds. Therefore, a variant's
+settings cannot change the number of rounds, or the locations of runs and tracking data.
 """
 
 from __future__ import annotations

@@ -299,7 +299,7 @@ def params_yaml() -> str:
 
 
 def _line(text: str, meaning: str, indent: str) -> list[str]:
-    """Return the lines for `key: value # meaning`. A long meaning is written above the key."""
+    """Return the lines for `key: value # meaning`. If `meaning` is long, it is written above the key."""
     short = f"{indent}{text} # {meaning}" if meaning else f"{indent}{text}"
     if len(short) <= WIDTH:
         return [short]

@@ -13,8 +13,8 @@ from flexfleet.kubeflow.client import api_of, translated
 FAILED = ("FAILED", "ERROR", "SYSTEM_ERROR")
 DRIVER = re.compile(r".*-driver(\([0-9]+\))?")
 INNER = re.compile(rf"root|{DRIVER.pattern}|(executor|iteration|for-loop|condition)\b.*|.*\([0-9]+\)")
-"""Pattern that matches the names of nodes that Kubeflow adds to the workflow and that are not tasks. Kubeflow 2.17 also
-adds retry nodes, so a task `federate` has a child node `federate(0)`."""
+"""Pattern that matches the names of workflow nodes that are not tasks. Kubeflow 2.17 adds retry nodes, so a task
+`federate` has a child node `federate(0)`."""
 WORKFLOW = re.compile(r".+-[a-z0-9]{5}")
 """Pattern that matches the name of the node for the whole workflow."""
 TEMPLATES = ("retry-system-container-impl", "system-container-impl")

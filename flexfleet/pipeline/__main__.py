@@ -22,9 +22,9 @@ STEPS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "share": ("pretrain.share", {}),
 }  # fmt: skip
-"""Map each step to a tuple (module and function, {option: earlier step whose folder this option names}). `retry` runs
-`federate` in another folder, because DVC deletes the output folder of a stage before it runs the stage. `share` runs
-`partition` and `pretrain` for a comparison."""
+"""Map each step to a tuple (function, {option: earlier step}). The value of the option is the folder of this step.
+`retry` runs `federate` in another folder, because DVC deletes the output folder of a stage before it runs the stage.
+`share` runs `partition` and `pretrain` for a comparison."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -198,7 +198,7 @@ def unusable(store: Any, mlflow: Any, dvc: Any) -> list[FlexfleetError]:
 
     Args:
         store: Store of the runs. The check creates and deletes an object in the store.
-        mlflow: Tracking URI. The check sends a request to a server. Files are not checked.
+        mlflow: Tracking URI. The check sends a request to a server. A database file is not checked.
         dvc: DVC remote. The check creates and deletes an object in the remote.
     """
     checks: dict[str, Callable[[], None]] = {}

@@ -33,7 +33,7 @@ def sha256_of(config: Config) -> str | None:
 
 
 def digests(config: Config, sections: Collection[str]) -> dict[str, Any]:
-    """Return digests of the user's own code that the given sections of the configuration name; {} if they name none."""
+    """Return digests of the user's own code in the given sections of the configuration; {} if there is none."""
     found = sources(config, sections)
     packed = set(named(config, sections)) - found.keys()  # the wheel has one sha256 for all its code
     return ({"sources": found} if found else {}) | ({"own code": sha256_of(config)} if packed else {})

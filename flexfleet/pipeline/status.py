@@ -58,7 +58,7 @@ OF_STUDY = (TRIALS, "held-out")
 
 
 def _of_ended_trial(run: Path) -> list[Row]:
-    """Return the rounds of a trial that has ended and whose ledger has been deleted. Empty for other runs."""
+    """Return the rounds of an ended trial whose ledger has been deleted. The list is empty for other runs."""
     if run.resolve().parent.name != TRIALS or not (run / "history.json").is_file():
         return []
     return list(History.read(run / "history.json").rounds)
