@@ -1,4 +1,5 @@
-"""Weighted mean of each element over updates of different sub-models (FlexFL Sec. III-E, HeteroFL Eq. 2 with weights).
+"""Weighted mean of each element over updates of different sub-models (FlexFL, section III-E; HeteroFL, Eq. 2,
+weighted).
 
 Each element p of the global model is averaged over the updates m that contain p, with weights d_m:
 

@@ -193,7 +193,7 @@ def _rows(region: Region, first: int, last: int) -> tuple[int, int, Region]:
 def _middle_of(values: Tensor, holders: Tensor, old: Tensor, trim: float) -> Tensor:
     """Return the trimmed mean of `values` (n, ...), float64. If no value is dropped, move `old` by the smallest change,
     provided that all changes have the same sign. `values` contains NaN for clients that do not hold the element.
-    `holders` (...) counts the clients that hold each element. `values` is sorted in place."""
+    `holders`, of shape (...), counts the clients that hold each element. `values` is sorted in place."""
     values.numpy().sort(axis=0)  # NumPy sorts NaN last.
     low = torch.minimum((trim * holders + 1e-9).floor(), ((holders - 1) / 2).floor()).clamp_min(0)
     high = holders - low

@@ -5,10 +5,10 @@ In every round, k devices are selected for each level. A device fails if the rec
 memory. A smaller level has different weights, so it cannot be pruned from the received model. The smallest model is
 trained regardless of the free memory, unless `on_too_small: fail` is set.
 
-Departs from the papers: a device trains at most one level in a round. Devices for the largest level, which the fewest
-devices can hold, are selected first. In FlexFL's comparison a device with too little memory trains a smaller level that
-fits. Here the server does not know the free memory at selection, so about one in six assignments of the larger levels
-fails.
+Departs from the papers: a device trains at most one level in a round. Devices for the largest level are selected first,
+because the fewest devices have enough memory for it. In FlexFL's comparison a device with too little memory trains a
+smaller level that fits. Here the server does not know the free memory at selection, so about one in six assignments of
+the larger levels fails.
 """
 
 from __future__ import annotations

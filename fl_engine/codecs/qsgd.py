@@ -1,8 +1,8 @@
 """QSGD: unbiased stochastic quantization. Each bucket of values has a norm, and each value has a sign and a level.
 
-The code follows section 3 of "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding" (Alistarh et
-al., NeurIPS 2017) and section II-B of FedX. With s levels and the L2 norm |v| of the bucket that contains x, s x / |v|
-is rounded up or down at random so that the expected result is s x / |v|.
+The code follows section 3 of QSGD (Alistarh et al., Communication-Efficient SGD via Gradient Quantization and Encoding,
+NeurIPS 2017) and section II-B of FedX. With s levels and the L2 norm |v| of the bucket that contains x, s x / |v| is
+rounded up or down at random so that the expected result is s x / |v|.
 
 - **Levels**: `bits` = q gives s = 2^q - 1, so a sign and a level take exactly q + 1 bits. A value is sent as the
   integer s + signed level, from 0 to 2 s. Negative zero is sent as +0.

@@ -211,9 +211,9 @@ class Scale(OfMaps):
 class MixUp(OfMaps):
     """Blends a sample x with another sample x' of the batch, with probability `share`.
 
-    The result is m x + (1 - m) x' with the boxes of x and x'. The weight m is drawn from Beta(alpha, alpha) (mixup:
-    Beyond Empirical Risk Minimization, Zhang et al., ICLR 2018). Boxes do not depend on m, as in YOLOv8. A sample does
-    not change if the batch has only one sample, or if the targets have too few rows for the boxes of x and x'.
+    The result is m x + (1 - m) x' with the boxes of x and x'. The weight m is drawn from Beta(alpha, alpha) (Zhang et
+    al., mixup, ICLR 2018). Boxes do not depend on m, as in YOLOv8. A sample does not change if the batch has only one
+    sample, or if the targets have too few rows for the boxes of x and x'.
     """
 
     needs_boxes: ClassVar[bool] = True

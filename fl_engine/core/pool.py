@@ -230,5 +230,5 @@ def check_nested(family: ModelFamily, pool: Pool) -> Pool:
 
 
 def similarity(ratios: Sequence[float], reference: Sequence[float]) -> float:
-    """Return sim = 1 - mean(|s_p%[i] - s_100%[i]| / s_100%[i]) of FlexFL, Sec. IV-C1. Equal ratios have sim = 1."""
+    """Return sim = 1 - mean(|s_p%[i] - s_100%[i]| / s_100%[i]) of FlexFL, Sec. IV-C1: 1 for equal ratios."""
     return 1 - sum(abs(a - b) / b for a, b in zip(ratios, reference, strict=True)) / len(reference)

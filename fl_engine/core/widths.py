@@ -21,7 +21,7 @@ from fl_engine.core.types import FULL, HEAD, ParamLayout, SubmodelSpec
 Rounding = Literal["ceil", "floor"]
 
 EXIT_TOLERANCE = 5.0
-"""Percentage points by which a level may exceed its target, as in the code of FlexFL and AdaptiveFL."""
+"""Percentage points by which a level's size may exceed its target, as in the code of FlexFL and AdaptiveFL."""
 
 
 def hidden(layout: ParamLayout) -> dict[str, int]:
@@ -178,8 +178,8 @@ def branch(family: ModelFamily, point: str | None) -> SubmodelSpec:
 
 def choose_exits(family: ModelFamily, widths: Sequence[float], targets: Sequence[float]) -> tuple[str, ...]:
     """Return the exit of each level except the last. The chosen exit is the deepest exit that meets two conditions: it
-    precedes the next level's exit, and the level has at most `target` + 5 % of the network's parameters. The parameters
-    include one exit head. Raises PoolError if a level does not have such an exit."""
+    precedes the next level's exit, and the level has at most `target` + 5 % of the network's parameters. These
+    parameters include one exit head. Raises PoolError if a level does not have such an exit."""
     if len(widths) != len(targets) or not widths or list(targets) != sorted(targets):
         raise PoolError(
             "widths and targets must have the same length, and targets must be in ascending order, got the widths "

@@ -122,7 +122,7 @@ def tiers(speed: Sequence[float], bandwidth: Sequence[float], count: int, mu: fl
     Departs from the paper: in line 7 of Algorithm 1, j runs from t to t + N/(K + 1), so neighbouring tiers overlap and
     most clients do not get a tier. Here each client gets one tier, and tier sizes differ by at most one client, as in
     the paper's text ("grouped into K + 1 groups"). The paper does not define the units of P and S. Here P and S are
-    min-max normalised over the clients of the round: (v - min) / (max - min), or 0 if all values are equal.
+    min-max normalised over the clients of the round, or 0 if all values are equal.
 
     If there are fewer clients than tiers, the clients' tiers are evenly spaced and include the last tier.
 

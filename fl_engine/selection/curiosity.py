@@ -40,7 +40,7 @@ class Curiosity:
     name: Literal["curiosity"] = "curiosity"
     score: Literal["cs", "c", "s"] = "cs"
     per_type: Count = 3
-    """Number p of models per type, starting with the smallest model. The largest model has a separate type."""
+    """Number p of models per type. Types group the models from the smallest; the largest has its own type."""
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
         warn_too_weak(fleet, pool)

@@ -80,10 +80,10 @@ def _drawn(devices: Sequence[Device], count: int, rng: np.random.Generator) -> l
 class ResourceTable(LearnsNothing):
     """FlexFL's selection: draw a level uniformly, then draw a device whose maximum memory can hold this level.
 
-    Departs from the paper, which only mentions a resource table. The authors' code, which is written for 17 devices,
-    repeats the draw of all devices until no device is drawn twice. Here each device is drawn uniformly from the devices
-    that can hold the level and are not selected yet. A level without such a device is not drawn. If fewer than k
-    devices can hold a model, fewer than k devices are selected.
+    Departs from the paper, which only mentions a resource table. The authors' code is written for 17 devices and draws
+    all devices again until no device occurs twice. Here each device is drawn uniformly from the devices that can hold
+    the level and are not selected yet. A level without such a device is not drawn. If fewer than k devices can hold a
+    model, fewer than k devices are selected.
     """
 
     __pydantic_config__ = STRICT
