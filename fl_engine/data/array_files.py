@@ -34,7 +34,7 @@ DAMAGE = (
 
 def map_npy(path: Path) -> NDArray[np.generic]:
     """Map the array in a .npy file into memory. Values are read from disk only when they are used, so a wrong size in
-    the header cannot allocate memory. Raises ValueError if the file is not a valid array of numbers."""
+    the header cannot exhaust the memory. Raises ValueError if the file is not a valid array of numbers."""
     try:
         with path.open("rb") as file:
             shape, fortran, dtype = HEADERS[np.lib.format.read_magic(file)](file)

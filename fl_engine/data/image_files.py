@@ -19,7 +19,8 @@ BILINEAR = 2
 @contextmanager
 def open_jpeg(path: Path, most: int) -> Iterator[Any]:
     """Open a JPEG file of at most `most` bytes as a Pillow image. Raises EnvironmentFailure if Pillow (installed with
-    Matplotlib) is missing, and DataError if the file is damaged, even if this is detected inside the `with` block."""
+    Matplotlib) is missing, and DataError if the file is damaged, even if the damage is found inside the `with`
+    block."""
     try:
         from PIL import Image
     except ImportError as error:

@@ -59,8 +59,8 @@ class Form(BaseModel):
             raise IntegrityError(f"{path} does not describe the samples of the run: {reason}") from error
 
     def normalises(self, own: Data, where: str, most: int) -> Data:
-        """Return a client's data with the normalisation statistics of this form. Raises DataError if the shape, type or
-        task differs from the form, or if there are more than `most` training samples."""
+        """Return a client's data with the mean and std of this `Form`. Raises DataError if the shape, type or task
+        differs from this `Form`, or if there are more than `most` training samples."""
         found = Form.of(own)
         here, wanted = (found.shape, found.dtype, found.task), (self.shape, self.dtype, self.task)
         if here != wanted:

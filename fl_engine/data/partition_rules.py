@@ -208,7 +208,7 @@ def split_proxy(samples: int, share: float, rng: np.random.Generator, shared: bo
     rest contains all positions, and both proxies are the same as without `shared`.
 
     Together, both proxies contain the fraction `share` of the samples. The measurement proxy contains the fraction
-    TO_MEASURE of all proxy samples. Both sizes are rounded half up, to at least 1. Both are 0 if `share` is 0.
+    TO_MEASURE of all proxy samples. Sizes are rounded half up, to at least 1. Both proxies are empty if `share` is 0.
     """
     if not (0 < share <= 1 if shared else 0 <= share < 1):
         allowed = "in (0, 1] with partition.proxy_shared" if shared else "in [0, 1) without partition.proxy_shared"

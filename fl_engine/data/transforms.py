@@ -150,8 +150,8 @@ def byte_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple
 
 
 def moments(x: NDArray[np.float32], axis: int = -1) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and the standard deviation for each index of `axis`. Both are rounded to six decimals, so that
-    all machines get the same result. If the standard deviation is below SMALL, both are rounded to its sixth
+    """Return the mean and the standard deviation for each index of `axis`. The values are rounded to six decimals, so
+    that all machines get the same result. If a standard deviation is below SMALL, both values are rounded to its sixth
     significant digit instead. A standard deviation that is a rounding error of float32 is set to 0."""
     others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
     mean = x.mean(others, dtype=np.float64, keepdims=True)

@@ -35,7 +35,7 @@ def numbers_below(count: int, y: Tensor, shape: tuple[int, ...], what: str, cure
 
 def check_names(names: Sequence[str], classes: int) -> tuple[str, ...]:
     """Return the class names as a tuple, because names from JSON are a list. Raises DataError unless `names` is empty
-    or has one different string per class."""
+    or has one unique string per class."""
     texts = {name for name in names if isinstance(name, str)}
     if names and {len(names), len(texts)} != {classes}:
         raise DataError(f"names must be {classes} different strings, one per class, got {len(names)}")

@@ -107,8 +107,8 @@ class Detection:
         return boxes.without(y, ~held)
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
-        """Return the most frequent category of each image, or `categories` for images without boxes. If several
-        categories are most frequent, return the lowest number."""
+        """Return the most frequent category of each image, or `categories` for images without boxes. In case of a tie,
+        return the lowest category number."""
         counts = torch.stack([(y[..., 0] == category).sum(1) for category in range(self.categories)], dim=1)
         counts = torch.cat([counts, (counts == 0).all(1, keepdim=True)], dim=1)
         # If counts are equal, NumPy's argmax returns the first index, while torch's argmax may return any index.

@@ -69,8 +69,7 @@ class Segmentation(Distilled):
         return y.to(torch.uint8)
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
-        """Return the most frequent category of each sample. If several categories are most frequent, return the lowest
-        number."""
+        """Return the most frequent category of each sample. In case of a tie, return the lowest category number."""
         counts = torch.stack([(y == category).flatten(1).sum(1) for category in range(self.categories)], dim=1)
         found: NDArray[np.int64] = counts.numpy().argmax(1)  # NumPy's argmax returns the first maximum, unlike torch's
         return found

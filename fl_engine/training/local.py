@@ -80,7 +80,7 @@ def can_share(task: LocalTask) -> bool:
 
     Ordered dropout does not support lanes, because each client draws its own widths. Adam does not support lanes,
     because Adam's kernel rounds the last elements of a tensor differently, and these elements belong to the last lane.
-    A user's objective or optimizer expects a single network.
+    User-defined objectives and optimizers do not support lanes, because they expect a single network.
     """
     return not task.widths and isinstance(task.optimizer, SGD) and task.objective is None
 

@@ -2,8 +2,8 @@
 
 The memory for training is not proportional to the number of parameters, because activations, batches and distillation
 teachers also take memory. Therefore the coordinator trains each level once and measures the peak memory. A client
-trains only levels whose peak fits into the client's memory. Algorithms compare the free memory with the size of a
-level, in percent of the full model's parameters. Therefore `free` converts the free memory from bytes to percent.
+trains only levels whose peak memory fits into the client's memory. Algorithms compare the free memory with the size of
+a level, in percent of the full model's parameters. Therefore `free` converts the free memory from bytes to percent.
 """
 
 from __future__ import annotations
