@@ -107,7 +107,7 @@ def python_of(name: str) -> Path:
 
 
 def compete(workload: str, peers: Sequence[str], turns: int, seconds: float, options: Sequence[str]) -> dict[str, Any]:
-    """Measure `turns` turns of each contestant. The contestants alternate, and the rounds of a turn take about
+    """Measure each contestant in `turns` short turns. The contestants alternate, and the rounds of a turn take about
     `seconds`. If `options` set a precision, flexfleet in fp32 is an additional contestant.
     """
     peers = [*([FP32] if "--precision" in options else []), *peers]

@@ -249,7 +249,7 @@ QUANTISED: dict[str, tuple[str, ...]] = {
 """The comparison in section IV-D of FedX. FedX (also without the regulariser and without fine-tuning), AdaGQ and
 quantized FedAvg run with each number of bits. The run `fedavg` trains FedX's sub-networks in float32. DAdaQuant itself
 chooses the number of bits. Quantized FedAvg trains one sub-network, and its server does not have data. FedX and
-`fedavg` start with weights that the server has trained on its classes. All others start with random weights."""
+`fedavg` start with weights that the server has trained on its classes. All other runs start with random weights."""
 for _bits in (8, 9, 10, 11):
     QUANTISED |= {
         f"fedx_{_bits}=fedx": (_tiers(_bits),),

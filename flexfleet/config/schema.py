@@ -161,9 +161,9 @@ class RunConfig(Section):
     `auto`, the strategy depends on the network's size and the devices."""
     precision: Annotated[Literal["auto"] | Precision, Moves.NUMERICS] = "fp32"
     """Number format of the training, by default fp32. With bf16, the forward and backward pass use bfloat16. With amp,
-    the precision is mixed (float16 on CUDA, bfloat16 on CPUs). With fp16, all numbers are float16, without weight
-    decay, as in FedAIoT. With auto, the machine's fastest format is used. On CPUs, results with bf16 and amp are
-    bit-identical only with strategy=single."""
+    the precision is mixed (float16 on CUDA, bfloat16 on CPUs). With fp16, all numbers are float16 and weight decay is
+    off (FedAIoT). With auto, the machine's fastest format is used. On CPUs, results with bf16 and amp are bit-identical
+    only with strategy=single."""
 
     @property
     def apart(self) -> bool:

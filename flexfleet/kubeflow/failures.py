@@ -27,7 +27,7 @@ ERROR = re.compile(r"^error, exit code ([0-9]+) \([^)]*\): .*(?:\n  .*)*", re.MU
 ENDED = re.compile(r"exit status ([0-9]+)|signal: (killed|terminated)")
 """Pattern of the launcher's log line about a failed process."""
 END_LINES = 5
-"""Number of lines at the end of a log in which to search for ENDED."""
+"""Number of lines at the end of a log that are searched for ENDED."""
 SIGNALS = {"killed": 137, "terminated": 143}
 MOST_LOGS = 100
 """Maximum number of logs to read. The number is limited because each log requires a request."""

@@ -176,8 +176,8 @@ class Shared(Artifact):
 
 
 def share(resolved: Resolved, out: Path) -> Path:
-    """Write partition/, pretrain/ and shared.json into `out`, from which all runs with the same seed copy these
-    results. `resolved` is the configuration of one of these runs, and must need preparations if any run does."""
+    """Write partition/, pretrain/ and shared.json into `out`. All runs with the same seed copy these results.
+    `resolved` is the configuration of one of these runs, and must need preparations if any run does."""
     (out / SHARED).unlink(missing_ok=True)
     partition_step.partition(resolved, out / "partition")
     pretrain(resolved, out / "partition", out / "pretrain")

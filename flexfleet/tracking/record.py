@@ -32,7 +32,7 @@ COMMIT = "mlflow.source.git.commit"
 
 def experiment(config: Config) -> str:
     """Return the name of the MLflow experiment from the configuration or the platform. If neither sets a name, it
-    consists of the data set, the network and the partition rule. The user's own data are named by their fingerprint."""
+    consists of the data set, the network and the partition rule. The user's own data appear as a fingerprint."""
     uri = config.tracking.mlflow
     if given := config.tracking.experiment or (uri and platform_of(uri)[0]):
         return given

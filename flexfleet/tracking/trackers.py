@@ -30,7 +30,7 @@ MOST_LEVELS = 5
 """Maximum number of levels whose metrics are logged separately."""
 TOKEN = "flexfleet.token"
 JOB = "kfp."
-"""Prefix of MLflow tags that describe the pipeline run that last started or resumed the run."""
+"""Prefix of MLflow tags about the last pipeline run that started or resumed the run."""
 MLFLOW_BATCH = 1000
 MLFLOW_PARAM_CHARS = 6000
 MLFLOW_KEY_CHARS = 250
