@@ -140,6 +140,8 @@ class Data:
         train_y: Training targets (N_train,) or (N_train, ...). `test_y` has the same form.
         mean: Mean of each channel or feature. `std` has the same form.
         natural_client: Source of each training sample, such as a writer or a user, for the natural partition.
+        natural_test_client: Source of each test sample. With the natural partition, a client evaluates on the test
+            samples of its sources. If None, it holds out training samples.
 
     Raises:
         DataError: if samples are of an unsupported kind, are not finite, or do not fit the targets, `mean` or `std`.
@@ -157,6 +159,7 @@ class Data:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     natural_client: Tensor | None = None
+    natural_test_client: Tensor | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.task, type) or not isinstance(self.task, Task):
@@ -180,12 +183,13 @@ class Data:
                 f"{tuple(train.shape[1:])} and {test.dtype} {tuple(test.shape[1:])}"
             )
         _check_normalisation(self.name, train, checked["mean"], checked["std"])
-        if self.natural_client is not None:
-            sources = _tensor_of(self.natural_client, f"{self.name}: natural_client")
-            if sources.is_floating_point() or sources.shape != (len(train),):
-                form = f"{sources.dtype} {tuple(sources.shape)}"
-                raise DataError(f"{self.name}: natural_client must contain {len(train)} integers, got {form}")
-            checked["natural_client"] = sources.long()
+        for what, x in (("natural_client", train), ("natural_test_client", test)):
+            if getattr(self, what) is not None:
+                sources = _tensor_of(getattr(self, what), f"{self.name}: {what}")
+                if sources.is_floating_point() or sources.shape != (len(x),):
+                    form = f"{sources.dtype} {tuple(sources.shape)}"
+                    raise DataError(f"{self.name}: {what} must contain {len(x)} integers, got {form}")
+                checked[what] = sources.long()
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -207,8 +211,17 @@ class Data:
         testing. The result is not checked, because a small part may be invalid, e.g. have no boxes."""
         found, x, y = copy.copy(self), self.train_x[train], self.train_y[train]
         test_x, test_y = (x, y) if test is train else (self.train_x[test], self.train_y[test])
-        vars(found).update(train_x=x, train_y=y, test_x=test_x, test_y=test_y, natural_client=None)
+        vars(found).update(train_x=x, train_y=y, test_x=test_x, test_y=test_y)
+        vars(found).update(natural_client=None, natural_test_client=None)
         return found
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the samples and targets at some positions, either all in the training set or all in the test set. The
+        test samples follow the training samples, so len(train_y) is the position of the first test sample."""
+        first = len(self.train_y)
+        if len(positions) and int(positions[0]) >= first:
+            return self.test_x[positions - first], self.test_y[positions - first]
+        return self.train_x[positions], self.train_y[positions]
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ class Form(BaseModel):
             )
         if len(own.train_y) > most:
             raise DataError(f"{where} must have at most partition.most={most} training samples, got {len(own.train_y)}")
-        return replace(own, mean=self.mean, std=self.std, natural_client=None)
+        return replace(own, mean=self.mean, std=self.std, natural_client=None, natural_test_client=None)
 
 
 def of_server(data: Data, clients: int, seed: int) -> Partition:
@@ -111,7 +111,8 @@ def joined(server: Data, partition: Partition, parts: Sequence[Data]) -> tuple[D
     ends = np.cumsum([len(server.train_y), *(len(part.train_y) for part in parts)])
     held = tuple(np.arange(start, end, dtype=np.int64) for start, end in pairwise(ends))
     x, y = (torch.cat([getattr(each, name) for each in (server, *parts)]) for name in ("train_x", "train_y"))
-    return replace(server, train_x=x, train_y=y, natural_client=None), replace(partition, clients=held)
+    data = replace(server, train_x=x, train_y=y, natural_client=None, natural_test_client=None)
+    return data, replace(partition, clients=held)
 
 
 class Unknown(Mapping[int, int]):

@@ -233,17 +233,18 @@ def draw_noise(
     `targets` (N_train,) contains the correct classes, and `mistakes` is the result of `likely_mistakes`. `held_out`
     contains the held-out samples of each client; it is empty if clients train on all samples.
     """
-    labels = []
+    labels, left_out = [], 0
     for client, indices in enumerate(clients):
         rng = seeds.rng(seed, "label noise", client=client)
         held = targets[indices]  # a copy
         trained = np.flatnonzero(~np.isin(indices, held_out[client])) if held_out else np.arange(len(indices))
+        left_out += len(indices) - len(trained)
         for i in trained[rng.permutation(len(trained))[: int(len(trained) * share)]]:
             if mistakes[held[i]].any():
                 held[i] = rng.choice(len(mistakes), p=mistakes[held[i]])
         labels.append(held)
     wrong = tuple(int((targets[indices] != held).sum()) for indices, held in zip(clients, labels, strict=True))
-    return NoiseFigures(share=share, wrong=wrong, held_out=sum(map(len, held_out))), tuple(labels)
+    return NoiseFigures(share=share, wrong=wrong, held_out=left_out), tuple(labels)
 
 
 def with_noise(data: Data, partition: Partition) -> Data:
@@ -266,10 +267,18 @@ def split_held_out(samples: int, share: float, seed: int, client: int) -> tuple[
     return np.sort(drawn[count:]), np.sort(drawn[:count])
 
 
-def hold_out(partition: Partition, share: float, seed: int) -> tuple[Partition, tuple[Ints, ...]]:
-    """Return the partition without held-out samples, and each client's held-out samples in ascending order. Clients
-    evaluate the global model on held-out samples (`evaluate.on: clients`). The partition's `counts` and `noise` do not
-    change."""
+def hold_out(partition: Partition, share: float, seed: int, data: Data) -> tuple[Partition, tuple[Ints, ...]]:
+    """Return the partition without held-out samples, and the positions of each client's held-out samples in ascending
+    order. Clients evaluate models on these samples (`evaluate.on: clients`). The partition's `counts` and `noise` do
+    not change.
+
+    With the natural partition of data whose test samples have sources, clients hold out no training samples. The
+    returned positions are those of the test samples of the client's sources (`Data.at`).
+    """
+    if partition.rule == "natural" and data.natural_client is not None and data.natural_test_client is not None:
+        trained, tests = data.natural_client.numpy(), data.natural_test_client.numpy()
+        sources = (np.unique(trained[own]) for own in partition.clients)
+        return partition, tuple(len(trained) + np.flatnonzero(np.isin(tests, each)) for each in sources)
     parts = [split_held_out(len(own), share, seed, client) for client, own in enumerate(partition.clients)]
     clients = tuple(own[train] for own, (train, _) in zip(partition.clients, parts, strict=True))
     held = tuple(own[out] for own, (_, out) in zip(partition.clients, parts, strict=True))

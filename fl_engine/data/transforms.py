@@ -37,7 +37,8 @@ def fingerprint(data: Data) -> str:
     Equal data have equal fingerprints on every machine. Caches use the fingerprint as a key, and partitions store it.
     """
     digest = hashlib.sha256(repr((data.task.identity, data.mean, data.std)).encode())
-    for tensor in (data.train_x, data.train_y, data.test_x, data.test_y, data.natural_client):
+    sources = [data.natural_client] + ([] if data.natural_test_client is None else [data.natural_test_client])
+    for tensor in (data.train_x, data.train_y, data.test_x, data.test_y, *sources):
         if tensor is None:
             digest.update(b"none")
             continue
@@ -86,6 +87,7 @@ def subset(data: Data, train_samples: int | None, test_samples: int | None, seed
         test_x=data.test_x[test],
         test_y=data.test_y[test],
         natural_client=None if data.natural_client is None else data.natural_client[train],
+        natural_test_client=None if data.natural_test_client is None else data.natural_test_client[test],
     )
 
 

@@ -1,7 +1,7 @@
 """Stores data that a user passes as Python objects, so that other processes and later runs can load them.
 
-The files `<root>/<key>/<part>.npy` contain train_x, train_y, test_x, test_y and natural_client, and are mapped into
-memory. The file `<root>/<key>/data.json` contains name, task, mean and std.
+The files `<root>/<key>/<part>.npy` contain train_x, train_y, test_x, test_y, natural_client and natural_test_client.
+The file `<root>/<key>/data.json` contains name, task, mean and std.
 
 In a configuration, `dataset.name` is `sha256:<key>`, and `dataset.root` is `<root>`. A folder never changes after it is
 written. The key is the SHA-256 of the data's fingerprint and of data.json, because the fingerprint does not cover the
@@ -31,7 +31,8 @@ from fl_engine.tasks import TASKS
 
 PREFIX = "sha256:"
 ABOUT = "data.json"
-PARTS = ("train_x", "train_y", "test_x", "test_y", "natural_client")
+PARTS = ("train_x", "train_y", "test_x", "test_y")
+SOURCES = ("natural_client", "natural_test_client")
 KEY = re.compile("[0-9a-f]{64}")
 TASK: Contract[Any] = Contract("task", TASKS, Task)
 
@@ -67,7 +68,7 @@ def store(data: Data, root: Path) -> str:
     about = canonical({"name": data.name, "task": TASK.section(data.task), "mean": data.mean, "std": data.std})
     key = _key(data, about)
     if not exists(root, key):
-        for part in PARTS:
+        for part in (*PARTS, *SOURCES):
             if (tensor := getattr(data, part)) is not None:
                 with replacing(root / key / f"{part}.npy") as file:
                     np.save(file, tensor.numpy())
@@ -98,8 +99,8 @@ def read(root: Path, name: str) -> Data:
         about = json.loads(value)
         TASK.kind(about["task"]["name"])  # check that the task's class can be imported
         arrays: dict[str, Any] = {}
-        for part in PARTS:
-            if (file := path / f"{part}.npy").exists() or part != "natural_client":
+        for part in (*PARTS, *SOURCES):
+            if (file := path / f"{part}.npy").exists() or part in PARTS:
                 mapped = part.endswith("_x")
                 arrays[part] = np.load(file, mmap_mode="r") if mapped else torch.from_numpy(np.load(file))
         task, mean, std = TASK.parse(about["task"]), tuple(about["mean"]), tuple(about["std"])

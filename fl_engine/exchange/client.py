@@ -65,7 +65,8 @@ class Site:
     free: float | None = None
     """Measured free memory of the device, in % of the full model's parameters; None if the memory is simulated."""
     held: tuple[Ints, ...] = ()
-    """Indices of each client's held-out samples, which are not in `partition`; empty if clients do not evaluate."""
+    """Indices of the samples on which each client evaluates (`Data.at`), which are not in `partition`; empty if clients
+    do not evaluate."""
     most: int | None = None
     """Maximum sample count that a client may report; None if the server knows the counts. See `data.local_data`."""
 
@@ -289,7 +290,7 @@ def _evaluated(work: Work, site: Site, device: str) -> ClientResult:
     if not len(work.indices):
         return work.failure("evaluate", "a client that holds out no samples cannot evaluate")
     own_x = data.train_x[torch.from_numpy(site.partition.clients[assignment.client])]
-    x, y = data.train_x[torch.from_numpy(work.indices)], data.train_y[torch.from_numpy(work.indices)]
+    x, y = data.at(torch.from_numpy(work.indices))
     how = {"ensemble": model.ensemble, "static_bn": model.static_bn}
     try:
         with memory_errors():

@@ -1,10 +1,10 @@
 """Evaluates models at the clients and computes metrics from the results.
 
-Each selected client evaluates a model on the samples that the client holds out from training. The model is the
-sub-model of the global model for the device's level (`capacity.level_of`). If each client has personal parameters
-(FedPer, FedBN) or a personal model (Ditto), the client evaluates its personal model. The metrics weight all clients
-equally, regardless of their numbers of samples. The local accuracy (`training.local_accuracy`) is a different metric,
-which the server computes on its own test samples.
+Each selected client evaluates a model on the samples that it holds out from training, or on its own test samples if
+the data have them (`Data.natural_test_client`). The model is the sub-model of the global model for the device's level
+(`capacity.level_of`). If each client has personal parameters (FedPer, FedBN) or a personal model (Ditto), the client
+evaluates its personal model. The metrics weight all clients equally, regardless of their numbers of samples. The local
+accuracy (`training.local_accuracy`) is a different metric, which the server computes on its own test samples.
 
 The metrics are computed for all clients, for the clients of each level, and for the clients of each tier:
 

@@ -194,7 +194,7 @@ class BackendSuite(Suite):
     def test_evaluating_assignments_give_equal_metrics(self, make: Make, family: str) -> None:
         """Clients do not train. A client without held-out samples fails."""
         site, plan = _work(ALGORITHM, FAMILIES[family])
-        partition, held = hold_out(site.partition, 0.5, SEED)
+        partition, held = hold_out(site.partition, 0.5, SEED, site.data)
         first = plan.assignments[0].client
         site = replace(site, partition=partition, held=tuple(p[:0] if c == first else p for c, p in enumerate(held)))
         backend = make(site, TWO)

@@ -18,6 +18,7 @@ from the training samples. `target_data` describes targets.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,7 @@ def from_clients(
 
     Args:
         parts: Tuple (x, y) or (x, y, test_x, test_y) for each client, with arrays as in `from_arrays`. The test samples
-            of all clients form one test set.
+            of all clients form one test set. With `evaluate.on=clients`, each client evaluates on its own test samples.
         test: Fraction of each client's samples to use as test samples (at least one sample is left for training). Or a
             test set (x, y). The fraction is ignored for clients that have test samples.
         task: As in `from_arrays`.
@@ -160,8 +161,9 @@ def from_clients(
                 pairs[i] = np.delete(x, held, axis=0), np.delete(y, held, axis=0)
         tested = [tests[i] for i in range(len(pairs))]
     (x, y), (test_x, test_y) = ([np.concatenate([p[k] for p in of]) for k in (0, 1)] for of in (pairs, tested))
-    owners = np.repeat(np.arange(len(pairs)), [len(each) for each, _ in pairs])
-    return _data(goal, x, y, test_x, test_y, owners, mean, std, name)
+    owners, test_owners = (np.repeat(np.arange(len(of)), [len(each) for each, _ in of]) for of in (pairs, tested))
+    data = _data(goal, x, y, test_x, test_y, owners, mean, std, name)
+    return data if common else replace(data, natural_test_client=torch.from_numpy(test_owners))
 
 
 def _arrays(x: Any, y: Any, what: str) -> tuple[Array, Array]:

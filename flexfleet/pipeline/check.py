@@ -93,7 +93,7 @@ def first_round(resolved: Resolved, parts: Partition) -> tuple[Run, Any, RoundPl
     server = ServerSite(site_before_pool(resolved, parts), config.run.devices[0])
     pool = pool_of(algorithm, family, assumed(algorithm, family), server)
     initial = resolved.start or initial_params(family, seeds.derive(config.seed, "init"))
-    trained, held = held_out(config, parts)
+    trained, held = held_out(config, parts, resolved.data)
     most = most_of(config)
     site = Site(family, pool, fleet_of(resolved, pool), resolved.data, trained, config.seed, held=held, most=most)
     run = Run(algorithm, site, config.rounds, trace=trace_of(config, site)[0], wait_s=config.fleet.wait_s)

@@ -18,6 +18,7 @@ from fl_engine.backends.in_process import check_device, prepare_process
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import DataError, IntegrityError, ModelError, PartitionError
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import Device, Pool
 from fl_engine.data import heat_map, local_data, partitioning
@@ -95,7 +96,8 @@ def _noisy(resolved: Resolved, parts: Partition) -> Partition:
     prepare_process((device,))
     found = measure_confusion(family, data, seed, n.epochs, n.lr, BATCH_SIZE, device)
     mistakes = likely_mistakes(found.matrix, n.sure, parts.server_classes)
-    noise, noisy = draw_noise(data.train_y.numpy(), parts.clients, mistakes, n.labels, seed, held_out(config, parts)[1])
+    _, held = held_out(config, parts, data)
+    noise, noisy = draw_noise(data.train_y.numpy(), parts.clients, mistakes, n.labels, seed, held)
     reached = noise.reached(sum(map(len, parts.clients)))
     level = logging.INFO if reached >= n.labels / 2 else logging.WARNING
     log.log(
@@ -141,7 +143,7 @@ def simulated(resolved: Resolved, site: Site) -> Site:
             raise DataError(str(error) if str(folder) in str(error) else f"{folder}: {error}") from error
         parts.append(form.normalises(own, str(folder), p.most))
     data, partition = local_data.joined(site.data, site.partition, parts)
-    partition, held = held_out(config, partition)
+    partition, held = held_out(config, partition, data)
     return replace(site, data=data, partition=partition, held=held)
 
 
@@ -151,12 +153,12 @@ def folders_sum(site: Site) -> str:
     return sha256(canonical([fingerprint(site.data), sizes]))
 
 
-def held_out(config: Config, parts: Partition) -> tuple[Partition, tuple[Ints, ...]]:
+def held_out(config: Config, parts: Partition, data: Data) -> tuple[Partition, tuple[Ints, ...]]:
     """Return a tuple (partition for training, held-out samples of each client). If metrics are not measured on clients,
     no samples are held out."""
     if config.evaluate.on == "server":
         return parts, ()
-    return hold_out(parts, config.evaluate.held_out, cut_seed(config))
+    return hold_out(parts, config.evaluate.held_out, cut_seed(config), data)
 
 
 def server_of(resolved: Resolved) -> ServerContext:
@@ -171,7 +173,7 @@ def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path, before: Map
     config = resolved.config
     parts = Partition.load(partition_dir, resolved.data)
     data = with_noise(resolved.data, parts)
-    parts, held = held_out(config, parts)
+    parts, held = held_out(config, parts, data)
     pool = PoolFile.read(pool_dir / "pool.json").pool()
     fleet = fleet_of(resolved, pool)
     prepare_process(config.run.devices)

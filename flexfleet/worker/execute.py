@@ -76,7 +76,7 @@ def prepare(message: AssignmentMessage, store: Store, pod: bool) -> Prepared:
                 resolved.data, "this device's folder", most
             )
             parts = local_data.of_client(data, config.partition.clients, message.clients[0])
-        parts, held = held_out(config, parts)
+        parts, held = held_out(config, parts, data)
         pool = PoolFile.read(folder / "pool.json").pool()
     numerics = Numerics(**{field.name: run.numerics[field.name] for field in fields(Numerics)})
     check_device(message.device, "torch_device")

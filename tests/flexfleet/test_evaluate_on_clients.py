@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 import mlflow
+import numpy as np
 import pytest
 import torch
 
@@ -87,6 +88,29 @@ def test_personal_model_is_the_one_that_the_client_evaluated(own_folder: Path) -
         with pytest.raises(ConfigError) as error:
             result.client_data(wrong)  # type: ignore[arg-type]
         assert error.value.path == "client"
+
+
+@pytest.mark.parametrize("backend", ["in_process", "processes"])
+def test_clients_evaluate_on_their_own_test_samples(own_folder: Path, backend: str) -> None:
+    rng = np.random.default_rng(0)
+
+    def drawn(samples: int) -> tuple[Any, Any]:
+        y = rng.integers(0, 3, samples)
+        return (rng.normal(size=(samples, 1, 8, 8)) + y[:, None, None, None]).astype(np.float32), y
+
+    tests = [drawn(size) for size in (30, 1, 20)]
+    data = ff.from_clients([(*drawn(40), *tests[0]), (*drawn(25), *tests[1]), (*drawn(30), *tests[2])])
+    options = {"evaluate.on": "clients", "partition.proxy": 0.0, "model.norm": "static", "run.backend": backend}
+    options["tracking.mlflow"] = None
+    common: dict[str, Any] = {"algorithm": "fedper", "rounds": 2, "client_fraction": 1.0, "progress": False}
+    result = ff.run(data, options=options, run_id="own", **common)
+    assert [len(result.partition[client]) for client in range(3)] == [40, 25, 30], "no training sample is held out"
+    rows = [row for row in result.clients.to_dict("records") if row["round"] == 2]
+    assert [row["client"] for row in rows] == [0, 1, 2]
+    for row, (x, y) in zip(rows, tests, strict=True):
+        found = result.personal(row["client"])(torch.from_numpy(x)).argmax(1).numpy() == y
+        assert row["accuracy"] == pytest.approx(found.mean())
+    assert ff.run(data, options=options, run_id="own", resume=True, **common).model_sha256 == result.model_sha256
 
 
 def test_comparison_has_the_metrics_of_the_clients(own_folder: Path) -> None:

@@ -32,7 +32,7 @@ ALGORITHM = FlexFL(training=TRAINING)
 
 def site_of(algorithm: Any = ALGORITHM, share: float = 0.5, **more: Any) -> Any:
     site = tiny_site(algorithm, **more)
-    partition, held = hold_out(site.partition, share, SEED)
+    partition, held = hold_out(site.partition, share, SEED, site.data)
     return replace(site, partition=partition, held=held)
 
 
@@ -150,7 +150,7 @@ class Tiny:
     """Two rounds of the tiny job with clients that evaluate, in a store."""
 
     def __init__(self, job: Any) -> None:
-        partition, held = hold_out(job.partition, 0.3, job.seed)
+        partition, held = hold_out(job.partition, 0.3, job.seed, job.site.data)
         self.job, self.site = job, replace(job.site, partition=partition, held=held)
         job_backend = job.make_backend()
         job_backend._site = self.site

@@ -80,7 +80,7 @@ def test_labels_that_a_client_does_not_train_on_stay_right() -> None:
     x, y = torch.rand(23, 2), torch.from_numpy(targets)
     data = Data("two", Classification(2), x, y, x, y)
     parts = replace(dealt(data, "iid", 3, 0.0, 0), clients=clients, counts=np.array([[5, 5, 2], [5, 5, 1]]))
-    trained, held = hold_out(parts, 0.2, seed=1)
+    trained, held = hold_out(parts, 0.2, seed=1, data=data)
     figures, noisy = p.draw_noise(targets, clients, mistakes, 0.5, 1, held)
     assert [len(each) for each in held] == [2, 2, 0]
     assert figures == NoiseFigures(share=0.5, wrong=(4, 4, 1), held_out=4) and figures.reached(23) == 9 / 19
