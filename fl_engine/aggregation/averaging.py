@@ -1,5 +1,4 @@
-"""Weighted mean of each element over updates of different sub-models (FlexFL, section III-E; HeteroFL, Eq. 2,
-weighted).
+"""Weighted mean of each element over updates of different sub-models (FlexFL, section III-E; HeteroFL, Eq. 2).
 
 Each element p of the global model is averaged over the updates m that contain p, with weights d_m:
 

@@ -10,8 +10,8 @@ mean - old`:
     new = old + lr * m / (sqrt(v) + tau).
 
 The moment m starts at 0, and v starts at tau^2. With `bias_correction`, Adam is the same as in torch (Kingma and Ba,
-ICLR 2015, Algorithm 1) with tau as eps, as in FedAIoT's code. Both moments then start at 0, and t is the number of
-steps of the element:
+ICLR 2015, Algorithm 1) with tau as eps, as in FedAIoT's code. Both moments then start at 0, and t is the element's
+number of steps:
 
     new = old + lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + tau).
 

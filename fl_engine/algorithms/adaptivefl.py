@@ -3,10 +3,9 @@ arXiv:2311.13166).
 
 Before the first round, the server builds a pool of 2p + 1 models, S_p < ... < S_1 < M_p < ... < M_1 < L_1. The first I
 layers of a model have full width, and the width ratio r_w applies to the later layers (Sec. 3.2). To select a client,
-the server draws a pool model at random, and then the client that receives it. A client's probability depends on the
-sizes of the models that it returned before (Sec. 3.3, Alg. 1). A device prunes the received model to the largest nested
-pool model that fits into its free memory (`task`). Each parameter is averaged over the updates that contain it (Alg.
-2).
+the server draws a random pool model, and then the client that receives it. A client's probability depends on the sizes
+of the models that it returned before (Sec. 3.3, Alg. 1). A device prunes the received model to the largest nested pool
+model that fits into its free memory (`task`). Each parameter is averaged over the updates that contain it (Alg. 2).
 
 Departs from the paper:
 - A device can prune only to the pairs (r_w, I) in the pool, as in the authors' code. Unlike in the code, the chosen

@@ -41,9 +41,8 @@ def prefix_pool(
 ) -> Pool:
     """Return one model for each width ratio, with the first channels of every layer and a name such as `0.5x`.
 
-    With `full_only`, only the full model is evaluated, and the last ratio may be below 1. Clients do not receive the
-    full model if the last ratio is below 1. Raises PoolError if the widths do not ascend to 1 or if two models have the
-    same size.
+    With `full_only`, only the full model is evaluated, and the last ratio may be below 1. If it is, clients do not
+    receive the full model. Raises PoolError if the widths do not ascend to 1 or if two models have the same size.
     """
     if not widths or list(widths) != sorted(set(widths)) or (widths[-1] != 1 and not full_only):
         raise PoolError(

@@ -12,8 +12,7 @@ The implementation specifies details that the paper leaves open:
 
 - With B exits and N blocks, exit j is behind block j N / (B + 1), rounded half up. The nine exits of ResNet34 are
   behind the blocks 2, 3, 5, 6, 8, 10, 11, 13 and 14, as in the paper's figure 4. The paper's text, however, mentions
-  "equidistant points", "every two blocks" and "nine additional branches". An exit every two blocks (`exits: every:2`)
-  gives seven exits.
+  "equidistant points", "every two blocks" and "nine additional branches". With `exits: every:2`, there are seven exits.
 - Heads have two convolutions in the first third of the exits, one convolution in the second third and no convolution in
   the last third. Each 3x3 convolution has stride 1 and as many channels as the block, and is followed by batch norm and
   ReLU. Global average pooling and a linear layer follow. The paper specifies the heads only for the "first group of

@@ -13,7 +13,7 @@ from fl_engine.core.types import SGD, OwnOptimizer
 @dataclass(frozen=True)
 class Training:
     """Options of local training, which are the same for all algorithms of a comparison. Defaults are from FlexFL's
-    paper and code. In run configurations, `fraction`, `batch_size` and `lr` have other defaults, tuned for the bundled
+    paper and code. A run's defaults of `fraction`, `batch_size` and `lr` differ, because they are tuned for the bundled
     digits."""
 
     fraction: Fraction = 0.1

@@ -131,7 +131,7 @@ class Qsgd:
 
     def _most(self, count: int) -> int:
         """Return the maximum number of bytes of a stream for `count` values. An Elias-coded stream is longest if no
-        value is 0. A zero makes the codeword of its run at most 3 bits longer, but any other value requires at least 3
+        value is 0. A zero makes its run's codeword at most 3 bits longer, and any other value requires at least 3
         bits."""
         if self.coding != "elias":
             return packing.packed_size(count, self.width)

@@ -156,8 +156,8 @@ class Preparation(Protocol):
     @property
     def artifact(self) -> Any:
         """Type of the result, a dataclass or a pydantic model, which is stored as `<name>.json`. A field `weights`
-        provides the initial weights (`preparation.weights`). At most one preparation per algorithm may have this
-        field."""
+        provides the initial weights (`preparation.weights`). At most one preparation per algorithm may have
+        `weights`."""
 
     def prepare(self, family: ModelFamily, server: PreparationContext) -> Any:
         """Compute and return the `artifact`. The result may depend only on the network and on `server`."""
@@ -382,9 +382,8 @@ class Watcher(Protocol):
     def round(
         self, number: int, metrics: Mapping[str, float], clients: Sequence[Mapping[str, Any]], state: Any
     ) -> bool:
-        """Handle round `number`, counted from 1, before its commit. After a crash, the resumed run handles the round
-        again. `clients` has an entry for each client with an assignment. Return True to end the run after the
-        commit."""
+        """Handle round `number`, counted from 1, before its commit. A resumed run handles an uncommitted round again.
+        `clients` has an entry for each client with an assignment. Return True to end the run after the commit."""
 
 
 class Tracker(Protocol):

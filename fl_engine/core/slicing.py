@@ -45,8 +45,7 @@ def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: Submodel
     """Cut the sub-model `want` out of `params`, which are weights of `have` (by default the whole network).
 
     The slice of a prefix is a view. Other slices are copies, even a prefix of an axis with `copies`. Untrained
-    parameters may be missing in `params`; they are then missing in the result. Raises ModelError if `have` does not
-    contain `want`.
+    parameters may be missing in `params` and thus in the result. Raises ModelError if `have` does not contain `want`.
     """
     if unknown := params.keys() - layout.slots.keys():
         raise ModelError(f"the layout does not have the parameters {sorted(unknown)[:8]}")

@@ -205,8 +205,7 @@ class Assignment:
     """Instructions and tensors for one client in a round.
 
     Attributes:
-        level: Pool index of the sent model. If the model is not in the pool, the index of the pool model of the same
-            size.
+        level: Pool index of the sent model. If it is not in the pool, the index of the pool model of the same size.
         hints: Small JSON values for the algorithm's method `task`.
         memory: Additional tensors for the client, which count as traffic. Tensors of the server (FedDyn's gradients,
             SCAFFOLD's variate) have the names of parameters. The engine adds the client's state as `state/<name>`.

@@ -19,8 +19,7 @@ class Curiosity:
 
     Two tables are initialised with ones. `curiosity` T_c[type][client] counts how often a client received or returned a
     model of each type. `resource` T_r[model][client] scores the client's success with each model. For each pick, a
-    model m is drawn uniformly. Then a client c that is not selected yet is drawn with a probability proportional to its
-    reward R:
+    model m is drawn uniformly. Then a client c that is not selected yet is drawn with probability proportional to R:
 
         R_c = 1 / sqrt(T_c[type(m)][c])
         R_s = sum_{k in type(m)} sum_{t >= k} T_r[t][c] / (n_type * sum_k T_r[k][c])

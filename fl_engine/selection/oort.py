@@ -81,8 +81,7 @@ class Oort:
     Departs from the published code:
     - U is computed from all samples of a client and their losses with the received weights, as in the paper. The code
       uses the samples that the client trains on and the losses of its steps.
-    - Failed clients, whose U is 0, are included when `least` and `clip` are computed. The code uses only utilities
-      above 0.
+    - `least` and `clip` are computed including failed clients, whose U is 0. The code uses only utilities above 0.
     - U is scaled by the range after clipping. With the range before clipping, one report of 1e6 would make all other
       scores equal. The bound `clip` is element floor((n - 1) * q) of the n sorted utilities, with q as the option
       `clip`, so it is never the largest of several utilities. In the code, the bound is the largest utility if there
