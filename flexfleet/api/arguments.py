@@ -191,7 +191,7 @@ def _model(value: Any) -> Overrides:
 
 
 def _plain_options(build: partial[Any]) -> Overrides | None:
-    """Return the arguments of a partial as options of the network. Return None if an argument cannot be an option."""
+    """Return the arguments of a `functools.partial` as options of the network. None if an argument cannot be one."""
     try:
         arguments = inspect.signature(build.func).bind_partial(*build.args, **build.keywords).arguments
         values = json.loads(json.dumps(arguments))
@@ -265,7 +265,7 @@ def entries_of(
     """Plan all runs of a comparison. Raises ConfigError."""
     arguments = Arguments(common)
     given, labels = dict(arguments.overrides), _labels(algorithms)
-    objects = {SHORT[name]: name for name in ("dataset", "model")}  # these parameters may also be objects
+    objects = {SHORT[name]: name for name in ("dataset", "model")}  # values of these parameters may also be objects
     for label, (_, settings) in labels.items():
         settings = {objects.get(name, name): value for name, value in settings.items()}
         own = arguments.overrides_of(

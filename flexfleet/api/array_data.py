@@ -5,7 +5,7 @@ How samples are interpreted:
     uint8 (N, H, W)            grayscale images: a channel is added
     (N, H, W, C), C 1, 3 or 4  images with channels last, unless H is 1, 3 or 4; channels are moved to the front
     uint8 (N, C, H, W)         images
-    float images in 0..1       images, stored as uint8, if all values are k / 255 for whole k
+    float images in [0, 1]     images, stored as uint8, if all values are multiples of 1/255
     other floats (N, ...)      numeric data: vectors, time series, maps
     integers (N, ...)          token IDs from 0 if the network takes tokens, otherwise numeric data
     booleans (N, ...)          numeric data: 0 and 1
@@ -51,10 +51,10 @@ def from_arrays(
     """Create a data set from arrays or tensors.
 
     Args:
-        x: Samples (N, ...), as an array, a tensor, a list or a DataFrame. With a test set (x, y), the samples of a
-            `numpy.memmap` stay in its file: uint8 images (N, C, H, W), float32 or int64. The file must not change.
+        x: Samples (N, ...), as an array, a tensor, a list or a DataFrame. If `test` is (x, y), a `numpy.memmap`
+            of uint8 images (N, C, H, W), float32 or int64 is not copied, so its file must not change.
         y: Targets. `task` describes their form for each task.
-        test: Fraction of each class to use as test samples, selected with a constant seed. Or a test set (x, y).
+        test: Fraction of each class to use as test samples, drawn with a constant seed, or a test set (x, y).
         clients: Client that owns each sample, shape (N,). A run has these clients unless it sets `partition_rule`.
         task: `classification`: classes 0..k-1 (N,), or text, whose values become the class names; `regression`: numbers
             (N,) or (N, outputs); `multilabel`: 0 or 1 (N, labels); `segmentation`: classes of pixels (N, H, W), where
@@ -105,7 +105,7 @@ def from_clients(
     Args:
         parts: Tuple (x, y) or (x, y, test_x, test_y) for each client, with arrays as in `from_arrays`. The test samples
             of all clients form one test set. With `evaluate.on=clients`, each client evaluates on its own test samples.
-        test: Fraction of each client's samples to use as test samples (at least one sample is left for training). Or a
+        test: Fraction of each client's samples to use as test samples (at least one sample is left for training), or a
             test set (x, y). The fraction is ignored for clients that have test samples.
         task: As in `from_arrays`.
         mean: As in `from_arrays`.
@@ -238,7 +238,7 @@ def _samples(x: Array, numbers: bool) -> Array:
         return x
     images = np.empty(x.shape, dtype=np.uint8)
     step = rows_of_chunk(x.shape)
-    for at in range(0, len(x), step):  # to multiply the whole array at once would allocate another array of its size
+    for at in range(0, len(x), step):  # multiplying the whole array at once would allocate a copy of it
         images[at : at + step] = np.rint(x[at : at + step] * 255)
     return images
 
@@ -262,8 +262,8 @@ def array_of(value: Any, what: str) -> Array:
 
 
 def targets_of(y: Any, what: str) -> Array:
-    """Convert targets like `array_of`, but also support strings. Integers become int64, because NumPy combines int64
-    and uint64 to floats. For a Pillow image with a palette, the palette indices are the targets."""
+    """Convert targets like `array_of`, but also support strings. Integers become int64, because NumPy would convert
+    a mix of int64 and uint64 to floats. For a Pillow image with a palette, the palette indices are the targets."""
     if hasattr(y, "iloc") and y.shape[1:] == (1,):  # a DataFrame with one column
         y = y.iloc[:, 0]
     palettes = [np.asarray(each) for each in (y if isinstance(y, list | tuple) else [y]) if hasattr(each, "getbands")]
@@ -304,7 +304,7 @@ def pixels(image: Any, what: str, size: tuple[int, int] | None = None) -> Array:
     if image.mode.startswith(("I", "F")):
         raise DataError(
             f"{what} must have at most 8 bits per pixel, got mode {image.mode}. Pass the pixels to from_arrays as "
-            "floats in 0..1: numpy.asarray(image) / 65535 for 16 bits"
+            "floats in [0, 1]: numpy.asarray(image) / 65535 for 16 bits"
         )
     image = image.convert("L" if image.mode in ("1", "L") else "RGB")
     if size is not None:
@@ -314,7 +314,7 @@ def pixels(image: Any, what: str, size: tuple[int, int] | None = None) -> Array:
 
 
 def _without_tensors(value: Any, what: str) -> Any:
-    """Convert tensors and Pillow images to arrays. Elements of lists are converted too."""
+    """Convert tensors and Pillow images, including those in a list, to arrays."""
     if isinstance(value, list | tuple):
         return [each if isinstance(each, list | tuple) else _without_tensors(each, what) for each in value]
     if isinstance(value, torch.Tensor):

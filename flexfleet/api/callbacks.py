@@ -107,7 +107,7 @@ class Watching(Tracker):
         self._started: list[Callback] = []
 
     def params(self, values: Mapping[str, Any]) -> None:
-        """Call `on_start`. A run logs its parameters exactly once, before its rounds."""
+        """Call `on_start`. This method is called exactly once in a run, before the first round."""
         for callback in self._callbacks:
             callback.on_start(self._open())
             self._started.append(callback)

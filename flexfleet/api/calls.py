@@ -72,8 +72,8 @@ def api_call(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def shown(progress: bool) -> Iterator[None]:
-    """If `progress` is True, log to stderr inside the context unless the process has its own handlers. If `progress` is
-    False, logging does not change, and the terminal does not show a progress line."""
+    """If `progress` is True, log to stderr inside the context unless the process has configured log handlers. If
+    `progress` is False, logging does not change, and the terminal does not show a progress line."""
     level, handler = log.level, None
     token = hidden.set(not progress)
     if progress:

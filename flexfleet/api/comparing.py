@@ -59,7 +59,7 @@ def compare(
         over: Map dotted names to lists of values. Each variant is run with every combination of these values. For
             example, {"training.lr": [0.01, 0.1]} runs each variant with both learning rates.
         to: Target accuracies between 0 and 1. The comparison reports the cost to reach each accuracy.
-        jobs: Number of parallel runs. With 1, runs use this process and can use classes from a notebook.
+        jobs: Number of parallel runs. With 1, runs are executed in this process and can use classes from a notebook.
         id: Name of the comparison's folder in the store; None for a name with the current time.
         resume: True to resume the comparison with this `id`.
         progress: As in `flexfleet.run`.
@@ -97,7 +97,7 @@ class Comparison:
     Attributes:
         id: Name of the comparison.
         folder: Folder of the comparison.
-        labels: Names of the compared variants.
+        labels: Labels of the compared variants.
         seeds: Seeds of the runs of each variant.
         table: Table with the mean and the sample standard deviation over the seeds for each variant.
         runs: Map (label, seed) to the `Result` of the run.

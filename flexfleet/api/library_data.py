@@ -78,7 +78,8 @@ def from_folder(
     if any(each.ndim == 3 for each in images):  # if some images have colors, grayscale images get three equal channels
         images = [each if each.ndim == 3 else np.repeat(each[None], 3, axis=0) for each in images]
     if len(shapes := {each.shape[-2:] for each in images}) > 1:
-        raise DataError(f"{root}: all images must have one size, got {sorted(shapes)[:3]}. Set size=(height, width)")
+        found = sorted(shapes)[:3]
+        raise DataError(f"{root}: all images must have the same size, got {found}. Set size=(height, width)")
     data = from_arrays(np.stack(images), np.array(labels), test=test, name=name or root.resolve().name)
     return replace(data, task=Classification(len(folders), names=tuple(each.name for each in folders)))
 
@@ -185,7 +186,7 @@ def _read_items(items: Any, what: str, folder: str | Path | None = None) -> tupl
     try:
         return (np.stack(xs) if isinstance(xs, list) else xs.read()), np.stack(ys)
     except ValueError as error:
-        raise DataError(f"{what}: samples must have one shape, and targets must have one shape: {error}") from error
+        raise DataError(f"{what}: all samples must have the same shape, and so must all targets: {error}") from error
 
 
 def _pairs(items: Any, what: str) -> Iterator[tuple[Any, Any]]:

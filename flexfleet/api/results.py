@@ -117,7 +117,7 @@ class Result:
     @contextmanager
     def _resolved(self, used: Collection[str] | None = None) -> Iterator[Resolved]:
         """Yield the configuration with its algorithm, data and network. User code is imported from the run's folder.
-        Raises ConfigError if the user code for one of the sections `used` (None for all sections) has changed."""
+        Raises ConfigError if user code has changed. `used` limits this check to sections of the configuration."""
         with code.enabled_within(), isolated():
             own_code.enable(self._run, self.folder)
             if self._made is None:
@@ -321,7 +321,7 @@ class Result:
     def personal(self, client: int) -> nn.Module:
         """Return the personal model of a client in evaluation mode. The model has the level of the client's device. In
         FedPer and FedBN, the model consists of global parameters and the parameters that the client keeps. In Ditto,
-        each client has a separate model. If the client has never been selected, the result is the global model.
+        each client has a separate model. For a client that has never been selected, the global model is returned.
 
         Args:
             client: Number of the client.
@@ -422,7 +422,8 @@ class Result:
     def replay(self, round: int, client: int) -> ClientRound:
         """Repeat the training of one client in one round.
 
-        The rounds since the last stored state are also repeated. options={'rounds.keep_every': 1} stores every state.
+        The rounds since the last stored state are also repeated. To store the state after each round, run with
+        options={'rounds.keep_every': 1}.
 
         Args:
             round: Number of the round, counted from 1.

@@ -56,8 +56,8 @@ def tune(
         metric: Metric of the last round, averaged over `seeds`: avg (the default) or full.
         seeds: Seeds for the runs of each trial (default: 0).
         held_out: Seeds for the final comparison (default: 100, 101, 102).
-        jobs: Number of parallel workers. With 1 (the default), trials run in this process and can use classes from a
-            notebook.
+        jobs: Number of parallel workers. With 1 (the default), trials are executed in this process and can use classes
+            from a notebook.
         id: Name of the study's folder in the store; None for a name with the current time.
         resume: True to resume the study with this `id`.
         progress: As in `flexfleet.run`.
@@ -126,7 +126,7 @@ class Study:
         gain: Mean difference best - default over the held-out seeds. None without held-out seeds or if a run diverged.
         table: Table with the columns default, best and gain (best - default), and a row for each held-out seed.
         trials: Table with outcome (complete, pruned, infeasible, diverged), value and parameters of each trial.
-        importance: Map parameters to fractions of the metric's variance that they explain; 0 with too few trials.
+        importance: Map each parameter to the fraction of the metric's variance that it explains; 0 with too few trials.
         config: Configuration for `flexfleet.run(config=...)`. It is the best setting if `better` is True, else the
             default.
         report: Path of the HTML page.

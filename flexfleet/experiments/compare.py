@@ -68,7 +68,7 @@ def run_comparison(
     Args:
         options: Command-line flags for each run, such as `--discard-damaged`.
         parent: ID of the MLflow run of a nightly regression run; None if the comparison does not belong to one.
-        resume_id: Value of --id in the command that resumes the comparison; None if the value is `id`.
+        resume_id: Value of --id in the command that resumes the comparison; None to use `id`.
         central: Folders of finished central trainings. The tables show the results of these trainings as the reference.
         references: Central trainings to execute together with the runs.
         execute: Function that executes commands; if None, `side_by_side` is used.
@@ -113,8 +113,8 @@ def in_one_experiment(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 
 
 def begin(runs: Sequence[PlannedRun], id: str, tags: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
-    """Start or continue the MLflow run of the comparison, and add `tags`. Returns None if tracking is off. `run_id` is
-    the ID of an MLflow run that another task has started."""
+    """Start or continue the MLflow run of the comparison, and add `tags`. Returns None if tracking is off. If
+    another task has started the MLflow run, `run_id` is its ID."""
     config = runs[0].config
     store = FolderStore(folder_of(runs).resolve()) if config.run.remote is None else open_store(config.run.remote)
     about = {"flexfleet.comparison": id, "flexfleet.store": store.uri(), **tags}
@@ -123,8 +123,9 @@ def begin(runs: Sequence[PlannedRun], id: str, tags: Mapping[str, str], run_id: 
 
 # ------------------------------------------------------------------------------------------------ checks
 def check_all(runs: Sequence[PlannedRun]) -> None:
-    """Check all runs, and raise the error of the first invalid run. If a run has already started, its user code must
-    not have changed, and it must have at most `rounds.stop` rounds. All runs must have the same main metric."""
+    """Check all runs, and raise the error of the first invalid run. The user code of a started
+    run must not have changed, and the run must have at most `rounds.stop` committed rounds. All runs must have the same
+    main metric."""
     if "dataset.name" in varied(runs):
         metrics = {e.label: Resolved.of(e.config).data.task.metric.name for e in runs if e.seed == runs[0].seed}
         if len(set(metrics.values())) > 1:
@@ -137,7 +138,7 @@ def check_all(runs: Sequence[PlannedRun]) -> None:
             known = known_run(entry.config, out, resume=True)
             if known is None:
                 check(resolved)
-            else:  # find errors before any run starts
+            else:  # check now, so that errors are found before any run starts
                 check_sources(known.sources, sources(entry.config), out)
                 _check_length(entry, out)
             need_packages(resolved)
@@ -227,8 +228,8 @@ def sharing(runs: Sequence[PlannedRun]) -> dict[str, list[PlannedRun]]:
 
 
 def to_share(runs: Sequence[PlannedRun]) -> PlannedRun:
-    """Return the run with whose settings the shared folder is computed. This is the first run whose algorithm requires
-    a preparation, such as pre-training, or else the first run."""
+    """Return the run whose settings are used to compute the shared files. This is the first run whose algorithm
+    requires a preparation, such as pre-training, or the first run if no algorithm requires one."""
     return next((e for e in runs if algorithm(e.config).preparations), runs[0])
 
 

@@ -21,7 +21,7 @@ from flexfleet.reports.finished_run import plain
 
 MB = 1e6
 CASE = ("dataset.", "partition.", "noise.", "model.name")
-"""Prefixes of parameters whose values define the case of a variant. Each case has its own ranking of variants."""
+"""Prefixes of the parameters that define the case (data and network) of a variant. Each case has its own ranking."""
 FACTORS = (*CASE, "model.", "fleet.")
 """Prefixes of factors (`flexfleet compare --over`) that define cases. Width and fleet define cases only if they are
 factors, because papers use another width or fleet for some baselines."""
@@ -81,8 +81,8 @@ class Figures(Strict, Generic[T]):
     """
 
     avg_device_classes: T | None = None
-    """Accuracy on test samples of the devices' classes. The fields `*_server_classes` are accuracies on samples of the
-    server's classes. All four fields are null if no class belongs to the server."""
+    """Accuracy on test samples of the devices' classes; in the fields `*_server_classes`, on samples of the server's
+    classes. The four fields are null unless `partition.server_classes` is set."""
     full_device_classes: T | None = None
     avg_server_classes: T | None = None
     full_server_classes: T | None = None
@@ -92,8 +92,9 @@ class Figures(Strict, Generic[T]):
     """Mean local accuracy of the levels; null if the task has no classes."""
     local_full: T | None = None
     clients_mean: T | None = None
-    """Mean over the clients of the main metric on their held-out samples. The next three fields are the 10th
-    percentile, the worst client and the standard deviation. All four are null unless `evaluate.on` is `clients`."""
+    """Main metric on each client's held-out samples, averaged over the clients. The next three fields are the 10th
+    percentile, the worst value and the standard deviation over the clients. The four fields are null unless
+    `evaluate.on` is `clients`."""
     clients_p10: T | None = None
     clients_worst: T | None = None
     clients_spread: T | None = None
@@ -133,7 +134,7 @@ class OneRun(Figures[float]):
 
 
 class LocalSpread(Strict):
-    """Local accuracy of a level. Statistics over the clients of each seed are averaged over the seeds."""
+    """Local accuracy of a level. Mean and standard deviation (`sd`) over the clients are averaged over the seeds."""
 
     mean: Spread
     sd: Spread
@@ -161,7 +162,7 @@ class Summary(Figures[Spread]):
     """Timing metrics that were measured in all runs, averaged over the seeds."""
     reached: tuple[Reached, ...]
     reached_avg: tuple[Reached, ...]
-    """Cost until avg reaches each target accuracy. `reached` contains the cost until full reaches the accuracy."""
+    """Cost until avg reaches each target accuracy. The field `reached` contains the same values for full."""
     highest: tuple[Highest, ...] = ()
     runs: tuple[OneRun, ...]
 
@@ -259,7 +260,7 @@ def further(c: ComparisonFile) -> dict[str, dict[str, Spread]]:
 
 
 def further_of(r: Summary, metric: str) -> Spread | None:
-    """Return the value of `metric` for the full model after the last round."""
+    """Return mean and standard deviation over the seeds of the full model's `metric` after the last round."""
     return spread([list(one.levels.values())[-1].get(metric) for one in r.runs])
 
 

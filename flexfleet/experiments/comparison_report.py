@@ -1,7 +1,7 @@
 """Write the files of a comparison, and log the files to MLflow.
 
-comparison.json contains all results. The tables are written to comparison.md and to the terminal, and the curves to
-comparison.svg. comparison.html contains tables, curves and the settings of the runs.
+comparison.json contains all results, comparison.md contains the tables, and comparison.svg contains the curves.
+comparison.html contains tables, curves and the settings of the runs.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def title(c: ComparisonFile) -> str:
 
 
 def common(c: ComparisonFile) -> str:
-    """Return a sentence that names the settings shared by all runs with the same seed."""
+    """Return sentences that state which settings are equal in all runs with the same seed."""
     if not c.varied:
         return "Runs with the same seed have the same data, partition, fleet and training settings."
     return (
@@ -162,8 +162,8 @@ def markdown(c: ComparisonFile) -> str:
 
 
 def draw(runs: Runs, central: Central | None = None) -> dict[str, str]:
-    """Map file names to SVG drawings. One drawing shows the test metrics over the rounds. If clients evaluated their
-    models, a second drawing shows the clients' metrics."""
+    """Map file names to SVG figures. One figure plots the test metrics over the rounds. If clients evaluated their
+    models, a second figure plots the clients' metrics."""
     measure = next(iter(runs.values()))[0].measure
     reference = None if central is None else (REFERENCE, central.full.mean)
     curves, clocks = _curves(runs, "avg", "full"), _clocks(runs, "full")

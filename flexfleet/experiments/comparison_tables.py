@@ -1,8 +1,8 @@
 """Create the tables of a comparison, and find the options that differ between variants.
 
-Options are the parameters of the configuration and of the algorithm, including defaults. `training` contains the values
-that the algorithm uses, which is one local step for FedSGD. `algorithm.selection` is the selection strategy that the
-algorithm uses, even if the field is null.
+Options are the parameters of the configuration and of the algorithm, including defaults. Options of `training` have the
+values that the algorithm actually uses; for example, FedSGD trains one local step. If `algorithm.selection` is null,
+the algorithm's own selection strategy is listed.
 """
 
 from __future__ import annotations
@@ -242,12 +242,12 @@ def cell(s: Spread | None, scale: float = 1, digits: int = 2) -> str:
 
 
 def fine(s: Spread | None, digits: int = 2) -> str:
-    """Format a `cell` with at least two significant digits, even if the mean is small."""
+    """Format like `cell`, with more decimals for small means, so that at least two significant digits are shown."""
     return cell(s, digits=decimals(0.0 if s is None else s.mean, digits))
 
 
 def seconds(s: Spread | None) -> str:
-    """Format a number of seconds as a `cell`. Small values, such as simulated times, have more decimals."""
+    """Format seconds like `cell`, with more decimals for small values, such as simulated times."""
     if s is None or s.mean >= 1000:
         return cell(s, digits=0)
     return cell(s, digits=1) if s.mean >= 10 else fine(s, digits=3)
@@ -267,8 +267,8 @@ def differences(configs: Mapping[str, Config], pools: Mapping[str, Pool]) -> Dif
 
 
 def options_of(config: Config, method: Algorithm, pool: Pool) -> dict[str, Any]:
-    """Map dotted names of all options to values. The value of a strategy is its name if all options have their
-    defaults. Otherwise, the value is a mapping with the name and the changed options."""
+    """Map dotted names of all options to values. A strategy with default options is represented by its name, and other
+    strategies by a mapping with the name and the changed options."""
     own: dict[str, Any] = {}
     for field in fields(method):  # type: ignore[arg-type]
         value = getattr(method, field.name)
@@ -308,7 +308,7 @@ def as_table(found: Differences, labels: Sequence[str]) -> Table:
 
 
 def shown(value: Any) -> str:
-    """Format a strategy with options as `oort, clip 0.9`, a string without quotes, and other values as JSON."""
+    """Format a strategy with options like `oort, clip 0.9`, and other values with `plain`."""
     if isinstance(value, dict) and "name" in value:
         return ", ".join([value["name"], *(f"{key} {plain(each)}" for key, each in value.items() if key != "name")])
     return plain(value)

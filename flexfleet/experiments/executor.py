@@ -57,7 +57,7 @@ class RunsFailed(FlexfleetError):
 
 @contextmanager
 def resumable(folder: Path, id: str) -> Iterator[None]:
-    """Lock the folder in the `with` block. Add the instruction to resume `id` to the messages of Stopped,
+    """Lock the folder during the `with` block. Append how to resume `id` to the messages of Stopped,
     KeyboardInterrupt and EnvironmentFailure."""
     how = how_to_resume(id)
     try:
@@ -202,7 +202,7 @@ def _forwarding_signals(running: dict[Command, tuple[subprocess.Popen[bytes], fl
 
 
 def report_failures(codes: Mapping[str, int], commands: Sequence[Command]) -> str:
-    """Log the error of each failed command, and return a text with the names and log files of these commands."""
+    """Log the error of each failed command, and return the names and log files of these commands as text."""
     failed = [command for command in commands if codes.get(command.name)]
     for each in failed:
         log.error("%s: exit code %d, %s: %s", each.name, codes[each.name], each.log, last_words(each.log))

@@ -32,7 +32,7 @@ from flexfleet.tracking.server import Client
 from flexfleet.tracking.trackers import MLflow, ending, log_outcome
 
 PASSED, REFERENCE = "flexfleet.passed", "flexfleet.reference"
-"""Tags of the MLflow run. PASSED is the verdict, and REFERENCE is the sha256 of the reference file."""
+"""Names of MLflow tags. PASSED stores the verdict, and REFERENCE stores the sha256 of the reference file."""
 COMMIT = "commit"
 """Store key under which the git commit of the nightly regression run is saved."""
 HISTORY = 20
@@ -47,8 +47,8 @@ log = logging.getLogger("flexfleet")
 
 # ------------------------------------------------------------------------------------------------ the command
 def prepare(name: str, id: str, overrides: Mapping[str, Any] | None = None, update: bool = False) -> NightlyRun:
-    """Read a suite, and check its runs and its reference. If `update` is True, plan the runs with the seeds of a new
-    reference instead, and skip the checks. Raises the errors of `reference_of`."""
+    """Read a suite, and check its runs and its reference. If `update` is True, only plan the runs for a new reference,
+    without these checks. Raises the errors of `reference_of`."""
     nightly = nightly_run(
         published_suites.path_of(name, FOLDER), id, overrides or {}, REFERENCE_SEEDS if update else ()
     )
@@ -173,7 +173,7 @@ def hand_over(nightly: NightlyRun, shared: Path, out: Path, job_id: str) -> list
     pairs = [
         pair for case, runs in nightly.runs.items() for pair in compare.pairs_of(runs, f"{nightly.id}-{case}", shared)
     ]
-    commit = take_commit(nightly)  # do this after the checks, because the user may correct the code if one fails
+    commit = take_commit(nightly)  # only after the checks, because a failed check may require a code change
     mlflow = begin(nightly, track.of_job(nightly.config, job_id))
     return compare.write_pairs(pairs, mlflow, out, commit)
 
@@ -238,7 +238,7 @@ def passed_since(nightly: NightlyRun, mlflow: MLflow, most: int = HISTORY) -> li
 # ------------------------------------------------------------------------------------------------- MLflow
 def begin(nightly: NightlyRun, tags: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
     """Start or continue the MLflow run of the nightly regression run, and add `tags`. Returns None if tracking is off.
-    `run_id` is the ID of an MLflow run that another task has started."""
+    If another task has started the MLflow run, `run_id` is its ID."""
     commit = track.commit()
     about = {"flexfleet.suite": nightly.name, **({track.COMMIT: commit} if commit else {}), **tags}
     return track.begin_parent(nightly.config, "regression", nightly.id, nightly.store, about, run_id)

@@ -37,7 +37,7 @@ from flexfleet.tracking import record as track
 HIGHER = ("avg", "full")
 """Metrics for which higher values are better. The thresholds of these metrics are absolute, not relative."""
 OF_MACHINE = ("peak_mb_rounds", "pace")
-"""Metrics that depend on the machine. Their values are only compared between equal machines."""
+"""Metrics that depend on the machine, and are compared only between runs on equal machines."""
 Z = 4.0
 """Number of standard errors by which a metric may be worse. Without a regression, about 1 of 30,000 comparisons exceeds
 the limit. With 30 comparisons, about 1 of 1,000 nightly regression runs then fails."""
@@ -90,7 +90,7 @@ class NightlyFigures(Artifact):
 
 
 class Check(Strict):
-    """Comparison of one metric with earlier values."""
+    """Comparison of one metric of one variant with earlier values."""
 
     label: str
     metric: str
@@ -124,7 +124,7 @@ class Verdict(Artifact):
     passed: bool
     checks: tuple[Check, ...]
     since: str
-    """Last nightly regression run that passed, or the reference, and the range of commits since then."""
+    """Text that names the last nightly regression run that passed, or the reference, and the commits since then."""
     commits: tuple[str, ...]
     """Lines `hash subject` for these commits, newest first; empty if the code is not in a git checkout."""
     notes: tuple[str, ...]
@@ -156,7 +156,7 @@ def measure(nightly: NightlyRun, folders: Folders, runs_in: str = PROCESSES) -> 
     """Compute the metrics of a nightly regression run from its finished runs.
 
     Args:
-        runs_in: PROCESSES or TASKS. Pipeline tasks use more memory than separate processes.
+        runs_in: PROCESSES or TASKS, the kind of process that executed the runs. It affects their memory.
     """
     labels = {}
     for case, entries in nightly.runs.items():
@@ -274,7 +274,8 @@ def _by_seed(
 
 
 def notes(figures: NightlyFigures, checks: Sequence[Check], passed: int) -> tuple[str, ...]:
-    """Return sentences about the comparisons. `passed` is the number of earlier runs that passed."""
+    """Return sentences that state what was compared, and which values could not be compared. `passed` is the number of
+    earlier runs that passed."""
     judged = {(check.label, check.metric) for check in checks}
     missing = [
         f"{label} {METRICS[metric]}"

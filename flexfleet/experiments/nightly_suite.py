@@ -153,7 +153,7 @@ def nightly_run(path: Path, id: str, overrides: Mapping[str, Any], more_seeds: t
 def task_of(suite: NightlySuite, case: str, label: str) -> str:
     """Return a digest of the target accuracy and the variant's settings. Options of the algorithm are excluded, because
     the gate must detect whether a change of these options makes a metric worse. The algorithm's name is included if it
-    is not the label."""
+    differs from the label."""
     labels = labels_of(suite.cases[case].algorithms)
     given = by_label(suite.settings | suite.cases[case].settings, labels)
     settings = given[None] | {path: v for path, v in given[label].items() if not path.startswith("algorithm.")}

@@ -66,7 +66,7 @@ class PaperSuite(Strict):
     to: tuple[float, ...] = ()
     """Target accuracies, from 0 to 1."""
     central: bool = False
-    """True if a central training (`flexfleet central`) is run with each seed, as the reference."""
+    """True to also train centrally (`flexfleet central`) with each seed, as a reference."""
 
     @field_validator("like", mode="before")
     @classmethod

@@ -16,7 +16,7 @@ from flexfleet.files.measure import Measure
 from flexfleet.reports.finished_run import NONE, plain
 
 LEVEL = 0.05
-"""Significance level of the tests. Confidence intervals have the level 1 - LEVEL."""
+"""Significance level of the tests. The confidence level of intervals is 1 - LEVEL."""
 ROUNDING = 1e-12
 """Relative tolerance within which differences count as equal."""
 FEWEST = 3

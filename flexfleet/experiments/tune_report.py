@@ -98,7 +98,7 @@ def finite(figures: Figures) -> list[float] | None:
 
 # ------------------------------------------------------------------------------------------------- sentences
 def headline(tuned: Tuned) -> str:
-    """Return a sentence about the gain over the default. It lists the better setting, if there is one."""
+    """Return a sentence that states the gain over the default, followed by the best setting if it is better."""
     return f"{gained(tuned)}: {listed(tuned.best, tuned.symbols)}" if tuned.better else gained(tuned)
 
 
@@ -217,7 +217,7 @@ def conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned:
     setting = config if is_default(best) else applied(config, best.params)
     same = _same(setting, config)
     of_default = of_best = _held_out(config, config, study, folder, "default", "default")
-    if not same:  # if a later trial is better, its runs need another name
+    if not same:  # include the trial's number, because a later trial may become the best
         of_best = _held_out(config, setting, study, folder, "best", f"best-t{best.number}")
     held: dict[Literal["seeds", "default", "best"], Figures] = {
         "seeds": [*config.tune.held_out], "default": of_default, "best": of_best,
@@ -290,7 +290,8 @@ def _best(config: Config, complete: Sequence[Any], ended: Sequence[EndedTrial]) 
 
 def beats(best: Figures, default: Figures) -> bool:
     """Return whether the best setting is significantly better than the default on the held-out seeds (Student's
-    two-sided paired t test at 5 %). A setting is never better if one of its runs diverged (None)."""
+    two-sided paired t test at 5 %). None marks a diverged run. A setting is never better if one of its runs diverged.
+    Otherwise, it is better if a run of the default diverged."""
     b, d = finite(best), finite(default)
     if b is None or d is None:
         return b is not None
@@ -302,7 +303,7 @@ def importance(study: Any, complete: Sequence[Any], space: Mapping[str, Any]) ->
     """Map each parameter to its importance; 0 if there are fewer than four trials, or if all values are equal."""
     import optuna
 
-    complete = [t for t in complete if all(p in t.params for p in space)]  # ignore a default that is outside the space
+    complete = [t for t in complete if all(p in t.params for p in space)]  # ignore trial 0 if it is outside the space
     varied = {p for p in space if len({repr(t.params.get(p)) for t in complete}) > 1}
     shares = dict.fromkeys(space, 0.0)
     if len(complete) > 3 and varied and len({t.value for t in complete}) > 1:

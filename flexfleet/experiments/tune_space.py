@@ -64,8 +64,8 @@ def unchanged(config: Config, space: Mapping[str, Range], pool: Pool) -> dict[st
 
 
 def defaults(config: Config, space: Mapping[str, Range], pool: Pool) -> dict[str, Any]:
-    """Return the values of `unchanged` that are inside the search space. Trial 0 runs the unchanged configuration, and
-    these values are passed to the sampler."""
+    """Return the values of `unchanged` that are inside the search space. The sampler receives these values as the
+    parameters of trial 0, which runs the unchanged configuration."""
     values = {path: here for path, here in unchanged(config, space, pool).items() if _within(here, space[path])}
     if outside := [f"{path} ({configured(config, path)})" for path in space if path not in values]:
         log.info(
@@ -107,7 +107,7 @@ def listed(values: Mapping[str, Any], symbols: Mapping[str, str]) -> str:
 
 
 def named(path: str, symbols: Mapping[str, str]) -> str:
-    """Return the name of a parameter for display, without `algorithm.`. A symbol from the paper is appended."""
+    """Return the name of a parameter for display, without `algorithm.` and with the paper's symbol, if there is one."""
     name = path.removeprefix("algorithm.")
     return f"{symbols[path]} ({name})" if path in symbols else name
 
@@ -147,8 +147,8 @@ def applied(config: Config, values: Values) -> Config:
 
 def check_names(config: Config) -> None:
     """Raise ConfigError if a name in `tune.space` is not a parameter. Some parameters are only valid with certain
-    values of another parameter, such as the algorithm. Therefore all parameters are set together, first to the first
-    values, then to the second values, and so on, until a configuration is valid."""
+    values of another parameter, such as the algorithm. Therefore all parameters are set together: first each parameter
+    to its first value, then each to its second value, and so on, until a configuration is valid."""
     values = {
         path: list(r.choices) or [int(v) if r.whole else v for v in (r.low or 0, r.high or 0)]
         for path, r in config.tune.space.items()

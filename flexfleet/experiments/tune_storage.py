@@ -56,7 +56,7 @@ def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) 
         return optuna.create_study(**settings, direction="maximize", load_if_exists=True)
     except (optuna.exceptions.OptunaError, SQLAlchemyError, ImportError, ValueError, KeyError) as error:
         if begun and databases.is_away(error):
-            raise  # `answering` reports an outage during the study
+            raise  # the caller's `answering` block reports the outage
         if begun and isinstance(error, KeyError):
             raise ConfigError(
                 f"{masked(where)} does not have the study {name!r}. Set the address of a database that every worker "
@@ -117,8 +117,8 @@ def sampler(seed: int) -> Any:
 
 
 def parent(config: Config, study: Any, given: Mapping[str, str]) -> MLflow | None:
-    """Start or continue the MLflow run of the study, and add the tags `given`. First, a token is stored in the study,
-    which identifies the MLflow run if its ID could not be stored."""
+    """Start or continue the MLflow run of the study, and add the tags `given`. Before that,
+    store a token in the study, by which the MLflow run can be found if its ID could not be stored."""
     id, known = study.study_name, study.user_attrs.get(PARENT)
     if known is None and TOKEN not in study.user_attrs:
         study.set_user_attr(TOKEN, uuid.uuid4().hex)

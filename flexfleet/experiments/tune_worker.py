@@ -36,16 +36,16 @@ from flexfleet.pipeline.retry import name_in
 log = logging.getLogger("flexfleet")
 
 WORKER = "worker"
-"""Attribute of a trial. It contains the number of the worker that runs the trial and retries it after a restart."""
+"""Trial attribute with the number of the worker that runs the trial, and that retries it after a restart."""
 DEATHS = "tried"
-"""Attribute of a trial. It contains the number of workers that died while they ran a trial with these values."""
+"""Trial attribute with the number of workers that died while they ran a trial with the same values."""
 MOST_DEATHS = 4
 """Values are not retried after this many workers have died with them, because the values may need too much memory."""
 RESUMES = "resumes"
-"""Attribute of a retried trial. It contains the number of the interrupted trial whose runs are resumed."""
+"""Attribute of a retried trial: the number of the interrupted trial whose runs are resumed."""
 DEFAULT = "default"
-"""Attribute of the trial that runs the unchanged configuration. It lists the parameters whose values are in the search
-space."""
+"""Attribute of the trial that runs the unchanged configuration. It lists the parameters whose values are inside the
+search space."""
 INFEASIBLE, DIVERGED = "infeasible", "diverged"
 """Attributes with the reason why a trial has no value: its pool cannot be used, or its training failed."""
 MERGED = "clients_trained"
@@ -53,7 +53,7 @@ MERGED = "clients_trained"
 
 
 class Pruned(Stopped):
-    """Raised if a trial is worse than the other trials were after the same round."""
+    """Raised if a trial is pruned, because other trials had higher metrics after the same round."""
 
 
 DONE = ("COMPLETE", "PRUNED")
@@ -128,7 +128,7 @@ def retry(study: Any, trial: Any, died: bool, resume: bool) -> bool:
     """Mark the trial as failed, and enqueue a new trial with its values. Returns False if the trial had already ended.
 
     Args:
-        died: True if the values may have caused the end of the worker.
+        died: True if the values may be the reason why the worker died.
         resume: True if the new trial resumes the runs of this trial. False if the new trial must start new runs.
     """
     import optuna

@@ -109,7 +109,7 @@ def name_axes(axes: Any, x: str, y: str, whole_x: bool = False) -> None:
 
 
 def whole(most: int = 10) -> Any:
-    """Return a locator that sets at most about `most` ticks. All ticks are whole numbers."""
+    """Return a locator that places up to about `most` ticks at integers."""
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(most, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])

@@ -309,7 +309,7 @@ def level_colours(levels: Sequence[str]) -> dict[str, str]:
 
 def looks_of(points: Sequence[int]) -> list[dict[str, Any]]:
     """Return a line style for each curve. `points` contains the number of points of each curve. There are 49 styles,
-    from seven colours and seven markers. One marker is empty unless a curve has fewer than FEW points."""
+    from seven colours and seven markers. One marker is "no marker" unless a curve has fewer than FEW points."""
     marks = MARKS[1:] if any(0 < n < FEW for n in points) else MARKS[:-1]
     return [
         {
