@@ -56,9 +56,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         TABLE, {"train_x": torch.rand(6, 1, 2, 2), "test_x": torch.rand(3, 1, 2, 2)}, "mean and std"
     ),
     "negative tokens": (TOKENS, {"train_x": torch.full((6, 2), -1)}, "train_x"),
-    "NaN": (TABLE, {"train_x": HOLED}, "index 4"),
+    "NaN": (TABLE, {"train_x": HOLED}, "first: 4"),
     "masked": (TABLE, {"train_x": MASKED}, "masked values, got 2"),
-    "beyond float32": (TABLE, {"train_x": np.full((6, 2), 1e300)}, "6 invalid samples"),
+    "beyond float32": (TABLE, {"train_x": np.full((6, 2), 1e300)}, "6 samples"),
     "no test samples": (IMAGES, {"test_x": IMAGES["test_x"][:0], "test_y": torch.ones(0).long()}, "test_x"),  # type: ignore[index]
     "other test images": (IMAGES, {"test_x": torch.zeros(3, 1, 4, 4, dtype=torch.uint8)}, "test samples"),
     "labels as fractions": (IMAGES, {"train_y": torch.full((6,), 0.5)}, "float32"),
