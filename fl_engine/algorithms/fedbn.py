@@ -28,5 +28,5 @@ class FedBN(FedPer):
         modules = blank(family).named_modules()
         norms = tuple(f"{name}." for name, module in modules if isinstance(module, _BatchNorm))
         if not norms:
-            raise ModelError(f"{type(family).__name__} has no batch norm, so FedBN cannot train it")
+            raise ModelError(f"FedBN requires a network with batch norm, got {type(family).__name__}")
         return {name: tuple(shape) for name, shape in full_shapes(family).items() if name.startswith(norms)}

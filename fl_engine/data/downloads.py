@@ -63,7 +63,7 @@ def download(remote: RemoteFile, folder: Path) -> Path:
                 digest.update(chunk)
                 before, done = done, done + len(chunk)
                 if total and before * 10 // total != done * 10 // total:
-                    log.info("%s: %d %% of %.1f MB", remote.filename, done * 100 // total, total / 1e6)
+                    log.info("%s: downloaded %d %% of %.1f MB", remote.filename, done * 100 // total, total / 1e6)
             if done < total:
                 raise ConnectionError(f"the connection ended after {done} of {total} bytes")
             if digest.hexdigest() != expected:

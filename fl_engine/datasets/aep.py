@@ -155,7 +155,7 @@ def _read(path: Path, rows: int) -> Table:
         date = dates.astype("datetime64[s]")
         table = dict(zip(COLUMNS[1:], (column.astype(np.float64) for column in numbers), strict=True))
         if not all(np.isfinite(column).all() for column in table.values()):
-            raise ValueError("NaN or an infinite number")
+            raise ValueError("a value that is NaN or infinite")
     except (ValueError, OverflowError, csv.Error) as error:
         raise damaged(path, f"{rows} rows of the columns {COLUMNS[0]}, ..., {COLUMNS[-1]}", error) from error
     return {"date": date.astype(np.int64).astype(np.float64), **table}

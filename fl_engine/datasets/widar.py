@@ -110,7 +110,7 @@ def profile(path: Path) -> NDArray[np.float32]:
         with np.errstate(over="ignore"):  # the next check rejects infinite values
             values = np.array([float(number) for line in lines for number in line]).astype(np.float32)
         if not np.isfinite(values).all():
-            raise ValueError("NaN or an infinite number")
+            raise ValueError("a value that is NaN or infinite")
     except (ValueError, OverflowError) as error:
         raise damaged(path, "22 lines of 400 numbers", error) from error
     return values.reshape(SHAPE)

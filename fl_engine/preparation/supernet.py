@@ -115,7 +115,7 @@ class TrainSupernet:
             samples=len(server.data.train_y) + len(server.data.test_y),
         )
         for each in (level for level in found.levels if level.name in named):
-            log.info("supernet: %s (%d parameters) has the accuracy %s", each.name, each.params, _shown(each.accuracy))
+            log.info("supernet: accuracy of %s (%d parameters): %s", each.name, each.params, _shown(each.accuracy))
         if kinds:
             found = found.model_copy(update=_search(kinds, params, found.levels[-1].accuracy, scores))
         return found.model_copy(update={"seconds": round(time.monotonic() - began, 3)})
