@@ -53,7 +53,7 @@ def check_wheel(digest: str) -> None:
     """Raise ConfigError unless the user trusts the wheel with the SHA-256 hash `digest`."""
     if digest not in trusted:
         raise ConfigError(
-            f"the wheel {digest} is not trusted. If you trust it, set {TRUSTED}={digest} in the environment",
+            f"the wheel {digest} is not trusted. To trust the wheel, set {TRUSTED}={digest} in the environment",
             code="config.own_code",
         )
 

@@ -69,7 +69,7 @@ def download(remote: RemoteFile, folder: Path) -> Path:
             if digest.hexdigest() != expected:
                 raise DataError(
                     f"{remote.url} must have the {algorithm} checksum {expected}, found {digest.hexdigest()} ({done} "
-                    f"bytes). Download it again, or put the correct file at {target}"
+                    f"bytes). Download the file again, or put the correct file at {target}"
                 )
     except (OSError, http.client.HTTPException) as error:
         raise EnvironmentFailure(

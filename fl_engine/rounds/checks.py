@@ -51,8 +51,8 @@ def check_merged(algorithm: Any, before: Any, after: Any) -> None:
     for name in constants(before):
         if getattr(after, name) is not getattr(before, name):
             raise ModelError(
-                f"{merge} must not change `{name}`, because a field declared with constant() is not stored. Declare it "
-                "without constant(), or do not change its value"
+                f"{merge} must not change `{name}`, because a field declared with constant() is not stored. Declare "
+                "the field without constant(), or do not change its value"
             )
     old, new = ({n: (t.dtype, tuple(t.shape)) for n, t in published(each).items()} for each in (before, after))
     if wrong := {name for name, _ in old.items() ^ new.items()}:

@@ -182,7 +182,7 @@ class FolderStore:
             with suppress(FileNotFoundError, FileExistsError):  # another process has just deleted the empty folder
                 part.parent.mkdir(parents=True, exist_ok=True)
                 return open(part, "wb", opener=lambda path, flags: os.open(path, flags, self.mode))
-        raise EnvironmentFailure(f"{part.parent} cannot be created. Check that its parent is a folder")
+        raise EnvironmentFailure(f"{part.parent} cannot be created. Check that the parent is a folder")
 
     def get(self, key: str, limit: int | None = None) -> bytes:
         path, name = self.root / key, self.uri(key)

@@ -50,7 +50,7 @@ def _read(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> tuple[O
     try:
         check_plain(advanced)
     except ValueError as error:
-        raise ConfigError(f"advanced must contain only plain data: {error}", path="advanced") from error
+        raise ConfigError(f"advanced must contain only values with a JSON type: {error}", path="advanced") from error
     dotted.no_passwords({**parameters, **advanced})
     known = dotted.SHORT | dotted.STUDY
     wrong: list[FlexfleetError] = []

@@ -97,7 +97,7 @@ def parse_schema(values: Mapping[str, Any]) -> Config:
     except ValidationError as error:
         raise together([config_error(error, values, defaults), *_unknown_names(values)]) from error
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"the configuration must contain only plain data: {error}") from error
+        raise ConfigError(f"the configuration must contain only values with a JSON type: {error}") from error
 
 
 def parse_with_algorithm(values: Mapping[str, Any], stored: bool = False) -> tuple[Config, Algorithm]:
