@@ -169,7 +169,7 @@ def from_clients(
 def _arrays(x: Any, y: Any, what: str) -> tuple[Array, Array]:
     x, y = array_of(x, f"{what}: x"), targets_of(y, f"{what}: y")
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
-        raise DataError(f"{what}: expected one target for each sample, got x {x.shape} and y {y.shape}")
+        raise DataError(f"{what}: expected one target for each sample, got the shapes {x.shape} (x) and {y.shape} (y)")
     return x, y
 
 
@@ -203,7 +203,7 @@ def _owners(clients: Any, samples: int, name: str) -> Array:
         owners = np.asarray(_without_tensors(clients, f"{name}: clients"))
         if owners.shape == (samples,) and not (owners.dtype.kind == "f" and np.isnan(owners).any()):
             return np.unique(owners, return_inverse=True)[1]
-    except (TypeError, ValueError):  # strings and None cannot be sorted together
+    except (TypeError, ValueError):  # `unique` cannot sort a mix of strings and None
         pass
     raise DataError(f"{name}: clients must be {samples} numbers or strings, one for each sample, without None or NaN")
 
@@ -264,7 +264,7 @@ def array_of(value: Any, what: str) -> Array:
 def targets_of(y: Any, what: str) -> Array:
     """Convert targets like `array_of`, but also support strings. Integers become int64, because NumPy would convert
     a mix of int64 and uint64 to floats. For a Pillow image with a palette, the palette indices are the targets."""
-    if hasattr(y, "iloc") and y.shape[1:] == (1,):  # a DataFrame with one column
+    if hasattr(y, "iloc") and y.shape[1:] == (1,):  # y is a DataFrame with one column
         y = y.iloc[:, 0]
     palettes = [np.asarray(each) for each in (y if isinstance(y, list | tuple) else [y]) if hasattr(each, "getbands")]
     found = _array((palettes if isinstance(y, list | tuple) else palettes[0]) if palettes else y, what)
@@ -282,7 +282,7 @@ def _array(value: Any, what: str) -> Array:
     try:
         found = np.asarray(_without_tensors(value, what))
         return _columns(value, what) if found.dtype == object and {"columns", "iloc"} <= set(dir(value)) else found
-    except (TypeError, ValueError, RuntimeError) as error:  # different shapes, or sparse tensors
+    except (TypeError, ValueError, RuntimeError) as error:  # raised for different shapes and sparse tensors
         raise DataError(f"{what} cannot be converted to one array: {error}") from error
 
 

@@ -237,7 +237,7 @@ class Result:
     # -------------------------------------------------------------------------------------------------- model
     @property
     def params(self) -> Params:
-        return {name: tensor.clone() for name, tensor in self._params.items()}  # the user may change the tensors
+        return {name: tensor.clone() for name, tensor in self._params.items()}  # the user may change these copies
 
     @cached_property
     def _params(self) -> Params:
@@ -339,7 +339,7 @@ class Result:
             if not kept_parameters(algorithm, family, pool) and not isinstance(algorithm, HasPersonalModels):
                 raise ConfigError(f"{type(algorithm).__name__} trains one model for all clients. Use result.model()")
             member = pool[level_of(fleet_of(resolved, pool)[client], pool)]
-            weights = weights_of(self._params, family.layout(), member)  # fails if no round was committed
+            weights = weights_of(self._params, family.layout(), member)  # raises an error if no round was committed
             files = named(self._ledger.checkpoints.rest(max(self._ledger.checkpoints.commits())))
             state = self._ledger.states.get(files[client]) if client in files else {}
             return self._network(resolved, member, personal_weights(algorithm, state, weights))
@@ -415,7 +415,7 @@ class Result:
             raise ConfigError(f"{folder} belongs to the study {study} and cannot be resumed alone. Resume the study")
         try:
             return run_watched(Resolved(config, algorithm), folder.name, True, callbacks, progress, Result)
-        finally:  # the files have changed
+        finally:  # clear cached values, because the files have changed
             vars(self).clear()
             self.folder, self._made = folder, None
 

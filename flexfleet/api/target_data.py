@@ -57,8 +57,8 @@ def _only_task(parts: Sequence[Array], name: str) -> str:
         return "regression" if floats else "classification"
     if y.ndim == 2 and y.dtype.kind != "U" and all(((part == 0) | (part == 1)).all() for part in parts):
         raise DataError(
-            f"{name}: targets {shape} that contain only 0 and 1 fit several tasks. Set task='multilabel' if a sample "
-            "has any number of labels, 'classification' if each row is one-hot, or 'regression' to predict numbers",
+            f"{name}: targets {shape} with only the values 0 and 1 fit several tasks. Set task='multilabel' if a "
+            "sample can have several labels, 'classification' if each row is one-hot, or 'regression' for numbers",
             path="task",
         )
     if y.ndim == 2 and floats:

@@ -49,7 +49,7 @@ class WandbLogger(Callback):
         self._run = wandb.init(**{**own, "config": result.config, "dir": str(result.folder), **self._settings})
 
     def on_round(self, round: Round) -> None:
-        if round.number >= self._run.step:  # a killed run may have logged this round
+        if round.number >= self._run.step:  # skip rounds that a killed run has already logged
             self._run.log(dict(round.metrics), step=round.number, commit=True)
 
     def on_end(self, status: str) -> None:

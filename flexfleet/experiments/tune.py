@@ -81,12 +81,12 @@ def _begin(config: Config, folder: Path, study: Any, prepared: Path, tags: Mappi
     if new and (folder / "trials").exists():  # new trials would reuse the runs of old trials with the same number
         where = masked(tune_storage.address(config) or str(folder / "study.log"))
         raise ConfigError(
-            f"{folder / 'trials'} has trials that are missing in the study in {where}. Set the tune.storage with which "
-            "the study was started, or choose another --id",
+            f"{folder / 'trials'} contains trials that are missing from the study in {where}. Set the tune.storage "
+            "with which the study was started, or choose another --id",
             path="tune.storage",
         )
     _check_same(study, config, folder)
-    tune_worker.retry_all(study)  # before workers start
+    tune_worker.retry_all(study)  # must be done before workers start
     if new:
         first = tune_space.defaults(config, *tune_worker.searched(config, prepared))
         study.enqueue_trial(first, user_attrs={tune_worker.DEFAULT: [*first]})

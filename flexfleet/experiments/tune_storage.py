@@ -82,7 +82,7 @@ def _data_base(url: str, begun: bool) -> Any:
         # With pool_pre_ping, SQLAlchemy reconnects after a restart of the database.
         return RDBStorage(url, engine_kwargs={"pool_pre_ping": True})
     if not begun and parsed.database and not parsed.database.startswith((":", "file:")):
-        with suppress(OSError):  # if this fails, SQLite reports the error later
+        with suppress(OSError):  # if this fails, opening the file reports the error
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
     storage = RDBStorage(url, engine_kwargs={"connect_args": {"timeout": LOCKED_S}})
 

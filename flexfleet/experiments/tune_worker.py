@@ -137,7 +137,7 @@ def retry(study: Any, trial: Any, died: bool, resume: bool) -> bool:
         study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
     except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
         return False
-    values = {**trial.system_attrs.get("fixed_params", {}), **trial.params}  # combine enqueued and drawn values
+    values = {**trial.system_attrs.get("fixed_params", {}), **trial.params}  # combine enqueued and sampled values
     deaths = int(trial.user_attrs.get(DEATHS, 0)) + died
     default = {DEFAULT: trial.user_attrs[DEFAULT]} if is_default(trial) else {}
     if deaths < MOST_DEATHS and (values or default):
@@ -153,7 +153,7 @@ def give_up(trial: Any, outcome: str, why: Exception) -> Any:
     from optuna.trial import TrialState
 
     trial.set_user_attr(outcome, str(why))
-    trial.set_constraint("possible", 1.0)  # a positive value means violated, so the sampler avoids these parameters
+    trial.set_constraint("possible", 1.0)  # a positive value marks a violation, so the sampler avoids these parameters
     return TrialState.PRUNED
 
 
@@ -251,7 +251,7 @@ def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Resolve
     for i, (run, out) in enumerate(ready):
         reporter = Reporter(trial, config.tune.metric) if i == 0 else None
         scores.append(rounds(run, out, tune_storage.tags(study, trial=str(runs_of(trial))), reporter))
-        for folder in ("rounds", "states", "pending"):  # models are no longer needed
+        for folder in ("rounds", "states", "pending"):  # the stored models are no longer needed
             shutil.rmtree(out / folder, ignore_errors=True)
     return mean(scores)
 
