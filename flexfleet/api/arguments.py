@@ -1,6 +1,6 @@
 """Convert the arguments of `flexfleet.run`, `compare` and `tune` to configurations.
 
-`options` (by dotted name) and keywords (short names, as in the run form) override values of `config`. A parameter must
+`options` (by dotted name) and keywords (short names, such as `rounds`) override values of `config`. A parameter must
 not be set by both `options` and a keyword. Objects are replaced by names, because configurations contain only JSON
 values. Data sets are stored in the run store, and their names contain their fingerprints. A class is replaced by
 `module:Name`.

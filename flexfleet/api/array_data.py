@@ -56,10 +56,10 @@ def from_arrays(
         y: Targets. `task` describes their form for each task.
         test: Fraction of each class to use as test samples, drawn with a constant seed, or a test set (x, y).
         clients: Client that owns each sample, shape (N,). A run has these clients unless it sets `partition_rule`.
-        task: `classification`: classes 0..k-1 (N,), or text, whose values become the class names; `regression`: numbers
-            (N,) or (N, outputs); `multilabel`: 0 or 1 (N, labels); `segmentation`: classes of pixels (N, H, W), where
-            255 is ignored; or a task from `fl_engine.tasks`. None: `classification` for integers, booleans and text,
-            `regression` for floats.
+        task: A task from `fl_engine.tasks`, or its name. Targets of `classification` are integers 0, 1, ... (N,) or
+            class names (N,), of `regression` numbers (N,) or (N, outputs), of `multilabel` zeros and ones (N, labels),
+            and of `segmentation` classes of pixels (N, H, W), where 255 is ignored. None selects `classification` for
+            integers, booleans and text, and `regression` for floats.
         mean: One value for each channel or feature. If None, it is computed from the training samples.
         std: Like `mean`.
         name: Name of the data set.

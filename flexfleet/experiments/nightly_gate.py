@@ -283,11 +283,11 @@ def notes(figures: NightlyFigures, checks: Sequence[Check], passed: int) -> tupl
         for metric in METRICS
         if metric in each.values and (label, metric) not in judged
     ]
-    lines = [f"compared with the reference and {passed} nightly regression runs that passed since it was made"]
+    lines = [f"compared with the reference and {passed} nightly regression runs that passed with this reference"]
     if missing:
         lines.append(
-            f"not judged, because no earlier figures are comparable: {', '.join(missing)}. Memory and pace are only "
-            "compared with figures of the same machine, kind of process and run.backend"
+            f"not checked, because no earlier values are comparable: {', '.join(missing)}. Memory and pace are only "
+            "compared with values from the same machine, kind of process and run.backend"
         )
     return tuple(lines)
 
@@ -312,8 +312,8 @@ def html(verdict: Verdict, now: NightlyFigures, others: Mapping[str, NightlyFigu
         drawings[label] = plots.comparison(curves, f"curve-{len(drawings)}", Measure(figures.metric))
     machine = ", ".join(f"{key} {value}" for key, value in now.machine.items())
     explained = (
-        "Figures are means over the seeds. A figure that is worse than its limit fails. A run that does not reach the "
-        "accuracy is counted with one round more than the longest run, and with proportionally more MB."
+        "Values are means over the seeds. A metric fails if its value is worse than its limit. A run that does not "
+        "reach the accuracy counts with one round more than the longest run, and with proportionally more MB."
     )
     sections = [PageSection("What is worse", table(verdict.failed))] if verdict.failed else []
     sections += [

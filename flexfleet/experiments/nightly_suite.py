@@ -95,7 +95,7 @@ class NightlyRun:
 
     @property
     def config(self) -> Config:
-        """Configuration of the first run. It determines the stores and the tracking of all runs."""
+        """Configuration of the first run, which determines the stores and the tracking of all runs."""
         return next(iter(self.runs.values()))[0].config
 
     @property
@@ -104,7 +104,7 @@ class NightlyRun:
 
     @property
     def store(self) -> Store:
-        """Store of the nightly regression run. It is the run's folder, or a prefix in `run.remote` if this is set."""
+        """Store of the nightly regression run: its folder, or a prefix in `run.remote` if `run.remote` is set."""
         remote = self.config.run.remote
         return FolderStore(self.folder) if remote is None else open_store(f"{remote.rpartition('/')[0]}/{self.id}")
 

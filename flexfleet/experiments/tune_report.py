@@ -312,7 +312,7 @@ def importance(study: Any, complete: Sequence[Any], space: Mapping[str, Any]) ->
 
 
 def _same(setting: Config, config: Config) -> bool:
-    """Return whether both configurations result in the same runs. Omitted options are equal to their defaults."""
+    """Return whether both configurations result in the same runs. An omitted option counts as its default value."""
     whole = setting.model_copy(update={"algorithm": config.algorithm})
     return whole == config and algorithm(setting) == algorithm(config)
 
