@@ -52,9 +52,9 @@ def compare(
     models and the same files.
 
     Args:
-        algorithms: The variants to compare, as a list of names, classes or objects, or as a mapping from labels to
-            names, classes, objects or settings: {"flexfl": "flexfl", "skewed": {"algorithm": "flexfl",
-            "partition.alpha": 0.1}}.
+        algorithms: The variants to compare; a variant is an algorithm with its settings. A list of names, classes or
+            objects, or a mapping from labels to names, classes, objects or settings: {"flexfl": "flexfl", "skewed":
+            {"algorithm": "flexfl", "partition.alpha": 0.1}}.
         seeds: Seeds for the runs of each variant.
         over: Map dotted names to lists of values. Each variant is run with every combination of these values. For
             example, {"training.lr": [0.01, 0.1]} runs each variant with both learning rates.
