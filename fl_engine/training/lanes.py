@@ -54,8 +54,8 @@ class Conv2d(Lane):
         if self._skips != (1, 1):
             x_bchw = F.avg_pool2d(x_bchw, 1, self._skips)  # A slice's gradient would not be in channels-last format.
         weight, bias = self.weight.flatten(0, 1), None if self.bias is None else self.bias.flatten()
-        if len(x_bchw) == len(weight) == 1:
-            weight = weight.contiguous()  # The backward pass fails for a channels-last weight.
+        if len(weight) == 1 and (len(x_bchw) == 1 or torch.is_autocast_enabled(weight.device.type)):
+            weight = weight.contiguous()  # The backward pass fails for a channels-last weight without AVX-512.
         groups = self.groups * len(self.weight)
         if groups == 1 and self._plain and kernels.suits_unfolding(x_bchw, weight, self.stride, self._pixels):
             return kernels.unfolded_conv2d(x_bchw, weight, bias, self.stride, self._pixels)
