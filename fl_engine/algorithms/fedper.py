@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from fl_engine.algorithms.fedavg import FedAvg
 from fl_engine.core.contracts import ClientContext, ModelFamily
+from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import full_shapes
 from fl_engine.core.types import HEAD, Assignment, LocalTask, Params, Pool, Start, TaskContext
 
@@ -23,9 +24,16 @@ class FedPer(FedAvg):
     """FedPer: each client keeps the output layer, and the other layers are averaged (Arivazhagan et al., 2019)."""
 
     def client_state(self, family: ModelFamily, pool: Pool) -> Mapping[str, tuple[int, ...]]:
-        slots = family.layout().slots
-        head = {name for name, slot in slots.items() if any(axis.group == HEAD for axis in slot.axes)}
-        return {name: tuple(shape) for name, shape in full_shapes(family).items() if name in head}
+        layout, sizes = family.layout(), full_shapes(family)
+        head = [name for name, slot in layout.slots.items() if any(axis.group == HEAD for axis in slot.axes)]
+        if not head:  # The axes of an untraced network are not known, so its output layer must be the last layer.
+            last = list(layout.slots)[-1].rpartition(".")[0]
+            head = [name for name in layout.slots if name.rpartition(".")[0] == last]
+            if any(sizes[name][:1] != (layout.groups[HEAD],) for name in head):
+                raise ModelError(
+                    f"{type(self).__name__} requires that a network defines its output layer last, got {last}"
+                )
+        return {name: tuple(sizes[name]) for name in head}
 
     def begin(self, state: Params, start: Start, assignment: Assignment, task: LocalTask, ctx: TaskContext) -> Start:
         return replace(start, params={**start.params, **state})

@@ -12,9 +12,10 @@ import mlflow
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import flexfleet as ff
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.errors import ConfigError, ModelError
 from flexfleet.files.artifacts import EvaluationFile
 from flexfleet.pipeline.partition import cut
 from flexfleet.pipeline.prepare import Resolved
@@ -88,6 +89,28 @@ def test_personal_model_is_the_one_that_the_client_evaluated(own_folder: Path) -
         with pytest.raises(ConfigError) as error:
             result.client_data(wrong)  # type: ignore[arg-type]
         assert error.value.path == "client"
+
+
+class Net(nn.Sequential):
+    def __init__(self, output_last: bool = True) -> None:
+        layers = {"inside": nn.Linear(64, 8), "output": nn.Linear(8, 10)}
+        super().__init__(nn.Flatten())
+        for name in layers if output_last else reversed(layers):
+            self.add_module(name, layers[name])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.get_submodule("output")(self.get_submodule("inside")(x.flatten(1)).relu())
+
+
+def test_output_layer_of_own_network_is_personal(own_folder: Path) -> None:
+    options = {"evaluate.on": "clients", "partition.clients": 3, "tracking.mlflow": None}
+    common: dict[str, Any] = {"algorithm": "fedper", "rounds": 1, "client_fraction": 1.0, "progress": False}
+    result = ff.run(model=Net(), options=options, **common)
+    heads = [result.personal(client).state_dict() for client in range(2)]
+    own = [name for name in heads[0] if not torch.equal(heads[0][name], heads[1][name])]
+    assert [name.split(".")[-2:] for name in own] == [["output", "weight"], ["output", "bias"]]
+    with pytest.raises(ModelError, match="inside"):
+        ff.run(model=Net(output_last=False), options=options, **common)
 
 
 @pytest.mark.parametrize("backend", ["in_process", "processes"])
