@@ -167,7 +167,7 @@ def main() -> None:
     print("| | without | with the bound | refused |\n|---|---|---|---|")
     for name, settings in honest.items():
         on = measured(name, settings, NORM_BOUND, None)
-        # If the bound does not reject any update, a run without the bound gives the same result.
+        # If no update was rejected, a run without the bound would give the same result, so do not repeat it.
         off = measured(name, settings, None, None) if on["refused"] else on
         found["honest"][name] = {"without": off, "with": on}
         print(f"| {name} | {off['avg']:.1f} | {on['avg']:.1f} | {on['refused']} of {on['updates']} |", flush=True)

@@ -89,7 +89,7 @@ def gate(
         return "" if found.passed else seen.text()
 
 
-# Fail here if the gate has failed. The task `gate` must not fail, because Kubeflow deletes a failed task's artifacts.
+# This task fails in place of the task `gate`, because Kubeflow would delete the artifacts of a failed `gate`.
 @task
 def decide(failed: str) -> None:
     from fl_engine.core.errors import GateFailed

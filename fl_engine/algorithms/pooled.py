@@ -146,7 +146,7 @@ class PooledAlgorithm:
         check_start(self, selection, layout, pool)
         sent = [m for m in pool if m.dispatched]
         full = all(layout.width(m.spec, group) == n for m in sent for group, n in layout.groups.items())
-        if self.scaler and not type(self).scaler and full:  # Accept a scaler that is on by default.
+        if self.scaler and not type(self).scaler and full:  # Do not reject a scaler that is on by default.
             raise ConfigError(
                 "algorithm.scaler must be false, because all sub-models have full width", path="algorithm.scaler"
             )

@@ -93,7 +93,7 @@ def check_devices(names: Sequence[str]) -> None:
     models = {torch.cuda.get_device_name(name) if name.startswith("cuda") else name.partition(":")[0] for name in names}
     if len(models) > 1:
         got = ", ".join(sorted(models))
-        raise EnvironmentFailure(f"run.devices must all be the same GPU model, because it affects rounding, got {got}")
+        raise EnvironmentFailure(f"run.devices must all have the same GPU model, which affects rounding, got {got}")
 
 
 def check_device(name: str, named_by: str = "run.devices") -> None:

@@ -131,8 +131,8 @@ class Qsgd:
 
     def _most(self, count: int) -> int:
         """Return the maximum number of bytes of a stream for `count` values. An Elias-coded stream is longest if no
-        value is 0. A zero makes its run's codeword at most 3 bits longer, and any other value requires at least 3
-        bits."""
+        value is 0. An additional zero lengthens the codeword of a run of zeros by at most 3 bits, whereas any other
+        value requires at least 3 bits."""
         if self.coding != "elias":
             return packing.packed_size(count, self.width)
         head, longest = (packing.omega_size(np.array([each])) for each in (count + 1, self.s))

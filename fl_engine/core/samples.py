@@ -77,7 +77,7 @@ def _samples_of(value: object, what: str) -> Tensor:
     if images != (x.dtype == torch.uint8):
         raise DataError(
             f"{what}: images must be uint8 (N, C, H, W), and other samples must not be uint8, got {x.dtype} "
-            f"{tuple(x.shape)}. Convert images with x.to(torch.uint8), and grey images with x[:, None]"
+            f"{tuple(x.shape)}. Convert images with x.to(torch.uint8). Add an axis to grey images with x[:, None]"
         )
     if images:
         return x

@@ -69,7 +69,7 @@ def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: Submodel
 
 
 def _local(layout: ParamLayout, group: str, want: SubmodelSpec, have: SubmodelSpec) -> Keep:
-    """Return the channels of `want` as positions in the list of the channels of `have`."""
+    """Return, for each channel of `want`, its index in the list of the channels of `have`."""
     wanted, held = layout.indices(want, group), layout.indices(have, group)
     if wanted == held:
         return layout.width(have, group)

@@ -114,7 +114,7 @@ UNITS |= {f"{unit}i": Decimal(1024) ** n for n, unit in enumerate("KMGTPE", 1)}
 
 
 def quantity(text: str) -> Decimal:
-    """Return the number of a Kubernetes quantity such as 250m, 2 or 512Mi. Raises ValueError for other strings."""
+    """Convert a Kubernetes quantity such as 250m, 2 or 512Mi to a number. Raises ValueError for other strings."""
     found = NUMBER.fullmatch(text)
     if found is None:
         raise ValueError(f"expected a Kubernetes quantity such as 250m, 2 or 1Gi, got {text!r}")

@@ -68,7 +68,7 @@ def warn_of_other_counts(data: Data, train: int, test: int) -> None:
     if found != (train, test):
         log.warning(
             "%s has %d training and %d test samples, but the published set has %d and %d. Some files are missing or "
-            "belong to another version, so the split differs too",
+            "belong to another version, so the split also differs from the published split",
             data.name,
             *found,
             train,

@@ -142,7 +142,7 @@ def fleet(
     for t in tiers:
         _check(t)
     if len({t.name for t in tiers}) < len(tiers):
-        raise ConfigError("the tiers in fleet.tiers must have different names", path="fleet.tiers")
+        raise ConfigError("the names in fleet.tiers must all be unique", path="fleet.tiers")
     if abs(sum(t.share for t in tiers) - 1) > 1e-6:
         shares = ", ".join(f"{t.name} {t.share}" for t in tiers) or "no tiers"
         raise ConfigError(f"the shares in fleet.tiers must add up to 1, got {shares}", path="fleet.tiers")
@@ -161,7 +161,7 @@ def quotas(shares: Sequence[float], clients: int) -> list[int]:
     remainders = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * clients)
     for i in remainders[: max(0, clients - sum(counts))]:
         counts[i] += 1
-    # If the shares do not add up to exactly 1, the counts may not add up to `clients`.
+    # The shares may not add up to exactly 1, so correct the largest count to make the total equal to `clients`.
     counts[counts.index(max(counts))] += clients - sum(counts)
     return counts
 

@@ -56,7 +56,7 @@ class OpenRound:
     def __post_init__(self) -> None:
         self.waiting = deque(assignment.client for assignment in self.plan.assignments)
         self.open_ = set(self.waiting)
-        # Times of the workers' last activity and of the last log line about waiting assignments.
+        # worked_at: time of the workers' last activity. reported: time of the last log line about waiting assignments.
         self.worked_at = self.reported = self.result_at
         self.wanted = Counter(map(self.provisioner.pool, self.waiting))
 

@@ -122,7 +122,8 @@ class WorkerBackend:
             self._adopt(r, new)
         self.workers.renew()
         self.workers.poll_due()
-        # Check for lost workers before reading results, because a worker may write a result and then end.
+        # Check for lost workers before reading results. In the other order, a worker that writes its result and ends
+        # between the two steps would count as lost.
         held = [w for w in self.workers.by_name.values() if w.held is not None]
         lost = {w.name: self._provisioner.lost(w.name, w.held.worker) for w in held if w.held is not None}
         yield from self._results(r)
@@ -218,7 +219,7 @@ class WorkerBackend:
             if held is None or ended is None:
                 continue
             why, failed, untaken = ended
-            if failed or untaken:  # without a pause this worker would get the next assignment first
+            if failed or untaken:  # pause the worker, because it would otherwise get the next assignment first
                 self._rest(worker, LONGEST_REST_S if failed else self._provisioner.lease_s)
             if failed:
                 r.alone.update(held.clients)

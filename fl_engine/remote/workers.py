@@ -138,7 +138,7 @@ class Workers:
             worker = self.by_name[name]
             worker.revoked = True
             if worker.held is None:
-                if not worker.member.pod:  # nothing reads the mailbox of a deleted pod
+                if not worker.member.pod:  # a deleted pod no longer reads its mailbox
                     self.send(worker, None, run="", site="")
                 del self.by_name[name]
         return new

@@ -102,7 +102,7 @@ def federate(
                 after, row = run_round(run, progress, round, clients)
                 peak = resident_peak()
                 row.metrics["peak_mb"] = max(peak, before) / 1e6
-                row.metrics["peak_mb_rounds"] = (peak - held) / 1e6  # This excludes the memory of libraries and data.
+                row.metrics["peak_mb_rounds"] = (peak - held) / 1e6  # Exclude the memory of libraries and data.
                 stop = watcher is not None and watcher.round(round + 1, row.metrics, row.clients, after.state)
             except (IntegrityError, EnvironmentFailure):
                 raise  # Do not commit, because the store may have failed.
@@ -176,7 +176,7 @@ def _resume(initial: Any, ledger: Ledger, discard_damaged: bool) -> tuple[Progre
     if not discard_damaged:  # `discard_damaged` has already checked the files.
         ledger.checkpoints.rows(lines=False)
         buffer.check_files(ledger.pending, rest)
-    ledger.checkpoints.tidy()  # Only `discard_damaged` may delete damaged files, so delete old files after the checks.
+    ledger.checkpoints.tidy()  # Do this after the checks, because only `discard_damaged` may delete damaged files.
     if last is None:
         return progress, 0
     log.info("resuming after round %d", last + 1)

@@ -134,7 +134,7 @@ def _scores(run: Run, state: Any) -> dict[str, float]:
         metrics = by_owner(score, run.site.partition.server_classes).metrics
         found |= {f"{metric}/{name}": value for metric, value in metrics.items()}
         found[f"loss/{name}"] = score.loss
-    if not all(map(isfinite, found.values())):  # Files omit values that are not finite, so add a marker.
+    if not all(map(isfinite, found.values())):  # Files omit infinite and NaN values, so add a marker.
         found["diverged"] = 1.0
     return found | _of_devices(run, scores)
 

@@ -97,7 +97,7 @@ def _upload_verb(scratch: _Scratch) -> Verb:
         works.append(verb)
         tricks = list(_tricks(scratch, verb))
         if not tricks and not anybody:
-            log.info("clients upload with %s, because %s enforces signatures", verb, uri)
+            log.info("clients will upload with %s requests, because %s enforces their signatures", verb, uri)
             return verb
         seen += [f"{verb} accepts {trick}" for trick in tricks]
     if not works:

@@ -132,7 +132,7 @@ def _wait_for(store: Store, number: int, machine: str, ttl_s: float, poll_s: flo
     if holder is not None and holder.released:
         return
     if holder is None or holder.machine != machine or _alive(holder.pid):
-        log.info("%s held the run's lock; waiting up to %.0f s for its next heartbeat", who, ttl_s)
+        log.info("%s may still hold the run's lock; waiting up to %.0f s for its next heartbeat", who, ttl_s)
         silent = 0.0
         while silent < ttl_s:
             time.sleep(poll_s)

@@ -275,7 +275,8 @@ def _connect(endpoint: str | None, settings: str, tries: int, timeouts: tuple[fl
         connect_timeout=timeouts[0],
         read_timeout=timeouts[1],
         s3={"addressing_style": "path"} if named else {},
-        # Disable boto3's newer checksums, which only Amazon's servers support. This module uses SHA-256 and MD5.
+        # Disable boto3's newer checksums, which only Amazon's servers support. This module verifies data with SHA-256
+        # and MD5 instead.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )

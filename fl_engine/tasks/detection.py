@@ -235,7 +235,7 @@ class Detection:
         off = ((cell_bms2 + 0.5) / grid - box[:, :, None, :2]).abs() * 2
         inside = (off < box[:, :, None, 2:]).all(-1) & ((cell_bms2 >= 0) & (cell_bms2 < grid)).all(-1)
         takes_bms = (inside | at_home_s) & held_bm[..., None]
-        # Sort boxes by area, smallest first; the order of boxes with equal areas does not change.
+        # Sort the boxes by ascending area. Boxes with equal areas keep their order.
         area_bm = torch.where(held_bm, box[..., 2:].prod(-1), torch.inf)
         by_area_bm = area_bm.argsort(dim=1, stable=True)
         rank_bm = by_area_bm.argsort(dim=1)

@@ -107,7 +107,8 @@ class Regression:
         first_po, *sums_po = torch.stack(list(observed)).cpu().unbind(1)
         shift_po, (count_po, total_po, squares_po, _, _) = first_po - first_po[0], sums_po
         count, _, _, errors, absolute = (each.sum(0) for each in sums_po)
-        # Each batch has subtracted its own first target. Shift all sums to the first target of the first batch.
+        # The sums of each batch are relative to its own first target, which avoids cancellation. Make all sums relative
+        # to the first target of the first batch before adding them.
         total = (total_po + count_po * shift_po).sum(0)
         squares = (squares_po + 2 * shift_po * total_po + count_po * shift_po.square()).sum(0)
         spread = squares - total.square() / count

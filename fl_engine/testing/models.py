@@ -35,8 +35,8 @@ from fl_engine.testing.tiny import assert_same_bits
 
 @st.composite
 def specs(draw: st.DrawFn, family: ModelFamily, inside: SubmodelSpec = FULL) -> SubmodelSpec:
-    """Draw a sub-model of `inside` that keeps all, the first, or arbitrary channels of each group. Some of the layout's
-    `choices` keep other channels than their group. Some blocks are dropped."""
+    """Draw a sub-model of `inside`. Each group keeps all its channels, a prefix of them, or an arbitrary subset. Some
+    of the layout's `choices` keep other channels than their group. Some blocks are dropped."""
     layout = family.layout()
     keep: dict[str, Sequence[int]] = {}
     for group in layout.groups:
@@ -273,7 +273,7 @@ def _over_kept(norm: nn.GroupNorm, kept: Tensor, x: Tensor) -> Tensor:
     """Apply `norm` to x (B, C, ...). A group's statistics are computed from the channels in the mask `kept`."""
     parts = x.view(len(x), norm.num_groups, len(kept) // norm.num_groups, -1)
     mask = kept.to(x.dtype).view(norm.num_groups, -1, 1).expand(parts.shape[1:])
-    count = mask.sum((1, 2)).clamp(min=1).view(-1, 1, 1)  # The count is 0 for a dropped block.
+    count = mask.sum((1, 2)).clamp(min=1).view(-1, 1, 1)  # The sum is 0 for a dropped block.
     centred = parts - (parts * mask).sum((2, 3), keepdim=True) / count
     variance = (centred.square() * mask).sum((2, 3), keepdim=True) / count
     shape = (-1, *[1] * (x.dim() - 2))

@@ -51,7 +51,7 @@ def _own(root: Path, proc: Path) -> list[Path]:
 
 
 def _limit(folder: Path) -> int | None:
-    return _number(folder / "memory.max")  # "max" means that there is no limit, and results in None.
+    return _number(folder / "memory.max")  # If there is no limit, the file contains "max", which is not a number.
 
 
 def _number(file: Path, name: str = "") -> int | None:

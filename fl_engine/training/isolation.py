@@ -46,7 +46,7 @@ def _set_precisions(wanted: Mapping[tuple[str, str], str]) -> dict[tuple[str, st
     read, write, before = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter, {}
     for place, precision in wanted.items():
         before[place] = read(*place)
-        # Do not write an unchanged value: after a write, cuDNN's tf32 setting no longer follows the generic precision.
+        # Skip unchanged values, because after any write cuDNN's tf32 setting no longer follows the generic precision.
         if before[place] != precision:
             write(*place, precision)
     return before
@@ -79,7 +79,7 @@ def _as_in_a_new_process() -> Iterator[None]:
     enabled = mkldnn.enabled, cudnn.enabled
     repeatable = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    # Enter this context only if needed, because it slows down every operation.
+    # A device context slows down every operation, so enter it only if the default device is not the CPU.
     on_cpu = torch.device("cpu") if torch.get_default_device().type != "cpu" else nullcontext()
     try:
         torch.set_default_dtype(torch.float32)

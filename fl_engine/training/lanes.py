@@ -46,28 +46,28 @@ class Conv2d(Lane):
         self._plain = bool(self._pixels) and set(conv.dilation) == {1}
         self._skips: tuple[int, ...] = (1, 1)
         if set(conv.kernel_size) == {1} and set(self._pixels) == {0}:
-            # Subsample the input instead of using a stride. On a CPU without AVX-512, oneDNN's 1x1 convolution with a
-            # stride writes out of bounds for fewer than 8 channels.
+            # On a CPU without AVX-512, oneDNN's 1x1 convolution with a stride writes out of bounds for fewer than 8
+            # channels. Therefore subsample the input, and convolve without a stride.
             self._skips, self.stride = conv.stride, (1, 1)
 
     def forward(self, x_bchw: Tensor) -> Tensor:
         if self._skips != (1, 1):
-            x_bchw = F.avg_pool2d(x_bchw, 1, self._skips)  # A slice's gradient would not be in channels-last format.
+            x_bchw = F.avg_pool2d(x_bchw, 1, self._skips)  # Slicing would lose the gradient's channels-last format.
         weight, bias = self.weight.flatten(0, 1), None if self.bias is None else self.bias.flatten()
         if len(weight) == 1 and (len(x_bchw) == 1 or torch.is_autocast_enabled(weight.device.type)):
-            weight = weight.contiguous()  # The backward pass fails for a channels-last weight without AVX-512.
+            weight = weight.contiguous()  # On CPUs without AVX-512, the backward pass fails for channels-last weights.
         groups = self.groups * len(self.weight)
         if groups == 1 and self._plain and kernels.suits_unfolding(x_bchw, weight, self.stride, self._pixels):
             return kernels.unfolded_conv2d(x_bchw, weight, bias, self.stride, self._pixels)
         if groups != 3 or x_bchw.shape[1] != 3 or len(self.weight) == 1:
             return F.conv2d(x_bchw, weight, bias, self.stride, self.padding, self.dilation, groups)
-        # On a CPU without AVX-512, torch selects a special kernel for inputs with exactly three channels. This kernel
-        # rounds differently. Append a fourth channel of zeros to avoid this kernel.
+        # On a CPU without AVX-512, torch selects a special kernel, which rounds differently, for inputs with exactly
+        # three channels. Append a fourth channel of zeros to avoid this kernel.
         outputs = len(weight)
         x, weight = F.pad(x_bchw, (0, 0, 0, 0, 0, 1)), F.pad(weight, (0, 0, 0, 0, 0, 0, 0, outputs // 3))
         bias = None if bias is None else F.pad(bias, (0, outputs // 3))
         out = F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, 4)
-        return F.pad(out, (0, 0, 0, 0, 0, -(outputs // 3)))  # A slice's gradient would not be in channels-last format.
+        return F.pad(out, (0, 0, 0, 0, 0, -(outputs // 3)))  # Slicing would lose the gradient's channels-last format.
 
 
 class Linear(Lane):
@@ -102,7 +102,7 @@ class BatchNorm2d(Lane):
         for kept, updated in ((mean, wide[0]), (var, wide[1])):
             if kept is not None and updated is not None:
                 kept.copy_(updated[:channels])
-        return F.pad(out, (0, 0, 0, 0, 0, -more))  # A slice's gradient would not be in channels-last format.
+        return F.pad(out, (0, 0, 0, 0, 0, -more))  # Slicing would lose the gradient's channels-last format.
 
 
 class MeanOfPixels(nn.Module):

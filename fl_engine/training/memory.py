@@ -127,7 +127,7 @@ def _peak(site: TrialSite, trial: LevelTrial) -> tuple[int, int]:
         x = made_up(site.family, site.samples, generator)
     job = site.job(trial, sent, site.data.normalise(x))
     task = replace(job.task, epochs=1)
-    if task.widths and task.sandwich is None:  # Train the largest width, which a short trial may never draw.
+    if task.widths and task.sandwich is None:  # Train the largest width, because a short trial may not draw it.
         task = replace(task, widths=(task.spec,))
     train(site.family, site.data.task, [replace(job, task=task)], site.numerics, most_steps=BATCHES)
     return before, peak()

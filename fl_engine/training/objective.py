@@ -208,7 +208,7 @@ def _teachers(setting: Setting, layout: ParamLayout) -> tuple[list[LaneNetwork],
         apart = {n: t for n, t in own.items() if not is_statistic(n) and not _is_view(t, state[n])}
         for name in apart:
             if all(axis.copies == 1 and axis.then is None for axis in layout.slots[name].axes):
-                raise ModelError(f"a teacher must use the first channels of its student, but {name} uses others")
+                raise ModelError(f"a teacher must use its student's first channels, but {name} uses other channels")
         copied.append((spec, apart))
         teacher = setting.borrow(replace(task, spec=spec, scaler=1.0))
         teacher.bind(own, partial(setting.generators, f"teacher{i}"))

@@ -282,7 +282,7 @@ def _array(value: Any, what: str) -> Array:
     try:
         found = np.asarray(_without_tensors(value, what))
         return _columns(value, what) if found.dtype == object and {"columns", "iloc"} <= set(dir(value)) else found
-    except (TypeError, ValueError, RuntimeError) as error:  # raised for different shapes and sparse tensors
+    except (TypeError, ValueError, RuntimeError) as error:  # raised for unequal shapes and for sparse tensors
         raise DataError(f"{what} cannot be converted to one array: {error}") from error
 
 

@@ -74,7 +74,7 @@ def from_folder(
         if label not in labels:
             raise DataError(f"{folder} has no image. Remove the folder, or add images")
     if skipped:
-        log.warning("%s: %d files are not images and were skipped, such as %s", root, len(skipped), skipped[0])
+        log.warning("%s: skipped %d files that are not images, such as %s", root, len(skipped), skipped[0])
     if any(each.ndim == 3 for each in images):  # if some images have colors, grayscale images get three equal channels
         images = [each if each.ndim == 3 else np.repeat(each[None], 3, axis=0) for each in images]
     if len(shapes := {each.shape[-2:] for each in images}) > 1:

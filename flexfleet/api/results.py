@@ -405,7 +405,7 @@ class Result:
             >>> result.resume(rounds=20)
         """
         folder = self.folder if self.folder.name != ".." else self.folder.resolve()
-        run = RunFile.read(folder / "run.json")  # the folder may be a renamed copy
+        run = RunFile.read(folder / "run.json")  # read the run's ID, because the folder may be a renamed copy
         given = {"run.store": folder.parent, "rounds.stop": rounds, "tracking.mlflow": mlflow_uri}
         values = applied(run.config, {path: plain(value, path) for path, value in given.items() if value is not None})
         config, algorithm = parse_with_algorithm(values, stored=True)

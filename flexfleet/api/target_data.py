@@ -64,8 +64,8 @@ def _only_task(parts: Sequence[Array], name: str) -> str:
     if y.ndim == 2 and floats:
         return "regression"
     raise DataError(
-        f"{name}: expected one class (N,) or float targets (N, outputs) for each sample, got {shape}. For other "
-        "targets, set task='segmentation' for integers (N, H, W), or pass a task object",
+        f"{name}: expected one class (N,) or float targets (N, outputs) for each sample, got {shape}. For "
+        "integer targets of shape (N, H, W), set task='segmentation'. For any other targets, pass a task object",
         path="task",
     )
 

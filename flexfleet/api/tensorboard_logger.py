@@ -39,7 +39,7 @@ class TensorBoardLogger(Callback):
         from torch.utils.tensorboard import SummaryWriter
 
         at = result.folder / "tensorboard" if self._folder is None else self._folder / result.run_id
-        # With `purge_step`, TensorBoard ignores rounds that a killed run logged but did not commit.
+        # With `purge_step`, TensorBoard ignores rounds that were logged but not committed before the run was killed.
         self._writer = SummaryWriter(at, purge_step=len(result._history) + 1)
 
     def on_round(self, round: Round) -> None:

@@ -44,7 +44,7 @@ def compare(args: argparse.Namespace) -> None:
     if args.suite is not None:
         load_suite = partial(load_config, args.config, stored=True)
         suite, picked = published_suites.load(args.suite), (args.algorithms, args.seeds, args.set, load_suite, name)
-        trust([*map(read_file, args.config or ()), args.set])  # do not trust classes that only the suite names
+        trust([*map(read_file, args.config or ()), args.set])  # trust only the user's settings, not the suite's classes
         to = to or suite.to
         runs = published_suites.entries_of(suite, *picked, factors)
         references = [] if args.central else published_suites.central_of(suite, *picked)

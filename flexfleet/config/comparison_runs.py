@@ -185,7 +185,7 @@ def entries_from(
         raise ConfigError("; ".join(f"{', '.join(names)}: {what}" for what, names in wrong.items()))
     if apart := [key for key in varied(out) if moves(key) in SAME]:
         raise ConfigError(
-            f"{', '.join(apart)} must be equal in all runs of a comparison. Set it without a label", path=apart[0]
+            f"{', '.join(apart)} must be equal in all runs of a comparison. Set one value for all runs", path=apart[0]
         )
     return out
 

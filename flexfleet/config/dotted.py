@@ -88,7 +88,7 @@ def no_passwords(given: Mapping[str, Any]) -> None:
         if any(holds_password(text) for text in _texts(value)):
             instead = INSTEAD.get(name.rpartition(":")[2], "give the address without it")
             path = name.rpartition(":")[2]
-            raise ConfigError(f"{name} must not contain a password, because Kubeflow shows it; {instead}", path=path)
+            raise ConfigError(f"{name} must not contain a password, which Kubeflow would show; {instead}", path=path)
 
 
 def _texts(value: Any) -> Iterator[str]:

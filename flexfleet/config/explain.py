@@ -40,7 +40,7 @@ def config_error(error: ValidationError, values: Any, known: Mapping[str, Any], 
         elif message := _unknown(path, beside, each, got):
             wrong.append(ConfigError(message, code="config.unknown", path=path))
         elif not any(other[: len(names)] == names != other for other, _, _ in found):
-            # The error concerns the whole value. For a union, pydantic reports one error for each type.
+            # The value as a whole is invalid. For a union, pydantic reports one error for each type, so collect them.
             expected.setdefault((path, got), []).append(each)
     for (path, got), (first, *others) in expected.items():
         rest = [_expectation(each).removeprefix(EXPECTED) for each in others]

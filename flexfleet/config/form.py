@@ -121,7 +121,7 @@ def check_count(count: int, what: str, path: str | None = None) -> None:
     """Raise ConfigError if a pipeline cannot have `count` runs or workers. `path`: the invalid parameter."""
     if count > MOST_RUNS:
         raise ConfigError(
-            f"{what} must be at most {MOST_RUNS} in a pipeline, got {count}. Reduce it, or use the command line",
+            f"{what} must be at most {MOST_RUNS} in a pipeline, got {count}. Lower the number, or use the command line",
             code="config.out_of_range",
             path=path,
         )

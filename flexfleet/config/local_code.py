@@ -91,7 +91,7 @@ def _inside(value: Any) -> list[Any]:
             return list(value)
     try:
         made = value.__reduce_ex__(4)
-    except Exception:  # Objects that cannot be pickled are compared by identity.
+    except Exception:  # Compare objects that cannot be pickled by identity.
         return [id(value)]
     return [made] if isinstance(made, str) else [list(each) if isinstance(each, Iterator) else each for each in made]
 

@@ -123,7 +123,7 @@ class CentralConfig(Section):
     @model_validator(mode="after")
     def _of_the_optimizer(self) -> CentralConfig:
         if self.optimizer == "adam" and (self.momentum or self.weight_decay):
-            raise ValueError("central.momentum and central.weight_decay must be 0 with Adam. They are options of SGD")
+            raise ValueError("central.momentum and central.weight_decay must be 0 with Adam. They apply only to SGD")
         return self
 
 
@@ -176,7 +176,7 @@ class RunConfig(Section):
         if len(kinds) != 1:
             got = ", ".join(kinds) or "none"
             raise ValueError(
-                f"run.devices must all have the same type, such as [cpu], because it affects rounding, got {got}"
+                f"run.devices must all have the same type, such as [cpu], because the type affects rounding, got {got}"
             )
         if self.strategy == "batched" and (self.precision == "fp16" or kinds != ["cpu"]):
             raise ValueError("run.strategy=batched requires CPUs and a precision other than fp16. Set it to auto")
@@ -312,7 +312,7 @@ class Config(Section):
         p = self.partition
         if p.rule != "local":
             if p.folders is not None:
-                raise ValueError("partition.folders requires partition.rule=local. Remove the folders, or set the rule")
+                raise ValueError("partition.folders requires partition.rule=local. Set this rule, or folders to null")
             return self
         if self.run.backend == "kubernetes":
             raise ValueError("partition.rule=local requires run.backend=agents, because pods have no data of their own")

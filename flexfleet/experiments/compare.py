@@ -154,8 +154,8 @@ def _check_length(entry: PlannedRun, out: Path) -> None:
     done = max((round + 1 for round in Checkpoints(store_of(entry.config, entry.name, out)).commits()), default=0)
     if done > stop:
         raise ConfigError(
-            f"`rounds.stop` must be at least {done}, the number of rounds in {out}, got {stop}. Increase it, or choose "
-            "another --id",
+            f"`rounds.stop` must be at least {done}, the number of rounds in {out}, got {stop}. Increase rounds.stop, "
+            "or choose another --id",
             path="rounds.stop",
         )
 

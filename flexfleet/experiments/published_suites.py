@@ -87,7 +87,7 @@ class PaperSuite(Strict):
         made = [(row, case) for row in rows for case in cases]
         names = Counter([*(f"{row}-{case}" for row, case in made), *rows, *cases])
         if twice := [name for name, n in names.items() if n > 1]:
-            raise ConfigError(f"the rows and cases of the suite must have different names, got {', '.join(twice)}")
+            raise ConfigError(f"the names of the suite's rows and cases must be unique, got twice: {', '.join(twice)}")
         return {f"{row}-{case}": (row, case) for row, case in made}
 
 

@@ -18,7 +18,7 @@ from flexfleet.reports.finished_run import NONE, plain
 LEVEL = 0.05
 """Significance level of the tests. The confidence level of intervals is 1 - LEVEL."""
 ROUNDING = 1e-12
-"""Relative tolerance within which differences count as equal."""
+"""Paired differences count as equal if they vary by at most this fraction of the largest value."""
 FEWEST = 3
 """Minimum number of seeds for a ranking."""
 TITLES = {

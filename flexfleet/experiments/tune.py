@@ -86,7 +86,7 @@ def _begin(config: Config, folder: Path, study: Any, prepared: Path, tags: Mappi
             path="tune.storage",
         )
     _check_same(study, config, folder)
-    tune_worker.retry_all(study)  # must be done before workers start
+    tune_worker.retry_all(study)  # call before workers start, because it retries all running trials
     if new:
         first = tune_space.defaults(config, *tune_worker.searched(config, prepared))
         study.enqueue_trial(first, user_attrs={tune_worker.DEFAULT: [*first]})

@@ -217,7 +217,7 @@ def conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned:
     setting = config if is_default(best) else applied(config, best.params)
     same = _same(setting, config)
     of_default = of_best = _held_out(config, config, study, folder, "default", "default")
-    if not same:  # include the trial's number, because a later trial may become the best
+    if not same:  # the name contains the trial's number, because a later trial may become the best
         of_best = _held_out(config, setting, study, folder, "best", f"best-t{best.number}")
     held: dict[Literal["seeds", "default", "best"], Figures] = {
         "seeds": [*config.tune.held_out], "default": of_default, "best": of_best,

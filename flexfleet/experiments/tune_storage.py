@@ -91,7 +91,7 @@ def _data_base(url: str, begun: bool) -> Any:
 
     event.listen(storage.engine, "connect", no_implicit_begin)
     event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
-    storage.engine.dispose()  # close connections that do not have the listeners
+    storage.engine.dispose()  # close connections that were opened without the listeners
     return storage
 
 

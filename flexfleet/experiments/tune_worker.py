@@ -216,7 +216,8 @@ def _run_trial(
                 state = give_up(trial, INFEASIBLE, error)
             study.tell(trial, value, state=state)
     except (Exception, KeyboardInterrupt) as error:
-        # Interruptions do not depend on the values. After other errors, the values or the run's files may be wrong.
+        # An interruption is not caused by the trial's values, so it does not count as a worker's death. Other errors
+        # may be caused by the values or by the run's files.
         interrupted = isinstance(error, Stopped | KeyboardInterrupt | Unreachable)
         try:
             with tune_storage.answering(config):

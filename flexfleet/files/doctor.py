@@ -55,7 +55,7 @@ def examine() -> dict[str, Any]:
         bf16 = cpu_bf16()
         try:
             data = {name: not source.missing(data_root()) for name, source in sorted(DATASETS.items())}
-        except (OSError, DataError) as error:  # for example, if a folder cannot be read
+        except (OSError, DataError) as error:  # raised, for example, if a folder cannot be read
             log.warning("cannot list the data sets: %s", error)
     return {
         "version": fl_engine.__version__,

@@ -65,7 +65,7 @@ def stopping_at_once(instruction: str = "") -> Iterator[None]:
     def stop(signum: int, _: object) -> None:
         received.append(signum)
         if signum == signal.SIGINT or len(received) == 1:
-            raise KeyboardInterrupt  # Libraries could catch Stopped, which is an Exception.
+            raise KeyboardInterrupt  # Stopped is an Exception, so libraries could catch it.
 
     try:
         with handled(stop):

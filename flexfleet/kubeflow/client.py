@@ -179,6 +179,6 @@ def parameters_of(client: Any, run: Any) -> dict[str, Any]:
     if not spec and version is not None:
         with contextlib.suppress(ConfigError, EnvironmentFailure), translated():
             spec = client.get_pipeline_version(version.pipeline_id, version.pipeline_version_id).pipeline_spec or {}
-    spec = spec.get("pipeline_spec") or spec  # the key exists if there is also a specification for Kubernetes
+    spec = spec.get("pipeline_spec") or spec  # nested under this key if Kubernetes settings exist
     form = spec.get("root", {}).get("inputDefinitions", {}).get("parameters", {})
     return {**{name: about.get("defaultValue") for name, about in form.items()}, **given}

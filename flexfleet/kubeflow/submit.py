@@ -96,7 +96,7 @@ def given(name: str, config: Config, named: Collection[str]) -> dict[str, Any]:
         problem = f"the pipeline {name} has no field for {path} = {parameters[key]!r}"
         if any(f"{path}.".startswith(f"{each}.") for each in named):
             raise ConfigError(
-                f"{problem}. Remove it, or set one of the fields ({', '.join(sorted(fields))}) with --param",
+                f"{problem}. Remove {path}, or set one of the fields ({', '.join(sorted(fields))}) with --param",
                 path=path,
             )
         log.warning("%s, so this value of the configuration file is ignored", problem)

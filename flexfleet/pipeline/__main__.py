@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if args.step == "federate":
         attempt = Attempt(args.resume, args.discard_damaged, args.accept_numerics)
         written = step(resolved_of(args), *folders, attempt)
-    elif args.step == "share":  # the step `share` may read its configuration from stdin, which can be read only once
+    elif args.step == "share":  # the `share` step may read its configuration from stdin, which can be read only once
         written = step(resolved_of(args), *folders)
     else:
         with unchanged(args) as resolved:

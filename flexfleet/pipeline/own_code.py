@@ -35,7 +35,7 @@ def sha256_of(config: Config) -> str | None:
 def digests(config: Config, sections: Collection[str]) -> dict[str, Any]:
     """Return digests of the user's own code in the given sections of the configuration; {} if there is none."""
     found = sources(config, sections)
-    packed = set(named(config, sections)) - found.keys()  # the wheel has one sha256 for all its code
+    packed = set(named(config, sections)) - found.keys()  # the others are in the wheel, which has a single sha256
     return ({"sources": found} if found else {}) | ({"own code": sha256_of(config)} if packed else {})
 
 

@@ -93,7 +93,7 @@ def _computed(resolved: Resolved, name: str, parts: Partition) -> dict[str, byte
         whole = replace(parts, proxy_train=np.sort(everything[cut:]), proxy_test=np.sort(everything[:cut]))
         reference = PreparingServer(replace(site, partition=whole), device, settings)
     server = PreparingServer(site, device, settings, reference)
-    with called_while_waiting(lambda seconds: log.info("pretrain: %s has run for %s", name, span(seconds)), LOG_S):
+    with called_while_waiting(lambda seconds: log.info("pretrain: %s, running for %s", name, span(seconds)), LOG_S):
         result = kind.prepare(resolved.family, server)
     files = {prepared.file_of(name): prepared.encoded(kind, name, result)}
     if not (weights := given({name: result})):

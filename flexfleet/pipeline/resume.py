@@ -119,7 +119,7 @@ def same_place(known: RunFile, config: Config, run_id: str, out: Path) -> None:
     if moved and not Checkpoints(store_of(config, run_id, out)).commits():
         raise ConfigError(
             f"run.remote = {now} does not contain the rounds of {out}. The run was started with run.remote = {before} "
-            f"(run ID {known.run_id}). Restore run.remote, or copy the rounds",
+            f"(run ID {known.run_id}). Restore this value, or copy the run's files from there to the new store",
             path="run.remote",
         )
 

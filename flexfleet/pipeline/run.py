@@ -60,7 +60,7 @@ def run(
     """
     config = resolved.config
     need_packages(resolved)
-    check_loadable(config)  # a resumed run skips `check`, but not this check
+    check_loadable(config)  # unlike `check`, this check also runs for a resumed run
     out = Path(config.run.store) / check_name(run_id, "run_id")
     check_free(out, attempt.resume)
     if (out / "central.json").exists():
@@ -126,7 +126,7 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> RunResult:
     config, tally, run = resolved.config, tally_in(out), RunFile.read(out / "run.json")
     if not (useful := tally.status == "finished"):
         log.warning("%s", tally.problem())
-    if useful and config.publish.models:  # publish first, because the report lists the exported levels
+    if useful and config.publish.models:  # export levels first, because the report lists them
         publish(resolved, out, run.mlflow_run_id, out / EXPORT)
     page = report([load(out)], out / "report.html")
     outcome = result(out, run.run_id, run.mlflow_run_id, page, store.uri(), tally)

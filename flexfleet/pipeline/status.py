@@ -75,8 +75,8 @@ def status_of(config: Config, run: Path, rows: Sequence[Row]) -> Status | Litera
     if (run / MANIFEST).is_file():
         has_results = RunResult.read(run / "result.json").model_sha256 == history.model_sha256
     else:
-        # Three kinds of folders do not have a manifest: folders of the step federate, runs of a study, and runs whose
-        # model cannot be evaluated.
+        # Three kinds of folders do not have a manifest: folders of the `federate` step, runs of a study, and runs
+        # whose model cannot be evaluated.
         of_study = run.resolve().parent.name in OF_STUDY
         has_results = not (run / "pool").is_dir() or of_study or not tally.finite
     return tally.status if has_results else "unfinished"

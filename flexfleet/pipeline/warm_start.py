@@ -58,7 +58,7 @@ def start(config: Config, family: ModelFamily) -> Params | None:
         weights = fitting(family, found)
     except ModelError as error:
         raise ConfigError(f"model.{INIT}: {where}: {error}") from error
-    log.info("the rounds start with the weights of %s", where)
+    log.info("training starts from the weights of %s", where)
     return weights
 
 

@@ -84,7 +84,7 @@ def check_code(before: str | None, what: str) -> str:
     now = code()
     if before != now:
         raise ConfigError(
-            f"{what} was started with the code {before}, but the current code is {now}. Restore the first code, or "
+            f"{what} was started with the code {before}, but the current code is {now}. Restore the original code, or "
             "choose another --id (night_id in the pipeline)"
         )
     return now

@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def serve(args: argparse.Namespace) -> int:
     """Run a worker. Returns the exit code."""
     try:
-        # Without a handler, the first process of a container ignores SIGTERM. Set the handler before importing torch,
-        # which takes seconds. If the import crashes, `run_main` reports the error.
+        # Without a handler, the first process of a container ignores SIGTERM. Set the handler first, because importing
+        # torch takes seconds. If the import crashes, `run_main` reports the error.
         with stopping_at_once():
             from flexfleet.worker.server import run
 

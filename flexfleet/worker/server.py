@@ -128,7 +128,7 @@ class Server:
                         if not ok:
                             raise EnvironmentFailure("the assignment failed. The log above contains the reason")
                         return
-                    # Restart the timeout, because the assignment's duration does not count.
+                    # Restart the timeout, which must not include the duration of the assignment.
                     began = last_new = time.monotonic()
                     sent = -math.inf
                     continue

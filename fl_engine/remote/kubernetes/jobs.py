@@ -57,7 +57,7 @@ class PodClass:
 
 
 def classes(fleet: Sequence[Device], options: KubernetesConfig) -> Mapping[int, PodClass]:
-    """Map each client to its pod class. A class is named after its tiers or its node."""
+    """Map each client to its pod class. The name of a class is the hostname of its node, or lists its tiers."""
     pools = {device.tier: options.pools.get(device.tier, NodePool()) for device in fleet}
     if options.placement == "device":
         hosts = {device: options.hostname.format(client=device.client) for device in fleet}

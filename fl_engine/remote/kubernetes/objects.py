@@ -115,7 +115,7 @@ def _waits(status: Resource, states: dict[str, Resource]) -> tuple[str, bool]:
 class WorkerJob:
     body: Resource
     pods: PodClass
-    members: list[Member]  # one worker for each index of the Job
+    members: list[Member]  # members[i] is the worker in the pod with the Job's index i
     written: float = -math.inf
     states: list[PodState] = field(default_factory=list)
     spent: set[int] = field(default_factory=set)
@@ -194,7 +194,7 @@ def reach(options: KubernetesConfig, run_id: str, store: Store) -> None:
 
 
 class Objects:
-    """The Kubernetes objects with the label `run`. The run's ConfigMap contains the address `store` of the store."""
+    """The Kubernetes objects with the label `run`. The run's ConfigMap contains `store`, the store's address."""
 
     def __init__(self, cluster: Cluster, options: KubernetesConfig, run: str, store: str, mailboxes: Mailboxes) -> None:
         self._cluster, self._options, self._run, self._store = cluster, options, run, store

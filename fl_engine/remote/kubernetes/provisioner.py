@@ -150,7 +150,7 @@ class Pods(Provisioner):
         now = time.monotonic()
         with self._lock:
             its = [job for job in self._jobs if job.pods.name == pool]
-            seen = self._seen.setdefault(pool, Seen(now))  # the round may use only pods of other classes
+            seen = self._seen.setdefault(pool, Seen(now))  # the entry is missing if the round uses only other classes
             if len(seen.failed - self._heard) >= self.options.attempts:
                 return True
             queued = any(job.queued for job in its)
@@ -191,7 +191,7 @@ class Pods(Provisioner):
 
     def _watch(self) -> None:
         outage, found = Outage("the Kubernetes API", self.wait_s), False
-        self._awake.wait()  # the first round sets this event
+        self._awake.wait()  # wait for the first round, which sets this event
         while not self._over:
             try:
                 if not found:
