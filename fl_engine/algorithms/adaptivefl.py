@@ -35,7 +35,7 @@ from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import Count, Fraction, Index
 from fl_engine.core.slicing import contains
 from fl_engine.core.types import FULL, Assignment, LocalTask, Pool, PoolModel, Prepared, TaskContext
-from fl_engine.core.widths import from_layer
+from fl_engine.core.widths import check_cuttable, from_layer
 from fl_engine.selection import Curiosity, Selection, Uniform
 
 Variant = Literal["cs", "c", "s", "random", "greed"]
@@ -78,7 +78,9 @@ class AdaptiveFL(PooledAlgorithm):
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         """Return the models S_p to S_1, M_p to M_1 and L_1 (Sec. 3.2, Table 1). Only S_1, M_1 and L_1 are evaluated."""
-        published = PUBLISHED.get(tuple(layer.group for layer in family.prunable()), (OTHERS, ()))
+        groups = tuple(layer.group for layer in family.prunable())
+        check_cuttable(groups, family)
+        published = PUBLISHED.get(groups, (OTHERS, ()))
         widths = published[0] if self.widths is None else self.widths
         if not widths[0] < widths[1] < 1:
             raise PoolError(

@@ -73,8 +73,11 @@ def nested(
             f"widths {list(widths)} and the names {list(names)}",
             path="algorithm.widths",
         )
-    pairs = zip(names, widths, strict=True)
-    return {name: prefix(family.layout(), width) for name, width in pairs if only in (None, name)}
+    layout, pairs = family.layout(), zip(names, widths, strict=True)
+    chosen = {name: width for name, width in pairs if only in (None, name)}
+    if min(chosen.values(), default=1) < 1:
+        check_cuttable(hidden(layout), family)
+    return {name: prefix(layout, width) for name, width in chosen.items()}
 
 
 def window_start(layout: ParamLayout, width: float, round: int, overlap: float = 1.0) -> dict[str, int]:

@@ -31,6 +31,7 @@ from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params, made_up
 from fl_engine.core.task import has_boxes, has_sequences
 from fl_engine.core.types import FULL, HEAD, Params
+from fl_engine.core.widths import check_cuttable, hidden
 from fl_engine.data import clusters
 from fl_engine.data.partition_rules import Ints
 from fl_engine.data.partitioning import BY_LABEL
@@ -98,10 +99,11 @@ class Resolved:
         if self._masks_labels and data.task.present(data.train_y[:1]) is not None:
             axes = [axis for slot in family.layout().slots.values() for axis in slot.axes]
             if not any(part.group == HEAD for axis in axes for part in axis.parts):
-                raise ConfigError(
-                    "algorithm.mask_labels must be false, because the output layer of "
-                    f"{self.config.model['name']} does not have a row for each class"
-                )
+                if not _sends_full_model_only(self.algorithm, family):
+                    check_cuttable(hidden(family.layout()), family)
+                why = f"the output layer of {self.config.model['name']} does not have a row for each class"
+                why = "model.whole is true" if getattr(family, "whole", False) else why
+                raise ConfigError(f"algorithm.mask_labels must be false, because {why}")
         training = self.config.training
         batches.check(training.sampler, training.augment, data.task, data.normalise(data.train_x[:1]))
         return family

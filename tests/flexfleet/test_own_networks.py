@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import flexfleet as ff
-from fl_engine.core.errors import ModelError
+from fl_engine.core.errors import ModelError, PoolError
 from fl_engine.core.types import HEAD
 from flexfleet.pipeline.prepare import Resolved
 from tests.harness.from_python import SMALL
@@ -78,6 +78,13 @@ def test_masked_labels_need_an_output_layer(networks: str) -> None:
     network = f"model={{name: '{networks}:Plain', whole: true}}"
     with pytest.raises(ff.ConfigError, match=r"algorithm\.mask_labels"):
         _ = Resolved.load(None, ["dataset.name=digits", network, "algorithm={name: fedavg, mask_labels: true}"]).family
+
+
+@pytest.mark.parametrize("algorithm", ["heterofl", "fedx_small", "adaptivefl"])
+def test_algorithm_that_cuts_refuses_a_whole_network(algorithm: str, networks: str) -> None:
+    with pytest.raises(PoolError) as error:
+        ff.run(model={"name": f"{networks}:Reversed", "whole": True}, algorithm=algorithm, **SMALL)
+    assert "model.whole" in str(error.value)
 
 
 def test_reversed_gradient_is_trained_as_written(networks: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from fl_engine.core.errors import ModelError, PoolError
 from fl_engine.core.pool import layer_sizes
@@ -107,6 +108,10 @@ ALLOWED: dict[str, tuple[Any, dict[str, nn.Module]]] = {
         lambda m, x: m.rnn(x[:, None], torch.zeros(1, x.size(0), 8).to(x.device))[0][:, 0],
         {"rnn": nn.GRU(8, 8, batch_first=True)},
     ),
+    "length": (
+        lambda m, x: m.rnn(x[:, None], torch.zeros(1, len(x), 8))[0].reshape(len(x), 8),
+        {"rnn": nn.GRU(8, 8, batch_first=True)},
+    ),
     "by keyword": (lambda m, x: m.again(input=m.act(input=x)), {"act": nn.ReLU(), "again": nn.Linear(8, 8)}),
 }
 
@@ -120,7 +125,11 @@ def test_operation_that_keeps_channels_apart_is_cut(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("layer", "kept"),
-    [(nn.Linear(8, 8).requires_grad_(False), "frozen weight layer.weight"), (nn.Buffer(torch.ones(8)), "buffer layer")],
+    [
+        (nn.Linear(8, 8).requires_grad_(False), "frozen weight layer.weight"),
+        (nn.Buffer(torch.ones(8)), "buffer layer"),
+        (nn.Parameter(torch.ones(8), requires_grad=False), "frozen weight layer"),
+    ],
 )
 def test_pool_error_names_what_keeps_the_channels(layer: Any, kept: str) -> None:
     class Kept(Between):
@@ -132,6 +141,32 @@ def test_pool_error_names_what_keeps_the_channels(layer: Any, kept: str) -> None
     assert family.layout().groups == {HEAD: 3}
     with pytest.raises(PoolError) as error:
         layer_sizes(family)
+    assert kept in str(error.value)
+
+
+def test_weight_that_shares_kept_channels_is_not_a_cause() -> None:
+    def build() -> nn.Module:
+        module = Between(lambda m, x: m.norm(x) * m.scale, norm=nn.LayerNorm(8))
+        module.scale = nn.Parameter(torch.ones(8))
+        return module
+
+    said = refused(build)
+    assert "norm" in said and "scale" not in said
+
+
+@pytest.mark.parametrize(
+    ("build", "kept"),
+    [
+        (lambda: nn.Sequential(nn.Linear(6, 3)), "output layer 0"),
+        (
+            lambda: nn.Sequential(register_parametrization(nn.Linear(6, 8), "weight", nn.Tanh()), nn.Linear(8, 3)),
+            "0 (Par",
+        ),
+    ],
+)
+def test_pool_error_names_layer_without_free_channels(build: Any, kept: str) -> None:
+    with pytest.raises(PoolError) as error:
+        layer_sizes(from_module(build)((6,), 3))
     assert kept in str(error.value)
 
 
@@ -162,6 +197,11 @@ def layers(**more: nn.Module) -> dict[str, nn.Module]:
 def test_control_flow_is_refused_with_its_line(forward: Middle) -> None:
     said = refused(lambda: Odd(forward, **layers()))
     assert "test_traced_refusals.py" in said and "fedavg" in said
+
+
+def test_forward_that_iterates_parameters_is_refused_with_its_line() -> None:
+    said = refused(lambda: Odd(lambda m, x: m.b(m.a(x)) + sum(p.sum() for p in m.parameters()), **layers()))
+    assert "forward (test_traced_refusals.py" in said
 
 
 def tied() -> nn.Module:
@@ -253,7 +293,14 @@ def test_buffers_that_training_changes() -> None:
                 centre.mul_(0.9).add_(0.1 * x.detach().mean(0))
             return self.fc(x - centre)
 
-    assert "centre" in refused(lambda: Counting("centre"), code="model.untrainable", whole=True)
+    class Unused(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            self.centre += 1
+            return self.fc(x)
+
+    for kind in (Counting, Unused):
+        for whole in (True, False):
+            assert "centre" in refused(lambda kind=kind: kind("centre"), code="model.untrainable", whole=whole)
     slots = from_module(lambda: Counting("centre_running_mean"), whole=True)((6,), 3).layout().slots
     assert list(slots) == ["centre_running_mean", "fc.weight", "fc.bias"]
 
@@ -275,4 +322,7 @@ def test_algorithms_that_cut_refuse_a_whole_network() -> None:
     for cut in (lambda: layer_sizes(family), lambda: prefix(family.layout(), 0.5), lambda: from_layer(family, 0.5, 0)):
         with pytest.raises(PoolError):
             cut()
+    with pytest.raises(PoolError) as error:
+        layer_sizes(family)
+    assert "model.whole" in str(error.value)
     assert not can_run(family.module()), "clients train one at a time"

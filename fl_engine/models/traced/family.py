@@ -60,7 +60,7 @@ class ModuleFamily:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Names of operations, frozen weights and buffers whose channels are kept in all sub-models."""
+        """Names of layers, operations, weights and buffers whose channels are kept in all sub-models."""
         return analysis(self).kept
 
     def layout(self) -> ParamLayout:
@@ -157,8 +157,8 @@ class Analysis:
     """Tensors that all copies of the skeleton share."""
     sizes: Mapping[str, tuple[Sizes, ...]]
     """Maps the path of each layer to the attributes that depend on a sub-model's widths."""
-    kept: tuple[str, ...] = ()
-    """Names of operations, frozen weights and buffers whose channels are kept in all sub-models."""
+    kept: tuple[str, ...]
+    """Names of layers, operations, weights and buffers whose channels are kept in all sub-models."""
 
     def empty(self, spec: SubmodelSpec) -> nn.Module:
         """Return a copy of the skeleton, without storage, that has the widths of the sub-model."""
@@ -196,6 +196,7 @@ def analysis(family: ModuleFamily) -> Analysis:
 def _cut(name: str, module: nn.Module, trial: ModuleTrial, family: ModuleFamily) -> Analysis:
     if trial.tied is not None:
         raise cannot_cut(name, f"its parameters {trial.tied[0]} and {trial.tied[1]} are tied")
+    subnetwork.emptied(name, copy.deepcopy(module), trial.changing)  # Check the buffers that the graph does not use.
     traced = graph.trace(name, module, trial.x)
     flow = Flow(traced, family.outputs)
     replace_written_sizes(name, traced, flow)
@@ -257,7 +258,8 @@ def _whole(name: str, module: nn.Module, trial: ModuleTrial, family: ModuleFamil
         path: Slot(path.rpartition(".")[0] or path, (Axis(None),) * tensor.dim())
         for path, tensor in module.state_dict().items()
     }
-    made = Analysis(ParamLayout({HEAD: family.outputs}, slots), (), trial.vocabulary, module, tuple(constants), {})
+    layout, kept = ParamLayout({HEAD: family.outputs}, slots), ("model.whole=true",)
+    made = Analysis(layout, (), trial.vocabulary, module, tuple(constants), {}, kept)
     state = original.state_dict()
     weights = {n: state[n].detach().clone() for n in slots}
     verify.check_same(name, original, made.empty, trial.x, weights, graph.UNBOUND)

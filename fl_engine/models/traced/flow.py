@@ -36,7 +36,7 @@ class Flow:
         self.mixing: list[str] = []
         """Operations and lines in the user's code that mix channels. Sub-models keep all of these channels."""
         self.fixed: list[str] = []
-        """Names of frozen weights and buffers. Sub-models keep all channels of these tensors."""
+        """Names of layers, weights and buffers. Sub-models keep all channels of these tensors."""
         for node in traced.graph.nodes:
             self.dims[node] = self.visit(node)
         *_, output = traced.graph.nodes
@@ -64,8 +64,13 @@ class Flow:
         if path not in self.params:
             self.params[path] = tuple(made(size, path, loose=True) for size in shape)
             if not attribute(self.module, path).requires_grad:
-                self.keep_fixed(f"the frozen weight {path}", *self.params[path])
+                self.keep_fixed(self.title(path), *self.params[path])
         return self.params[path]
+
+    def title(self, path: str) -> str:
+        tensor = attribute(self.module, path)
+        weight = "weight" if tensor.requires_grad else "frozen weight"
+        return f"the {weight if isinstance(tensor, nn.Parameter) else 'buffer'} {path}"
 
     # ------------------------------------------------------------------------------------------------- modules
     def call_module(self, node: fx.Node) -> Any:
@@ -79,14 +84,17 @@ class Flow:
         if rule is None or not isinstance(x, Given):
             weights = {name: ops.whole(tuple(p.shape)) for name, p in module.state_dict(keep_vars=True).items()}
             self.layers.setdefault(path, Layer(weights, {}, ()))
-            return self.mixed(node, self.call(node, kind, node.args, dict(node.kwargs)))
+            call = self.call(node, kind, node.args, dict(node.kwargs))
+            if weights and not free(*(dim for given in call.given for dim in given.dims)):
+                self.fixed.append(f"the layer {path} ({kind})")
+            return self.mixed(node, call)
         layer = rule(module, path, x.dims)
         if path in self.layers:
             tied(self.layers[path], layer)
         self.layers.setdefault(path, layer)
         frozen = [n for n, p in module._parameters.items() if p is not None and not p.requires_grad]
         for n in frozen:
-            self.keep_fixed(f"the frozen weight {path}.{n}", *layer.weights[n])
+            self.keep_fixed(self.title(f"{path}.{n}"), *layer.weights[n])
         initial_state = layer.state is not None and len(node.args) > 1
         if layer.mixes or initial_state:
             self.keep_all(node, *x.dims, *layer.out, *(dim for dims in layer.weights.values() for dim in dims))
@@ -117,14 +125,14 @@ class Flow:
         if name in RELUS:
             self.relus.append((node, tuple(self.layers)))
         rule = ops.RULES.get(name if node.target is not operator.getitem else "getitem")
-        before = free(*(dim for given in call.given for dim in given.dims))
+        before = [c for c in free(*(dim for given in call.given for dim in given.dims)) if not c.loose]
+        constants = [n for n in node.all_input_nodes if n.op == "get_attr" and self.dims[n] and not free(*self.dims[n])]
         try:
             found: Any = None if rule is None else rule(call)
         except (TypeError, RuntimeError):  # An axis argument may be a tensor with unknown value.
             found = None
         if found is not None and any(channels.pinned for channels in before):
-            constants = [f"the buffer {each.target}" for each in node.all_input_nodes if each.op == "get_attr"]
-            self.fixed += constants or [f"{name} in {place_of(node)}"]
+            self.fixed += [self.title(str(each.target)) for each in constants] or [f"{name} in {place_of(node)}"]
         if found is None:
             return self.mixed(node, call)
         if several(shape):
@@ -182,6 +190,7 @@ class Flow:
         """Return the channels of the network's output. Pin them and return None if they cannot be cut."""
         output: Any = node.args[0]
         dim = resolved(self.dims[output][1])
+        self.fixed += [f"the output layer {part.of.origin}" for part in dim if part.of.origin]
         if len(dim) == 1 and dim[0].repeat == 1 and dim[0].of.size == outputs and not dim[0].of.pinned:
             return dim[0].of
         pin(dim)

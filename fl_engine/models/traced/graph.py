@@ -3,6 +3,7 @@ creates error messages about user code, with the line, the reason and the fix.""
 
 from __future__ import annotations
 
+import builtins
 import copy
 import traceback
 from collections.abc import Callable, Iterable
@@ -90,18 +91,24 @@ class _Untraced(fx.Interpreter):
 
 
 class _Proxy(fx.Proxy):
-    def __len__(self) -> int:
-        length: int | None = self.tracer.known(self.node, len)  # type: ignore[attr-defined]
-        if length is None:
-            super().__len__()  # raises an error
-        return length  # type: ignore[return-value]
-
     def __getattr__(self, k: str) -> Any:
         return _Attribute(self, k)
 
 
 class _Attribute(fx.proxy.Attribute, _Proxy):
     pass
+
+
+TRUE_LEN = len
+
+
+def _length(value: Any) -> Any:
+    """Replace `len` during a trace, because torch.fx cannot record `len(x)`."""
+    if not isinstance(value, _Proxy):
+        return TRUE_LEN(value)
+    tracer: Any = value.tracer
+    length = tracer.known(value.node, TRUE_LEN)
+    return tracer.create_proxy("call_function", TRUE_LEN, (value,), {}) if length is None else length
 
 
 def _is_of_shape(value: Any) -> bool:
@@ -132,14 +139,21 @@ def _traced(name: str, module: nn.Module, x: Tensor, training: bool) -> Traced:
     own.__class__ = _of_one_input(type(own))
     before = drawn()
     try:
+        builtins.len = _length
         graph = _Tracer(x).trace(own)
     except Exception as error:  # User code may raise any error if it gets a proxy instead of a tensor.
         said = " ".join(str(error).split())
         why = f"its forward{line_of_error(error)} depends on values, or calls code that torch.fx cannot trace"
         raise cannot_cut(name, f"{why} ({type(error).__name__}: {said})") from error
+    finally:
+        builtins.len = TRUE_LEN
     if moved := [each for each, state in drawn().items() if state != before[each]]:
         why = f"its forward draws from {moved[0]}'s generator outside the trace (use torch.rand_like(x) without `if`)"
         raise cannot_cut(name, why)
+    for node in graph.nodes:
+        if node.op == "get_attr" and not getattr(attribute(own, str(node.target)), "is_leaf", True):
+            why = "computes with a parameter that is not read as an attribute, such as self.weight"
+            raise cannot_cut(name, f"{place_of(node)} {why}")
     for node in graph.nodes:  # layer(input=x)
         if node.op == "call_module" and not node.args and "input" in node.kwargs:
             options = dict(node.kwargs)
