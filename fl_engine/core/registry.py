@@ -85,6 +85,12 @@ class Contract(Generic[T]):
                 f"{self.what} {name!r} must be a dataclass that has the options as its fields and defines "
                 f"{', '.join((*_members(self.protocol), *self.needs))}, got {kind!r}"
             )
+        options = [each for each in inspect.get_annotations(kind).values() if "ClassVar" not in str(each)]
+        if options and "__dataclass_fields__" not in vars(kind):  # only a base class is decorated
+            raise ConfigError(
+                f"{self.what} {name!r} has options. Decorate {kind.__name__} with @dataclass(frozen=True)",
+                code="config.own_code",
+            )
         if missing := self.missing(kind):
             raise ConfigError(f"{self.what} {name!r} must define {', '.join(missing)}")
         return kind

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from fl_engine.core.errors import ConfigError
+from flexfleet.config import load_config
 from flexfleet.files.artifacts import RunFile
 from tests.harness import processes
 from tests.harness.plugins import OBJECTIVE, OPTIMIZER
@@ -72,6 +74,10 @@ class Deaf(HeteroFL):
         return replace(super().task(assignment, ctx), objective=None)
 
 
+class Undecorated(FedAvg):
+    q: float = 1.0
+
+
 NOT_AN_ALGORITHM = 3
 
 
@@ -121,6 +127,13 @@ def test_ones_own_options_are_checked_by_name(plugin: str) -> None:
     assert "algorithm.strenght" in text
     assert "did you mean 'strength'" in text
     assert "strength" in refused(f"algorithm.name={plugin}:Mine", "algorithm.strength=strong")
+
+
+def test_options_without_the_dataclass_decorator_are_refused(plugin: str) -> None:
+    for more in ([], ["algorithm.q=2"]):
+        with pytest.raises(ConfigError, match="Undecorated") as error:
+            load_config(None, [f"algorithm.name={plugin}:Undecorated", *more])
+        assert error.value.code == "config.own_code"
 
 
 @pytest.mark.parametrize("section", ["algorithm", "model"])
