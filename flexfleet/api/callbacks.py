@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fl_engine.core.contracts import Tracker
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.errors import ConfigError, nearest
 from fl_engine.core.types import Assignment, ClientUpdate, Params
 from fl_engine.training.evaluation import published
 
@@ -101,6 +101,14 @@ class Watching(Tracker):
     def __init__(self, callbacks: Sequence[Callback], open: Callable[[], Any]) -> None:
         if not isinstance(callbacks, Sequence) or not all(isinstance(each, Callback) for each in callbacks):
             raise ConfigError(f"callbacks must be a list of flexfleet.Callback objects, got {callbacks!r}")
+        hooks = [name for name in vars(Callback) if name.startswith("on_")]
+        for kind in map(type, callbacks):
+            for name in dir(kind):
+                if name.startswith("on_") and name not in hooks and callable(getattr(kind, name)):
+                    raise ConfigError(
+                        f"{kind.__name__}.{name} is not a method of flexfleet.Callback{nearest(name, hooks)}",
+                        code="config.own_code",
+                    )
         self._callbacks, self._open = tuple(callbacks), open
         self._updates = [each for each in callbacks if type(each).on_update is not Callback.on_update]
         self.stopped = False

@@ -99,3 +99,12 @@ def test_run_can_be_resumed_after_an_error_in_a_callback(plain: ff.Result) -> No
 def test_other_objects_than_callbacks_are_refused(wrong: Any) -> None:
     with pytest.raises(ff.ConfigError):
         ff.run(**SMALL, callbacks=[wrong])
+
+
+def test_misspelled_method_of_a_callback_is_refused() -> None:
+    class Misspelled(ff.Callback):
+        def on_rounds(self, round: ff.Round) -> None: ...
+
+    with pytest.raises(ff.ConfigError, match="'on_round'") as error:
+        ff.run(**SMALL, callbacks=[Misspelled()])
+    assert error.value.code == "config.own_code"
