@@ -160,8 +160,8 @@ class StreamingMean:
         are buffered and must not be modified afterwards. If a name, shape or weight is invalid, nothing is added and
         ModelError is raised."""
         assert self._made is None, "an update was added after the mean was computed"
-        if not 0 < weight < math.inf:
-            raise ModelError(f"an update's weight must be positive and finite, got {weight}")
+        if not (hasattr(weight, "__float__") and 0 < weight < math.inf):
+            raise ModelError(f"an update's weight must be a positive and finite number, got {weight!r}")
         payload = limited(payload, spec, self._old, self._regions, self._clip)
         kind = self._regions.fit(payload, spec)
         if kind != self._held_kind:

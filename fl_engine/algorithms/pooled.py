@@ -281,9 +281,9 @@ class PooledAlgorithm:
             if isinstance(result, ClientUpdate):
                 try:
                     aggregate.add(result.payload, result.spec, self.weight(result, state, server))
-                except ModelError as error:
+                except (ConfigError, ModelError) as error:
                     where = f"{type(self).__name__}.merge, round {plan.round + 1}, client {result.client}"
-                    raise ModelError(f"{where}: {error}") from error
+                    raise ModelError(f"{where}: {error}", code=error.code) from error
             tables = selection.learn(tables, plan.assignment_of[result.client], result, result.elapsed)
         moments, params = stepped(self.server, state.moments, state.params, aggregate)
         return replace(state, params=params, moments=moments, tables=tables)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import difflib
 import re
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 CODES: dict[str, tuple[str, str]] = {
     "error": ("An error without a code of its own.", "Read the message."),
@@ -305,6 +305,17 @@ def kind_of(value: object) -> str:
 
 
 # --------------------------------------------------------------------------------------------------- hints
+class Named(dict[str, Any]):
+    """Dict that raises ConfigError if a key is missing. The message is the key, `problem` and a hint."""
+
+    def __init__(self, values: Mapping[str, Any], problem: str) -> None:
+        super().__init__(values)
+        self._problem = problem
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise ConfigError(f"{key!r} {self._problem}{nearest(key, self)}", code="config.own_code")
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a hint such as ` (did you mean 'alpha'?)`, or list all known names if no name is similar."""
     names = list(known)

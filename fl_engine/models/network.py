@@ -234,6 +234,8 @@ class ImageNetwork(NormedNetwork):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not hasattr(self, "min_hw"):
+            raise ModelError(f"{type(self).__name__} must define min_hw, the minimum height and width of an image")
         self.check_image(self.min_hw)
 
 

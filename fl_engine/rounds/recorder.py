@@ -10,6 +10,7 @@ from statistics import median_low
 from typing import Any
 
 from fl_engine.aggregation.spool import IN_MEMORY_BYTES, Spool
+from fl_engine.core.errors import Named
 from fl_engine.core.slicing import index_of
 from fl_engine.core.types import ClientFailure, ClientResult, ClientUpdate, Params, Pool, RoundPlan, Stage, changed
 from fl_engine.exchange import coding
@@ -78,7 +79,8 @@ class RoundResults:
     def __iter__(self) -> Iterator[ClientResult]:
         for head in self.heads():
             if isinstance(head, ClientUpdate):
-                yield changed(head, payload=self._spool.get(self._entries[head.client][0]))
+                metrics = Named(head.metrics, "is not a metric of this client's update")
+                yield changed(head, payload=self._spool.get(self._entries[head.client][0]), metrics=metrics)
             else:
                 yield head
 

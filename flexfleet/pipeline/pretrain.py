@@ -22,7 +22,7 @@ from pydantic_core import to_jsonable_python
 from fl_engine.backends.in_process import check_device, prepare_process
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ChoosesNetwork, Preparation
-from fl_engine.core.errors import ConfigError, IntegrityError, ModelError, PartitionError, nearest
+from fl_engine.core.errors import ConfigError, IntegrityError, ModelError, Named, PartitionError, nearest
 from fl_engine.core.fields import Moves
 from fl_engine.data.partition import MANIFEST, Partition
 from fl_engine.preparation import preparation
@@ -85,7 +85,7 @@ def _computed(resolved: Resolved, name: str, parts: Partition) -> dict[str, byte
     device = config.run.devices[0]
     check_device(device)
     prepare_process((device,))
-    settings = settings_of(resolved, name, kind)
+    settings = Named(settings_of(resolved, name, kind), f"must be listed in the `settings` of preparation {name}")
     site, reference = site_before_pool(resolved, parts), None
     if config.pretrain.reference:
         everything = seeds.rng(config.seed, "reference").permutation(len(resolved.data.train_y))

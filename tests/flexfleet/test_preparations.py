@@ -133,6 +133,21 @@ def test_a_shared_proxy_may_be_all_training_data(tmp_path: Path, quick: Sequence
 
 # --------------------------------------------------------------------------------------------- it is refused
 @dataclass(frozen=True)
+class Unlisted(Looks):
+    def prepare(self, family: ModelFamily, server: PreparationContext) -> dict[str, Any]:
+        return {"epsilon": server.settings["algorithm.epsilon"]}
+
+
+def test_parameter_outside_the_settings_is_named(
+    tmp_path: Path, quick: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Looking, "preparations", (f"{HERE}:Unlisted",))
+    with pytest.raises(ConfigError, match=r"'algorithm\.epsilon'") as error:
+        prepared_in(tmp_path / "a", [*quick, f"algorithm.name={HERE}:Looking"])
+    assert error.value.code == "config.own_code"
+
+
+@dataclass(frozen=True)
 class Asks(Looks):
     settings: ClassVar[tuple[str, ...]] = ("algorithm.epsilom",)
 

@@ -199,3 +199,19 @@ def test_a_plan_that_no_backend_can_execute_is_refused(tmp_path: Path, into: Any
     algorithm = Changed(training=TRAINING, eligible="all", planned=into)
     with pytest.raises(ModelError, match=r"Changed\.plan"):
         federate(algorithm, tiny_site(algorithm), tmp_path, stop=1)
+
+
+@dataclass(frozen=True)
+class Weighted(FedAvg):
+    by: str = "loss"
+
+    def weight(self, update: Any, state: Any, server: Any) -> Any:
+        return self.by if self.by == "loss" else update.metrics[self.by]
+
+
+@pytest.mark.parametrize(("by", "code"), [("los", "config.own_code"), ("loss", "model")])
+def test_wrong_weight_names_the_algorithm(tmp_path: Path, by: str, code: str) -> None:
+    algorithm = Weighted(training=TRAINING, eligible="all", by=by)
+    with pytest.raises(ModelError, match=r"Weighted.*'loss'") as error:
+        federate(algorithm, tiny_site(algorithm), tmp_path, stop=1)
+    assert error.value.code == code

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,8 +17,10 @@ from fl_engine.core.errors import ModelError
 from fl_engine.core.types import SubmodelSpec
 from fl_engine.models import MODELS
 from fl_engine.models.chains import VGG16, HarCNN, SmallCNN
+from fl_engine.models.layers import LayerMaker
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.mobilenetv3_ofa import MobileNetV3OFA
+from fl_engine.models.network import ImageNetwork
 from fl_engine.models.resnet import PreResNet18, ResNet18, ResNet34
 from fl_engine.models.text import TextLSTM
 
@@ -155,6 +159,20 @@ def test_wrong_option_is_refused_with_its_path(name: str, shape: Any, options: d
     with pytest.raises(ModelError) as error:
         make(**{"input_shape": shape, "outputs": 10} | options)
     assert error.value.path == f"model.{option}"
+
+
+@dataclass(frozen=True)
+class NoMinimum(ImageNetwork):
+    def exit_points(self) -> tuple[str, ...]:
+        return ()
+
+    def layers(self, make: LayerMaker) -> OrderedDict[str, nn.Module]:
+        return OrderedDict()
+
+
+def test_image_network_without_min_hw_is_refused() -> None:
+    with pytest.raises(ModelError, match="min_hw"):
+        NoMinimum(DIGITS, 10)
 
 
 def test_text_networks_have_as_many_tokens_as_outputs_by_default() -> None:
