@@ -60,7 +60,7 @@ class Training:
         if self.optimizer is not None:
             for name in ("momentum", "weight_decay"):
                 if getattr(self, name) not in (0, getattr(Training, name)):
-                    raise ValueError(f"training.{name} must be 0 if training.optimizer is set: use {self.optimizer}")
+                    raise ValueError(f"training.{name} must be 0 with training.optimizer. Set it in {self.optimizer}")
 
     @property
     def is_own(self) -> bool:

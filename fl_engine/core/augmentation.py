@@ -105,7 +105,7 @@ class Crop(OfMaps):
         super().check(x)
         side = min(x.shape[2:])
         if self.padding >= side:
-            raise ModelError(f"training.augment: crop.padding must be less than the size {side}, got {self.padding}")
+            raise ModelError(f"training.augment: crop.padding must be less than the side {side}, got {self.padding}")
 
     def apply(self, x_bchw: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         b, c, h, w = x_bchw.shape

@@ -65,7 +65,7 @@ class Form(BaseModel):
         here, wanted = (found.shape, found.dtype, found.task), (self.shape, self.dtype, self.task)
         if here != wanted:
             raise DataError(
-                f"{where} must have the shape, dtype and task of the run {wanted}, got {here}. Load matching data"
+                f"{where}: shape, dtype and task must be {wanted} as in the run, got {here}. Load matching data"
             )
         if len(own.train_y) > most:
             raise DataError(f"{where} must have at most partition.most={most} training samples, got {len(own.train_y)}")

@@ -173,7 +173,7 @@ def _check(t: Tier) -> None:
         (t.name.strip(), "have a name"),
         (positive, "have memory, speed and bandwidth above 0, and a share and sigma of at least 0"),
         (t.width is None or (0 < t.width <= 1 and t.limits is None), "have a width in (0, 1], without limits"),
-        (t.limits is None or 0 <= t.limits[0] <= t.memory <= t.limits[1], "have limits around its memory"),
+        (t.limits is None or 0 <= t.limits[0] <= t.memory <= t.limits[1], "have limits that enclose its memory"),
     ):
         if not holds:
             raise ConfigError(f"fleet.tiers: each tier must {rule}, got {t}", path="fleet.tiers")

@@ -24,7 +24,7 @@ def check_planned(algorithm: Any, plan: Any, clients: int, models: int) -> None:
         raise ModelError(f"{name} must return a RoundPlan, got {kind_of(plan)}")
     asked = [assignment.client for assignment in plan.assignments]
     if len(plan.assignment_of) < len(asked):
-        raise ModelError(f"{name} must return at most one assignment per client, but returned the clients {asked}")
+        raise ModelError(f"{name} must return at most one assignment per client, got assignments for {asked}")
     for assignment in plan.assignments:
         for value, most, what in ((assignment.client, clients, "client"), (assignment.level, models, "level")):
             # JSON does not support NumPy integers, which are not instances of int.

@@ -83,7 +83,7 @@ def from_arrays(
         return _data(goal, x, y, test_x, test_y, owners, mean, std, name)
     goal, (y,) = with_task(task, [y], name)
     if not 1 <= (count := round(_share(test, name) * len(y))) < len(y):
-        raise DataError(f"{name}: with test = {test} of {len(y)} samples, one part is empty. Choose another fraction")
+        raise DataError(f"{name}: test = {test} of {len(y)} samples leaves one part empty. Choose another fraction")
     held = _test_positions(goal, y, count)
     train = np.setdiff1d(np.arange(len(x)), held)
     owners = None if owners is None else owners[train]

@@ -215,7 +215,7 @@ class _Written:
             self._file = np.lib.format.open_memmap(self._path, "w+", x.dtype, (count, *x.shape))
         if (found := (x.dtype, x.shape)) != (wanted := (self._file.dtype, self._file.shape[1:])):
             raise DataError(
-                f"{self._what}: all samples must have the same type and shape, {wanted}, got {found} (sample {i})"
+                f"{self._what}: all samples must have the same type and shape {wanted}, got {found} (sample {i})"
             )
         self._file[i] = x
 

@@ -299,7 +299,7 @@ class Result:
         """
         folder = path_of(path)
         if folder.suffix == ".onnx":
-            raise ConfigError(f"path must be the folder for model.onnx, got {str(path)!r}", path="path")
+            raise ConfigError(f"path must be a folder, not an .onnx file, got {str(path)!r}", path="path")
         with self._resolved(("model", "dataset")) as resolved:
             member, data = self._member(level), resolved.data
             score = self.metrics.get("levels", {}).get(member.name)

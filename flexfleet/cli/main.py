@@ -234,7 +234,7 @@ def dispatch(argv: Sequence[str]) -> int:
     if sys.version_info < (3, 11) and args.command not in ON_DEVICES:
         raise EnvironmentFailure(
             f"`flexfleet {args.command}` needs Python 3.11 or newer, got {platform.python_version()}. Python 3.10 "
-            f"supports only {', '.join(ON_DEVICES)}"
+            f"can run only {', '.join(ON_DEVICES)}"
         )
     terminal.settle(args)
     return args.call(args) or 0

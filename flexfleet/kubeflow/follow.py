@@ -289,5 +289,5 @@ def log_lines(client: Any, run_id: str) -> list[str]:
     """Return the log lines of a run's pods. Raises EnvironmentFailure if no log is available."""
     found = list(logs(client, _run(client, run_id)))
     if not found:
-        raise EnvironmentFailure(f"Kubeflow has no logs of run {run_id}. No task has started, or its pods were deleted")
+        raise EnvironmentFailure(f"Kubeflow has no logs of run {run_id}. No task has started, or all pods were deleted")
     return [line for task, pod, log in found for line in (f"==> {task or 'task'} ({pod}) <==", log.rstrip("\n"))]

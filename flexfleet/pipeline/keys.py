@@ -162,8 +162,8 @@ def _check_bucket(uri: str, remote: str | None) -> None:
     servers = [(endpoint_of(settings) or "").rstrip("/") for settings in (SETTINGS, OWN)]
     if buckets[0] == buckets[1] and servers[0] == servers[1]:
         raise ConfigError(
-            f"run.secrets must be in another bucket than run.remote ({remote!r}), because clients get URLs for that "
-            f"bucket, got {uri!r}",
+            f"run.secrets must be in a different bucket from run.remote ({remote!r}), because clients get URLs for "
+            f"that bucket, got {uri!r}",
             path="run.secrets",
         )
 

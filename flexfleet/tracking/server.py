@@ -171,7 +171,7 @@ def connect(uri: str, experiment: str) -> tuple[Client, str]:
         if known is None:
             try:
                 return client, str(client.create_experiment(experiment, tags=KIND))
-            except Refused:  # another process may have created it
+            except Refused:  # another process may have created the experiment
                 known = client.get_experiment_by_name(experiment)
                 if known is None:
                     raise

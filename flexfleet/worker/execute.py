@@ -140,7 +140,7 @@ def _free(message: AssignmentMessage, pool: Pool, at_once: int, room: Callable[[
     system.trim()  # Release memory of earlier assignments.
     left = room(peaks.base) // at_once
     free = memory.free(left, peaks, pool, message.failures)
-    log.info("free memory per client: %.1f MiB, %.1f %% of the full model", left / 2**20, free)
+    log.info("free memory per client: %.1f MiB, enough for %.1f %% of the full model", left / 2**20, free)
     return free
 
 
