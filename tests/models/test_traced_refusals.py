@@ -109,7 +109,7 @@ ALLOWED: dict[str, tuple[Any, dict[str, nn.Module]]] = {
         {"rnn": nn.GRU(8, 8, batch_first=True)},
     ),
     "length": (
-        lambda m, x: m.rnn(x[:, None], torch.zeros(1, len(x), 8))[0].reshape(len(x), 8),
+        lambda m, x: m.rnn(x[:, None], torch.zeros(1, len(x), 8))[0].reshape(len(x), 8) if len(x) > 0 else x,
         {"rnn": nn.GRU(8, 8, batch_first=True)},
     ),
     "by keyword": (lambda m, x: m.again(input=m.act(input=x)), {"act": nn.ReLU(), "again": nn.Linear(8, 8)}),

@@ -53,6 +53,8 @@ class _Tracer(fx.Tracer):
     def __init__(self, x: Tensor) -> None:
         super().__init__()
         self._batches = [x, *(x[:size] for size in BATCHES)]
+        self._runs = False
+        """True while `known` runs the graph. These calls must not be added to the graph."""
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
@@ -61,6 +63,12 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return is_torchs(m) or (type(m).__name__ in BRANCH_DROPS and not any(True for _ in m.parameters()))
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        return attr_val if self._runs else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if self._runs else super().call_module(m, forward, args, kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -73,21 +81,19 @@ class _Tracer(fx.Tracer):
         """Return `function(value of the node)`; None if the result depends on more than the shape of one sample."""
         if not _is_of_shape(node):
             return None
-        root = copy.deepcopy(self.root).eval()
-        runs = [_Untraced(fx.GraphModule(root, self.graph), garbage_collect_values=False) for _ in self._batches]
+        self._runs = True
         try:
+            root = copy.deepcopy(self.root).eval()
+            runs = [fx.Interpreter(fx.GraphModule(root, self.graph), False) for _ in self._batches]
             with torch.no_grad():
                 for run, x in zip(runs, self._batches, strict=True):
                     run.run(x)
         except Exception:  # User code may raise any error.
             return None
+        finally:
+            self._runs = False
         found = {function(run.env[node]) for run in runs}
         return found.pop() if len(found) == 1 else None
-
-
-class _Untraced(fx.Interpreter):
-    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self.fetch_attr(target).forward(*args, **kwargs)  # `__call__` would add the module to the trace
 
 
 class _Proxy(fx.Proxy):
