@@ -145,13 +145,15 @@ def clear() -> None:
 
 @contextmanager
 def enabled_within() -> Iterator[None]:
-    """Restore the enabled wheels when the block ends: disable new wheels, and enable the previous wheels."""
-    before = dict(wheels)
+    """Restore the enabled wheels when the block ends: disable new wheels, and enable the previous wheels. Restore the
+    modules that a new wheel replaced, because the user's classes belong to these modules."""
+    before, modules = dict(wheels), dict(sys.modules)
     try:
         yield
     finally:
         for name in [name for name, wheel in wheels.items() if before.get(name) != wheel]:
             disable(name)
+            sys.modules.update({key: each for key, each in modules.items() if key.partition(".")[0] == name})
         for name in before.keys() - wheels.keys():
             wheels[name] = before[name]
             sys.path.insert(0, before[name][1])

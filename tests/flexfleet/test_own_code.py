@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_
     monkeypatch.chdir(tmp_path / "here")
     yield
     code.disable()
+    code.disable(NAME)
 
 
 @pytest.fixture
@@ -132,3 +134,15 @@ def test_from_python_it_is_imported_while_it_is_needed(run: Any, package: Path, 
     client = int(found.clients[0]["client"] if isinstance(found.clients, list) else found.clients["client"][0])
     assert found.replay(1, client).update.client == client
     assert sys.path == path and not [name for name in sys.modules if name.startswith(NAME)]
+
+
+def test_own_class_is_usable_after_a_run_with_run_code(
+    package: Path, quick: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(package.parent))
+    own = importlib.import_module(f"{NAME}.mine").Mine(eligible="all")
+    options = parse_sets([each for each in quick if not each.startswith("algorithm.")])
+    packed = ff.run(algorithm=own, options=options | {"run.code": str(package)}, progress=False)
+    for sets in ([], ["run.backend=processes"]):
+        found = ff.run(algorithm=own, options=options | parse_sets(sets), progress=False)
+        assert found.model_sha256 == packed.model_sha256
