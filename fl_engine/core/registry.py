@@ -48,7 +48,8 @@ def resolve(registry: Mapping[str, T], name: str, what: str) -> T:
     try:
         found: T = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # user code may raise any exception
-        raise ConfigError(f"{what} {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+        hint = did_you_mean(attribute, getattr(sys.modules.get(module), "__dict__", ()))
+        raise ConfigError(f"{what} {name!r} cannot be imported: {type(error).__name__}: {error}{hint}") from error
     check_call(found, name, what)
     return found
 

@@ -28,7 +28,7 @@ from fl_engine.models.traced.family import ModuleFamily
 from fl_engine.models.traced.user_module import options_of
 from flexfleet.config import Config, flatten, parse_with_algorithm
 from flexfleet.config.comparison_runs import PlannedRun, by_label, check_factors, check_label, entries_from
-from flexfleet.config.dotted import FIELDS, SHORT, Overrides, applied, check_once, leaves, merged, on_top, place
+from flexfleet.config.dotted import FIELDS, SHORT, Overrides, applied, check_once, leaves, locate, merged, on_top, place
 from flexfleet.config.explain import quoted
 from flexfleet.config.form import restore_integers
 from flexfleet.config.local_code import local_name, to_a_file
@@ -103,7 +103,7 @@ class Arguments:
             uri, experiment, _ = self._active_run
             chosen = values["tracking"]["experiment"] or experiment
             values = {**values, "tracking": {"mlflow": uri, "experiment": chosen}}
-        data = self._data.get(values["dataset"]["name"])
+        data = self._data.get(leaves(values).get("dataset.name", ""))
         if data is not None and data.natural_client is not None:
             if "partition.alpha" in given and "partition.rule" not in given:
                 raise ConfigError(
@@ -125,8 +125,7 @@ def check_keywords(given: Mapping[str, Any], known: Collection[str]) -> None:
         if name in known:
             continue
         defaults = leaves(Config().model_dump(exclude={"tune"})) if "options" in known and name != "name" else {}
-        paths = [path for path in defaults if path.rpartition(".")[2] in (name, f"{name}s")]
-        path = min(paths, key=lambda path: (path not in FIELDS, not path.startswith("training.")), default="")
+        path = locate(name, defaults)
         if path in FIELDS:
             cure = f". Use {FIELDS[path]}="
         elif path:

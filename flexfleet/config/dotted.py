@@ -66,6 +66,15 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def locate(name: str, known: Mapping[str, Any]) -> str:
+    """Return the dotted name in `known` whose last part is `name`, to suggest this parameter. Return "" if no parameter
+    matches. Parameters with a short name come first, then parameters of `training`. `kubernetes.data` does not match,
+    because users who write `data` mean the data set."""
+    last = {path: path.rpartition(".")[2] for path in leaves(known) if path != "kubernetes.data"}
+    paths = [path for path in last if last[path] in (name, f"{name}s")]
+    return min(paths, key=lambda path: (path not in FIELDS, not path.startswith("training.")), default="")
+
+
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a copy of `value` in which `change` is applied to each value inside nested mappings and lists."""
     if isinstance(value, Mapping):

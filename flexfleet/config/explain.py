@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from fl_engine.core.errors import ConfigError, FlexfleetError, masked, nearest, together
 from fl_engine.core.registry import COMPLETE, UNKNOWN
-from flexfleet.config.dotted import SHORT
+from flexfleet.config.dotted import SHORT, leaves, locate
 
 EXPECTED = "input should be "
 """Text with which most pydantic messages begin, in lower case."""
@@ -37,7 +37,7 @@ def config_error(error: ValidationError, values: Any, known: Mapping[str, Any], 
         kind, got = each["type"], quoted(each["input"])
         if kind == "value_error" or kind == COMPLETE:
             wrong.append(_own_error(path, each, got))
-        elif message := _unknown(path, beside, each, got):
+        elif message := _unknown(path, beside, known, each, got):
             wrong.append(ConfigError(message, code="config.unknown", path=path))
         elif not any(other[: len(names)] == names != other for other, _, _ in found):
             # The value as a whole is invalid. For a union, pydantic reports one error for each type, so collect them.
@@ -64,16 +64,18 @@ def _own_error(path: str, error: Any, got: str) -> ConfigError:
     return ConfigError(f"{path}: {text}" if is_section else f"{path}: {text}, got {got}", path=path)
 
 
-def _unknown(path: str, beside: Sequence[str], error: Any, got: str) -> str:
+def _unknown(path: str, beside: Sequence[str], known: Mapping[str, Any], error: Any, got: str) -> str:
     """Return the message for an unknown parameter, or for a section that is not a mapping; "" for other errors."""
     kind, last = error["type"], path.rpartition(".")[2]
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        hint = nearest(last, beside) if beside else ""
+        dotted = locate(path, known)
+        hint = f" (did you mean {dotted!r}?)" if dotted else nearest(last, beside) if beside else ""
         return f"unknown parameter {path!r}" + (f": its dotted name is {SHORT[path]}" if path in SHORT else hint)
     if kind == UNKNOWN:
         return f"unknown parameter {path!r}{nearest(last, error['ctx']['known'])}"
     if error["msg"] == "Input should be an object":
-        inner = SHORT.get(path, f"{path}.<name>")
+        inside = (each for each in leaves(known) if each.startswith(f"{path}."))
+        inner = SHORT.get(path) or next(inside, f"{path}.<name>")
         return f"{path} is a section, got {got}. Set a parameter in it, e.g. {inner}"
     return ""
 

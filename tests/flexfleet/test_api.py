@@ -388,6 +388,7 @@ def test_data_with_owners_stay_with_their_clients(tmp_path: Path, own_folder: No
         ({"rounds.stopp": 4}, {}, "rounds.stopp"),
         ({3: 4}, {}, "options"),
         ({"rounds": 3}, {}, "rounds"),
+        ({"dataset": "digits"}, {}, "dataset"),
         ({"learning_rate": 0.1}, {}, "learning_rate"),
         (None, {"dataset": (np.zeros((4, 2)), np.zeros(4))}, "dataset.name"),
         (None, {"algorithm": 3}, "algorithm.name"),
@@ -407,6 +408,7 @@ def test_wrong_argument_is_named(options: Any, keywords: Any, path: str) -> None
         ("batch_size", "{'training.batch_size': 3}"),
         ("momentum", "{'training.momentum': 3}"),
         ("device", "{'run.devices': [3]}"),
+        ("data", "'dataset'"),
     ],
 )
 def test_unknown_keyword_names_the_right_one(keyword: str, instead: str) -> None:

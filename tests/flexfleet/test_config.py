@@ -33,6 +33,8 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
     ("given", "named", "near"),
     [
         ("sed=1", "sed", "seed"),
+        ("lr=0.1", "lr", "training.lr"),
+        ("data=digits", "data", "dataset"),
         ("rounds.stp=3", "rounds.stp", "stop"),
         ("fleet.tiers=[{name: a, share: 1.0, memry: 50.0}]", "memry", "memory"),
         ("algorithm.kd_wait=3", "algorithm.kd_wait", "kd_weight"),

@@ -151,6 +151,11 @@ def test_what_cannot_be_plugged_in_is_named(plugin: str, section: str, name: str
     assert name in refused(f"{section}.name='{name}'")
 
 
+def test_misspelled_class_or_codec_section_is_corrected(plugin: str) -> None:
+    assert "did you mean 'Mine'" in refused(f"algorithm.name={plugin}:Mined")
+    assert "codec.up.name" in refused(f"codec.up={plugin}:Mine")
+
+
 @pytest.mark.parametrize("name", ["ownpackage.things:Nothing", "ownpackage.things:NOT_AN_ALGORITHM", "digitz"])
 def test_a_data_set_that_is_none_is_named(flexfleet: Any, plugin: str, name: str) -> None:
     assert name in processes.refused(flexfleet("check", sets=[f"dataset.name={name}"]))
