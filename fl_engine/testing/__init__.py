@@ -1,6 +1,8 @@
 """Conformance test suites for built-in and user-defined algorithms, backends, codecs, networks and data sets."""
 
+import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -10,6 +12,19 @@ from fl_engine.training.isolation import isolated
 # Without this call, pytest explains failed assertions only in test files.
 NAMES = ("algorithms", "backends", "client_state", "codecs", "datasets", "models", "rounds", "tiny")
 pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in NAMES))
+
+SUITES = {
+    "AlgorithmSuite": "algorithms", "BackendSuite": "backends", "ClientStateSuite": "client_state",
+    "CodecSuite": "codecs", "DatasetSuite": "datasets", "ModelSuite": "models",
+}  # fmt: skip
+"""Map each suite to its module, which is imported when the suite is first used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in SUITES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{SUITES[name]}"), name)
+
 
 # Examples may share function-scoped fixtures, because sites, states and networks are immutable.
 SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.differing_executors, HealthCheck.too_slow]

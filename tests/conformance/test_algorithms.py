@@ -163,8 +163,7 @@ OWN_PROJECT = """
 import pytest
 import torch
 from fl_engine.algorithms import FedPer
-from fl_engine.testing.algorithms import AlgorithmSuite
-from fl_engine.testing.client_state import ClientStateSuite
+from fl_engine.testing import AlgorithmSuite, ClientStateSuite
 from fl_engine.testing.tiny import TRAINING
 
 class TestMine(ClientStateSuite, AlgorithmSuite):
