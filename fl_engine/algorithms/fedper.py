@@ -31,7 +31,7 @@ class FedPer(FedAvg):
             head = [name for name in layout.slots if name.rpartition(".")[0] == last]
             if any(sizes[name][:1] != (layout.groups[HEAD],) for name in head):
                 raise ModelError(
-                    f"{type(self).__name__} requires that a network defines its output layer last, got {last}"
+                    f"{type(self).__name__} requires a network whose last layer is the output layer, got {last}"
                 )
         return {name: tuple(sizes[name]) for name in head}
 

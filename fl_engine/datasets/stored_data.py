@@ -94,7 +94,7 @@ def read(root: Path, name: str) -> Data:
     try:
         value = folder.get(ABOUT)
         stored = _STORED.get(key)
-        if stored is not None and _key(stored, value) == key:  # the user may have changed the arrays
+        if stored is not None and _key(stored, value) == key:  # check that the user has not changed the arrays
             return stored
         about = json.loads(value)
         TASK.kind(about["task"]["name"])  # check that the task's class can be imported

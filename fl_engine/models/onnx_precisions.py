@@ -209,7 +209,7 @@ def _write_fp16(network: RawNetwork, data: Data, target: Path) -> None:
             if before is None or before.op_type != "Transpose":
                 continue
             (order,) = (list(a.ints) for a in before.attribute if a.name == "perm")
-            if order[-1] == len(order) - 1:  # ONNX Runtime fuses only transposes that keep the last axis.
+            if order[-1] == len(order) - 1:  # ONNX Runtime fuses a transpose only if it keeps the last axis.
                 same = f"{node.name}_input{index}"
                 shape = numpy_helper.from_array(np.zeros(len(order), dtype=np.int64), f"{same}_shape")  # 0: unchanged
                 graph.initializer.append(shape)

@@ -83,7 +83,7 @@ def replay(run: Run, initial: Any, backend: Backend, ledger: Ledger, round: int,
         pending = scratch.pending if run.options.mode == "buffered" else None
         clients = Clients(backend, None, states=states, pending=pending)
         last = None
-        if states is None and pending is None:  # Old client states and pending updates are deleted during the run.
+        if states is None and pending is None:  # Otherwise start at round 0, because old states have been deleted.
             last = max((each for each in ledger.checkpoints.with_state() if each < round), default=None)
         progress, _ = load_progress(initial, ledger, last)
         run = replace(run, options=run.options.model_copy(update={"evaluate_every": NEVER}), evaluation=None)

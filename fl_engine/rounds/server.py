@@ -43,7 +43,7 @@ class ServerSite:
 
     def train(self, task: LocalTask, params: Params) -> Params:
         x, y = self.data.train_x.to(self.device), self.data.train_y.to(self.device)
-        # Sums depend on the order of the parameters, but files do not preserve the order.
+        # Restore the parameters' order, which files do not preserve, because sums depend on the order.
         ordered = {name: params[name] for name in self.site.layout.slots if name in params}
         job = local.TrainingJob(task, ordered, self.data.normalise(x), y)
         (trained,) = local.train(self.site.family, self.data.task, [job], self.site.numerics)

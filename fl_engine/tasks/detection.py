@@ -86,7 +86,7 @@ class Detection:
     def check(self, y: Tensor, what: str) -> Tensor:
         if not y.is_floating_point() or y.dim() != 3 or y.shape[1:] != (self.most, 5):
             raise DataError(
-                f"{what}: boxes must be floats with the shape (N, {self.most}, 5), got "
+                f"{what}: boxes must be floats of shape (N, {self.most}, 5), got "
                 f"{str(y.dtype).removeprefix('torch.')} {tuple(y.shape)}. Each row contains (category, centre x, "
                 f"centre y, width, height). Empty rows have category {boxes.NONE}"
             )
@@ -275,7 +275,7 @@ def _scorer() -> tuple[Any, Any]:
 
 
 def _map50(found: NDArray[np.float64], wanted: NDArray[np.float64], categories: int) -> float:
-    """Return the mAP-50 of the detections `found` for the targets `wanted`, both with the shape (images, boxes, 6)."""
+    """Return the mAP-50 of the detections `found` for the targets `wanted`, both of shape (images, boxes, 6)."""
     catalogue_of, scorer_of = _scorer()
 
     def listed(rows: NDArray[np.float64]) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ class Regression:
             y = y[:, None]
         if y.is_complex() or y.dtype == torch.bool or y.dim() != 2 or y.shape[1] != self.outputs:
             raise DataError(
-                f"{what}: targets must be numbers with the shape (N, {self.outputs}), got "
+                f"{what}: targets must be numbers of shape (N, {self.outputs}), got "
                 f"{str(y.dtype).removeprefix('torch.')} {tuple(y.shape)}. Set the number of targets per sample with "
                 "Regression(outputs=...)"
             )

@@ -53,9 +53,7 @@ class Segmentation(Distilled):
     def check(self, y: Tensor, what: str) -> Tensor:
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool or y.dim() != 3:
             kind = str(y.dtype).removeprefix("torch.")
-            raise DataError(
-                f"{what}: categories must be integers with the shape (N, H, W), got {kind} {tuple(y.shape)}"
-            )
+            raise DataError(f"{what}: categories must be integers of shape (N, H, W), got {kind} {tuple(y.shape)}")
         wrong = ((y < 0) | (y >= self.categories)) & (y != VOID)
         if bool(wrong.any()):
             raise DataError(

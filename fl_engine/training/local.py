@@ -210,7 +210,7 @@ class Session:
         for name, tensor in moments.items():
             # The optimizer's kernels require the same memory layout for weights and moments.
             like = self._state.get(name.partition("/")[2], self.total) if tensor.dim() else tensor
-            # If the precision has changed, convert the optimizer's moments to the type of the weights.
+            # If the precision has changed, convert the optimizer's moments to the dtype of the weights.
             kind = tensor.dtype if like is self.total else like.dtype
             self._moments[name] = torch.empty_like(like, dtype=kind, device=self._device).copy_(tensor)
         for name, stream in self._streams.items():

@@ -24,7 +24,7 @@ def stepper(optimizer: SGD | Adam, weights: Params, moments: Params) -> Callable
     """
     o = optimizer
     named = list(weights.items())
-    # On a CPU, torch's fused kernels return wrong results for float16 weights (torch 2.13).
+    # On a CPU, the fused kernels of torch 2.13 return wrong results for float16 weights.
     half = any(w.dtype == torch.float16 for w in weights.values())
     shared = any(len(w) > 1 for w in weights.values())
     fused = not half and not (shared and isinstance(o, SGD) and not _is_exact(o.momentum))

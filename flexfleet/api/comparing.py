@@ -110,7 +110,7 @@ class Comparison:
 
     def __init__(self, folder: str | Path) -> None:
         """Open a comparison. Raises ConfigError if the folder does not contain a finished comparison."""
-        self.folder = path_of(folder).absolute()  # a notebook may change its working directory
+        self.folder = path_of(folder).absolute()  # a notebook may change the working directory later
         if not (self.folder / "comparison.json").is_file():
             raise ConfigError(
                 f"{self.folder} has no comparison.json, so it is not a finished comparison. Continue a "

@@ -85,7 +85,7 @@ class Result:
             ConfigError: The folder does not contain a run.
             IntegrityError: A file has changed since the run finished.
         """
-        self.folder = path_of(folder).absolute()  # a notebook may change its working directory
+        self.folder = path_of(folder).absolute()  # a notebook may change the working directory later
         self._made: Resolved | None = None
         check_is_folder(self.folder)
         if not (self.folder / "run.json").is_file():
@@ -154,7 +154,7 @@ class Result:
 
     @property
     def config(self) -> dict[str, Any]:
-        return copy.deepcopy(self._run.config)  # return a copy, because the user may change it
+        return copy.deepcopy(self._run.config)  # return a copy, because callers may change the result
 
     @cached_property
     def status(self) -> str:
@@ -237,7 +237,7 @@ class Result:
     # -------------------------------------------------------------------------------------------------- model
     @property
     def params(self) -> Params:
-        return {name: tensor.clone() for name, tensor in self._params.items()}  # the user may change these copies
+        return {name: tensor.clone() for name, tensor in self._params.items()}  # copies, which callers may change
 
     @cached_property
     def _params(self) -> Params:

@@ -138,7 +138,7 @@ class Study:
 
     def __init__(self, folder: str | Path) -> None:
         """Open a study. Raises ConfigError if the folder does not contain a finished study."""
-        self.folder = path_of(folder).absolute()  # a notebook may change its working directory
+        self.folder = path_of(folder).absolute()  # a notebook may change the working directory later
         if not (self.folder / "tune.json").is_file():
             raise ConfigError(
                 f"{self.folder} is not a finished study, because it has no tune.json. Continue a stopped study with "

@@ -266,7 +266,7 @@ def _ledgers(store_uri: str, name: str, prefixes: list[str]) -> NewRounds:
                 continue
             try:
                 rows = Checkpoints(open_store(f"{store_uri.rstrip('/')}/{folder}")).rows(lines=False)
-            except IntegrityError:  # the coordinator removed a listed file; the next call reads a newer file
+            except IntegrityError:  # the coordinator has just removed a listed file, so wait for the next call
                 continue
             run = folder.removeprefix(name).strip("/-")
             new += [(run, row) for row in rows if row.round > last.get(folder, -1)]

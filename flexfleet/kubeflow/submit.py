@@ -187,7 +187,7 @@ def _check_values(name: str, values: Mapping[str, Any]) -> None:
         from flexfleet.experiments import nightly, nightly_suite, published_suites
 
         suite, known_suites = values["suite"], published_suites.names(nightly_suite.FOLDER)
-        if suite not in known_suites:  # the image does not contain suites from this machine
+        if suite not in known_suites:  # the image contains only the built-in suites
             message = f"suite must be a suite of flexfleet ({', '.join(known_suites)}), got {suite!r}"
             raise ConfigError(message, code="config.unknown", path="suite")
         overrides = forms.overrides_from({"mlflow_uri": "", "store_uri": values["store_uri"]}, advanced)

@@ -75,7 +75,7 @@ def federate(
     lock = nullcontext() if locked else folder_lock(out)
     with lock, nullcontext() if config.run.remote is None else run_lock.hold(store) as held:
         if config.run.remote is not None:
-            resume.fetch_run(store, out)  # the run may have started on another machine
+            resume.fetch_run(store, out)  # download run.json, because the run may have started on another machine
         known = resume.known_run(config, out, attempt.resume)
         if known:
             resume.same_place(known, config, run_id, out)
@@ -129,7 +129,7 @@ def federate(
             others = (known.numerics,) if differing(known.numerics, record.numerics) else ()
             record = record.model_copy(update={"earlier_numerics": known.earlier_numerics + others})
         loop.check_end(ledger, config.rounds, attempt.discard_damaged)  # check before writing run.json
-        FolderStore(out).delete(MANIFEST)  # the manifest describes outdated results
+        FolderStore(out).delete(MANIFEST)  # delete the manifest, which describes outdated results
         store.delete(MANIFEST)
         if wheel is not None:  # store the wheel before run.json refers to it
             FolderStore(out).put(store_key(sha256(wheel)), wheel)

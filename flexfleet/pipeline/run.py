@@ -65,7 +65,7 @@ def run(
     check_free(out, attempt.resume)
     if (out / "central.json").exists():
         raise ConfigError(f"{out} contains a central training run. Choose another --run-id")
-    if not (out / "run.json").exists():  # check before the folder is created
+    if not (out / "run.json").exists():  # run all checks before creating the folder
         if config.run.remote is None:
             check_recorded(store_of(config, run_id, out), out)
         check(resolved)

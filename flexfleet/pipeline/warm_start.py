@@ -73,8 +73,8 @@ def _that_are_sent(family: ModelFamily, found: Params, where: str) -> Params:
     for name in found.keys() & constants.keys():
         if not torch.equal(found[name].to(constants[name].dtype), constants[name]):
             raise ConfigError(
-                f"model.{INIT}: the constant {name} in {where} differs from the network's. Build the network with the "
-                "same constants"
+                f"model.{INIT}: the constant {name} in {where} differs from the network's constant. Build the network "
+                "with the same constants"
             )
     left_out = {*constants, *(name for name in found if name.endswith(COUNTER) and name not in names)}
     return {name: tensor for name, tensor in found.items() if name not in left_out}

@@ -95,7 +95,7 @@ def inline(figure: Any, name: str, alt: str) -> str:
     _, _, rest = body.partition(">")
     box = re.search(r'viewBox="0 0 ([\d.]+) [\d.]+"', body)
     assert box is not None, "matplotlib always writes a viewBox"
-    size = f"width:100%;max-width:{1.5 * float(box[1]):.0f}px"  # the largest font size is 15 px
+    size = f"width:100%;max-width:{1.5 * float(box[1]):.0f}px"  # a font of size 10 is shown with at most 15 px
     names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     start = f'<svg {names} id="{name}" {box[0]} style="{size}" role="img" aria-label="{html.escape(alt)}">'
     return start + rest.strip()

@@ -184,7 +184,7 @@ def pool_widths(pool: PoolFile, apoz: Apoz | None = None, name: str = "pool") ->
         grid = figure.add_gridspec(2, 1, height_ratios=(3, 1)) if scores else figure.add_gridspec(1, 1)
         top = figure.add_subplot(grid[0])
         edges, handles = np.arange(n + 1) - 0.5, []
-        # Plot the largest level first, so that the smaller of two equal levels remains visible.
+        # Plot the largest level first, so that of two overlapping lines the smaller level's remains visible.
         for m in reversed(pool.levels):
             share = [100 * m.widths[g] / pool.groups[g] for g in groups]
             look = {"color": colours[m.name], "linewidth": 2, "linestyle": "-" if m.dispatched else (0, (4, 1.5))}

@@ -285,7 +285,7 @@ def ending(tracker: Tracker | None, *silent: type[BaseException]) -> Iterator[No
 
 
 def _finish(tracker: Tracker, status: str) -> None:
-    with suppress(Exception):  # the error that stopped the run is more important
+    with suppress(Exception):  # do not replace the error that stopped the run
         tracker.finish(status)
 
 
