@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from fl_engine.core.contracts import ModelFamily, TakesTokens
 from fl_engine.core.errors import ModelError
+from fl_engine.core.samples import outputs_of
+from fl_engine.core.task import Task, has_maps
 from fl_engine.core.types import FULL, Axis, Keep, ParamLayout, Params, Pool, SubmodelSpec
 
 
@@ -194,6 +196,16 @@ def made_up(family: ModelFamily, count: int, generator: torch.Generator | None =
             return torch.zeros(shape, dtype=torch.int64)
         return torch.randint(0, family.vocabulary, shape, generator=generator)
     return torch.zeros(shape) if generator is None else torch.randn(shape, generator=generator)
+
+
+def random_targets(family: ModelFamily, task: Task, x: Tensor, generator: torch.Generator) -> Tensor:
+    """Return random targets for the samples `x`. Maps have the size of the network's outputs."""
+    y = task.examples(len(x), generator)
+    if not has_maps(task):
+        return y
+    with torch.no_grad():
+        out = outputs_of(runnable(family, FULL, initial_params(family, 0)).eval()(x[:1]))[-1]
+    return y[:, :1, :1].expand(-1, *out.shape[2:]).contiguous()
 
 
 def initial_params(family: ModelFamily, seed: int) -> Params:

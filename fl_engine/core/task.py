@@ -142,6 +142,12 @@ def has_maps(task: Task) -> bool:
     return bool(getattr(task, "maps", False))
 
 
+def is_rowwise(task: Task) -> bool:
+    """Return whether the loss of a sample has the same bits in every batch. Other losses use elementwise functions such
+    as exp, which torch rounds differently for the last elements of a tensor."""
+    return bool(getattr(task, "rowwise", False))
+
+
 def class_names(task: Task) -> tuple[str, ...]:
     """Return the names of the classes. The result is empty if the task does not have class names."""
     return tuple(getattr(task, "names", ()))

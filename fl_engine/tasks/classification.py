@@ -67,6 +67,7 @@ class Classification(Distilled):
     """Class names; may be empty."""
 
     name: ClassVar[str] = "classification"
+    rowwise: ClassVar[bool] = True
     metric: ClassVar[Metric] = Metric("accuracy", low=0.0, high=1.0)
     among_five: ClassVar[Metric] = Metric("top5", low=0.0, high=1.0)
     label_word: ClassVar[str] = "class"

@@ -40,6 +40,7 @@ class NextToken(Distilled):
     """Tokens that count for the loss but not for `accuracy`, such as OOV and the start and end of a sequence."""
 
     name: ClassVar[str] = "next_token"
+    rowwise: ClassVar[bool] = True
     metric: ClassVar[Metric] = Metric("accuracy", low=0.0, high=1.0)
     of_all: ClassVar[Metric] = Metric("accuracy_all", low=0.0, high=1.0)
     sequences: ClassVar[bool] = True

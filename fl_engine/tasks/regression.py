@@ -25,6 +25,7 @@ class Regression:
     """Number of quantile bins of the first target, which partition rules use as labels; 0: no labels."""
 
     name: ClassVar[str] = "regression"
+    rowwise: ClassVar[bool] = True
     metric: ClassVar[Metric] = Metric("r2", high=1.0)
     error: ClassVar[Metric] = Metric("mae", higher_is_better=False, low=0.0)
     label_word: ClassVar[str] = "quantile bin"

@@ -1,5 +1,5 @@
 """Small data sets and networks for tasks other than image classification: regression, classification of token sequences
-and time series, next-word prediction, and object detection."""
+and time series, next-word prediction, object detection, multi-label classification, and segmentation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fl_engine.core import seeds
 from fl_engine.core.boxes import NONE
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.samples import Data
-from fl_engine.core.task import Task
+from fl_engine.core.task import VOID, Task
 from fl_engine.core.types import HEAD, Axis
 from fl_engine.data.transforms import byte_statistics
 from fl_engine.datasets import Source
@@ -25,7 +25,7 @@ from fl_engine.models.layers import LayerMaker
 from fl_engine.models.network import Network
 from fl_engine.models.recurrent import CasasBiLSTM, Steps
 from fl_engine.models.text import TextTransformer
-from fl_engine.tasks import Classification, Detection, NextToken, Regression
+from fl_engine.tasks import Classification, Detection, Multilabel, NextToken, Regression, Segmentation
 from fl_engine.testing.tiny import CLIENTS, SAMPLES
 
 FEATURES = 6
@@ -84,6 +84,23 @@ class TinyDetector(Network):
         first, second = Axis("conv1"), Axis("conv2")
         conv1 = OrderedDict(conv=make.conv(self.input_shape[0], first, 3, 2), relu=nn.ReLU())
         conv2 = OrderedDict(conv=make.conv(first, second, 3, 2), relu=nn.ReLU())
+        head = make.conv(second, Axis(HEAD), 1)
+        return nn.Sequential(OrderedDict(conv1=nn.Sequential(conv1), conv2=nn.Sequential(conv2), head=head))
+
+
+@dataclass(frozen=True)
+class TinySegmenter(Network):
+    """Network of two convolutions: images (B, C, H, W) -> (B, outputs, H, W)."""
+
+    input_shape: tuple[int, ...] = (1, 8, 8)
+    outputs: int = 3
+
+    channels_of: ClassVar[Mapping[str, int]] = {"conv1": 8, "conv2": 8}
+
+    def build(self, make: LayerMaker) -> nn.Module:
+        first, second = Axis("conv1"), Axis("conv2")
+        conv1 = OrderedDict(conv=make.conv(self.input_shape[0], first, 3), relu=nn.ReLU())
+        conv2 = OrderedDict(conv=make.conv(first, second, 3), relu=nn.ReLU())
         head = make.conv(second, Axis(HEAD), 1)
         return nn.Sequential(OrderedDict(conv1=nn.Sequential(conv1), conv2=nn.Sequential(conv2), head=head))
 
@@ -161,6 +178,22 @@ def tiny_boxes() -> Data:
     return _data("tiny_boxes", Detection(categories, most), x, y, *byte_statistics(x[:TRAINED]))
 
 
+def tiny_labels() -> Data:
+    """Return vectors of six features for multi-label classification. A label is 1 if the sum of two features is
+    positive."""
+    x = seeds.rng(0, "tiny labels").normal(size=(TRAINED + TESTED, FEATURES)).astype(np.float32)
+    return _data("tiny_labels", Multilabel(3), x, (x[:, :3] + x[:, 3:] > 0).astype(np.float32))
+
+
+def tiny_masks() -> Data:
+    """Return noisy images with a dark left part and a bright right part. The targets ignore one column."""
+    rng = seeds.rng(0, "tiny masks")
+    y = np.where(np.arange(8) < rng.integers(2, 7, (TRAINED + TESTED, 8, 1)), 1, 2)
+    x = np.clip(rng.normal(128 * y - 64, 40)[:, None], 0, 255).astype(np.uint8)
+    y[:, :, 4] = VOID
+    return _data("tiny_masks", Segmentation(3), x, y.astype(np.uint8), *byte_statistics(x[:TRAINED]))
+
+
 TABLE = Source("generated table with a number to predict", lambda root: tiny_table())
 SEQUENCES = Source("generated token sequences in three classes", lambda root: tiny_sequences())
 TEXT = Source("generated sentences for next-word prediction", lambda root: tiny_text())
@@ -175,5 +208,7 @@ KINDS: dict[str, tuple[ModelFamily, Data]] = {
     ),
     "series": (TinyLSTM(), tiny_series()),
     "detection": (TinyDetector(), tiny_boxes()),
+    "multilabel": (TinyMLP(outputs=3), tiny_labels()),
+    "segmentation": (TinySegmenter(), tiny_masks()),
 }
 """A network and a data set for each task other than image classification."""

@@ -29,7 +29,7 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.fields import STRICT
 from fl_engine.core.samples import Data
-from fl_engine.core.slicing import full_shapes, is_statistic, made_up, shapes, take
+from fl_engine.core.slicing import full_shapes, is_statistic, made_up, random_targets, shapes, take
 from fl_engine.core.system import exit_text, of_posix, without_main
 from fl_engine.core.types import LocalTask, Params, Pool, SubmodelSpec
 from fl_engine.training.local import TrainingJob, train
@@ -95,7 +95,7 @@ class TrialSite:
     def job(self, trial: LevelTrial, sent: Params, x: Tensor) -> TrainingJob:
         """Return a training job with the received weights `sent`, the samples `x` and random targets."""
         received = take(sent, self.family.layout(), trial.task.spec, have=trial.sent)
-        y = self.data.task.examples(len(x), torch.Generator().manual_seed(0))
+        y = random_targets(self.family, self.data.task, x, torch.Generator().manual_seed(0))
         return TrainingJob(trial.task, received, x.to(self.device), y.to(self.device))
 
 

@@ -16,7 +16,7 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samples import outputs_of
 from fl_engine.core.slicing import blank, is_statistic, take
-from fl_engine.core.task import Task
+from fl_engine.core.task import Task, is_rowwise
 from fl_engine.core.types import FULL, HEAD, Axis, LocalTask, ParamLayout, Params, SubmodelSpec
 from fl_engine.training import lanes, losses
 from fl_engine.training.lanes import LaneNetwork
@@ -132,6 +132,31 @@ def objective_of(setting: Setting) -> Objective:
     def rows(outputs: Tensor) -> Tensor:
         return outputs.float().reshape(len(outputs) * n, -1, *outputs.shape[2:])
 
+    def by_lane(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        parts = [[p.contiguous() for p in t.view(-1, n, *t.shape[1:]).unbind(1)] for t in tensors]
+        return [[part[i] for part in parts] for i in range(n)]
+
+    def losses_of_rows(
+        outputs: Sequence[Tensor], soft: Sequence[Tensor], held: Sequence[Tensor], wanted: Tensor
+    ) -> Tensor:
+        if held:
+            outputs = [losses.mask_absent(each, held[0]) for each in outputs]
+            soft = [losses.mask_absent(each, held[0]) for each in soft]
+        if task.sandwich is not None:
+            return losses.of_sandwich(goal, outputs, wanted, task.sandwich.weight, task.sandwich.temperature)
+        if task.exits is not None:
+            e = task.exits
+            loss = losses.of_exits(goal, outputs, wanted, e.weights)
+            if e.kd_weight > 0 and len(outputs) > 1:
+                distil = losses.distil_from_last if e.teachers == "last" else losses.distil_mutually
+                loss = loss + e.kd_weight * distil(goal, outputs, e.temperature)
+            return loss
+        loss = goal.loss(outputs[-1], wanted)
+        if task.distillation is not None and soft:
+            d = task.distillation
+            loss = loss + d.weight * losses.self_distillation(goal, outputs[-1], soft, d.temperature)
+        return loss
+
     def objective(x: Tensor, y: Tensor) -> Tensor:
         update_teachers()
         with setting.numerics.autocast(setting.device):
@@ -139,25 +164,13 @@ def objective_of(setting: Setting) -> Objective:
             with torch.no_grad():
                 soft = [rows(outputs_of(teacher(x))[-1]).detach() for teacher in teachers]
         outputs = tuple(rows(each) for each in outputs_of(out))
-        if present is not None:
-            held = present.repeat(len(x), 1)
-            outputs = tuple(losses.mask_absent(each, held) for each in outputs)
-            soft = [losses.mask_absent(each, held) for each in soft]
-        wanted = y.flatten(0, 1)
-        if task.sandwich is not None:
-            loss = losses.of_sandwich(goal, outputs, wanted, task.sandwich.weight, task.sandwich.temperature)
-        elif task.exits is not None:
-            e = task.exits
-            loss = losses.of_exits(goal, outputs, wanted, e.weights)
-            if e.kd_weight > 0 and len(outputs) > 1:
-                distil = losses.distil_from_last if e.teachers == "last" else losses.distil_mutually
-                loss = loss + e.kd_weight * distil(goal, outputs, e.temperature)
+        held = [] if present is None else [present.repeat(len(x), 1)]
+        if is_rowwise(goal) or n == 1:
+            loss = losses_of_rows(outputs, soft, held, y.flatten(0, 1)).view(len(x), n).T
         else:
-            loss = goal.loss(outputs[-1], wanted)
-            if task.distillation is not None and soft:
-                d = task.distillation
-                loss = loss + d.weight * losses.self_distillation(goal, outputs[-1], soft, d.temperature)
-        return loss.view(len(x), n).T.contiguous().mean(1)  # Without contiguous(), sums would round differently.
+            arguments = zip(by_lane(outputs), by_lane(soft), by_lane(held), y.unbind(1), strict=True)
+            loss = torch.stack([losses_of_rows(o, s, h, wanted.contiguous()) for o, s, h, wanted in arguments])
+        return loss.contiguous().mean(1)  # Without contiguous(), sums would round differently.
 
     return objective
 

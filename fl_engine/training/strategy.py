@@ -15,7 +15,7 @@ import torch
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.costs import count_params, macs_of
-from fl_engine.core.slicing import blank, initial_params, made_up
+from fl_engine.core.slicing import blank, initial_params, made_up, random_targets
 from fl_engine.core.task import Task
 from fl_engine.core.types import FULL, SGD, LocalTask
 from fl_engine.training import local
@@ -74,7 +74,8 @@ def batched(
 def _agrees(family: ModelFamily, goal: Task, batch_size: int, precision: Precision) -> bool:
     """Return True if a training step of two clients in lanes equals two separate steps, up to rounding."""
     generator = torch.Generator().manual_seed(seeds.derive(0, "strategy"))
-    x, y = made_up(family, batch_size, generator), goal.examples(batch_size, generator)
+    x = made_up(family, batch_size, generator)
+    y = random_targets(family, goal, x, generator)
     task = LocalTask(FULL, SGD(0.01), epochs=1, batch_size=batch_size, drop_last=True, seed=0)
     jobs = [local.TrainingJob(replace(task, seed=i), initial_params(family, i), x, y) for i in range(2)]
     alone = local.train(family, goal, jobs, Numerics(precision=precision))

@@ -17,7 +17,7 @@ from fl_engine.core import seeds
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, first_line, together
 from fl_engine.core.pool import pool_of
-from fl_engine.core.slicing import initial_params, made_up, take
+from fl_engine.core.slicing import initial_params, made_up, random_targets, take
 from fl_engine.core.types import OwnOptimizer, RoundPlan, TaskContext
 from fl_engine.data.partition import Partition
 from fl_engine.exchange.client import Site
@@ -138,7 +138,8 @@ def _try_own(config: Config, algorithm: Algorithm, site: Site, plan: RoundPlan) 
         if number == 0:
             generator = torch.Generator().manual_seed(seeds.derive(config.seed, "own"))
             count = min(task.batch_size, 8)
-            x, y = made_up(site.family, count, generator), site.data.task.examples(count, generator)
+            x = made_up(site.family, count, generator)
+            y = random_targets(site.family, site.data.task, x, generator)
             start = take(assignment.payload, site.layout, task.spec, have=assignment.spec)
             train(site.family, site.data.task, [TrainingJob(replace(task, epochs=1, batch_size=count), start, x, y)])
 

@@ -23,13 +23,14 @@ OBJECTIVE, OPTIMIZER = f"{__name__}:loss", f"{__name__}:sgd"
 
 def loss(model: nn.Module, x: Tensor, y: Tensor, start: Mapping[str, Tensor]) -> Tensor:
     """Return the mean loss of the last exit: cross entropy of classes (B,), the squared error of numbers (B, outputs),
-    or the tiny tasks' own loss of next tokens (B, T) and of boxes (B, most, 5)."""
+    or the tiny tasks' own loss of next tokens (B, T), of boxes (B, most, 5) and of pixels (B, H, W)."""
     last = outputs_of(model(x))[-1]
     if y.dim() == 1:
         return F.cross_entropy(last, y, reduction="none").mean()
     if y.dim() == 2 and y.is_floating_point():
         return F.mse_loss(last, y)
-    return KINDS["next_token" if y.dim() == 2 else "detection"][1].task.loss(last, y).mean()
+    kind = "next_token" if y.dim() == 2 else "segmentation" if y.dtype == torch.uint8 else "detection"
+    return KINDS[kind][1].task.loss(last, y).mean()
 
 
 def sgd(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
