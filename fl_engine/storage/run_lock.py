@@ -111,7 +111,7 @@ def hold(store: Store, ttl_s: float | None = None, heartbeat_s: float = HEARTBEA
             break
     if store.create(_key(newest + 1), b""):
         raise EnvironmentFailure(
-            f"{store.uri()}: the server must support the header If-None-Match. Update it, or set run.remote=null"
+            f"{store.uri()}: the server must support If-None-Match. Update the server, or set run.remote=null"
         )
     store.delete(*(key for key in store.list("lease/") if _number(key) <= newest))
     lock = RunLock(store, newest + 1, mine, heartbeat_s)

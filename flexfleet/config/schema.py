@@ -312,7 +312,7 @@ class Config(Section):
         p = self.partition
         if p.rule != "local":
             if p.folders is not None:
-                raise ValueError("partition.folders requires partition.rule=local. Set this rule, or folders to null")
+                raise ValueError("partition.folders requires partition.rule=local. Set this rule, or remove folders")
             return self
         if self.run.backend == "kubernetes":
             raise ValueError("partition.rule=local requires run.backend=agents, because pods have no data of their own")
