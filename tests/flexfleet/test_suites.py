@@ -173,7 +173,7 @@ def test_rows_and_cases_are_chosen_by_name(write: Write) -> None:
         runs(name, "flex", "0", "large:training.lr=1.0")
     with pytest.raises(ConfigError, match=r"flax:training\.lr"):
         runs(write("odd", BASE + "cases: {iid: {flax:training.lr: 0.1}}"))
-    with pytest.raises(ConfigError, match="different names"):
+    with pytest.raises(ConfigError, match="must be unique"):
         runs(write("odd", BASE + "cases: {flex: {partition.rule: iid}}"))
 
 
