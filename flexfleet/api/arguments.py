@@ -107,7 +107,7 @@ class Arguments:
         if data is not None and data.natural_client is not None:
             if "partition.alpha" in given and "partition.rule" not in given:
                 raise ConfigError(
-                    "partition.alpha requires partition.rule=dirichlet. The default for data with owners is natural",
+                    "partition.alpha requires partition.rule=dirichlet. For data with owners, the default is natural",
                     code="config.conflict",
                     path="partition.alpha",
                 )
