@@ -1,8 +1,8 @@
 """Measure the effect of `rounds.norm_bound` on honest runs and on runs in which one of twenty clients is Byzantine.
 
-The Byzantine client is chosen in the same way as by `rounds.faults`, and attacks whenever it gets an assignment. Its
-attacks assume that it knows the bound and the updates of all other clients. The script takes a quarter of an hour on
-one core and writes docs/robustness/bound.json.
+The Byzantine client is chosen in the same way as by `rounds.faults`, and attacks whenever it gets an assignment. The
+attacks of this client assume that it knows the bound and the updates of all other clients. The script takes a quarter
+of an hour on one core and writes docs/robustness/bound.json.
 
 Usage:
     FLEXFLEET_DATA=... python -m benchmarks.bound        (resumes after an interruption; finished runs are kept)
@@ -58,8 +58,8 @@ ALGORITHMS = {"flexfl": ("algorithm.epsilon=5.0",), "heterofl": ("algorithm.name
 FEW = {"1 client a round": ("training.fraction=0.05", "rounds.stop=40"), "2": ("training.fraction=0.1",)}
 
 Attack = Callable[[float, float, float], float]
-"""Function that returns the factor by which the attacker multiplies its change of the weights. The arguments are the
-norm of this change before the attack, the largest accepted norm of one update, and the largest accepted mean norm."""
+"""Function that returns the factor by which the attacker multiplies its update. The arguments are the norm of the
+update before the attack, the largest accepted norm of one update, and the largest accepted mean norm."""
 ATTACKS: dict[str, Attack] = {
     "change x 90": lambda moved, once, often: 90.0,
     "change x -90": lambda moved, once, often: -90.0,
@@ -116,7 +116,7 @@ class Bad:
 
 
 def prepared(name: str, settings: tuple[str, ...]) -> tuple[Resolved, Path]:
-    """Prepare a run. Return a tuple (resolved configuration, folder with the run's partition and model pool)."""
+    """Prepare a run. Return its resolved configuration, and the folder with its partition and model pool."""
     found = Resolved.load(None, ("tracking.mlflow=null", "rounds.evaluate_every=100", *settings))
     out = STORE / name
     if not (out / "pool/pool.json").exists():

@@ -2,8 +2,8 @@
 
 Speeds are MB of float32 per CPU second of one thread, including random numbers and packing. CPU seconds are used
 because other programs hardly affect them. The naive implementation computes the level of one number after another, and
-appends the bits of the level to a string. Because this is slow, the naive implementation encodes only some of the
-numbers. The implementations alternate and produce the same levels from the same random numbers.
+appends the bits of the level to a string. This is slow, so the naive implementation encodes only some of the numbers.
+The implementations alternate and produce the same levels from the same random numbers.
 
 Usage:
     python -m benchmarks W8
@@ -86,7 +86,7 @@ def codeword(number: int) -> str:
 
 
 def number(text: str, at: int) -> tuple[int, int]:
-    """Decode the codeword at index `at`, and return (number, index of the next codeword)."""
+    """Decode the codeword at index `at`; return the number and the index of the next codeword."""
     found = 1
     while text[at] == "1":
         found, at = int(text[at : at + found + 1], 2), at + found + 1

@@ -89,7 +89,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "fedavg": (),
     "fedsgd": (),
 }
-"""Algorithms that their papers do not compare with each other.
+"""Algorithms whose papers do not compare them with each other.
 
 FjORD, Federated Dropout and DepthFL select clients like HeteroFL. FedSGD is compared with FedAvg."""
 PERSONAL: dict[str, tuple[str, ...]] = {
@@ -246,9 +246,9 @@ QUANTISED: dict[str, tuple[str, ...]] = {
     "fedavg=fedx": (_tiers(None), TUNED),
     "dadaquant": ("algorithm.fine_tuning={gamma: 0}",),
 }
-"""The comparison in section IV-D of FedX. FedX (also without the regulariser and without fine-tuning), AdaGQ and
-quantized FedAvg run with each number of bits. The run `fedavg` trains FedX's sub-networks in float32. DAdaQuant itself
-chooses the number of bits. Quantized FedAvg trains one sub-network, and its server does not have data. FedX and
+"""The comparison in section IV-D of FedX. FedX, FedX without the regulariser, FedX without fine-tuning, AdaGQ and
+quantized FedAvg each run with every number of bits. The run `fedavg` trains FedX's sub-networks in float32. DAdaQuant
+itself chooses the number of bits. Quantized FedAvg trains one sub-network, and its server does not have data. FedX and
 `fedavg` start with weights that the server has trained on its classes. All other runs start with random weights."""
 for _bits in (8, 9, 10, 11):
     QUANTISED |= {
@@ -278,8 +278,8 @@ def _medium(percent: int) -> str:
 
 
 SHARES: dict[str, tuple[str, ...]] = {f"medium{p}=fedx": (_UNEVEN, _medium(p)) for p in (0, 25, 50, 75, 100)}
-"""In each run, another fraction of the devices trains the medium sub-network with 9 bits. The other devices train the
-small sub-network with 11 bits (FedX, Fig. 5)."""
+"""In each run, a different fraction of the devices trains the medium sub-network with 9 bits. The other devices train
+the small sub-network with 11 bits (FedX, Fig. 5)."""
 TIMED = (
     "partition.clients=4",
     "partition.proxy=0.1",

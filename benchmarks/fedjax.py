@@ -3,12 +3,12 @@
 The benchmark uses FedJAX's fastest settings.
 
 The jit backend trains the clients one after another, and XLA uses both cores. The pmap backend on two CPU devices was
-slower (W3: 0.36 s instead of 0.19 s per round, W1: 1.4 s instead of 1.3 s). It fails with newer versions of JAX. JAX is
-pinned to 0.5.3, the last version that FedJAX 0.0.17 supports. Since JAX 0.6, XLA runs convolutions on one core (W1 with
-100 samples per client: 2.2 s per round with JAX 0.10, 1.3 s with JAX 0.5.3). The MLP uses XLA's older CPU runtime,
-because its launch overhead is smaller (W3: 0.09 s instead of 0.19 s per round). The CNN uses the newer runtime, because
-the older runtime is slower for the CNN. A maximum over a reshaped array replaces Haiku's max pool, because the gradient
-of the maximum is faster (46 ms instead of 77 ms per step of the CNN).
+slower (W3: 0.36 s instead of 0.19 s per round, W1: 1.4 s instead of 1.3 s). The pmap backend also fails with newer
+versions of JAX. JAX is pinned to 0.5.3, the last version that FedJAX 0.0.17 supports. Since JAX 0.6, XLA runs
+convolutions on one core (W1 with 100 samples per client: 2.2 s per round with JAX 0.10, 1.3 s with JAX 0.5.3). The MLP
+uses XLA's older CPU runtime, because its launch overhead is smaller (W3: 0.09 s instead of 0.19 s per round). The CNN
+uses the newer runtime, because the older runtime is slower for the CNN. A maximum over a reshaped array replaces
+Haiku's max pool, because the gradient of the maximum is faster (46 ms instead of 77 ms per step of the CNN).
 
 Usage:
     python -m benchmarks.fedjax W3

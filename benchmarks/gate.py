@@ -1,8 +1,8 @@
 """Let a contestant run rounds on request. A gate reads round counts from stdin and writes round times to stdout.
 
 A contestant calls `Gate.round_begins()` at the start of each round. The call blocks until the contestant's turn. The
-time of a round is the time between two calls, so it includes work between rounds. This module uses only the standard
-library, because contestants have separate environments.
+time of a round is measured from one call to the next, so it includes work between rounds. This module uses only the
+standard library, because contestants have separate environments.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ METHODS: Mapping[str, tuple[Mapping[str, Any], Codecs]] = {
     "half": ({}, Codecs(Half(), Half())),
     "qsgd": ({}, Codecs(Qsgd(), Qsgd())),
 }
-"""Map names of methods to fields of FedAvg and codecs of the run."""
+"""Map the name of each method to the fields of FedAvg and the codecs with which its run is configured."""
 
 
 def point(megabytes: float, clients: int, way: str, stop: int = 2, method: str = "mean") -> dict[str, float]:

@@ -1,11 +1,10 @@
 """Measure a coordinator's memory, files and time with many clients, updates or rounds.
 
 The case `updates` merges 100, 500 and 2,000 updates of a 10 MB model in one round, from memory or from the store, and
-reports the peak memory relative to the peak with 100 updates. Aggregation by median merges at most 1,000 updates,
-because it writes a copy of the updates to a file.
-The case `clients` trains tiny models on 1,000 of 10,000 clients per round.
-The case `rounds` commits 10,000 rounds, and reports the number and size of files. It also compares the time of a round
-in the last tenth of the run with the time in the first tenth.
+reports the peak memory relative to the peak with 100 updates. Aggregation by median is measured with at most 1,000
+updates, because it copies all updates to a file (10 GB). The case `clients` trains tiny models on 1,000 of 10,000
+clients per round. The case `rounds` commits 10,000 rounds, and reports the number and size of files. It also compares
+the time of a round in the last tenth of the run with the time in the first tenth.
 
 The benchmark takes about 15 minutes and needs 25 GB of disk space. The cases run in separate processes, because peak
 memory is measured per process.
@@ -83,8 +82,8 @@ def federate(site: Site, algorithm: Algorithm, backend: Any, ledger: Ledger, **t
 
 
 def of_updates(count: int, way: Way, robust: bool, folder: str) -> dict[str, float]:
-    """Measure a round of `count` updates of 10 MB. Return the seconds of the round and the growth of the peak memory in
-    MB."""
+    """Measure a round that merges `count` updates of 10 MB each. Return the seconds of the round, and the growth of the
+    peak memory in MB."""
     prepare_process(("cpu",))
     training = replace(TRAINING, fraction=1.0)
     algorithm = FedAvg(training, eligible="all", **({"aggregation": Median()} if robust else {}))
@@ -117,9 +116,9 @@ def of_rounds(stop: int, folder: str) -> dict[str, float]:
     Returns:
         `files`: Largest number of files in the store.
         `mb`: Size on disk at the end, in MB.
-        `seconds`: Seconds per round in the last tenth.
-        `pace`: Ratio of `seconds` to the seconds per round in the first tenth.
-        `peak_growth_mb`: Growth of the peak memory after the first tenth, in MB.
+        `seconds`: Seconds per round in the last tenth of the rounds.
+        `pace`: Ratio of `seconds` to the seconds per round in the first tenth of the rounds.
+        `peak_growth_mb`: Growth of the peak memory after the first tenth of the rounds, in MB.
     """
     prepare_process(("cpu",))
     algorithm = FlexFL(Training(fraction=0.2, epochs=1, batch_size=4, lr=0.01))

@@ -77,8 +77,8 @@ def site_of(name: str, w: Workload, numerics: Numerics = Numerics()) -> tuple[Al
 
 
 def works_of(algorithm: Any, site: Site) -> Iterator[list[Work]]:
-    """For each round, yield the work of the clients without executing it. The weights do not change, and the
-    results that the selector receives contain only the levels and sample counts of the clients.
+    """For each round, yield the training tasks of the clients without executing them. The weights do not change, and
+    the results that the selector receives contain only the levels and sample counts of the clients.
     """
     run = Run(algorithm, site, RoundsConfig())
     state = algorithm.init(initial_params(site.family, SEED), site.layout, site.fleet, site.pool, run.server)

@@ -1,7 +1,7 @@
 """Measure the peak memory of training each level of FlexFL.
 
-With `kubernetes.observe=cgroup`, flexfleet compares such a peak with the memory of a pod. M1, M2 and M3 have 25, 50 and
-100 % of the parameters. Memory is in MB of 1e6 bytes:
+With `kubernetes.observe=cgroup`, flexfleet compares the peak memory of a level with the memory of a pod. M1, M2 and M3
+have 25, 50 and 100 % of the parameters. Memory is in MB of 1e6 bytes:
 
 `tensors` is the memory of live tensors, as in `benchmarks.memory`, including the batches and the received weights.
 `resident` is the resident memory without the memory of an idle process (`fl_engine.training.memory.level_peaks`).
@@ -47,7 +47,7 @@ from fl_engine.training.numerics import SINGLE
 
 BATCH = 50
 STEPS = 2
-"""Number of measured steps. The minimum is 2, because the optimizer creates its state at the end of the first step."""
+"""Number of measured steps. Measure at least 2, because the optimizer creates its state at the end of the first."""
 
 
 def trials(family: ModelFamily, algorithm: FlexFL, batch: int) -> list[LevelTrial]:

@@ -1,8 +1,8 @@
 """Measure how much accuracy FlexFL loses on Fashion-MNIST because of Byzantine clients or private aggregation.
 
-In the first part, a fixed fraction of clients reverses its change of the weights (flip) or multiplies it by 100
-(scale). The second part measures private aggregation with many more clients and with four noise multipliers. The script
-takes a quarter of an hour on one core. It writes results.json and a chart to docs/robustness/.
+In the first part, a fixed fraction of the clients reverses the sign of its updates (flip) or multiplies its updates by
+100 (scale). The second part measures private aggregation with many more clients and with four noise multipliers. The
+script takes a quarter of an hour on one core. It writes results.json and a chart to docs/robustness/.
 
 Usage:
     python -m benchmarks.robustness        (resumes after an interruption; finished runs are kept)
@@ -59,7 +59,7 @@ AGGREGATIONS = {
     "median": "{name: median}",
     "median_clipped": "{name: median, clip: 0.5}",
 }
-"""Map labels to aggregations. The weight changes of honest clients have norms from 0.2 to 1."""
+"""Map labels to aggregations. The updates of honest clients have norms from 0.2 to 1."""
 MANY = (
     *COMMON,
     "dataset.train_samples=21000",

@@ -29,8 +29,8 @@ class Workload:
     peers: tuple[str, ...] = ("naive",)
 
     def data(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Return a tuple: random uint8 samples (clients, samples, *shape), and targets (clients, samples). Class labels
-        are int64, and regression targets are float32.
+        """Generate random uint8 samples of shape (clients, samples, *shape) and targets of shape (clients, samples).
+        Class labels are int64, and regression targets are float32.
         """
         rng = np.random.default_rng(seed)
         x = rng.integers(0, 256, (self.clients, self.samples, *self.shape), dtype=np.uint8)
@@ -86,7 +86,7 @@ def count(text: str) -> int:
 
 
 def chosen(argv: list[str]) -> tuple[str, Workload, argparse.Namespace]:
-    """Parse the command line of a contestant. Return (name of the workload, workload, all options)."""
+    """Parse the command line of a contestant. Return the workload's name, the workload, and all options."""
     p = argparse.ArgumentParser()
     p.add_argument("workload", choices=WORKLOADS)
     p.add_argument("--samples", type=count, help="samples of each client (default: the workload's)")

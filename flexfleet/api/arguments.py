@@ -96,7 +96,7 @@ class Arguments:
         return {place(name, value): restore_integers(value) if name == "seed" else value}
 
     def load(self, overrides: Mapping[str, Any]) -> tuple[Config, Algorithm]:
-        """Return a tuple (checked configuration with these overrides, algorithm). Raises ConfigError."""
+        """Check the configuration with these overrides, and return it with its algorithm. Raises ConfigError."""
         values = applied(self._values, overrides)
         given = {*leaves(self._given), *leaves(overrides)}
         if "tracking.mlflow" not in given and self._active_run is not None:
@@ -190,7 +190,7 @@ def _model(value: Any) -> Overrides:
 
 
 def _plain_options(build: partial[Any]) -> Overrides | None:
-    """Return the arguments of a `functools.partial` as options of the network. None if an argument cannot be one."""
+    """Return the arguments of a `functools.partial` as options of the network; None if one cannot be an option."""
     try:
         arguments = inspect.signature(build.func).bind_partial(*build.args, **build.keywords).arguments
         values = json.loads(json.dumps(arguments))

@@ -117,7 +117,7 @@ class Result:
     @contextmanager
     def _resolved(self, used: Collection[str] | None = None) -> Iterator[Resolved]:
         """Yield the configuration with its algorithm, data and network. User code is imported from the run's folder.
-        Raises ConfigError if user code has changed. `used` limits this check to sections of the configuration."""
+        Raises ConfigError if user code in the sections `used` of the configuration has changed; None for all."""
         with code.enabled_within(), isolated():
             own_code.enable(self._run, self.folder)
             if self._made is None:

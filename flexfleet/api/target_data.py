@@ -20,7 +20,7 @@ RENUMBER = "Renumber them: numpy.unique(y, return_inverse=True)[1]"
 
 
 def with_task(task: Any, parts: Sequence[Array], name: str) -> tuple[Task, list[Array]]:
-    """Return a tuple (task, targets in the form that the task expects).
+    """Choose or check the task, and convert the targets to the form that the task expects; return both.
 
     Args:
         task: A task or its name (`TASKS`). None to choose the task by the type and shape of the targets.

@@ -142,8 +142,8 @@ def pool(args: argparse.Namespace) -> None:
 
 
 def _as_in_table_3_6(built: PoolFile, family: ModelFamily) -> tuple[PoolFile, dict[str, float]]:
-    """Return a tuple (pool, means). The pool's multiply-adds are counted as in FedRolex's Table 3.6. `means` contains
-    the mean parameters, multiply-adds and size (MB of 2^20 bytes) of the models that are sent to clients."""
+    """Count the pool's multiply-adds as in FedRolex's Table 3.6; return the pool with these counts, and `means`.
+    `means` contains the mean parameters, multiply-adds and size (MB of 2^20 bytes) of the models sent to clients."""
     from fl_engine.core.costs import count_macs
     from fl_engine.core.types import SubmodelSpec
 
@@ -158,8 +158,8 @@ def _as_in_table_3_6(built: PoolFile, family: ModelFamily) -> tuple[PoolFile, di
 
 
 def _sample(args: argparse.Namespace, config: Config, needs_data: bool) -> tuple[tuple[int, ...], int] | None:
-    """Return a tuple (sample shape, number of outputs) from --input and --classes, or from the network's publication.
-    Return None if these values can only be read from the data set."""
+    """Return the sample shape and the number of outputs, as given by --input and --classes or by the network's
+    publication. Return None if these values can only be read from the data set."""
     from fl_engine.core.contracts import PublishedFor
     from fl_engine.models.build import model_kind
     from flexfleet.config.schema import DatasetConfig

@@ -33,7 +33,7 @@ FIXED = {
     "seed": "Pass the seeds as a list",
 }
 SAME = (Moves.LENGTH, Moves.PLACE)
-"""Kinds of parameters that must be equal in all runs of a comparison."""
+"""Kinds of parameters that must have the same value in all runs of a comparison."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def accuracies_of(given: str | Iterable[Any]) -> tuple[float, ...]:
 
 
 def by_label(overrides: Mapping[str, Any], labels: Iterable[str]) -> dict[str | None, Overrides]:
-    """Group overrides by label. The key `label:a.b` sets `a.b` for one variant. Overrides under None apply to all runs.
+    """Group overrides by label. The key `label:a.b` sets `a.b` for one variant. The result's key None is for all runs.
 
     Raises ConfigError if a label is unknown, or if a parameter cannot be overridden.
     """
@@ -161,7 +161,7 @@ def entries_from(
         factors: Lists of values by dotted name. Each variant is run with every combination of values.
 
     Raises:
-        ConfigError: A configuration is invalid, or a parameter differs between variants but must be equal in all runs.
+        ConfigError: A configuration is invalid, or variants differ in a parameter that must be the same in all runs.
     """
     check_name(id, "a comparison's id")
     combined = crossed(labels, factors or {})
@@ -228,8 +228,8 @@ def check_factors(factors: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def crossed(labels: Iterable[str], factors: Mapping[str, Sequence[Any]]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Create a variant for each combination of a given variant and factor values. Return {new label: (given label,
-    factor values by dotted name)}. Raises ConfigError."""
+    """Create a variant for each combination of a given variant and factor values. Map the label of each new variant to
+    the label of the given variant and to the factor values by dotted name. Raises ConfigError."""
     for path, values in factors.items():
         is_list = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
         if ":" in path or not is_list or any(isinstance(value, Mapping) for value in values):

@@ -171,7 +171,7 @@ def check_once(given: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
 
 
 def on_top(below: Mapping[str, Any], above: Mapping[str, Any]) -> Overrides:
-    """Merge two mappings. Values in `above` override values in `below`. Both can be nested or have dotted names."""
+    """Merge two mappings. Values in `above` override values in `below`. Both can be nested or have dotted keys."""
     taken = leaves(above)
     out = dict(pair for path, value in below.items() for pair in without(taken, path, value))
     for path, value in above.items():

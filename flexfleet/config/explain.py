@@ -95,7 +95,7 @@ def quoted(value: Any) -> str:
 
 
 def _place(values: Any, known: Any, error: Any) -> tuple[list[str], list[str]]:
-    """Return a tuple (parts of a parameter's dotted name, known parameters at the same level)."""
+    """Return the parts of the invalid parameter's dotted name, and the known parameters at the same level."""
     names, beside = list[str](), list[str]()
     for i, part in enumerate(error["loc"]):
         is_item = isinstance(values, list | tuple) and isinstance(part, int)

@@ -45,7 +45,7 @@ def overrides_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -
 
 
 def _read(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> tuple[Overrides, list[FlexfleetError]]:
-    """Return a tuple (valid values of a form by dotted name, errors for invalid values)."""
+    """Check the values of a form; return the valid values by dotted name, and the errors for all other values."""
     advanced = object_of(advanced)
     try:
         check_plain(advanced)
@@ -96,8 +96,8 @@ def object_of(advanced: Any) -> Mapping[str, Any]:
 
 
 def parameters_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a tuple (`parameters`, `advanced`) from which `config_from` builds this configuration. The default run
-    folder and MLflow addresses other than http(s) are left out, because tasks in a cluster cannot use them."""
+    """Convert a configuration to the `parameters` and `advanced` from which `config_from` builds it again. The default
+    run folder and MLflow addresses other than http(s) are left out, because tasks in a cluster cannot use them."""
     values, defaults = flatten(config), flatten(Config())
     parameters = {name: values.pop(path) for name, path in (dotted.SHORT | dotted.STUDY).items()}
     if str(parameters["mlflow_uri"] or "").partition(":")[0] not in ("http", "https"):
@@ -140,8 +140,8 @@ def write_config(config: Config, path: Path) -> Path:
 
 
 def hand_over(config: Config, path: Path) -> tuple[str, str]:
-    """Return a tuple (value of --config, contents of stdin) for another process. The configuration is written to `path`
-    without passwords. If there is a password, the process reads the full configuration from stdin instead."""
+    """Write the configuration without passwords to `path`, and return another process's value of --config and its
+    stdin. If there is a password, that process reads the full configuration from stdin instead of `path`."""
     without_passwords = public(config)
     write_config(without_passwords, path)
     if without_passwords == config:

@@ -101,7 +101,7 @@ def parse_schema(values: Mapping[str, Any]) -> Config:
 
 
 def parse_with_algorithm(values: Mapping[str, Any], stored: bool = False) -> tuple[Config, Algorithm]:
-    """Return a tuple (checked configuration as returned by `parse`, algorithm)."""
+    """Check the configuration like `parse`, and return it with the algorithm that it configures."""
     config = parse_schema(values)
     if not stored:
         trust(config.model_dump(mode="json"))

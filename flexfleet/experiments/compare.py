@@ -214,8 +214,8 @@ def _execute(
 
 
 def sharing(runs: Sequence[PlannedRun]) -> dict[str, list[PlannedRun]]:
-    """Map the name of each shared folder to the runs that use the folder. Runs share a folder if their seeds and their
-    settings for partition and pre-training are equal. The first folder of a seed is `shared-s<seed>`."""
+    """Map the name of each shared folder to the runs that use the folder. Runs share a folder if they have the same
+    seed and the same settings for partition and pre-training. The first folder of a seed is `shared-s<seed>`."""
     out: dict[str, list[PlannedRun]] = {}
     for seed in dict.fromkeys(entry.seed for entry in runs):
         groups: dict[str, list[PlannedRun]] = {}

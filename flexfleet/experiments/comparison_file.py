@@ -46,7 +46,7 @@ class LabelScore(Strict):
 class Reached(Strict):
     """Cost of all rounds up to the first evaluated round in which full (or avg) is at least `accuracy`.
 
-    Each value is a mean over the seeds that reach the accuracy; null if no seed reaches the accuracy. `mb_down` counts
+    Each value is a mean over the runs that reach the accuracy; null if no run reaches the accuracy. `mb_down` counts
     data sent to the clients, and `mb_up` counts data received from the clients.
     """
 
@@ -81,8 +81,8 @@ class Figures(Strict, Generic[T]):
     """
 
     avg_device_classes: T | None = None
-    """Accuracy on test samples of the devices' classes; in the fields `*_server_classes`, on samples of the server's
-    classes. The four fields are null unless `partition.server_classes` is set."""
+    """Accuracy on test samples of the devices' classes. The fields `*_server_classes` contain the accuracy on test
+    samples of the server's classes. The four fields are null unless `partition.server_classes` is set."""
     full_device_classes: T | None = None
     avg_server_classes: T | None = None
     full_server_classes: T | None = None
@@ -197,7 +197,7 @@ class ComparisonFile(Artifact, LeavesOut):
     metric: str = "accuracy"
     """Main metric of the task, from which avg and full are computed."""
     settings: dict[str, Any]
-    """Map dotted names to values for the settings that are equal in all runs."""
+    """Map the dotted names of settings that are the same in all runs to the settings' values."""
     called: dict[str, str] = Field(default={})
     """Map internal names of data sets to display names, for data sets that were passed as Python objects."""
     varied: tuple[str, ...] = ()

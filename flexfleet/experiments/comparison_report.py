@@ -235,8 +235,8 @@ def metrics(c: ComparisonFile) -> dict[str, float]:
     """Return metrics for MLflow, such as `full/flexfl` (mean over the seeds) and `full_std/flexfl` (standard
     deviation). Accuracies are numbers from 0 to 1.
 
-    `full_mae/flexfl` is the mean absolute error in regression tasks. `seeds_to_0.6/flexfl` is the number of seeds that
-    reach the accuracy 0.6 with the full model, and `rounds_to_0.6/flexfl` is a mean over these seeds.
+    `full_mae/flexfl` is the mean absolute error in regression tasks. `seeds_to_0.6/flexfl` is the number of seeds for
+    which the full model reaches the accuracy 0.6, and `rounds_to_0.6/flexfl` is a mean over these seeds.
     """
     out: dict[str, float] = {}
     beside = further(c)

@@ -34,7 +34,7 @@ OWNERS = {
     "full server's": "full_server_classes",
     "own, all classes": "devices",
 }
-"""Map column heads to fields of `Figures` with accuracies on the devices' or the server's classes."""
+"""Map column headers to the fields of `Figures` with the accuracies on the devices' or the server's classes."""
 UNIFORMITY = ("all sampled", "merged", "compute", "communication", "real clock", "variance s²")
 IDENTITY = ("algorithm.name", "seed", "schema_version")
 """Options that are not compared, because their values identify a variant or a run."""
@@ -44,7 +44,7 @@ NO_EFFECT = (Moves.PLACE, Moves.EXECUTION)
 Differences = dict[str, dict[str, Any]]
 """Options that differ between variants, as {dotted name: {label: value}}."""
 Columns = Mapping[str, Callable[[Summary], str]]
-"""Map each column head to a function that returns the cell for a variant."""
+"""Map each column header to a function that returns the cell for a variant."""
 
 
 def tables(c: ComparisonFile) -> list[Table]:
@@ -178,8 +178,8 @@ def _local(c: ComparisonFile) -> Table:
 
 
 def _to_reach(c: ComparisonFile, measure: Measure) -> list[Table]:
-    """Return two tables, which contain the cost until avg and full reach each target accuracy. Each row shows how many
-    seeds reach the accuracy. Empty tables are omitted."""
+    """Return two tables, which contain the cost until avg and full reach each target accuracy. Each row shows for how
+    many seeds the run reaches the accuracy. Empty tables are omitted."""
     on_the_clock = all(r.seconds_simulated is not None for r in c.results.values())
     head = (
         "algorithm",
@@ -267,8 +267,8 @@ def differences(configs: Mapping[str, Config], pools: Mapping[str, Pool]) -> Dif
 
 
 def options_of(config: Config, method: Algorithm, pool: Pool) -> dict[str, Any]:
-    """Map dotted names of all options to values. A strategy with default options is represented by its name, and other
-    strategies by a mapping with the name and the changed options."""
+    """Map dotted names of all options to values. The value of a strategy is its name, or a mapping with the name and
+    the changed options if these differ from the defaults."""
     own: dict[str, Any] = {}
     for field in fields(method):  # type: ignore[arg-type]
         value = getattr(method, field.name)
@@ -308,7 +308,7 @@ def as_table(found: Differences, labels: Sequence[str]) -> Table:
 
 
 def shown(value: Any) -> str:
-    """Format a strategy with options like `oort, clip 0.9`, and other values with `plain`."""
+    """Format a strategy that has options as in `oort, clip 0.9`. Format any other value with `plain`."""
     if isinstance(value, dict) and "name" in value:
         return ", ".join([value["name"], *(f"{key} {plain(each)}" for key, each in value.items() if key != "name")])
     return plain(value)

@@ -57,7 +57,7 @@ class RunsFailed(FlexfleetError):
 
 @contextmanager
 def resumable(folder: Path, id: str) -> Iterator[None]:
-    """Lock the folder during the `with` block. Append how to resume `id` to the messages of Stopped,
+    """Lock the folder during the `with` block. Append instructions for resuming `id` to the messages of Stopped,
     KeyboardInterrupt and EnvironmentFailure."""
     how = how_to_resume(id)
     try:

@@ -1,9 +1,9 @@
 """Compute the metrics of a nightly regression run, and check whether a metric is significantly worse.
 
-A nightly regression run uses a subset of the reference's seeds. Values are compared for equal seeds, so that the large
-differences between seeds cancel out. Each metric is compared with the reference. The reference is fixed, so many small
-losses cannot accumulate unnoticed. Each metric is also compared with its mean over the earlier runs that passed with
-this reference.
+A nightly regression run uses a subset of the reference's seeds. Only values of the same seed are compared, so that the
+large differences between seeds cancel out. Each metric is compared with the reference. The reference is fixed, so many
+small losses cannot accumulate unnoticed. Each metric is also compared with its mean over the earlier runs that passed
+with this reference.
 
 A metric fails if its mean is worse than the earlier mean by more than `max(threshold, Z * s * sqrt(1/n + 1/m))`. Here n
 is the number of new values, and m is the number of earlier values. s is the standard deviation between earlier values
@@ -37,7 +37,7 @@ from flexfleet.tracking import record as track
 HIGHER = ("avg", "full")
 """Metrics for which higher values are better. The thresholds of these metrics are absolute, not relative."""
 OF_MACHINE = ("peak_mb_rounds", "pace")
-"""Metrics that depend on the machine, and are compared only between runs on equal machines."""
+"""Metrics that depend on the machine. They are compared only between runs on identical machines."""
 Z = 4.0
 """Number of standard errors by which a metric may be worse. Without a regression, about 1 of 30,000 comparisons exceeds
 the limit. With 30 comparisons, about 1 of 1,000 nightly regression runs then fails."""
@@ -57,7 +57,7 @@ class LabelFigures(Strict):
     """Metrics of one variant."""
 
     task: str
-    """Digest of the variant's settings without hyper-parameters. Metrics are only compared for equal digests."""
+    """Digest of the variant's settings without hyper-parameters. Metrics with different digests are not compared."""
     values: dict[str, Annotated[tuple[float, ...], Field(min_length=2)]]
     """Map each metric to a tuple with one value for each seed."""
     curve: tuple[tuple[int, float, tuple[float, ...], tuple[float, ...]], ...]
@@ -75,7 +75,7 @@ class NightlyFigures(Artifact):
     when: str
     commit: str | None
     machine: dict[str, str]
-    """Machine, kind of process and backend. Memory and pace are only compared if all three are equal."""
+    """Machine, kind of process and backend. Memory and pace are only compared between runs that agree in all three."""
     seeds: tuple[int, ...]
     labels: dict[str, LabelFigures]
     """Map `<case>/<label>` to metrics."""
@@ -110,7 +110,7 @@ class Check(Strict):
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Cells of a table row with the columns COLUMNS."""
+        """Table row that describes this check, with a cell for each of the columns COLUMNS."""
         shown = Measure(self.measured).with_unit if self.metric in HIGHER else "{:.4g}".format
         figure = METRICS[self.metric].replace("accuracy", self.measured)
         return self.label, figure, shown(self.before), self.against, shown(self.now), shown(self.limit)
@@ -223,7 +223,7 @@ def machine() -> dict[str, str]:
 def judge(
     now: NightlyFigures, reference: NightlyFigures, passed: Sequence[NightlyFigures], thresholds: Mapping[str, float]
 ) -> list[Check]:
-    """Compare all metrics of all variants with earlier values. Memory and pace are only compared between equal
+    """Compare all metrics of all variants with earlier values. Memory and pace are only compared between identical
     machines."""
     checks = []
     for label, figures in now.labels.items():

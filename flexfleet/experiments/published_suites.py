@@ -170,7 +170,7 @@ def entries_of(
     """Plan the runs of a suite. Raises ConfigError.
 
     Args:
-        only: Comma-separated rows, cases or labels (ROW-CASE); None for all. `central` is the reference.
+        only: Comma-separated rows, cases or labels (ROW-CASE); None for all. The name `central` selects the reference.
         seeds: Comma-separated seeds that replace the suite's seeds; None to use the suite's seeds.
         overrides: Settings that override the suite. `a:training.lr` applies only to the row, the case or the variant a.
         factors: Passed to `entries_from`.

@@ -31,7 +31,7 @@ TITLES = {
     "clients_mean": "clients mean",
     "clients_p10": "clients p10",
 }
-"""Map the MLflow name of each tested metric to its column head in the tables of a comparison."""
+"""Map the MLflow name of each tested metric to its column header in the tables of a comparison."""
 
 
 class TTest(NamedTuple):

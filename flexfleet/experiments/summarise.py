@@ -53,7 +53,7 @@ Runs = Mapping[str, Sequence[FinishedRun]]
 # ------------------------------------------------------------------------------------------------ reading the runs
 def read(entries: Sequence[PlannedRun], folders: Mapping[str, Path]) -> Runs:
     """Load the finished runs. `folders` maps run IDs to run folders. Raises the errors of `load`, and ConfigError if
-    runs with equal settings have different partitions or data."""
+    runs with the same settings have different partitions or data."""
     runs: dict[str, list[FinishedRun]] = {}
     first: dict[str, RunFile] = {}
     for entry in entries:
@@ -197,7 +197,7 @@ def _highest(runs: Sequence[FinishedRun]) -> tuple[Highest, ...]:
 
 # ------------------------------------------------------------------------------------------ targets
 def default_targets(runs: Runs) -> tuple[float, ...]:
-    """Return the highest MOST_TARGETS multiples of 5 % below the best accuracy that any run's full model reaches."""
+    """Return the MOST_TARGETS largest multiples of 5 % below the best accuracy that any run's full model reaches."""
     rows = (row for of_label in runs.values() for run in of_label for row in run.rows)
     best = max(row.metrics["full"] for row in rows if "full" in row.metrics)
     return tuple(k / STEPS for k in range(1, STEPS) if k / STEPS < best)[-MOST_TARGETS:]
@@ -245,7 +245,8 @@ def _clock(rows: Sequence[Row]) -> list[float]:
 
 
 def clock(runs: Sequence[FinishedRun], key: str) -> list[float]:
-    """Return the simulated seconds at each point of `plots.curve`, averaged over the runs. Empty if a run has none."""
+    """Return the simulated seconds at each point of `plots.curve`, averaged over the runs. Empty if a run lacks
+    them."""
     totals, points = [_clock(run.rows) for run in runs], plots.curve([run.rows for run in runs], key)
     return [fmean(total[number - 1] for total in totals) for number, _, _ in points] if all(totals) else []
 

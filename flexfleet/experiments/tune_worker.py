@@ -40,7 +40,7 @@ WORKER = "worker"
 DEATHS = "tried"
 """Trial attribute with the number of workers that died while they ran a trial with the same values."""
 MOST_DEATHS = 4
-"""Values are not retried after this many workers have died with them, because the values may need too much memory."""
+"""A trial is not retried if this many workers have died while running its values, which may need too much memory."""
 RESUMES = "resumes"
 """Attribute of a retried trial: the number of the interrupted trial whose runs are resumed."""
 DEFAULT = "default"

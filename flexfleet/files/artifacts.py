@@ -243,7 +243,7 @@ class LevelScore(Strict):
     """Scores of a level in evaluation.json, for example `{"accuracy": 0.93, "loss": 0.2, "params": 97}`."""
 
     metrics: dict[str, float] = Field(min_length=1)
-    """Metrics of the task, with the main metric first. They include `evaluation.OWNERS` if the server owns classes."""
+    """Metrics of the task, with the main metric first. If the server owns classes, `evaluation.OWNERS` are included."""
     loss: float | None
     """Loss; null if the model has diverged."""
     params: int

@@ -79,7 +79,7 @@ SHARES = (50, 80, 100)
 
 def highest(rounds: Sequence[Mapping[str, float]], key: str) -> dict[int, float | None]:
     """Map each percentage p in SHARES to the highest value of `key` in the first p % of the rounds. The value is None
-    if none of these rounds was evaluated. FedAIoT's code reports these values. They are selected on test data."""
+    if none of these rounds was evaluated. FedAIoT's code reports the same values, which are selected on test data."""
     found: dict[int, float | None] = {}
     for share in SHARES:
         until = -(-len(rounds) * share // 100)

@@ -89,7 +89,7 @@ def span(seconds: float) -> str:
 
 @contextmanager
 def called_while_waiting(report: Callable[[float], None], first_s: float, again_s: float = LOG_S) -> Iterator[None]:
-    """In a thread, call `report(elapsed seconds)` after `first_s` and then every `again_s` until the context ends."""
+    """Call `report(elapsed seconds)` in a thread: once after `first_s`, then every `again_s` until the context ends."""
     done = threading.Event()
 
     def repeat() -> None:

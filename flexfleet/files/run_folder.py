@@ -45,7 +45,7 @@ def check_is_folder(folder: Path) -> None:
 
 
 def check_free(folder: Path, resume: bool, name: str = "--run-id") -> None:
-    """Raise ConfigError if `folder` exists and `resume` is False. `name` is the option that chooses another folder."""
+    """Raise ConfigError if `folder` exists and `resume` is False. The error suggests changing the option `name`."""
     if folder.exists() and not resume:
         raise ConfigError(f"{folder} exists already. Continue with --resume, or choose another {name}")
 
@@ -57,7 +57,7 @@ def check_same(
     fixed: Callable[[str], bool] = lambda _: True,
     name: str = "--run-id",
 ) -> None:
-    """Raise ConfigError if a parameter for which `fixed` is True has changed. `before` and `now` have dotted names."""
+    """Raise ConfigError if `before` and `now` ({dotted name: value}) differ in a parameter with a true `fixed`."""
     if changed := changes(before, now, fixed):
         raise ConfigError(f"{folder} was started with another configuration ({changed}). Choose another {name}")
 

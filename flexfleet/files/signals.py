@@ -35,7 +35,7 @@ def handled(by: Callable[[int, object], None]) -> Iterator[Mapping[int, Any]]:
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True after a stop signal. The caller must stop the run after the current client. A
-    second Ctrl-C stops at once. If the context ends without Stopped after a signal, the previous handler is called."""
+    second Ctrl-C stops at once. If the context ends after a signal without Stopped, the previous handler is called."""
     received: list[int] = []
 
     def request(signum: int, _: object) -> None:

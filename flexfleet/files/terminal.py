@@ -34,7 +34,7 @@ def show(text: str) -> None:
 
 @contextmanager
 def _read_or_not(stream: TextIO) -> Iterator[None]:
-    """Ignore the error if the pipe or terminal of `stream` was closed."""
+    """Ignore OSErrors that occur because the pipe or terminal of `stream` was closed."""
     try:
         yield
     except OSError as error:

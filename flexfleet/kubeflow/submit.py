@@ -139,7 +139,7 @@ def submit(
 
 
 def upload(client: Any, name: str, version: str, text: str, namespace: str | None) -> tuple[str, str, bool]:
-    """Upload the pipeline or version if it is new. Return a tuple (pipeline ID, version ID, whether it was new)."""
+    """Upload the pipeline or version if it is new. Return the two IDs, and whether the version was new."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / f"{name}.yaml"
         path.write_text(text, encoding="utf-8")
@@ -154,8 +154,8 @@ def upload(client: Any, name: str, version: str, text: str, namespace: str | Non
 
 
 def checked(name: str, parameters: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """Return a tuple (YAML of the adapted pipeline, version, parameters). Names of the user's own classes are moved to
-    `advanced`, because form fields accept only listed names.
+    """Check the parameters, and return the YAML of the adapted pipeline, its version and the parameters. Names of the
+    user's own classes are moved to `advanced`, because form fields accept only listed names.
 
     Raises ConfigError if the first task of the pipeline would reject a parameter, or if a parameter contains a
     password, which Kubeflow would store.

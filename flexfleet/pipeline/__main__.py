@@ -22,7 +22,7 @@ STEPS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "share": ("pretrain.share", {}),
 }  # fmt: skip
-"""Map each step to a tuple (function, {option: earlier step}). The value of the option is the folder of this step.
+"""Map each step to its function and to {option: earlier step}, where the option expects the output folder of that step.
 `retry` runs `federate` in another folder, because DVC deletes the output folder of a stage before it runs the stage.
 `share` runs `partition` and `pretrain` for a comparison."""
 

@@ -87,7 +87,7 @@ def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
 
 
 def first_round(resolved: Resolved, parts: Partition) -> tuple[Run, Any, RoundPlan]:
-    """Return a tuple (run, initial state of the algorithm, plan of the first round). Raises BadInput."""
+    """Plan the first round; return the run, the initial state of the algorithm, and the plan. Raises BadInput."""
     config, algorithm, family = resolved.config, resolved.algorithm, resolved.family
     # Preparations have not run, so all layers get equal scores. These scores suffice to check the sizes of sub-models.
     server = ServerSite(site_before_pool(resolved, parts), config.run.devices[0])

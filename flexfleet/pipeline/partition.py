@@ -154,8 +154,8 @@ def folders_sum(site: Site) -> str:
 
 
 def held_out(config: Config, parts: Partition, data: Data) -> tuple[Partition, tuple[Ints, ...]]:
-    """Return a tuple (partition for training, held-out samples of each client). If metrics are not measured on clients,
-    no samples are held out."""
+    """Hold out samples of each client for evaluation; return the partition for training and the held-out samples. If
+    metrics are not measured on clients, no samples are held out."""
     if config.evaluate.on == "server":
         return parts, ()
     return hold_out(parts, config.evaluate.held_out, cut_seed(config), data)
@@ -198,7 +198,7 @@ def check_fleet(resolved: Resolved, pool: Pool) -> None:
 
 
 def trace_of(config: Config, site: Site) -> tuple[Trace | None, str | None]:
-    """Return a tuple (trace of the fleet, sha256 of the trace files). Raises ConfigError and DataError."""
+    """Return the trace of the fleet, and the sha256 of the trace files. Raises ConfigError and DataError."""
     source = config.fleet.trace
     if source is None:
         return None, None

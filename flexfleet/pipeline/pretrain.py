@@ -115,7 +115,7 @@ def need_proxy(name: str, kind: Preparation, parts: Partition) -> None:
 
 
 def inputs_of(resolved: Resolved, name: str, partition: Path) -> str:
-    """Return a digest of all inputs of the preparation. `partition` is the output folder of the step partition."""
+    """Return a digest of all inputs of the preparation. `partition` is the output folder of the `partition` step."""
     kind, chosen = preparation(name), isinstance(resolved.algorithm, ChoosesNetwork)
     device = resolved.config.run.devices[0].partition(":")[0]
     parts = {
@@ -177,7 +177,7 @@ class Shared(Artifact):
 
 def share(resolved: Resolved, out: Path) -> Path:
     """Write partition/, pretrain/ and shared.json into `out`. All runs with the same seed copy these results.
-    `resolved` is the configuration of one of these runs, and must need preparations if any run does."""
+    `resolved` is the configuration of one of these runs, if possible of a run that needs preparations."""
     (out / SHARED).unlink(missing_ok=True)
     partition_step.partition(resolved, out / "partition")
     pretrain(resolved, out / "partition", out / "pretrain")

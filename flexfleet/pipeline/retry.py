@@ -1,4 +1,4 @@
-"""Run step 4 (the rounds) under programs that restart killed steps, such as Kubeflow, DVC and studies.
+"""Run step 4 (the rounds) so that Kubeflow, DVC or a study can restart the step after it was killed.
 
 The output folder contains only the results, because DVC deletes the output folder before it runs a stage. The rounds
 are stored in a separate folder, so that the next attempt can resume them. The name of this folder contains a digest of

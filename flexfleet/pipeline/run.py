@@ -42,7 +42,7 @@ from flexfleet.tracking import record as track
 log = logging.getLogger("flexfleet")
 
 MEANS = (*(name for name in timing.UNIFORMITY if name != timing.MEASURED), *timing.REPEATED)
-"""Round metrics whose means are included in a result. The means do not change if a run is repeated."""
+"""Round metrics whose means a result contains. Repeated runs have the same means, as no real clock is involved."""
 
 
 def run(
@@ -203,8 +203,8 @@ def result(
 def finish(
     resolved: Resolved, run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: Path, out: Path
 ) -> RunResult:
-    """Combine the output folders of all steps into a complete run folder `out`. `run` is the output folder of the step
-    federate. `resolved` contains the publish options, and passwords that run.json does not contain."""
+    """Combine the output folders of all steps into a complete run folder `out`. `run` is the output folder of the
+    `federate` step. `resolved` contains the publish options, and passwords that run.json does not contain."""
     given = resolved.config
     shutil.copytree(run, out, dirs_exist_ok=True)
     for name, folder in (("partition", partition), ("pretrain", pretrain), ("pool", pool)):

@@ -1,7 +1,7 @@
 """Load the initial weights of the whole network for the first round.
 
 `model.init` names a safetensors file, the folder of a run, or a model in MLflow's registry. If the network is the
-user's module and has weights, the rounds start from the weights of the module. The names, types and shapes of the
+user's module and has weights, training starts from the weights of the module. The names, types and shapes of the
 weights must match the network. Pickle files are not loaded, because unpickling can execute arbitrary code.
 """
 
@@ -82,7 +82,7 @@ def _that_are_sent(family: ModelFamily, found: Params, where: str) -> Params:
 
 # -------------------------------------------------------------------------------------------------- reading
 def _read(config: Config, init: str, names: Collection[str]) -> tuple[Params, str]:
-    """Return a tuple (weights, source of the weights for messages). `names`: names of the network's weights."""
+    """Return the weights, and a description of their source for messages. `names`: names of the network's weights."""
     if init.startswith(REGISTERED):
         return _registered(config, init, names)
     named = Path(init)

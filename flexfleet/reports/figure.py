@@ -1,7 +1,7 @@
 """Define the style and the legend of figures, and convert figures to `<svg>` elements.
 
-All IDs in an element start with the figure's name, so that a page can contain several figures. Equal data produce the
-same file, byte for byte. Words in figures are stored as text, so that they can be searched and read aloud.
+All IDs in an element start with the figure's name, so that a page can contain several figures. The same data always
+produce a byte-identical file. Words in figures are stored as text, so that they can be searched and read aloud.
 """
 
 from __future__ import annotations

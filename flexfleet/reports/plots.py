@@ -28,7 +28,7 @@ FEW = 8
 """Curves with fewer points than this number always have markers."""
 GREY = "#7a828c"
 MOST_BANDS = 6
-"""Maximum number of variants for which a figure has bands, because more bands would hide each other."""
+"""A figure with more variants than this number has no bands, because so many bands would hide each other."""
 MOST_BARS = 120
 MOST_POINTS = 1000
 """Maximum number of plotted points of a curve. If a curve has more points, only every k-th point is plotted."""
@@ -309,7 +309,7 @@ def level_colours(levels: Sequence[str]) -> dict[str, str]:
 
 def looks_of(points: Sequence[int]) -> list[dict[str, Any]]:
     """Return a line style for each curve. `points` contains the number of points of each curve. There are 49 styles,
-    from seven colours and seven markers. One marker is "no marker" unless a curve has fewer than FEW points."""
+    from seven colours and seven markers. The markers include "no marker" unless a curve has fewer than FEW points."""
     marks = MARKS[1:] if any(0 < n < FEW for n in points) else MARKS[:-1]
     return [
         {

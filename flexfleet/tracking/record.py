@@ -79,8 +79,8 @@ def code() -> str:
 
 
 def check_code(before: str | None, what: str) -> str:
-    """Return the result of `code`. Raises ConfigError if it differs from `before`, the result at the start of the
-    comparison or nightly run. `what` names this run."""
+    """Return the git commit or version of the code, as `code` does. Raises ConfigError if it differs from `before`, the
+    value at the start of the comparison or nightly run `what`."""
     now = code()
     if before != now:
         raise ConfigError(

@@ -123,9 +123,9 @@ def address(uri: str) -> str:
 
 
 def platform_of(uri: str) -> tuple[str | None, str | None]:
-    """Return a tuple (experiment name, parent run ID) from the platform. Both elements are None if `uri` is not the
-    address in MLFLOW_TRACKING_URI. Kubeflow's MLflow plugin creates a child run for each task, and a tag of this child
-    run contains the ID of the parent run. Raises the errors of `first_calls`."""
+    """Return the experiment name and the ID of the parent run that the platform has set. Both are None if `uri` is not
+    the address in MLFLOW_TRACKING_URI. Kubeflow's MLflow plugin creates a child run for each task, and a tag of this
+    child run contains the ID of the parent run. Raises the errors of `first_calls`."""
     experiment, task = platform_experiment(uri), os.environ.get("MLFLOW_RUN_ID")
     if not is_platforms(uri) or not (experiment or task):
         return None, None
@@ -136,7 +136,7 @@ def platform_of(uri: str) -> tuple[str | None, str | None]:
 
 
 def active_run() -> tuple[str, str, str] | None:
-    """Return a tuple (address, experiment name, run ID) for the MLflow run that is active in this process. Return None
+    """Return the address, the experiment name and the ID of the MLflow run that is active in this process. Return None
     if no MLflow run is active."""
     mlflow = sys.modules.get("mlflow")
     run = None if mlflow is None else mlflow.active_run()
@@ -163,8 +163,8 @@ def check_address(uri: str) -> None:
 
 
 def connect(uri: str, experiment: str) -> tuple[Client, str]:
-    """Return a tuple (client, experiment ID). If the experiment does not exist, it is created. Raises ConfigError if
-    the address cannot be used."""
+    """Connect to MLflow; return the client and the experiment's ID. If the experiment does not exist, it is created.
+    Raises ConfigError if the address cannot be used."""
     client = Client(uri)
     with first_calls(uri):
         known = client.get_experiment_by_name(experiment)

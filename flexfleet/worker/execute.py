@@ -133,7 +133,7 @@ def _train(
 
 
 def _free(message: AssignmentMessage, pool: Pool, at_once: int, room: Callable[[int], int]) -> float:
-    """Return the free memory per client for `at_once` parallel clients, in % of the full model's parameters."""
+    """Return how many parameters each of `at_once` parallel clients has free memory for, in % of the full model."""
     peaks = message.memory
     if peaks is None or len(peaks.levels) != len(pool):
         raise ClientError("the assignment must contain the peak memory of each level if observe=cgroup")
@@ -145,8 +145,8 @@ def _free(message: AssignmentMessage, pool: Pool, at_once: int, room: Callable[[
 
 
 def _import_code(message: AssignmentMessage, run: RunFile, store: Store, pod: bool) -> None:
-    """Make the run's code importable. Raises ClientError on an enrolled device, on which only the owner installs code,
-    and IntegrityError if the code in the store has a wrong checksum."""
+    """Make the run's code importable. Raises ClientError on an enrolled device, because only the owner may install code
+    there. Raises IntegrityError if the code in the store has a wrong checksum."""
     if message.code != run.code_sha256:
         raise ClientError(f"the assignment's code must have the checksum {run.code_sha256}, got {message.code}")
     if message.code is None:

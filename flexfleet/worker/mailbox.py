@@ -26,7 +26,7 @@ from fl_engine.storage.urls import Upload, UrlStore
 log = logging.getLogger("flexfleet")
 
 HEARTBEATS = 6
-"""Number of heartbeats that a worker sends per lease timeout. A worker without heartbeats for this time is lost."""
+"""Number of heartbeats that a worker sends per lease timeout. A worker that sends none during the timeout is lost."""
 INVITATION_BYTES = 2**16
 FILE = "device.json"
 
@@ -189,8 +189,8 @@ def read_invitation(where: str) -> Invitation:
 
 
 def device_of(where: str, folder: Path | None) -> tuple[WorkerDevice, Path]:
-    """Return a tuple (invited device, the device's folder). Raises ConfigError if the invitation is invalid, and
-    IntegrityError if the device's file is damaged."""
+    """Read or create the state of the invited device; return it with the device's folder. Raises ConfigError if the
+    invitation is invalid, and IntegrityError if the device's file is damaged."""
     invitation = read_invitation(where)
     folder = folder or folder_of(invitation.name)
     place = FolderStore(folder)
