@@ -5,8 +5,8 @@ Each element p of the global model is averaged over the updates m that contain p
     p = sum_m d_m * p_m / sum_m d_m.
 
 If no update contains p, p keeps its old value. Sums use double precision. The engine adds updates in client order, so
-the result is deterministic. Another order changes only the rounding errors of double precision, which are far below the
-precision of the stored float32 values. If all updates agree on an element, the mean is exactly their value.
+the result is deterministic. A different order would change only double-precision rounding errors, which are far below
+the precision of the stored float32 values. If all updates agree on an element, the mean is exactly their value.
 """
 
 from __future__ import annotations
@@ -104,15 +104,15 @@ class Regions:
 
 
 def change_of(tensor: Tensor, before: Tensor) -> Tensor:
-    """Return the float64 difference from the server's weights `before`. If a download codec is used, the client started
-    from slightly different weights."""
+    """Return the float64 difference between an update's weights and the server's weights `before`. If a download codec
+    is used, the client started from slightly different weights."""
     return tensor.to(torch.float64, copy=True).sub_(before)
 
 
 def norm_of(
     payload: Params, kind: Kind, old: Params, regions: Regions, counts: Callable[[str], bool] = lambda name: True
 ) -> float:
-    """Return the L2 norm of an update's change over all tensors for which `counts(name)` is True."""
+    """Return the L2 norm of an update's weight change over all tensors for which `counts(name)` is True."""
     at = regions.of(kind)
     changes = (change_of(payload[name], old[name][at[name]]) for name in payload if counts(name))
     return math.hypot(*(float(torch.linalg.vector_norm(change)) for change in changes))
@@ -135,10 +135,10 @@ def limited(payload: Params, spec: SubmodelSpec, old: Params, regions: Regions, 
 
 
 class StreamingMean:
-    """Streaming mean of updates. The change of each update is clipped to an L2 norm of `clip` (`limited`).
+    """Streaming mean of updates. The weight change of each update is clipped to an L2 norm of `clip` (`limited`).
 
-    The object stores one running sum per element and up to HELD_BACK_BYTES of updates. `result` converts the sums to
-    means tensor by tensor, because storing all sums and all means at once would need more memory.
+    The object stores one running sum per element and buffers up to HELD_BACK_BYTES of updates. `result` converts the
+    sums to means tensor by tensor, because storing all sums and all means at once would need more memory.
     """
 
     def __init__(

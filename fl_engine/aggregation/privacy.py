@@ -1,4 +1,4 @@
-"""Client-level differential privacy: a noisy sum of clipped changes, and its epsilon (docs/guides/privacy.md).
+"""Client-level differential privacy: noisy sum of the clients' clipped updates, and epsilon (docs/guides/privacy.md).
 
 Gaussian mechanism on a sum (McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018,
 Algorithm 1 with the fixed-denominator estimator). All clients have the same weight. For each element:
@@ -56,7 +56,7 @@ class Public:
     noise_seed: bytes | None
     """256-bit secret for the noise in this round and in this part of the model; None without a secret key."""
     moving: bool = False
-    """True if `models` fix only the widths, and the channels change in every round (FedRolex, Federated Dropout)."""
+    """True if `models` define only widths, and the channels change in every round (FedRolex, Federated Dropout)."""
 
     @staticmethod
     def of(plan: RoundPlan, pool: Pool, *, moving: bool = False, part: str = "") -> Public:
@@ -68,7 +68,7 @@ class Public:
 # -------------------------------------------------------------------------------------------------- the noise
 STREAM = "shake256-box-muller-1"
 """Name of the algorithm that generates noise from a key. A resumed run must use the same algorithm, because two results
-of one round with different noise would reveal more."""
+of the same round with different noise would reveal more about the clients."""
 BLOCK = 2**18
 """Number of values that are generated together (2 MB of SHAKE-256 output)."""
 
@@ -89,8 +89,8 @@ def plan_seed(key: bytes) -> int:
 
 
 def server_seed(aggregation: object, plan: RoundPlan) -> int:
-    """Return the seed for the server's training after a merge: by default the seed of the first assignment, and with
-    secret selection a derived seed, because the first client could recognise the seed of its own assignment."""
+    """Return the seed for the server's training after a merge. By default, this is the seed of the first assignment.
+    With secret selection, it is a derived seed, because the first client could recognise the seed of its assignment."""
     if isinstance(aggregation, Private) and aggregation.secret_selection and plan.noise_seed is not None:
         return int.from_bytes(_derived(plan.noise_seed, f"server {plan.round}"), "little")
     return plan.assignments[0].seed
@@ -142,7 +142,7 @@ class Private:
 
 
 class NoisySum:
-    """Accumulates the noisy sum of clipped changes. Raises ConfigError for a plan without a secret noise seed."""
+    """Noisy sum of the clients' clipped weight changes. Raises ConfigError for a plan without a secret noise seed."""
 
     def __init__(self, old: Params, layout: ParamLayout, public: Public, options: Private) -> None:
         if public.noise_seed is None:

@@ -36,7 +36,7 @@ from fl_engine.core.registry import Contract
 from fl_engine.core.types import ParamLayout, Params, SubmodelSpec
 
 CHUNK_BYTES = 32 * 2**20
-"""Maximum number of bytes of the clients' values in a chunk of rows. Tensors are processed in such chunks."""
+"""Maximum size in bytes of all clients' values in a chunk of rows. Tensors are processed chunk by chunk."""
 
 
 class Aggregate(Protocol):
@@ -137,7 +137,7 @@ class Middle:
         self._trim, self._clip, self._chunk_bytes = trim, clip, chunk_bytes
         self._spool = Spool(held_bytes)
         self._kinds: list[Kind] = []
-        """Kind of each entry in the spool."""
+        """Sub-model and tensor names of each entry in the spool."""
         self._count: dict[Kind, float] = {}
 
     def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
@@ -180,8 +180,8 @@ class Middle:
 
 
 def _rows(region: Region, first: int, last: int) -> tuple[int, int, Region]:
-    """Return (start, stop, region). The update's rows from `start` to `stop` belong to the global rows from `first` to
-    `last`. `region` contains their indices relative to `first`."""
+    """Find the update's rows within the global rows from `first` to `last`. Return their start, their end, and their
+    region, whose row indices are relative to `first`."""
     head, *rest = region
     if isinstance(head, slice):  # The update contains the first rows of the tensor.
         high = max(first, min(last, head.stop))

@@ -19,7 +19,7 @@ AdaGQ also assigns "lower quantization resolution to slow clients to align their
 
 The server sends unquantised weights. Clients quantise the returned changes with QSGD, and the run's `codec` is ignored.
 Each device trains the largest of three nested sub-networks that fits into its memory. In FedX's comparison (Section
-IV-D), the server "has data, fine-tunes without regularization", which is the option `fine_tuning: {gamma: 0}`.
+IV-D), the server "has data, fine-tunes without regularization" (`fine_tuning: {gamma: 0}`).
 
 With a private aggregation, bits are assigned as if each client had one sample, because the sample counts are secret.
 `secret_selection` is rejected, because a client's number of bits depends on the other selected clients.
@@ -137,7 +137,7 @@ def mean_bits(bits: int, first: float, last: float, least: int, most: int) -> fl
 
 
 def clock(model: PoolModel, device: Device, draws: int) -> tuple[float, float]:
-    """Return two durations in seconds: a round without the upload, and the upload of one bit per parameter."""
+    """Return the seconds of a client's round without the upload, and the seconds to upload one bit per parameter."""
     compute = FORWARDS_PER_STEP * model.macs * draws / device.speed
     return compute + model.bytes / device.bandwidth, model.params / 8 / device.bandwidth
 

@@ -50,7 +50,7 @@ PUBLISHED: dict[tuple[str, ...], tuple[Widths, tuple[int, ...]]] = {
     _RESNET18: ((0.43, 0.68), (3, 2, 1)),
     _MOBILENETV2: ((0.46, 0.69), (4, 3, 2)),
 }
-"""Map a network's prunable layers to a tuple (published ratios r_w of the S and M models, published values of I)."""
+"""Map a network's prunable layers to the published ratios r_w of the S and M models and the published values of I."""
 
 OTHERS: Widths = (0.40, 0.66)
 """Width ratios r_w of networks without published values."""

@@ -17,7 +17,7 @@ weight, so q_k = q. The server sends unquantised weights. Clients quantise the r
 per sign. The levels are encoded as run lengths of zeros and Elias omega codes, or with a fixed width. A client sends
 the shorter encoding of each tensor. The run's `codec` is ignored. Each device trains the largest of three nested
 sub-networks that fits into its memory. In FedX's comparison (Section IV-D), the server "has data, fine-tunes without
-regularization", which is the option `fine_tuning: {gamma: 0}`.
+regularization" (`fine_tuning: {gamma: 0}`).
 
 Departs from the paper, whose text was not available:
 
@@ -137,14 +137,14 @@ def _collecting_losses(results: Iterable[ClientResult], losses: list[float]) -> 
 
 
 def averaged(losses: Sequence[float], averages: Sequence[float], psi: float) -> float:
-    """Return the moving average after the values `averages`. Each loss is clipped to [0, twice the median]."""
+    """Return the next value of the moving average `averages`. Each loss is clipped to [0, twice the median]."""
     most = 2 * max(0.0, median(losses))
     mean = math.fsum(min(max(0.0, loss), most) for loss in losses) / len(losses)
     return psi * averages[-1] + (1 - psi) * mean if averages else mean
 
 
 def doubled(level: int, averages: Sequence[float], phi: int, q_max: int) -> tuple[int, tuple[float, ...]]:
-    """Return a tuple (number of levels q for the next round, averages since q last changed)."""
+    """Double q = `level` if the loss stopped decreasing. Return q and the averages since q last changed."""
     recent = tuple(averages)[-(phi + 1) :]
     if len(recent) > phi and recent[-1] >= recent[0]:
         return min(2 * level, q_max), recent[-1:]

@@ -11,11 +11,11 @@ logits. Clients and server optimise with FedDyn (Acar et al., ICLR 2021; arXiv:2
 
 Departs from the paper: an exit consists of global pooling and one linear layer. The exit of a level follows the deepest
 block for which the level's size is at most 5 percentage points above the target (`widths.choose_exits`). By default,
-the levels have 29.7, 50.1 and 100 % of the full size for VGG16, and 15.8, 26.2 and 100 % for ResNet18. A device trains
-a smaller level if the assigned level does not fit into its free memory. In the paper devices store g_k. Here the
-server's state contains g_k, which is as large as the model, for each client that has returned an update. Each commit
-writes all g_k, so set `alpha: 0` for large networks, or increase `rounds.commit_every`. `bytes_down` includes g_k,
-because the assignment contains g_k.
+the levels contain 29.7, 50.1 and 100 % of the parameters of VGG16, and 15.8, 26.2 and 100 % of the parameters of
+ResNet18. A device trains a smaller level if the assigned level does not fit into its free memory. In the paper devices
+store g_k. Here the server's state contains g_k, which is as large as the model, for each client that has returned an
+update. Each commit writes all g_k, so set `alpha: 0` for large networks, or increase `rounds.commit_every`.
+`bytes_down` includes g_k, because the assignment contains g_k.
 
 If a codec compresses the server's weights, w^t in the updates of g_k and h is the model that client k has decoded. With
 the exact weights, g_k and h would accumulate the codec's rounding errors.

@@ -3,9 +3,9 @@ IEEE TCAD 2024; arXiv:2407.12729), Sections III-B to III-F, Algorithms 1 and 2.
 
 Before the first round, the server pre-trains the network on proxy data, measures APoZ (the fraction of zeros after a
 ReLU) and builds a nested pool M1 < M2' < M2 < M3' < M3 (`pool`). In each round, the server sends each selected device a
-model that fits into the device's maximum memory (`plan`). The device prunes the model to its free memory and trains it
-with self-distillation from the smaller nested models (`task`). Each parameter is averaged over the updates that contain
-it (`merge`).
+model that fits into the device's maximum memory (`plan`). The device prunes the model to fit its free memory and trains
+it with self-distillation from the smaller nested models (`task`). Each parameter is averaged over the updates that
+contain it (`merge`).
 
 Departs from the paper:
 - The proxy data are split off from the training data before the partition. The authors' code uses a part of the test
@@ -164,7 +164,7 @@ class FlexFL(PooledAlgorithm):
 
     def search_space(self, pool: Pool) -> dict[str, Interval]:
         """Return the search ranges of every dispatched model's gamma, and of lambda and Gamma unless they are disabled.
-        A gamma varies by a factor of up to 1.2, but not beyond its geometric mean with a neighbouring gamma."""
+        Each gamma may vary by a factor of up to 1.2, but not beyond its geometric mean with a neighbouring gamma."""
         if len(pool) == 1:
             return {}
         solved, ranges = [m.gamma for m in pool if m.dispatched and m.gamma is not None], dict[str, Interval]()

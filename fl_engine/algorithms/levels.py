@@ -41,7 +41,7 @@ def prefix_pool(
 ) -> Pool:
     """Return one model for each width ratio, with the first channels of every layer and a name such as `0.5x`.
 
-    With `full_only`, only the full model is evaluated, and the last ratio may be below 1. If it is, clients do not
+    With `full_only`, only the full model is evaluated. The last ratio may then be below 1, in which case clients do not
     receive the full model. Raises PoolError if the widths do not ascend to 1 or if two models have the same size.
     """
     if not widths or list(widths) != sorted(set(widths)) or (widths[-1] != 1 and not full_only):
@@ -65,7 +65,7 @@ def exit_pool(
     algorithm: PooledAlgorithm, family: ModelFamily, widths: Sequence[float], ends: Sequence[str], **more: Any
 ) -> Pool:
     """Return one model for each width ratio, with the names `level1`, `level2` and so on. Each model ends with an exit
-    behind one of the blocks `ends`; the last model is the whole network. `more` contains fields of `PoolModel`."""
+    behind one of the blocks `ends`; the last model is the whole network. `more` sets fields of `PoolModel`."""
     if len(ends) != len(widths) - 1 or widths[-1] != 1 or list(widths) != sorted(widths):
         raise PoolError(
             "algorithm.widths must be in ascending order and end with 1, with one exit for each width except the last, "
@@ -87,15 +87,15 @@ def nested_member(
 
 
 def nested_pool(algorithm: PooledAlgorithm, family: ModelFamily, widths: Sequence[float], codecs: Codecs) -> Pool:
-    """Return the small, medium and large sub-network. Raises PoolError unless each is contained in the next one."""
+    """Return the small, medium and large sub-network. Raises PoolError unless each contains the previous one."""
     models = tuple(nested_member(algorithm, family, size, widths, codecs) for size in SIZES)
     return pools.check_nested(family, models)
 
 
 @dataclass(frozen=True)
 class MovingWidths(PooledAlgorithm):
-    """Base class of methods with a width ratio for each client. In every round, `submodel` chooses the channels again.
-    Only the full model is evaluated."""
+    """Base class of methods with a width ratio for each client. `submodel` chooses new channels in every round. Only
+    the full model is evaluated."""
 
     moving: ClassVar[bool] = True
 

@@ -133,8 +133,8 @@ def _cost(family: ModelFamily, end: str | None) -> tuple[int, int]:
 
 
 def in_tiers(picks: Sequence[Pick], context: RoundContext, mu: float) -> list[Pick]:
-    """Return a pair (client, branch) for each client. The branch is the largest, up to the branch of the client's tier,
-    that fits into the client's maximum memory. If no branch fits, return the smallest branch."""
+    """Assign each picked client the largest branch that fits into its maximum memory and is not larger than the branch
+    of its tier. If no branch fits, assign the smallest branch."""
     devices = {d.client: d for d in context.available}
     picked = [devices[client] for client, _ in picks]
     levels = dispatched(context.pool)

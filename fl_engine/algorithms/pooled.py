@@ -204,7 +204,7 @@ class PooledAlgorithm:
 
     # ------------------------------------------------------------------------------------ the client trains
     def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
-        """Return a task that trains the largest pool model, up to the received model, that fits into memory."""
+        """Return a task for the largest pool model that fits into memory and does not exceed the received model."""
         level = self.largest_fitting(ctx, range(assignment.level + 1))
         return self.local_task(assignment, ctx.pool[level].spec)
 
@@ -326,13 +326,13 @@ def scaled_change(update: ClientUpdate, state: Any, factor: float) -> ClientUpda
 
 
 def with_codecs(plan: RoundPlan, codecs: Iterable[Codecs | None]) -> RoundPlan:
-    """Return a copy of the plan in which assignment i has the i-th entry of `codecs`."""
+    """Return a copy of the plan in which assignment i uses `codecs[i]`."""
     pairs = zip(plan.assignments, codecs, strict=True)
     return replace(plan, assignments=tuple(replace(assignment, codecs=each) for assignment, each in pairs))
 
 
 def stepped(server: ServerOptimizer, moments: Params, old: Params, aggregate: Aggregate) -> tuple[Params, Params]:
-    """Return (moments, params) after the server optimizer's step, or (moments, old) if there are no updates."""
+    """Return the moments and weights after the server optimizer's step, or unchanged if there are no updates."""
     if aggregate.empty:
         return moments, old
     if type(server) is Average:  # Skip `aggregate.trained()`, which is slow and not needed here.

@@ -8,16 +8,17 @@ Departs from the paper:
 
 - An exit consists of global pooling and one linear layer. The exit of a level follows the deepest block for which the
   level's size is at most 5 percentage points above the target (`widths.choose_exits`). With the default `widths`, the
-  levels have 24.6, 33.7 and 100 % of the full size for VGG16, and 22.1, 52.6 and 100 % for ResNet34. FlexFL's
-  comparison uses larger exit heads. With `widths: [0.75, 0.99, 1.0]`, the second level has 49.1 % of the full size for
-  VGG16. With FlexFL's `widths: [0.81, 0.95, 1.0]`, the levels have 25.9, 51.1 and 100 % of the full size for ResNet34.
+  levels contain 24.6, 33.7 and 100 % of the parameters of VGG16, and 22.1, 52.6 and 100 % of those of ResNet34.
+  FlexFL's comparison uses larger exit heads. With `widths: [0.75, 0.99, 1.0]`, the second level contains 49.1 % of the
+  parameters of VGG16. With FlexFL's `widths: [0.81, 0.95, 1.0]`, the levels contain 25.9, 51.1 and 100 % of the
+  parameters of ResNet34.
 - Distillation starts after `kd_from` rounds. In the authors' code, distillation starts after a quarter of the rounds.
 - A device trains the next smaller level if the assigned level does not fit into its free memory.
 - Clients are drawn uniformly and get the largest level that fits into their maximum memory. FlexFL's comparison draws
   the level first (`selection: {name: resource_table}`).
 
-In FlexFL's and AdaptiveFL's comparisons, distillation has no effect (`kd_weight: 0`), and updates are weighted by
-sample counts. ScaleFL's paper weights all updates equally (`weighting: uniform`).
+FlexFL's and AdaptiveFL's comparisons disable distillation (`kd_weight: 0`) and weight updates by sample counts.
+ScaleFL's paper weights all updates equally (`weighting: uniform`).
 """
 
 from __future__ import annotations

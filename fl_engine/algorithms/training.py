@@ -13,8 +13,8 @@ from fl_engine.core.types import SGD, OwnOptimizer
 @dataclass(frozen=True)
 class Training:
     """Options of local training, which are the same for all algorithms of a comparison. Defaults are from FlexFL's
-    paper and code. A run's defaults of `fraction`, `batch_size` and `lr` differ, because they are tuned for the bundled
-    digits."""
+    paper and code. A run has other defaults for `fraction`, `batch_size` and `lr`, which are tuned for the bundled data
+    set `digits`."""
 
     fraction: Fraction = 0.1
     """Fraction of all clients that is selected in each round."""

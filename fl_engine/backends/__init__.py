@@ -57,8 +57,8 @@ class Surroundings:
 
 @contextmanager
 def _in_pods(of: Surroundings) -> Iterator[Backend]:
-    """Yield the backend that uses pods. The run's Kubernetes objects are deleted at the end, except after a failure.
-    Holding the run's lock implies holding the mailboxes' lock, so do not wait for the latter."""
+    """Yield a backend that trains clients in pods. The run's Kubernetes objects are deleted at the end, except after a
+    failure. Holding the run's lock implies holding the mailboxes' lock, so do not wait for the latter."""
     home = open_store(of.mailbox.store.uri(MAILBOXES), patience_s=of.patience_s)
     with hold(home, 0) as lock:
         pods = Pods(of.kubernetes, of.run_id, of.site.fleet, of.mailbox.store, home, of.patience_s)
@@ -76,8 +76,8 @@ def _in_pods(of: Surroundings) -> Iterator[Backend]:
 
 @contextmanager
 def _on_devices(of: Surroundings) -> Iterator[Backend]:
-    """Yield the backend that uses enrolled devices. A device serves one run at a time. If the run fails, devices finish
-    their assignments and wait for further assignments."""
+    """Yield a backend that trains clients on enrolled devices. A device serves one run at a time. If the run fails,
+    devices finish their assignments and wait for further assignments."""
     assert of.mailboxes is not None and of.registry is not None
     with hold(of.mailboxes.home) as lock:
         remote = of.remote(Enrolled(of.site.fleet, of.registry, of.mailboxes, of.agents), lock)

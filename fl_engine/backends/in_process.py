@@ -87,7 +87,7 @@ def prepare_process(devices: Sequence[str]) -> None:
 
 
 def check_devices(names: Sequence[str]) -> None:
-    """Raise EnvironmentFailure if torch cannot use a device, or if the devices are of different models."""
+    """Raise EnvironmentFailure if torch cannot use a device, or if the devices are not all the same model."""
     for name in names:
         check_device(name)
     models = {torch.cuda.get_device_name(name) if name.startswith("cuda") else name.partition(":")[0] for name in names}

@@ -10,9 +10,9 @@ digits of the new N. For example, the codeword for 9 is 11 1001 0, which consist
 
 Departs from the usual layout: codewords are not concatenated, because a decoder would have to read them one after
 another. Instead the stream starts with the first bit of every codeword. Then the first groups (without the leading 1)
-of all longer codewords follow in bit planes, sorted by width. Next come the bits that follow the first groups, then the
-second groups, and so on. This layout does not change the total number of bits. Decoding takes one pass per group. A
-codeword has at most four groups.
+of all longer codewords follow in bit planes, sorted by width. Next come the bits that tell whether a second group
+follows, then the second groups, and so on. This layout does not change the total number of bits. Decoding takes one
+pass per group. A codeword has at most four groups.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def unpack(stream: Bytes, count: int, width: int) -> NDArray[np.int32]:
 
 # --------------------------------------------------------------------------------------------------- bit stream
 def take(stream: Bits, at: int, count: int) -> tuple[Bits, int]:
-    """Return a tuple (`count` bits at position `at`, next position). Raises IntegrityError if the stream ends early."""
+    """Read `count` bits from position `at` on. Return the bits and the next position. Raises IntegrityError if the
+    stream ends early."""
     if count > len(stream) - at:
         raise IntegrityError(f"the stream ends early: expected {count} more bits, got {len(stream) - at}")
     return stream[at : at + count], at + count
@@ -101,7 +102,7 @@ LEAST = (1, 2, 4, 16, 255)
 
 
 def omega_size(values: Whole) -> int:
-    """Return the number of bits in the codewords of all `values` together. Values must be from 1 to 2^53 - 1."""
+    """Return the total number of bits in the codewords of `values`, which must be from 1 to 2^53 - 1."""
     if not len(values):
         return 0
     counts = np.bincount(_log2(values))
@@ -113,7 +114,7 @@ def _size(value: int) -> int:
 
 
 def omega_encode(values: Whole) -> list[Bits]:
-    """Return the codewords of `values`, from 1 to 2^53 - 1, as consecutive parts of a bit stream."""
+    """Encode `values`, which must be from 1 to 2^53 - 1. Return consecutive parts of a bit stream."""
     log2 = _log2(values)
     more = log2 >= LEAST[0]
     found = [more.view(np.uint8)]
@@ -133,8 +134,8 @@ def omega_encode(values: Whole) -> list[Bits]:
 
 
 def omega_decode(stream: Bits, at: int, count: int, most: int) -> tuple[Whole, int]:
-    """Return a tuple (`count` integers whose codewords start at bit `at`, position after the codewords). Raises
-    IntegrityError if the stream ends early or an integer exceeds `most`."""
+    """Decode `count` integers, whose codewords start at bit `at`. Return the integers and the position after the
+    codewords. Raises IntegrityError if the stream ends early or an integer exceeds `most`."""
     dtype = np.int32 if most < 2**31 else np.int64
     ranks: list[tuple[Whole, NDArray[np.intp]]] = []
     values = np.ones(count, dtype)

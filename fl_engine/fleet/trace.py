@@ -62,12 +62,12 @@ class Varying:
 
     every_s: float
     draw: Callable[[int], Floats]
-    """Function that returns the factors (clients,) for interval 0, 1, ..."""
+    """Function that returns the factors (clients,) for the interval with a given number, from 0."""
     clients: int
     repeat_s: float = math.inf
 
     def interval(self, time: float) -> tuple[int, float]:
-        """Return (number, end) of the interval that contains `time`."""
+        """Return the number and the end time of the interval that contains `time`."""
         turns, local = divmod(_late(time), self.repeat_s)
         base, number = turns * self.repeat_s if turns else 0.0, int(local // self.every_s)
         return number, base + min((number + 1) * self.every_s, self.repeat_s)
@@ -156,7 +156,8 @@ class Trace:
             time = until
 
     def _held(self, client: int, time: float) -> Iterator[tuple[int | None, float]]:
-        """Yield pairs (row, end of the row) from `time` on, possibly forever. The row is None before the first row."""
+        """Yield each row from `time` on and the time at which it ends. Rows that repeat are yielded forever. Before the
+        first row, None is yielded instead of a row."""
         start, end, period = int(self.first[client]), int(self.first[client + 1]), float(self.period[client])
         turns, local = divmod(_late(time), period)
         base = turns * period if turns else 0.0

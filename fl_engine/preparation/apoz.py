@@ -102,7 +102,7 @@ def measured(prepared: Prepared) -> tuple[float, ...]:
 
 
 def _measure(family: ModelFamily, server: PreparationContext) -> tuple[Params, tuple[float, ...]]:
-    """Return (pre-trained weights, APoZ scores). If the training diverges, no error is raised."""
+    """Pre-train the network and measure APoZ. Return the weights and the scores, even if the training diverges."""
     task = LocalTask(
         spec=FULL,
         optimizer=Adam(server.settings["pretrain.lr"]),

@@ -75,7 +75,8 @@ def search(
     limit: float | None = None,
     delta: float = 0.0,
 ) -> tuple[dict[str, Candidate], tuple[Candidate, ...]]:
-    """Return (chosen candidate of each tier, all measured candidates in the order of `params` and by ascending bits).
+    """Choose a candidate for each tier. Return the chosen candidates and all measured candidates, which are in the
+    order of `params` and, for each sub-network, in ascending order of bits.
 
     Args:
         params: Map the name of each candidate sub-network to its number of parameters.

@@ -36,7 +36,7 @@ def dispatched(pool: Pool) -> list[int]:
 
 
 def by_tier(pool: Pool) -> dict[str, tuple[int, Codecs | None]]:
-    """Map each tier with an assigned model to (index of the model, codecs of the tier)."""
+    """Map each tier with an assigned model to the index of the model and the codecs of the tier."""
     return {tier: (i, codecs) for i, model in enumerate(pool) for tier, codecs in model.tiers}
 
 

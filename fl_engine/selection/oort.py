@@ -30,7 +30,7 @@ CLIENT, UTILITY, SELECTED, LAST, SECONDS, LEVEL = range(6)
 Rows = tuple[tuple[float, ...], ...]
 NO_CLIENTS: Rows = ((),) * 6
 LATE, FAILED = -1.0, -2.0
-"""Values of the column utility in `results` for stragglers and for other failed clients."""
+"""Values in the column `utility` of `results` that mark stragglers and other failed clients."""
 UNCERTAINTY = 0.1
 """Weight of the temporal term in the score (Alg. 1 line 10; a constant in Oort's code)."""
 EXPLORE_WINDOW = 5
@@ -67,8 +67,8 @@ class Oort:
     groups, clients of the other group fill the round.
 
     Clients report sqrt(mean loss^2) as the metric `rms_loss`, and the server knows |B|. Because utilities are clipped,
-    a false report cannot lead to a utility above the clip. Over-commitment is the option `rounds.over_provision`
-    (1.3 in the paper and in FedScale, 1.1 in Oort's code).
+    a client cannot get a utility above `clip` by reporting a false loss. Over-commitment is the option
+    `rounds.over_provision` (1.3 in the paper and in FedScale, 1.1 in Oort's code).
 
     The defaults are from FedScale, whose code the paper's authors maintain (fedscale/cloud/config_parser.py,
     thirdparty/oort/oort.py). The description of each option states the values in Oort's code (training/argParser.py)
@@ -91,7 +91,7 @@ class Oort:
     - The first round explores by the same rule as later rounds. The code draws the clients of the first round
       uniformly.
     - Ties between scores are broken at random. If no clients are left to explore, other clients fill the round.
-    - As in FedScale, the utility of a straggler is the mean utility of its round's updates. The utility of a client
+    - As in FedScale, the utility of a straggler is the mean utility of the round's updates. The utility of a client
       that failed for another reason is 0 until it succeeds. Stragglers and failed clients are not explored again.
     - Clients that are known to have no samples are never selected.
     """
@@ -150,7 +150,7 @@ class Oort:
         return {**state, "results": (*state["results"], row)}
 
     def known(self, state: Tables, round: int) -> tuple[np.ndarray, Pacer]:
-        """Return (table `clients`, pacer), updated with the results of all rounds before `round`."""
+        """Return the table `clients` and the pacer, both updated with the results of all rounds before `round`."""
         clients, pacer = np.asarray(state["clients"]), Pacer.of(state["pacer"])
         brought: dict[int, float] = {}
         if state["results"]:
@@ -183,8 +183,8 @@ class Oort:
         return sorted((int(client), int(level)) for client, level in pairs)
 
     def epsilon(self, round: int) -> float:
-        """Return the fraction of a round's clients that is reserved for clients that were never selected. The
-        first round is 0."""
+        """Return the fraction of a round's clients that is reserved for clients that were never selected. `round`
+        starts at 0."""
         return max(self.exploration_min, self.exploration * self.exploration_decay**round)
 
     def slow(self, seconds: np.ndarray, preferred: float) -> np.ndarray:
@@ -266,9 +266,9 @@ def _drawn(places: np.ndarray, weights: np.ndarray, count: int, rng: np.random.G
 
 # ---------------------------------------------------------------------------------------------- the tables
 def enter(clients: np.ndarray, results: np.ndarray) -> tuple[np.ndarray, int, float]:
-    """Enter the results of one round, `results` (M, 5) with M >= 1, into the table `clients` (6, N).
+    """Update the table `clients` (6, N) with the results of one round, `results` (M, 5) with M >= 1.
 
-    Return (new table, round, pacer's input). The pacer's input is the mean utility of updates from clients that were
+    Return the new table, the round, and the pacer's input, which is the mean utility of updates from clients that were
     selected before, or 0 without such updates. As in FedScale, a straggler gets the mean utility of the round's
     updates. If the round has no updates, stragglers keep their utility. The utility of other failed clients is 0.
     """

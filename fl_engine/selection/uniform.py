@@ -82,8 +82,8 @@ class ResourceTable(LearnsNothing):
 
     Departs from the paper, which only mentions a resource table. The authors' code is written for 17 devices and draws
     all devices again until no device occurs twice. Here each device is drawn uniformly from the devices that can hold
-    the level and are not selected yet. A level without such a device is not drawn. If fewer than k devices can hold a
-    model, fewer than k devices are selected.
+    the level and are not selected yet. A level is not drawn if no such device is left. If fewer than k devices can hold
+    a model, fewer than k devices are selected.
     """
 
     __pydantic_config__ = STRICT

@@ -342,8 +342,8 @@ class AlgorithmSuite(Suite):
         assert train_loss(site, published(final)) < train_loss(site, published(state))
 
     def test_encoding_weights_halves_the_bytes(self, algorithm: Algorithm, site: Site, tmp_path: Path) -> None:
-        """An uninterrupted and a resumed run give the same model bit for bit. If the algorithm defines codecs, these
-        codecs replace the run's codecs."""
+        """An uninterrupted and a resumed run must produce the same model, bit for bit. If the algorithm defines codecs,
+        these codecs replace the run's codecs."""
         plain, half = Codecs(), Codecs(Half(), Half())
         finals, moved, memory = [], {}, 0
         for name, codecs, stops in (("plain", plain, (2,)), ("whole", half, (2,)), ("stopped", half, (1, 2))):
@@ -367,7 +367,7 @@ class AlgorithmSuite(Suite):
 
     @pytest.mark.parametrize("kind", sorted(KINDS))
     def test_other_samples_and_tasks_learn_and_resume(self, algorithm: Algorithm, kind: str, tmp_path: Path) -> None:
-        """A run that is killed in the third round and resumed must equal an uninterrupted run bit for bit."""
+        """A run that is killed in the third round and resumed must match an uninterrupted run bit for bit."""
         family, data = KINDS[kind]
         try:
             site = tiny_site(algorithm, family, data=data)

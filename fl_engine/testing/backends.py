@@ -4,7 +4,7 @@
         @pytest.fixture
         def make(self): return lambda site, devices: Mine(site, devices)
 
-The results of a backend must equal the results of `client.execute` for each assignment, bit for bit.
+For each assignment, a backend must return the same result as `client.execute`, bit for bit.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _sorted(results: Iterable[ClientResult]) -> list[ClientResult]:
 
 
 def _check_bits(backend: Backend, algorithm: Algorithm, site: Site, plan: RoundPlan) -> list[ClientUpdate]:
-    """Check that the backend's updates equal the updates of `execute`. Returns the backend's updates."""
+    """Check that the backend returns the same results as `execute`. Return the backend's updates."""
     found = _sorted(backend.run(algorithm, plan))
     assert_same_results(found, _sorted(execute(algorithm, assignment, site) for assignment in plan.assignments))
     updates = [result for result in found if isinstance(result, ClientUpdate)]

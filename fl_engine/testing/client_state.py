@@ -137,7 +137,7 @@ class ClientStateSuite(Suite):
 
 
 def with_state(assignment: Assignment, state: Params) -> Assignment:
-    """Return the assignment with the client state `state`. All other tensors in `memory` do not change."""
+    """Return a copy of the assignment in which `state` replaces the client state in `memory`."""
     return replace(assignment, memory={**split_state(assignment.memory)[0], **with_prefix(state)})
 
 
@@ -149,7 +149,7 @@ def federated(algorithm: Any, site: Site, folder: Path, stop: int, backend: Any 
 
 
 def states_of(folder: Path) -> dict[int, tuple[str, Params]]:
-    """Map each client to a tuple (file name, tensors) of the client's state in the last commit."""
+    """Map each client to the file name and the tensors of the client's state in the last commit."""
     ledger = Ledger(FolderStore(folder))
     files = named(ledger.checkpoints.rest(ledger.checkpoints.commits()[-1]))
     return {client: (name, ledger.states.get(name)) for client, name in files.items()}

@@ -186,7 +186,7 @@ def tiny_labels() -> Data:
 
 
 def tiny_masks() -> Data:
-    """Return noisy images with a dark left part and a bright right part. The targets ignore one column."""
+    """Return noisy images with a dark left part and a bright right part. The targets mark one column as void."""
     rng = seeds.rng(0, "tiny masks")
     y = np.where(np.arange(8) < rng.integers(2, 7, (TRAINED + TESTED, 8, 1)), 1, 2)
     x = np.clip(rng.normal(128 * y - 64, 40)[:, None], 0, 255).astype(np.uint8)

@@ -35,8 +35,8 @@ from fl_engine.testing.tiny import assert_same_bits
 
 @st.composite
 def specs(draw: st.DrawFn, family: ModelFamily, inside: SubmodelSpec = FULL) -> SubmodelSpec:
-    """Draw a sub-model of `inside`. Each group keeps all its channels, a prefix of them, or an arbitrary subset. Some
-    of the layout's `choices` keep other channels than their group. Some blocks are dropped."""
+    """Draw a sub-model of `inside`. Each group keeps all its channels, a prefix of them, or an arbitrary subset. For
+    some of the layout's `choices`, channels are drawn separately from their group. Some blocks are dropped."""
     layout = family.layout()
     keep: dict[str, Sequence[int]] = {}
     for group in layout.groups:

@@ -73,7 +73,7 @@ class Recording(InProcess):
 
 
 def federated(run: Run, store: Store, backend: Backend | None = None, **more: Any) -> tuple[Any, list[Row]]:
-    """Start or resume a run with a ledger in `store`. Returns a tuple (final state, rows of all rounds). Without a
+    """Start or resume a run with a ledger in `store`. Return the final state and the rows of all rounds. Without a
     `backend`, clients run in this process. `more` contains further arguments for `loop.federate`."""
     ledger = Ledger(store, run.options.keep_every, replace(run.site.rules, algorithm=run.algorithm))
     start, backend = start_of(run.algorithm, run.site), backend or InProcess(run.site)
@@ -104,7 +104,7 @@ def task_or_none(algorithm: Algorithm, assignment: Any, context: TaskContext) ->
 def results_of(
     algorithm: Algorithm, site: Site, state: Any, round: int, data: st.DataObject, noise: bool = True
 ) -> tuple[RoundPlan, list[Any]]:
-    """Return a tuple (plan, updates). Each client has random free memory, which determines the sub-model."""
+    """Plan a round and create its updates. Each client has random free memory, which determines the sub-model."""
     plan = algorithm.plan(state, context_of(site, round, SEED))
     layout = site.family.layout()
     generator = torch.Generator().manual_seed(round)
@@ -123,7 +123,7 @@ def results_of(
 
 
 def played(algorithm: Algorithm, site: Site, state: Any, rounds: int) -> tuple[Any, list[ClientResult]]:
-    """Run `rounds` rounds. Returns a tuple (final state, results of all rounds)."""
+    """Run `rounds` rounds. Return the final state and the results of all rounds."""
     seen: list[ClientResult] = []
     for round in range(rounds):
         plan = replace(algorithm.plan(state, context_of(site, round, SEED)), noise_seed=bytes(32))

@@ -262,7 +262,7 @@ def failure_of(assignment: Assignment) -> ClientFailure:
 
 
 def assert_same_assignments(left: RoundPlan, right: RoundPlan) -> None:
-    """Assert that two plans are equal. Payloads and memory are compared bit for bit."""
+    """Assert that two plans are identical. Payloads and memory are compared bit for bit."""
     assert (left.round, len(left.assignments)) == (right.round, len(right.assignments))
     for a, b in zip(left.assignments, right.assignments, strict=True):
         assert (a.round, a.client, a.spec, a.seed, a.level) == (b.round, b.client, b.spec, b.seed, b.level)
@@ -272,7 +272,7 @@ def assert_same_assignments(left: RoundPlan, right: RoundPlan) -> None:
 
 
 def assert_same_results(left: Sequence[ClientResult], right: Sequence[ClientResult]) -> None:
-    """Assert that two lists of results are equal, except for measured times. Payloads are compared bit for bit."""
+    """Assert that two lists of results are identical, except for measured times. Payloads are compared bit for bit."""
     assert len(left) == len(right)
     for a, b in zip(left, right, strict=True):
         if isinstance(a, ClientFailure) or isinstance(b, ClientFailure):
@@ -285,7 +285,7 @@ def assert_same_results(left: Sequence[ClientResult], right: Sequence[ClientResu
 
 
 def measured_alike(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the client metrics that do not depend on measured times, and are therefore equal in repeated runs."""
+    """Return the client metrics that are the same in repeated runs, because they do not depend on measured times."""
     return {name: value for name, value in values.items() if name not in ("seconds", *ENCODING)}
 
 

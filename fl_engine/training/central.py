@@ -68,7 +68,7 @@ def train_centrally(
 
 
 def weights_in(snapshot: Params) -> Params:
-    """Return the float32 weights that are stored in an epoch's snapshot. These weights equal the epoch's `params`."""
+    """Return the float32 weights in an epoch's snapshot, which are the same as the epoch's `params`."""
     prefix = "weights/"
     lanes = {name.removeprefix(prefix): t for name, t in snapshot.items() if name.startswith(prefix)}
     return {name: t[0].float().contiguous() for name, t in lanes.items()}

@@ -1,4 +1,4 @@
-"""Replaces PyTorch operations that are slow on a CPU, or whose results depend on the number of lanes."""
+"""Replaces PyTorch operations that are slow on a CPU, or whose results depend on how many clients train in parallel."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A batch of images has the shape (B, n*C, H, W). Lane i has the channels i*C to (i+1)*C - 1. A batch of vectors has the
 shape (B, n*F). Operations that process each channel separately, such as ReLU and pooling, need no change. This module
-replaces every layer that has weights. The first axis of the new weights is the lane. A convolution gets n times as many
-groups, and a linear layer becomes a batched matrix product.
+replaces every layer that has weights. The first axis of the new weights is the index of the lane. A convolution gets n
+times as many groups, and a linear layer becomes a batched matrix product.
 
 With two or more lanes, the result of a lane does not depend on the number of lanes, bit for bit. A single lane computes
 sums in a different order, so its results are rounded differently. Comments mark the PyTorch operations whose results

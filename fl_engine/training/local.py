@@ -60,7 +60,7 @@ def train(
     most_steps: int | None = None,
 ) -> list[Trained]:
     """Train each job from its own copy of the weights. With `batched` numerics on a CPU, jobs train in parallel, and
-    `kind` must return equal keys for all jobs. Otherwise jobs train one after the other.
+    `kind` must return the same key for all jobs. Otherwise jobs train one after the other.
 
     With `drop_last`, a last batch smaller than `batch_size` is dropped unless it is the only batch. In the authors'
     code, a client with a single small batch does not train. The result depends only on the job and the numerics,
@@ -86,7 +86,7 @@ def can_share(task: LocalTask) -> bool:
 
 
 def kind(layout: ParamLayout, task: LocalTask, samples: int, remembered: frozenset[str] = frozenset()) -> object:
-    """Return a key for the steps and tensor shapes of a task. Clients with equal keys can train in parallel. With
+    """Return a key for the steps and tensor shapes of a task. Clients with the same key can train in parallel. With
     distillation, the key contains the sub-model's channels, because a teacher has its student's leading channels."""
     spec = task.spec if task.distillation else layout.form(task.spec)
     return spec, replace(task, spec=FULL, seed=0), costs.batches(task, samples), remembered
@@ -102,7 +102,7 @@ def _train(
 
 
 class Session:
-    """Training session for jobs with equal keys (`kind`). At the end, the networks are returned to a cache."""
+    """Training session for jobs with the same key (`kind`). At the end, the networks are returned to a cache."""
 
     def __init__(self, family: ModelFamily, goal: Task, jobs: Sequence[TrainingJob], numerics: Numerics) -> None:
         self._borrowed = ExitStack()

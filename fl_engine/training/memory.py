@@ -36,7 +36,7 @@ from fl_engine.training.local import TrainingJob, train
 from fl_engine.training.numerics import Numerics
 
 BATCHES = 3
-"""Number of batches in a trial. The optimizer's state and the allocator's cache are complete after two batches."""
+"""Number of batches in a trial. After two batches, the optimizer's state and the allocator's cache no longer grow."""
 Bytes = Annotated[int, Field(ge=0, lt=2**60)]
 
 
@@ -107,8 +107,8 @@ def level_peaks(site: TrialSite, trials: Sequence[LevelTrial]) -> Peaks:
 
 
 def measured(site: TrialSite, trial: LevelTrial) -> tuple[int, int]:
-    """Measure one trial. Returns a tuple (memory before training, peak memory) in bytes. On a CPU, resident memory is
-    measured; on a GPU, the memory that torch's allocator has reserved."""
+    """Measure one trial. Return the memory before training and the peak memory, in bytes. On a CPU, resident memory is
+    measured. On a GPU, the memory that torch's allocator has reserved is measured."""
     before, peak = site.run(f"training {trial.name} once, to measure its memory,", _peak, trial)
     return int(before), int(peak)
 
@@ -188,8 +188,8 @@ def resident_peak() -> int:
 
 
 def restart_peak() -> tuple[int, int]:
-    """Reset the peak that `resident_peak` returns. Returns a tuple (current memory, previous peak) in bytes. Without
-    /proc/self (macOS), the peak is not reset, and both values are the peak."""
+    """Reset the peak that `resident_peak` returns. Return the current memory and the previous peak, in bytes. Without
+    /proc/self (macOS), the peak is not reset and is returned for both."""
     peak = resident_peak()
     try:
         with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
@@ -236,8 +236,8 @@ def _above(size: float) -> float:
 
 
 def in_child_process(what: str, work: Callable[..., Any], *arguments: Any) -> Any:
-    """Return `work(*arguments)`, computed in a new process. If the process dies, raise EnvironmentFailure with a
-    message that starts with `what`."""
+    """Call `work(*arguments)` in a new process and return the result. If the process dies, raise EnvironmentFailure
+    with a message that starts with `what`."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there, allowed.trusted, work, arguments))

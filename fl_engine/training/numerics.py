@@ -37,7 +37,7 @@ class Numerics:
     """Settings of a run that affect rounding."""
 
     strategy: Strategy = "single"
-    """`single` trains one client at a time. `batched` trains clients in parallel if their tasks have equal keys
+    """`single` trains one client at a time. `batched` trains clients in parallel if their tasks have the same key
     (`local.kind`)."""
     lanes: int = 1
     """Maximum number of clients that `batched` trains in parallel on a CPU. The number does not affect results."""
@@ -45,9 +45,9 @@ class Numerics:
     """The precision of training. The loss and the evaluation always use float32.
 
     `bf16` uses autocast; weights, optimizer and batch-norm sums stay float32. `amp` uses autocast to float16 with a
-    scaled loss on CUDA, and equals `bf16` on other devices. As in FedAIoT's code, `fp16` uses float16 for weights,
-    samples, gradients and the optimizer (`model.half()`). `fp16` supports only SGD, without loss scaling and weight
-    decay. `fp16` requires `single`, because torch's float16 convolutions round differently with several lanes."""
+    scaled loss on CUDA, and is `bf16` on other devices. As in FedAIoT's code, `fp16` uses float16 for weights, samples,
+    gradients and the optimizer (`model.half()`). `fp16` supports only SGD, without loss scaling and weight decay.
+    `fp16` requires `single`, because torch's float16 convolutions round differently with several lanes."""
 
     def __post_init__(self) -> None:
         if self.precision == "fp16" and self.strategy == "batched":
@@ -141,7 +141,7 @@ def _suitable(device: torch.device) -> Precision:
 
 
 def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:
-    """Return all values that affect rounding, and the number of lanes. The values are stored with the run."""
+    """Return the settings and hardware features that affect rounding, and the number of lanes. The run stores them."""
     devices = tuple(devices)
     kinds = sorted({d.split(":")[0] for d in devices})
     names = sorted({torch.cuda.get_device_name(d) for d in devices if d.startswith("cuda")})
@@ -165,7 +165,7 @@ NOISE = "^(log|cos|sin|sqrt)$"
 
 
 def describe_noise() -> dict[str, Any]:
-    """Return further values that affect rounding in a run with differential privacy."""
+    """Return the NumPy version and CPU kernels, which affect rounding in a run with differential privacy."""
     used = opt_func_info(func_name=NOISE, signature="float64")
     return {"numpy": np.__version__, **{name: used[name]["dd"]["current"] for name in sorted(used)}}
 
@@ -176,7 +176,7 @@ def flushes_now() -> bool:
 
 
 def deciding(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `describe` that affect rounding. CPU core types are included only if clients train on a
+    """Return the entries of `described` that affect rounding. CPU core types are included only if clients train on a
     CPU. Half-precision instructions are included only if clients train on a CPU in half precision."""
     precision, on_cpu = described.get("precision"), "cpu" in described.get("devices", ())
     counts = {

@@ -207,9 +207,9 @@ def _one_of_widths(setting: Setting, layout: ParamLayout) -> lanes.Forward:
 
 
 def _teachers(setting: Setting, layout: ParamLayout) -> tuple[list[LaneNetwork], Callable[[], None]]:
-    """Return a tuple (teachers, update). Most weights of a teacher are views of the student's weights. If an axis has
-    copies or several groups, its leading channels are not contiguous, so the teacher stores a copy of the weights. Call
-    `update` before each step to refresh the teachers' copies."""
+    """Build the teachers, and return them and a function `update`. Most weights of a teacher are views of the student's
+    weights. If an axis has copies or several groups, its leading channels are not contiguous, so the teacher stores a
+    copy of the weights. Call `update` before each step to refresh the teachers' copies."""
     task, state = setting.tasks[0], setting.state
     if task.distillation is None or task.distillation.weight == 0:
         return [], lambda: None

@@ -1,4 +1,4 @@
-"""Chooses between training one client at a time and training in parallel lanes, and chooses the number of lanes.
+"""Chooses whether clients train one at a time or in parallel lanes (`lanes`), and the number of lanes.
 
 The strategy affects rounding, so the choice must not depend on the load of the machine. Therefore the choice follows
 fixed rules, which are based on the measurements in docs/performance.md.

@@ -264,7 +264,8 @@ def entries_of(
     """Plan all runs of a comparison. Raises ConfigError."""
     arguments = Arguments(common)
     given, labels = dict(arguments.overrides), _labels(algorithms)
-    objects = {SHORT[name]: name for name in ("dataset", "model")}  # values of these parameters may also be objects
+    # These parameters also accept Python objects instead of names.
+    objects = {SHORT[name]: name for name in ("dataset", "model")}
     for label, (_, settings) in labels.items():
         settings = {objects.get(name, name): value for name, value in settings.items()}
         own = arguments.overrides_of(

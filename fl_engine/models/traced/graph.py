@@ -58,7 +58,8 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
-        node.meta["line"] = line_now()  # Recording the line with torch.fx would import torch's compiler.
+        # Do not let torch.fx record the source line, because torch.fx would import torch's compiler.
+        node.meta["line"] = line_now()
         return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
