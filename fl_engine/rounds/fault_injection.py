@@ -163,8 +163,8 @@ def false_weights(fault: Fault, received: Params, trained: Params) -> Params:
         spoilt.view(-1)[0] = torch.nan
         return {**trained, first: spoilt}
     times = -1.0 if fault.kind == "flip" else fault.times
-    # Do not change batch-norm statistics: a flipped or scaled change can make a variance negative, and the server always
-    # rejects updates with negative variances.
+    # Do not change batch-norm statistics. Flipping or scaling a change can make a variance negative, and the server
+    # rejects every update with a negative variance.
     return {
         name: tensor if is_statistic(name) else received[name] + times * (tensor - received[name])
         for name, tensor in trained.items()
