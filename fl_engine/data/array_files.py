@@ -24,7 +24,7 @@ from fl_engine.data.files import part_of
 log = logging.getLogger(__name__)
 
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-"""Maps versions of the file format to header readers. Only arrays with named fields require version 3.0."""
+"""Maps format versions to header readers. Version 3.0 is not supported; only arrays with named fields require it."""
 
 DAMAGE = (
     OSError, ValueError, TypeError, LookupError, SyntaxError, TokenError, MemoryError, RecursionError, OverflowError,

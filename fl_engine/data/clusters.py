@@ -39,8 +39,8 @@ def clusters_of(features: NDArray[np.float32], count: int, seed: int, what: str)
     """Cluster `features` (N, F) with k-means, and return the cluster of each sample (N,), numbered 0 to count - 1.
     `what` is the name of the features in error messages.
 
-    Because of rounding errors, machines may resolve ties between clusters differently. Raises PartitionError if there
-    are fewer distinct samples than clusters, and EnvironmentFailure if scikit-learn is not installed.
+    Because of rounding errors, different machines may resolve ties between clusters differently. Raises PartitionError
+    if there are fewer distinct samples than clusters, and EnvironmentFailure if scikit-learn is not installed.
     """
     try:
         from sklearn.cluster import KMeans

@@ -1,7 +1,7 @@
 """Partitions for devices with their own data (`partition.rule: local`). Each client has a separate folder.
 
 The server's data are the proxy and the test samples. A device reads only its own folder. `Form` describes the samples
-and their normalisation. A simulation on one machine reads the same folders, and its result is bit-identical.
+and their normalisation. A simulation on one machine reads the same folders and gives bit-identical results.
 """
 
 from __future__ import annotations

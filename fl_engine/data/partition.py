@@ -48,7 +48,7 @@ class NoiseFigures(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Positions in the training data (int64, ascending) that belong to the proxy and to each client."""
+    """Assigns training samples to the proxy and to each client, as ascending int64 positions in the training data."""
 
     proxy_train: Ints
     proxy_test: Ints

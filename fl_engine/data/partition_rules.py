@@ -6,7 +6,7 @@ Learning on Non-IID Data Silos: An Experimental Study, ICDE 2022, call the rule 
 The option `cap` is from the code of FedAIoT (Alam, Michigan State University 2023).
 `dirichlet_per_client` draws each client's class proportions from Dir(alpha) (Hsu et al., arXiv:1909.06335). The
 proportions of the clients' sample counts are also drawn from Dir(alpha) (FedAIoT, section 2.2.3.1).
-`quantity` draws the relative sizes of random parts from Dir(alpha) ("quantity skew" of Li et al.).
+`quantity` splits the samples at random into parts with sizes drawn from Dir(alpha) ("quantity skew" of Li et al.).
 `disjoint_labels` gives each client samples of L labels ("quantity-based label imbalance", #C = L, of Li et al.).
 `natural` groups samples by their writer or user in the data set.
 `manual` reads the client of each sample from a file (`partition.map`).
@@ -27,7 +27,7 @@ from fl_engine.core.errors import PartitionError
 
 Ints = NDArray[np.int64]
 TO_MEASURE = 0.2
-"""Fraction of the proxy for measurements; the rest is for training. FlexFL measures APoZ on 20 % and trains on 80 %."""
+"""Fraction of the proxy data that is used for evaluation (in FlexFL, for APoZ) instead of training."""
 
 
 def iid(labels: Ints, clients: int, rng: np.random.Generator) -> tuple[Ints, ...]:
@@ -65,8 +65,8 @@ def dealt_by_label(labels: Ints, clients: int, alpha: float, rng: np.random.Gene
 
 
 def _capped(shares: NDArray[np.float64], below: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Set the shares of clients at or above the cap to 0, and scale the others to a sum of 1. At least one client is
-    below the cap until all samples are assigned."""
+    """Set the shares of clients at or above the cap to 0, and scale the other shares to a sum of 1. At least one client
+    is below the cap until all samples are assigned."""
     left = np.where(below, shares, 0.0)
     total = left.sum()
     capped: NDArray[np.float64] = left / total if total > 0 else below / below.sum()
@@ -77,11 +77,12 @@ def dirichlet_per_client(
     labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator
 ) -> tuple[Ints, ...]:
     """Draw the class proportions of each client from Dir(alpha), and the clients' shares of all samples from another
-    Dir(alpha). While a client's count is below `minimum`, one sample moves from the largest count to the smallest.
+    Dir(alpha). While a client has fewer than `minimum` samples, one sample moves from the largest to the smallest
+    client.
 
     Clients get one sample at a time, in random order. The class of the sample is drawn according to the client's class
-    proportions, among the classes that still have samples. If the proportions of all these classes are 0, the sample is
-    drawn uniformly from all remaining samples.
+    proportions, among the classes that still have samples. If the client's proportions of these classes are all 0, the
+    sample is drawn uniformly from all remaining samples.
     """
     cuts = np.floor(np.cumsum(_drawn(clients, alpha, rng)) * len(labels) + 0.5).astype(np.int64)
     cuts[-1] = len(labels)
@@ -204,11 +205,12 @@ def manual(owner: Ints, clients: int, rest: Ints) -> tuple[Ints, ...]:
 
 
 def split_proxy(samples: int, share: float, rng: np.random.Generator, shared: bool = False) -> tuple[Ints, Ints, Ints]:
-    """Split the positions 0 .. samples - 1 at random into (training proxy, measurement proxy, rest). With `shared`, the
-    rest contains all positions, and both proxies are the same as without `shared`.
+    """Split the positions 0 .. samples - 1 at random; return the proxy data for training, the proxy data for
+    evaluation, and the clients' data.
 
-    Together, both proxies contain the fraction `share` of the samples. The measurement proxy contains the fraction
-    TO_MEASURE of all proxy samples. Sizes are rounded half up, to at least 1. Both proxies are empty if `share` is 0.
+    The proxy contains the fraction `share` of the samples, of which the fraction TO_MEASURE is for evaluation. Sizes
+    are rounded half up, to at least 1. If `share` is 0, the proxy is empty. With `shared`, the clients' data contain
+    all positions.
     """
     if not (0 < share <= 1 if shared else 0 <= share < 1):
         allowed = "in (0, 1] with partition.proxy_shared" if shared else "in [0, 1) without partition.proxy_shared"
@@ -225,9 +227,9 @@ def split_proxy(samples: int, share: float, rng: np.random.Generator, shared: bo
 def split_classes(
     classes_n: Ints, owned: Sequence[int], count: int, rng: np.random.Generator
 ) -> tuple[Ints, Ints, Ints]:
-    """Return (training proxy, measurement proxy, rest). Together, both proxies contain exactly the samples of the
-    classes `owned`. The measurement proxy contains the fraction TO_MEASURE of all proxy samples. `classes_n` (N,) is
-    the class of each sample, 0 .. count - 1."""
+    """Split the data by class; return the proxy data for training, the proxy data for evaluation, and the clients'
+    data. The proxy contains exactly the samples of the classes `owned`. The fraction TO_MEASURE of the proxy is for
+    evaluation. `classes_n` (N,) is the class of each sample, 0 .. count - 1."""
     if len(set(owned)) < len(owned) or len(owned) >= count or not all(0 <= each < count for each in owned):
         raise PartitionError(
             f"partition.server_classes must be distinct classes from 0 to {count - 1} and leave at least one class for "

@@ -1,24 +1,24 @@
 """Partitions the training samples into the server's proxy and the clients' parts, adds label noise, and holds out data.
 
 The proxy contains a fraction of all samples, or all samples of the server's classes. The proxy is drawn before clients
-get samples, so the server measures on data that no client trains on. Neither the server nor the clients get test
-samples. With `proxy_shared`, clients also get the samples of the proxy. For a given seed, the proxy does not depend on
-the rule or on `proxy_shared`.
+get samples, so the server evaluates models on data that no client trains on. Neither the server nor the clients get
+test samples. With `proxy_shared`, clients also get the samples of the proxy. For a given seed, the proxy does not
+depend on the rule or on `proxy_shared`.
 
 The task defines the label of a sample, which is the class, or the quantile bin of a numeric target. If a task has no
 labels, rules that distribute samples by label require clusters of the samples instead (`data.clusters`).
 
-Every sample belongs to the proxy or to exactly one client. Only the samples of a shared proxy belong to the proxy and
-to a client. All randomness comes from `seeds.rng(seed, "proxy")` and `seeds.rng(seed, "partition")`.
+Every sample belongs either to the proxy or to exactly one client; only the samples of a shared proxy belong to both.
+All randomness comes from `seeds.rng(seed, "proxy")` and `seeds.rng(seed, "partition")`.
 
 Label noise imitates the mistakes of a centrally trained model, as in FedAIoT (Alam, Federated Learning Benchmarks and
 Frameworks for Artificial Intelligence of Things, Michigan State University 2023, section 2.2.3.5). Q[i, j] is the
 fraction of samples of class i that the model predicts as class j. From the n training samples of a client, int(n *
 share) samples are drawn at random. The label y of a drawn sample is replaced by another label, drawn from row Q[y].
 
-As in the authors' code, labels of a class do not change if its row of Q has an entry of 0.95 or more. The fraction of
+As in the authors' code, the labels of class i do not change if row Q[i] has an entry of 0.95 or more. The fraction of
 wrong labels may therefore be smaller than `share`. The authors' code draws from Q[y] until the label differs. This
-module draws only once, from Q[y] without the diagonal entry, scaled to a sum of 1. The two distributions are equal.
+module draws once from Q[y] without the diagonal entry, scaled to a sum of 1. The resulting distribution is the same.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def partition(
 
 
 def _proxy(data: Data, samples: int, config: PartitionConfig, seed: int) -> tuple[Ints, Ints, Ints]:
-    """Return (training proxy, measurement proxy, rest)."""
+    """Draw the proxy; return the proxy data for training, the proxy data for evaluation, and the clients' data."""
     rng, server_classes = seeds.rng(seed, "proxy"), config.server_classes
     if not server_classes:
         return rules.split_proxy(samples, config.proxy, rng, shared=config.proxy_shared)
@@ -227,7 +227,7 @@ def draw_noise(
     seed: int,
     held_out: Sequence[Ints] = (),
 ) -> tuple[NoiseFigures, tuple[Ints, ...]]:
-    """Return statistics of the noise, and the noisy labels of each client's samples. Each client has a separate
+    """Return statistics of the noise, and the noisy labels of each client's samples. Each client has a separate random
     generator.
 
     `targets` (N_train,) contains the correct classes, and `mistakes` is the result of `likely_mistakes`. `held_out`
@@ -259,7 +259,7 @@ def with_noise(data: Data, partition: Partition) -> Data:
 # ------------------------------------------------------------------------------------------------- held out
 def split_held_out(samples: int, share: float, seed: int, client: int) -> tuple[Ints, Ints]:
     """Split a client's positions 0 .. samples - 1 into training positions and held-out positions, both ascending. The
-    split does not depend on other clients, so a device holds out the same samples as a simulation."""
+    split does not depend on other clients, so a device holds out the same samples as in a simulation."""
     drawn = seeds.rng(seed, "held out", client=client).permutation(samples).astype(np.int64)
     count = 0
     if samples >= 2 * LEAST_HELD_OUT:  # the fraction is rounded half up
@@ -272,8 +272,8 @@ def hold_out(partition: Partition, share: float, seed: int, data: Data) -> tuple
     order. Clients evaluate models on these samples (`evaluate.on: clients`). The partition's `counts` and `noise` do
     not change.
 
-    With the natural partition of data whose test samples have sources, clients hold out no training samples. The
-    returned positions are those of the test samples of the client's sources (`Data.at`).
+    If the rule is natural and the sources of the test samples are known, clients hold out no training samples. Each
+    client then evaluates models on the test samples of its own sources, whose positions (`Data.at`) are returned.
     """
     if partition.rule == "natural" and data.natural_client is not None and data.natural_test_client is not None:
         trained, tests = data.natural_client.numpy(), data.natural_test_client.numpy()

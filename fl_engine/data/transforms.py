@@ -34,7 +34,7 @@ def as_tensors(x: NDArray[Any], y: NDArray[Any]) -> tuple[torch.Tensor, torch.Te
 def fingerprint(data: Data) -> str:
     """Return the SHA-256 (hex) of the shapes, types, bytes, task and normalisation of a data set.
 
-    Equal data have equal fingerprints on every machine. Caches use the fingerprint as a key, and partitions store it.
+    Identical data have the same fingerprint on every machine. Caches use it as a key, and partitions store it.
     """
     digest = hashlib.sha256(repr((data.task.identity, data.mean, data.std)).encode())
     sources = [data.natural_client] + ([] if data.natural_test_client is None else [data.natural_test_client])
@@ -59,7 +59,7 @@ def random_split(samples: int, test_share: float) -> tuple[NDArray[np.int64], ND
 
 
 def stratified(labels: NDArray[np.int64], samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Draw `samples` positions without replacement, with the class frequencies of `labels`, and sort the positions.
+    """Draw `samples` positions without replacement, stratified by `labels`, and return them in ascending order.
 
     Class sizes are rounded by the largest remainder method (ties: the lower label) in integer arithmetic, so that all
     machines get the same result. A class with fewer than about len(labels) / `samples` samples may be left out.
@@ -75,9 +75,9 @@ def stratified(labels: NDArray[np.int64], samples: int, rng: np.random.Generator
 
 
 def subset(data: Data, train_samples: int | None, test_samples: int | None, seed: int) -> Data:
-    """Return a smaller data set, stratified by label, in the original order. If a number is None, all samples of this
-    part are used. If the task has no labels, samples are drawn uniformly. Raises DataError if a number is less than 1
-    or exceeds the size of its part."""
+    """Return a smaller data set, stratified by label, in the original order. If the number of training or test samples
+    is None, the whole part is used. If the task has no labels, samples are drawn uniformly. Raises DataError if a
+    number is less than 1 or exceeds the size of its part."""
     train = _choose(data, "training", data.train_y, train_samples, seed)
     test = _choose(data, "test", data.test_y, test_samples, seed)
     return replace(
@@ -153,8 +153,8 @@ def byte_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple
 
 def moments(x: NDArray[np.float32], axis: int = -1) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the mean and the standard deviation for each index of `axis`. The values are rounded to six decimals, so
-    that all machines get the same result. If a standard deviation is below SMALL, both values are rounded to its sixth
-    significant digit instead. A standard deviation that is a rounding error of float32 is set to 0."""
+    that all machines get the same result. If a standard deviation is below SMALL, it is rounded to six significant
+    digits, and the mean to as many decimals. A standard deviation that is a rounding error of float32 is set to 0."""
     others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
     mean = x.mean(others, dtype=np.float64, keepdims=True)
     squares = np.zeros(x.shape[axis])

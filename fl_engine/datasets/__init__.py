@@ -1,7 +1,7 @@
 """Registry of all data sets. A data set is a module with `load` (and optionally `fetch`) and an entry in `DATASETS`.
 
-`fl_engine.testing.datasets.DatasetSuite` tests a data set. A data set outside of this package is a `Source` object in
-any module.
+`fl_engine.testing.datasets.DatasetSuite` tests a data set. To use a data set outside of this package, define a `Source`
+object in any module.
 """
 
 from __future__ import annotations

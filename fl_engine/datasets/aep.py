@@ -9,8 +9,8 @@ out. Test readings are drawn at random, as in the published code. All transforma
 readings.
 
 Departs from the paper, which scales the target. Here, as in the published code, the target is the logarithm of the
-energy use. Features are normalised with `mean` and `std`. Features are rounded to five decimals, because the last bits
-of principal components depend on the linear algebra library.
+energy use. `Data.mean` and `Data.std` normalise the features. Features are rounded to five decimals, because the last
+bits of principal components depend on the linear algebra library.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def with_components(table: Table, centre: NDArray[np.float64], axes: NDArray[np.
 
 
 def uncorrelated(table: Table) -> list[str]:
-    """Return the names of columns without a strong correlation to an earlier column, which may itself be left out."""
+    """Return the names of columns without a strong correlation to any earlier column, including columns left out."""
     with np.errstate(invalid="ignore", divide="ignore"):  # correlations of a constant column are NaN
         alike = np.abs(np.corrcoef(np.stack(list(table.values())))) > ALIKE
     return [name for i, name in enumerate(table) if not alike[i, :i].any()]

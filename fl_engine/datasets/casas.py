@@ -10,8 +10,8 @@ homes are grouped into eleven classes and "other".
 
 Departs from the paper, in which a sample has the 2,000 events before an activity. Here, as in the paper's published
 code, a sample has the last 2,000 events of the activity itself. The published code numbers each home's events from 0,
-so a number has a different meaning in each home, and 0 is both an event and the padding. Here a number has the same
-meaning in all homes, and 0 is only the padding. Test samples are drawn at random, as in the published code.
+so a number has a different meaning in each home, and 0 stands for both an event and the padding. Here a number has the
+same meaning in all homes, and 0 is used only for padding. Test samples are drawn at random, as in the published code.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TEST_SHARE = 0.2
 PUBLISHED = (12_190, 3_048)
 """Numbers of training and test samples."""
 MOST_SAMPLES = 50_000
-"""Maximum number of samples. The data set has 15,238, but a damaged file might yield one sample per line."""
+"""Maximum number of samples. The data set has 15,238 samples, but a damaged file might yield one sample per line."""
 MOST_UNREADABLE = 0.01
 """Maximum fraction of unreadable lines in a file. Faulty sensors cause a few unreadable lines, but a damaged file
 contains more."""

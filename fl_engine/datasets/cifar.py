@@ -2,8 +2,8 @@
 
 Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009. Layout and archives:
 https://www.cs.toronto.edu/~kriz/cifar.html ("binary version"). A record has a label byte and 3,072 pixel bytes (red,
-green and blue planes, stored row by row). CIFAR-100's records have two label bytes. The second byte (the fine label) is
-used.
+green and blue planes, stored row by row). CIFAR-100's records have two label bytes, of which the reader uses the second
+(the fine label).
 
 The archives must match their MD5 checksums, and CIFAR-10's training batches must match their SHA-1 checksums. No
 checksums are published for the other files, so the reader checks their sizes and labels.

@@ -11,7 +11,7 @@ The spectrogram follows FedAIoT (Alam et al., 2023, Sec. 2.2.3). Details that th
 authors' code. Hann windows of 10 ms are centred every 5 ms, and the segment is padded with silence at both ends. The
 magnitudes of a 2,048-point Fourier transform are the input of 128 triangular mel filters of height 1 from 0 to 12 kHz
 (HTK's formula). Each value is ln(1e-6 + filter output). The last frame is repeated to fill 400 frames. Departs from
-FedAIoT, which draws a random clip of 1.999 s from a longer segment in each training epoch. For the test, FedAIoT draws
+FedAIoT, which draws a random clip of 1.999 s from a longer segment in each training epoch. For testing, FedAIoT draws
 five random clips. Here the middle 1.999 s of a longer segment are always used, so that each sample is one constant
 tensor. Values are rounded to multiples of 1/1024, so that machines with different rounding errors get the same data.
 

@@ -5,7 +5,7 @@ creates data/femnist/data/all_data/all_data_0.json to all_data_35.json. Each fil
 
     {"users": [writer, ...], "num_samples": [n, ...], "user_data": {writer: {"x": [[784 numbers], ...], "y": [n]}}}.
 
-Pixels are stored row by row as numbers in [0, 1], with black ink on a white background (1). The reader multiplies
+Pixels are stored row by row as numbers in [0, 1], with black ink (0) on a white background (1). The reader multiplies
 pixels by 255 to restore LEAF's bytes. Labels 0 to 9 are digits, 10 to 35 are upper-case letters, and 36 to 61 are
 lower-case letters. Each writer is a natural client.
 

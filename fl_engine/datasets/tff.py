@@ -6,8 +6,8 @@ checksums in TensorFlow Federated. Each client in a file is a natural client. Cl
 `femnist_tff` (`emnist` with only_digits=False) has the same characters as `femnist`, and a published split. The set has
 671,585 training and 77,483 test images. Each of the 3,400 writers has at least one training and one test image. The
 files are fed_emnist_train.h5 and fed_emnist_test.h5. The array `examples/<writer>/pixels` is float32 (n, 28, 28) in
-[0, 1], with black ink on a white background (1). The array `examples/<writer>/label` is int32 (n,). Labels 0 to 9 are
-digits, 10 to 35 are upper-case letters, and 36 to 61 are lower-case letters.
+[0, 1], with black ink (0) on a white background (1). The array `examples/<writer>/label` is int32 (n,). Labels 0 to 9
+are digits, 10 to 35 are upper-case letters, and 36 to 61 are lower-case letters.
 
 `stackoverflow_tff` predicts the next word of a sentence. The set has 135,818,730 training sentences of 342,477 users
 and 16,586,035 test sentences of 204,088 users. The files are stackoverflow_train.h5 and stackoverflow_test.h5. The
@@ -130,8 +130,8 @@ def _numbered(counts: list[int]) -> torch.Tensor:
 
 
 def _clients(path: Path, arrays: tuple[str, ...], read: Callable[..., Any], most: int | None = None) -> dict[str, Any]:
-    """Map each client to the result of `read`. The arguments of `read` are a description of the client for error
-    messages, and the client's arrays, whose values are not loaded yet.
+    """Map each client to the result of `read`. `read` is called with a description of the client for error messages,
+    and with the client's arrays, whose values are not loaded yet.
 
     Raises DataError if h5py cannot read the file, or if the file is malformed or has no clients. Raises
     EnvironmentFailure if h5py is not installed.

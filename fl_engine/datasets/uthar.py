@@ -7,8 +7,8 @@ section 2.2.2.1), the validation part is not used.
 
 Departs from the paper, whose text describes samples of 3 x 30 x 250. Here, as in the paper's published code, samples
 are 1 x 250 x 90, with the 30 subcarriers of all 3 antennas on one axis. The published code evaluates the test samples
-with the validation labels. Here the test labels are used. The published code scales each part to [0, 1] by the part's
-minimum and maximum. Here both parts are normalised with the mean and standard deviation of the training part.
+with the validation labels. Here they are evaluated with the test labels. The published code scales each part to [0, 1]
+by the part's minimum and maximum. Here both parts are normalised with the mean and std of the training part.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ Zheng et al., Zero-Effort Cross-Domain Gesture Recognition with Wi-Fi, MobiSys 2
 4(3), 2023) publishes the profiles with a folder for each gesture, such as `1-Push&Pull`. Each sample is a file such as
 `user3-...csv` with 22 lines of 400 numbers. Widar's own .mat files are not used, because reading them would require
 SciPy. The data are prepared as in FedAIoT (Alam, Michigan State University 2023, section 2.2.3.2). Only the nine
-gestures that more than three users performed are used. The values are scaled with FedAIoT's constants. Users are sorted
-by number of samples, fewest first. The fifth to the fifteenth user are training users, and the others are test users.
+gestures that more than three users performed are used. Values are normalised with FedAIoT's mean and std. Users are
+sorted by number of samples, fewest first. The fifth to the fifteenth user are training users, and the others are test
+users.
 """
 
 from __future__ import annotations

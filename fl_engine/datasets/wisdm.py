@@ -4,12 +4,12 @@ Weiss, Yoneda and Hayajneh, Smartphone and Smartwatch-Based Biometrics Using Act
 2019. The data are prepared as in FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial
 Intelligence of Things, Michigan State University 2023, sections 2.2.1 and 2.2.3.2). Readings of the accelerometer and
 the gyroscope are joined by time. For each activity, windows of 200 readings begin at readings 200, 300 and so on. As in
-FedAIoT's text, eating soup, chips, pasta or a sandwich is one class. The published code omits all but sandwiches.
+FedAIoT's text, eating soup, chips, pasta or a sandwich is one class. The published code uses only sandwiches.
 
 Departs from FedAIoT's text, which uses 45 people for training and 6 for testing. The numbers of samples in the text
 (16,569 and 4,103 for the watch, 13,714 and 4,073 for the phone) match the published code, which uses a fifth of the
 people for testing. Here 40 of the 51 people are used for training. The published code draws the people without a seed.
-Here the people for testing are always the same. The published code normalises with statistics of all people. Here mean
+Here the same people are always used for testing. The published code normalises with statistics of all people. Here mean
 and standard deviation are computed from the training part.
 """
 

@@ -120,7 +120,7 @@ PARTS = {"small": 4, "medium": 2, "large": 1}
 
 
 class AsMap(nn.Module):
-    """Reshape windows (B, T, F) to maps (B, F, T, 1), or (B, n*T, F) to (B, n*F, T, 1) for n lanes (clients)."""
+    """Reshape windows (B, T, F) to maps (B, F, T, 1), or (B, n*T, F) to (B, n*F, T, 1) for n stacked clients."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -139,9 +139,9 @@ class HarCNN(Chain, NormedNetwork):
     three 1-D convolutions with batch norm, five fully connected layers, and 316, 153 or 76 thousand parameters for 128,
     64 or 32 channels. HarCNN is a reconstruction of this model. The three convolutions have kernel size 3, batch norm,
     ReLU, and 128, 64 and 32 channels. Four hidden layers with 64, 32, 16 and 16 units and ReLU precede the classifier.
-    The channels are halved, because the published totals imply 0.98 to 1.95 c^2 weights for c channels. Three
-    convolutions with c, c/2 and c/4 channels have 1.875 c^2 weights plus a term that is linear in c. Three convolutions
-    with c channels each would have 6 c^2 weights.
+    The paper's parameter counts imply that the convolutions have 0.98 to 1.95 c^2 weights for c channels. Three
+    convolutions with c channels each would have 6 c^2 weights, so each convolution here halves the number of channels.
+    Convolutions with c, c/2 and c/4 channels have 1.875 c^2 weights plus a term that is linear in c.
 
     `nested` lists three networks. `large` is the full network. `medium` keeps the first half of each convolution's
     channels, and `small` keeps the first quarter. Both sub-networks keep all hidden units. FedX pre-trains with UCI-HAR

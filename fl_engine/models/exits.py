@@ -1,8 +1,8 @@
 """Early exits: classifiers after intermediate blocks (DepthFL, Kim et al., ICLR 2023; ScaleFL, Ilhan et al., CVPR
 2023).
 
-With `exits=("conv2", ...)`, a head follows each of the listed blocks. A head is a linear layer, after global average
-pooling if the block returns a map. The head of `conv2` is a separate block `exit_conv2` with the parameters
+With `exits=("conv2", ...)`, a head follows each of the listed blocks. A head is a linear layer, preceded by global
+average pooling if the block returns a map. The head of `conv2` is a separate block `exit_conv2` with the parameters
 `exit_conv2.weight` (classes, channels) and `exit_conv2.bias` (classes,); the head of `stage1.0` is `exit_stage1_0`. In
 the layout, each head follows its block. A sub-model returns a tuple with the logits of each output that the sub-model
 keeps, in network order.

@@ -1,10 +1,10 @@
 """Export a sub-model as files for inference on a device.
 
-A network whose batch norm uses the statistics of the current batch cannot score a single sample. Therefore the export
-computes the statistics of each batch norm from the server's proxy data, and stores them in the exported model.
-HeteroFL's static batch norm (ICLR 2021, section 3) uses the clients' data instead. If a level already has statistics
-for evaluation (`PoolModel.static_bn`), the export computes new statistics for this level. The test metric of the
-exported level then differs from the test metric in the rounds. `submodel.json` contains both metrics.
+A network whose batch norm uses the statistics of the current batch cannot make predictions for a single sample.
+Therefore the export computes the statistics of each batch norm from the server's proxy data, and stores them in the
+exported model. HeteroFL's static batch norm (ICLR 2021, section 3) uses the clients' data instead. Even if a level
+already has statistics for evaluation (`PoolModel.static_bn`), the export computes new statistics. The test metric of
+the exported level then differs from the test metric in the rounds. `submodel.json` contains both metrics.
 
 Each level is exported to a separate folder. `model.safetensors` contains the weights, and `load` rebuilds the network
 from `submodel.json`. `model.onnx` accepts raw samples (images, numbers or tokens) and runs without flexfleet.
@@ -217,7 +217,7 @@ def check_onnx(family: ModelFamily, data: Data) -> None:
 
 
 def by_batch(module: nn.Module) -> bool:
-    """Return whether a batch norm uses the statistics of the current batch even in evaluation mode."""
+    """Return whether any batch norm uses the statistics of the current batch even in evaluation mode."""
     return any(isinstance(m, _BatchNorm) and m.running_mean is None for m in module.modules())
 
 

@@ -22,12 +22,12 @@ networks, the second 3x3 convolution of a block applies the stride. The network 
 first convolution of a block applies the stride.
 
 Departs from the authors' code. For UT-HAR, the latest code uses batch norm. The thesis and this network use group norm.
-For EPIC-SOUNDS, the code uses He initialisation (normal, fan out). Here PyTorch's default initialisation is used.
+For EPIC-SOUNDS, the code uses He initialisation (normal, fan out). This network uses PyTorch's default initialisation.
 
 Group norm normalises the first and the second half of the channels separately. Therefore channel i of the layout is a
 pair: the i-th channel of each half (`Axis.copies`). A sub-model then keeps the same number of channels in each half,
 and the width of a group is its number of pairs. Group norm computes the statistics from the kept channels. Therefore a
-sub-model does not compute the same outputs as the full network with zeros in all other channels.
+sub-model's outputs differ from the outputs of the full network with all other channels set to zero.
 
 Groups: down1, down2 or up1, up2; stem (unless stage1 includes the stem), stage1 .. stage4, classes. Blocks: the first
 convolutions, stem, stage<s>.<b> (b from 0), classifier. Sub-models can drop the blocks with an identity shortcut. An
@@ -68,8 +68,8 @@ class GroupNorm(nn.GroupNorm):
 class _ResNet18(BasicStages, StagedNetwork):
     depths = dict.fromkeys(CHANNELS, 2)
     as_sensefi: ClassVar[bool] = True
-    """True for group norm, strides and biases as in SenseFi. False for batch norm and strides as in the original
-    ResNet."""
+    """If true, use the group norm, strides and biases of SenseFi's implementation; if false, use batch norm and the
+    strides of the original ResNet."""
     front: ClassVar[tuple[str, ...]] = ()
     """Names of the layers before the stem, each with a separate channel group."""
 

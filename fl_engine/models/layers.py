@@ -92,7 +92,7 @@ class LayerMaker:
     """Factory that creates the layers of a sub-model and records the axes of the weights."""
 
     layout: ParamLayout
-    """Layout of the network. Only its channel groups are used, not its slots."""
+    """Layout of the network. Only the channel groups of this layout are used, not the slots."""
     spec: SubmodelSpec
 
     def width(self, axis: Inside) -> int:

@@ -39,11 +39,11 @@ OnnxPrecision = Literal["fp32", "fp16", "int8"]
 FILES: Mapping[OnnxPrecision, str] = {"fp32": ONNX, "fp16": "model.fp16.onnx", "int8": "model.int8.onnx"}
 ABOUT = "precision.json"
 BLOCKS, RUNS, WARM_UP = 10, 10, 3
-"""Latency is measured in BLOCKS blocks. In every block, each file makes WARM_UP untimed and then RUNS timed runs, so
-that a slow phase of the machine affects all files equally."""
+"""Latency is measured in BLOCKS blocks. In every block, each file is run WARM_UP times without timing and then RUNS
+times with timing, so that a slow phase of the machine affects all files equally."""
 BATCH: Mapping[OnnxPrecision, int] = {"fp32": 128, "fp16": 128, "int8": 1}
-"""Number of test samples per batch. Int8 uses batches of 1, as a device does, because activation ranges depend on the
-batch."""
+"""Number of test samples per batch. For int8, the batch size is 1, as on a device, because activation ranges depend on
+the batch."""
 OBSERVED = 128
 """Number of test samples per call of `observe`. The number is small, because detected boxes take 1 MB per image."""
 
@@ -57,7 +57,7 @@ class Figures(BaseModel):
     value: float
     """Test metric of the task, such as accuracy in [0, 1] or R2."""
     agreement: float | None
-    """Fraction of test samples whose predicted class equals the prediction of the fp32 file; None for other tasks."""
+    """Fraction of test samples for which this and the fp32 file predict the same class; only for classification."""
     bytes: int = Field(gt=0, lt=1 << 63)
     latency_ms: float = Field(gt=0)
     """Median CPU time for one sample, in milliseconds, on one thread."""
@@ -87,13 +87,13 @@ class Precisions(BaseModel):
 
 
 def rounded_up(bits: int | None) -> OnnxPrecision:
-    """Return the precision for a device that receives weights with `bits` bits; None means weights without
-    quantization."""
+    """Return the precision for a device that receives weights with `bits` bits, or weights without quantization if
+    `bits` is None."""
     return "fp32" if bits is None or bits > 16 else "fp16" if bits > 8 else "int8"
 
 
 def precision_of(codec: Codec | None) -> OnnxPrecision:
-    """Return the precision for a codec with the field `bits` or `levels` (per sign); fp32 without these fields."""
+    """Return the precision for a codec from its field `bits` or `levels` (per sign); fp32 if it has neither field."""
     levels = getattr(codec, "levels", None)
     return rounded_up(getattr(codec, "bits", None) if levels is None else levels.bit_length())
 

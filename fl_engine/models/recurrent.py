@@ -1,4 +1,4 @@
-"""LSTMs for time series and tokens, sliced by hidden unit. In torch's weights, a unit is one row of every gate.
+"""LSTMs for time series and tokens, sliced by hidden unit. In torch, a unit is one row of every gate's weights.
 
 A unit whose weights are all zero outputs zero at every step. Therefore a slice computes the same outputs as the full
 layer in which the weights of all other units are zero. The small LSTMs of several clients run as one large LSTM, in
@@ -32,8 +32,8 @@ PADDING = 0
 
 @cache
 def _together(hidden: int) -> int:
-    """Return the number of lanes (clients) that run as one LSTM on a CPU. Without AVX-512, oneDNN's rounding depends on
-    the position of the unit, so the number is 1."""
+    """Return the number of clients that a CPU runs as one LSTM. Without AVX-512, the number is 1, because oneDNN's
+    rounding depends on the position of a unit."""
     return max(1, MOST_UNITS // hidden) if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 1
 
 
@@ -48,7 +48,7 @@ class Cells(nn.LSTM):
 
 
 class _Lanes(nn.Module):
-    """Map the series (B, n*T, F) of n lanes to the outputs at all steps, (B, n*T, hidden)."""
+    """Map the series (B, n*T, F) of n stacked clients to the outputs at all steps, (B, n*T, hidden)."""
 
     weight_ih_l0: Tensor
     """(n, 4*hidden, F)."""
@@ -69,7 +69,7 @@ class _Lanes(nn.Module):
 
 
 def _side_by_side(x_nbtf: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor) -> Tensor:
-    """Map (n, B, T, F) to (n, B, T, hidden) with one LSTM of n*hidden units, ordered by gate, lane and unit."""
+    """Map (n, B, T, F) to (n, B, T, hidden) with one LSTM of n*hidden units, ordered by gate, client and unit."""
     n, hidden = len(w_ih), w_hh.shape[2]
     if n == 1:
         weights, x = [w_ih[0], w_hh[0], b_ih[0], b_hh[0]], x_nbtf[0]
@@ -87,7 +87,7 @@ def _by_gate(rows: Tensor) -> Tensor:
 
 
 def _diagonal(weight: Tensor) -> Tensor:
-    """Return a block-diagonal matrix (4*n*hidden, n*columns). The blocks are the lanes' weights (4*hidden, columns)."""
+    """Return a block-diagonal matrix (4*n*hidden, n*columns) of the clients' weights (4*hidden, columns)."""
     of_ghcn = _by_gate(weight).permute(0, 2, 3, 1)
     return torch.diag_embed(of_ghcn).permute(0, 3, 1, 4, 2).flatten(0, 2).flatten(1)
 

@@ -52,7 +52,7 @@ class BasicStages(Stages):
     strides: ClassVar[Mapping[str, int]] = STRIDES
     """Stride of the first block in each stage. A first block without a projection shortcut has stride 1."""
     as_sensefi: ClassVar[bool] = False
-    """True for SenseFi's blocks: the second 3x3 convolution applies the stride, and projections have a bias."""
+    """If true, blocks are as in SenseFi: the second 3x3 convolution applies the stride, and projections have a bias."""
 
     @property
     def stem_group(self) -> str:
@@ -63,8 +63,8 @@ class BasicStages(Stages):
         return make.with_norm(conv, out, self.norm, nn.ReLU() if relu else None)
 
     def block(self, make: LayerMaker, name: str, inside: str, stage: str) -> nn.Module:
-        """Return a block that maps (B, inside, H, W) to (B, stage, ceil(H / stride), ceil(W / stride)). If the groups
-        `inside` and `stage` are equal, the shortcut is an identity and the stride is 1."""
+        """Return a block that maps (B, inside, H, W) to (B, stage, ceil(H / stride), ceil(W / stride)). If `inside` and
+        `stage` are the same group, the shortcut is an identity and the stride is 1."""
         before, out = self.axis(inside), self.axis(stage)
         inner = replace(out, choice=f"{name}.inner")
         project = inside != stage

@@ -55,7 +55,7 @@ def with_logits(
 
 
 class Last(nn.Module):
-    """Map (B, T, channels) to the values of the last position, (B, channels)."""
+    """Select the last position of a sequence: map (B, T, channels) to (B, channels)."""
 
     def forward(self, x_btc: Tensor) -> Tensor:
         return x_btc[:, -1]

@@ -37,7 +37,7 @@ SAME = 0.6
 ROUNDING = 1e-4
 """Tolerance for boxes outside of the image, as a fraction of the image size. Files contain rounded values."""
 NEIGHBOURS = 1
-"""Maximum distance in cells from the cell that contains a box's centre to another cell whose target is the same box."""
+"""A box can be the target of cells up to this many rows and columns away from the cell at the box's centre."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Detection:
         return Measured({self.metric.name: _map50(whole[:, :DETECTIONS], whole[:, DETECTIONS:], self.categories)})
 
     def _decoded(self, outputs_bo: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a tuple (boxes (batch, 4, cells) as fractions of the image, logits (batch, categories, cells))."""
+        """Decode boxes (batch, 4, cells), as fractions of the image, and logits (batch, categories, cells)."""
         if outputs_bo.dim() != 4 or outputs_bo.shape[1] != self.outputs:
             raise ModelError(
                 f"a network for the task detection must return a tensor of shape (batch, {self.outputs}, H, W) with "
@@ -266,7 +266,7 @@ def _suppress(box_bk4: Tensor, category_bk: Tensor) -> Tensor:
 
 
 def _scorer() -> tuple[Any, Any]:
-    """Import faster-coco-eval and return a tuple (class for a set of boxes, class that compares two sets)."""
+    """Import faster-coco-eval; return its class for a set of boxes and its class that compares two sets."""
     try:
         from faster_coco_eval import COCO, COCOeval_faster
     except ImportError as error:

@@ -59,7 +59,7 @@ class Multilabel:
         return found
 
     def present(self, y: Tensor) -> None:
-        """Return None instead of a class mask, because samples without a label also contribute to its loss."""
+        """Return None instead of a class mask, because the loss of a label also depends on samples without it."""
         return
 
     def examples(self, count: int, generator: torch.Generator) -> Tensor:

@@ -1,6 +1,6 @@
 """Language modelling: predict the next token at every position of a sequence, with cross entropy and accuracy.
 
-`accuracy` does not count out-of-vocabulary tokens (OOV) and tokens for the start and end of a sequence, as in Adaptive
+`accuracy` excludes out-of-vocabulary tokens (OOV) and the tokens for the start and end of a sequence, as in Adaptive
 Federated Optimization (Reddi et al., ICLR 2021). `accuracy_all` counts all tokens except padding, as in FedRolex
 (section 3.3). The metrics and the loss exclude padding.
 """

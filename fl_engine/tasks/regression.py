@@ -96,7 +96,7 @@ class Regression:
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
         """Return float64 (6, outputs): first target, number of samples, and sums of d, d^2, squared errors and absolute
-        errors, with d = target - first target. If targets were far from 0, sums of target^2 would be imprecise."""
+        errors, with d = target - first target. The shift avoids cancellation if targets are far from 0."""
         found, wanted = outputs_bo.double(), y.double()
         errors, d = found - wanted, wanted - wanted[:1]
         parts = (torch.ones_like(wanted), d, d.square(), errors.square(), errors.abs())

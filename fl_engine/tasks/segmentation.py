@@ -94,7 +94,7 @@ class Segmentation(Distilled):
         return torch.bincount(cells, minlength=self.categories**2).view(self.categories, self.categories)
 
     def measure(self, observed: Sequence[Tensor]) -> Measured:
-        """Return the mean IoU and the pixel accuracy. The mean includes all categories in targets or predictions."""
+        """Return the mean IoU over all categories that occur in targets or predictions, and the pixel accuracy."""
         confusion = torch.stack(list(observed)).sum(0).cpu()
         right = confusion.diagonal().double()
         union = confusion.sum(0) + confusion.sum(1) - right

@@ -1,10 +1,10 @@
 """Determine which axes of tensors have the same channels.
 
-An axis is a sequence of parts. Each part refers to one variable, which represents a set of channels. In a part, each
-channel has `repeat` entries. If the network adds two tensors, the axes of both tensors are tied, which means that they
-refer to the same variables. A variable is split if one of the tied axes is a concatenation. A variable is pinned if one
-of the tied axes is never cut. Sub-models keep all channels of a pinned variable. Group norm combines channels, so it
-replaces a variable by a variable with fewer channels.
+An axis is a sequence of parts. Each part refers to one variable, which represents a set of channels. Each channel of a
+part takes up `repeat` consecutive entries of the axis. If the network adds two tensors, the axes of both tensors are
+tied, which means that they refer to the same variables. A variable is split if one of the tied axes is a concatenation.
+A variable is pinned if one of the tied axes is never cut. Sub-models keep all channels of a pinned variable. Group norm
+combines channels, so it replaces a variable by a variable with fewer channels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Channels:
     pinned: bool = False
     """True if sub-models must keep all channels."""
     loose: bool = False
-    """True for channels of a parameter that no layer uses. These channels are pinned unless they are tied to the
+    """True if the channels belong to a parameter that no layer uses. They are pinned unless they are tied to the
     channels of a layer."""
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ def made(size: int, origin: str, *, loose: bool = False) -> Dim:
 
 
 def resolved(dim: Dim) -> Dim:
-    """Return the axis, in which every variable with a `bound` is replaced by the parts in `bound`."""
+    """Replace every variable that has a `bound` by the parts in `bound`, and return the new axis."""
     out: list[Part] = []
     for part in dim:
         bound = part.of.bound
@@ -98,7 +98,7 @@ def coarser(channels: Channels, times: int) -> None:
 
 
 def aligned(dim: Dim, to: int) -> None:
-    """Combine channels so that sub-models never cut a block of `to` neighbouring entries."""
+    """Combine channels so that sub-models never cut through a block of `to` neighbouring entries."""
     for part in resolved(dim):
         coarser(part.of, math.lcm(part.repeat, to) // part.repeat)
     if any(part.entries % to for part in resolved(dim)):
@@ -138,7 +138,7 @@ def _rest(part: Part, gone: int) -> list[Part]:
 
 
 def compact(parts: Iterable[Part]) -> list[tuple[Part, int]]:
-    """Return pairs (part, number of consecutive repetitions). Neighbouring pinned parts are merged."""
+    """Merge neighbouring pinned parts, and return each part with the number of its consecutive repetitions."""
     out: list[tuple[Part, int]] = []
     for part in parts:
         if out and part.of.pinned and out[-1][0].of.pinned:

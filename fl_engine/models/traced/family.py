@@ -98,7 +98,7 @@ _kinds: dict[tuple[Any, bool], type[ModelFamily]] = {}
 
 
 def from_module(build: Build, *, whole: bool = False) -> type[ModelFamily]:
-    """Return the network class for the modules that `build` creates. Equal arguments yield the same class.
+    """Return the network class for the modules that `build` creates. The same arguments always yield the same class.
 
     Args:
         build: A module with the initial weights, or a class or function that creates a module. The keywords
@@ -128,8 +128,8 @@ def from_module(build: Build, *, whole: bool = False) -> type[ModelFamily]:
 
 
 def _key(build: Build) -> tuple[Any, str]:
-    """Return a tuple (class or function, options as JSON). Equal `functools.partial` objects have equal keys. If a
-    partial has positional arguments or options that are not JSON, the first element is the partial itself."""
+    """Return the class or function and its options as JSON, as a cache key. `functools.partial` objects with the same
+    function and keywords have the same key, unless an argument is positional or not JSON."""
     if isinstance(build, partial) and not build.args:
         try:
             return build.func, json.dumps(build.keywords, sort_keys=True)
@@ -240,7 +240,7 @@ def _move_relus(traced: graph.Traced, tree: nn.Module, relus: Mapping[fx.Node, s
 
 
 def _relu(traced: graph.Traced, node: Any) -> tuple[type[nn.Module], bool]:
-    """Return a tuple (module class of a ReLU node, True if the ReLU works in place)."""
+    """Return the module class of a ReLU node, and whether the ReLU works in place."""
     if node.op == "call_module":
         layer: Any = traced.module.get_submodule(str(node.target))
         return type(layer), layer.inplace
@@ -267,7 +267,7 @@ def _whole(name: str, module: nn.Module, trial: ModuleTrial, family: ModuleFamil
 
 
 def _has_uncounted(module: nn.Module) -> bool:
-    """Return whether the module has weights outside of `COUNTED` layers. A count by layer omits their multiply-adds."""
+    """Return whether weights outside of `COUNTED` layers exist. Their multiply-adds are not counted layer by layer."""
     return any(
         isinstance(layer, nn.MultiheadAttention)
         or (any(True for _ in layer.parameters(recurse=False)) and not isinstance(layer, COUNTED))

@@ -103,7 +103,7 @@ class Flow:
         return self.in_shape(layer.out, node.meta["shape"])
 
     def series(self, node: fx.Node, out: Dims, state: Dim) -> Any:
-        """Return a tuple (axes of an LSTM's outputs, axes of the states). The last axis of a state contains the
+        """Return the axes of an LSTM's outputs and the axes of its states. The last axis of a state contains the
         units."""
 
         def of(shape: Any) -> Any:
@@ -155,7 +155,7 @@ class Flow:
         return target  # type: ignore[no-any-return]
 
     def value(self, argument: Any) -> Any:
-        """Convert a node to `Given` if it returns a tensor, otherwise to its value or None. Keep other arguments."""
+        """Convert a tensor node to `Given`, and any other node to its value (None if unknown). Keep other arguments."""
         if isinstance(argument, fx.Node):
             dims: Any = self.dims.get(argument)
             shape = argument.meta["shape"]
@@ -187,7 +187,7 @@ class Flow:
         pin(*dims)
 
     def channels_of_outputs(self, node: fx.Node, outputs: int) -> Channels | None:
-        """Return the channels of the network's output. Pin them and return None if they cannot be cut."""
+        """Return the channels of the network's output. If these channels cannot be cut, pin them and return None."""
         output: Any = node.args[0]
         dim = resolved(self.dims[output][1])
         self.fixed += [f"the output layer {part.of.origin}" for part in dim if part.of.origin]
@@ -276,7 +276,7 @@ def _owned(flow: Flow, called: Mapping[Channels, str]) -> dict[str, Channels]:
 
 def _relus(flow: Flow, owned: Mapping[str, Channels]) -> dict[fx.Node, str]:
     """Map each ReLU to the name of a new module in the last preceding layer that creates the ReLU's channels, so that
-    zeros count for this layer. If the channels belong to several groups, the module is added to the network."""
+    the ReLU's zeros count for this layer. If the channels belong to several groups, add the module to the network."""
     relus: dict[fx.Node, str] = {}
     for node, before in flow.relus:
         over = free(*flow.dims[node])

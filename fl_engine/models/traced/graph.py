@@ -1,5 +1,5 @@
-"""Trace a module's forward in training and in evaluation mode. The graphs of both modes must be equal. This module also
-creates error messages about user code, with the line, the reason and the fix."""
+"""Trace a module's forward in training and in evaluation mode. The graphs of both modes must be identical. This module
+also creates error messages about user code, with the line, the reason and the fix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DROPOUTS = {
     "dropout": nn.Dropout, "dropout1d": nn.Dropout1d, "dropout2d": nn.Dropout2d, "dropout3d": nn.Dropout3d,
     "alpha_dropout": nn.AlphaDropout, "feature_alpha_dropout": nn.FeatureAlphaDropout,
 }  # fmt: skip
-"""Modules that replace dropout functions. In a trace, the argument `training` of these functions would be constant."""
+"""Modules that replace dropout functions. A trace would record the functions' argument `training` as a constant."""
 
 
 BRANCH_DROPS = ("StochasticDepth", "DropPath")
@@ -54,7 +54,7 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self._batches = [x, *(x[:size] for size in BATCHES)]
         self._runs = False
-        """True while `known` runs the graph. These calls must not be added to the graph."""
+        """True while `known` runs the graph. The calls of this run must not be added to the graph."""
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)

@@ -27,8 +27,8 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """A call `name(*args, **options)` in the graph. Tensor arguments are `Given` objects. Arguments from nodes without
-    a tensor output are values or None."""
+    """A call `name(*args, **options)` in the graph. Tensor arguments are `Given` objects. An argument from a node
+    without a tensor output is the node's value, or None if it is unknown."""
 
     name: str
     args: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""Build the skeleton of a traced network. Every sub-network is a copy of the skeleton with other widths.
+"""Build the skeleton of a traced network. Every sub-network is a copy of the skeleton with different widths.
 
 A skeleton is the user's module without storage. Parameters and running statistics have shapes but no values. The
 skeleton contains the constants that clients do not train: frozen parameters, integers, and buffers that training does
@@ -28,7 +28,7 @@ from fl_engine.models.traced.graph import Traced, attribute, unusable, unused
 
 
 def of_graph(traced: Traced) -> nn.Module:
-    """Return a module with only the layers and parameters that the graph uses. Their order and paths do not change."""
+    """Return a module with only the layers and parameters that the graph uses, in the same order and paths."""
     root, used = Bare(), {str(n.target) for n in traced.graph.nodes if n.op in ("call_module", "get_attr")}
     leaves = {path for path in used if isinstance(attribute(traced.module, path), nn.Module)}
     for path, module in traced.module.named_modules():
@@ -155,12 +155,12 @@ class Wrapped(nn.Module):
 
     runs_alone = True
     draws: bool
-    """True if training draws from torch's generator outside of nn.Dropout."""
+    """True if training draws random numbers from torch's generator, apart from nn.Dropout."""
     seeder: str
     """Name of an added nn.Dropout with the client's seed. In every step, its mask is used as the seed of torch's
     generator."""
     views: bool
-    """True if the forward may call `view` on maps. The call would fail, because maps are in channels-last format."""
+    """True if the forward may call `view` on maps, which would fail because maps are in channels-last format."""
 
     def forward(self, x: Tensor) -> Any:
         self._move(x.device)

@@ -35,7 +35,7 @@ def makes_module(found: object) -> bool:
 
 
 def name_of(build: Build) -> tuple[str, str]:
-    """Return a tuple (Python module, qualified name) for a class or function, or for the class of an nn.Module."""
+    """Return the Python module and the qualified name of a class or function, or of the class of an nn.Module."""
     named: Any = build.func if isinstance(build, partial) else build
     named = named if hasattr(named, "__qualname__") else type(named)
     return named.__module__, named.__qualname__
@@ -90,7 +90,7 @@ class ModuleTrial:
     changing: frozenset[str]
     """Names of the buffers that training changes."""
     draws: bool
-    """True if training draws from torch's generator outside of nn.Dropout."""
+    """True if training draws random numbers from torch's generator, apart from nn.Dropout."""
     tied: tuple[str, str] | None
     """Names of two parameters, in different layers, that refer to one tensor; None if no parameters are tied."""
 
@@ -137,7 +137,7 @@ def try_module(name: str, module: nn.Module, input_shape: tuple[int, ...], outpu
 
 
 def _tied(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of two tied parameters, or None. If a module has several names, its parameters are not tied."""
+    """Return the names of two tied parameters, or None. Parameters of one module with several names do not count."""
     paths: dict[int, str] = {}
     for prefix, layer in module.named_modules():
         for leaf, parameter in layer._parameters.items():
@@ -148,7 +148,7 @@ def _tied(module: nn.Module) -> tuple[str, str] | None:
 
 
 def without_dropout(module: nn.Module) -> nn.Module:
-    """Return a copy whose nn.Dropout layers do not draw random numbers. Clients use separate generators for dropout."""
+    """Return a copy in which nn.Dropout does not use torch's generator; clients use separate generators for dropout."""
     own = copy.deepcopy(module)
     for layer in own.modules():
         if type(layer) is nn.Dropout:
@@ -177,7 +177,7 @@ def _vocabulary(module: nn.Module, tokens: Tensor) -> int | None:
 
 
 class _Lookups(TorchFunctionMode):
-    """Mode that records the number of rows of each table that `tokens` index."""
+    """Mode that records the number of rows of each table that is indexed with `tokens`."""
 
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()

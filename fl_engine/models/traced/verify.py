@@ -1,4 +1,4 @@
-"""Compare a traced network with the user's module on random samples. Outputs, gradients and statistics must be equal.
+"""Compare a traced network with the user's module on random samples. Outputs, gradients and statistics must agree.
 
 Random sub-models are compared with a full network in which the dropped channels are set to zero.
 """
@@ -34,7 +34,7 @@ Make = Callable[[SubmodelSpec], nn.Module]
 
 
 def check_same(name: str, original: nn.Module, make: Make, x: Tensor, weights: Params, cure: str) -> None:
-    """Raise ModelError unless the full network and the user's module give equal results with the same `weights`. The
+    """Raise ModelError unless the full network and the user's module give the same results with the same `weights`. The
     error message ends with `cure`."""
     user, network, learning = copy.deepcopy(original), make(FULL), make(FULL)
     learning.draws = False  # type: ignore[assignment]  # so that it draws the same numbers as the user's module
@@ -156,8 +156,8 @@ def _with(module: nn.Module, weights: Params) -> nn.Module:
 
 
 def spread(weights: Params) -> Params:
-    """Return the weights with random values in vectors and all-zero tensors, because equal initial values would hide a
-    wrong order of channels."""
+    """Return the weights, but with random values in vectors and all-zero tensors, because equal initial values would
+    hide a wrong order of channels."""
     generator, out = torch.Generator().manual_seed(1), dict(weights)
     for name, tensor in weights.items():
         if tensor.dim() < 2 or not bool(tensor.count_nonzero()):
@@ -167,7 +167,7 @@ def spread(weights: Params) -> Params:
 
 
 def _random_spec(layout: ParamLayout, generator: torch.Generator) -> SubmodelSpec:
-    """Return a sub-model that keeps all channels, the first channels, or random channels of each group."""
+    """Return a sub-model that keeps, in each group, all channels, the first channels, or random channels."""
     keep: dict[str, int | list[int]] = {}
     for group, size in layout.groups.items():
         mode, count = (int(torch.randint(high, (), generator=generator)) for high in (3, size))
