@@ -23,7 +23,7 @@ from fl_engine.core.slicing import is_statistic, places
 from fl_engine.core.types import Keep, ParamLayout, Params, SubmodelSpec
 
 Region = tuple[slice | Tensor, ...]
-"""Indices of an update's entries in the global tensor, as slices or as broadcast indices like `numpy.ix_`."""
+"""Indices of an update's elements in the global tensor, as slices or as index arrays like those of `numpy.ix_`."""
 
 Kind = tuple[SubmodelSpec, tuple[str, ...]]
 """Tuple of an update's sub-model and the names of the update's tensors."""
@@ -54,7 +54,7 @@ class Regions:
         return kind
 
     def of(self, kind: Kind) -> dict[str, Region]:
-        """Map each tensor name of an update to the indices of the tensor's entries in the global tensor. Raises
+        """Map each tensor name of an update to the indices of the tensor's elements in the global tensor. Raises
         ModelError if the network does not have a tensor or channel of the update."""
         return self._locate(kind)[0]
 

@@ -5,11 +5,11 @@ Algorithm 1 with the fixed-denominator estimator). All clients have the same wei
 
     new = old + (sum_m clip(p_m - old) + N(0, (noise_multiplier * clip)^2)) / expected holders.
 
-Two neighbouring fleets differ in one client, whose updates are zero in one of the fleets. The change of a sub-model
-counts as a change of the whole model with zeros in all other elements. The sums of neighbouring fleets therefore differ
-by at most `clip`. Noise is added to every element that a client may have received, to hide which clients hold an
-element. All other elements keep their values. The set of noisy elements and the divisor depend only on public facts
-(`Public`).
+Two neighbouring fleets differ in one client, whose updates are zero in one of the fleets. The weight change of a
+sub-model counts as a change of the whole model that is zero in all other elements. The sums of neighbouring fleets
+therefore differ by at most `clip`. Noise is added to every element that a client may have received, to hide which
+clients hold an element. All other elements keep their values. The set of noisy elements and the divisor depend only on
+public facts (`Public`).
 
 The library dp-accounting composes epsilon over rounds by Renyi differential privacy (Mironov, CSF 2017). If the
 selection is secret and draws k of N clients uniformly without replacement, epsilon is smaller (Wang et al., AISTATS
@@ -154,7 +154,8 @@ class NoisySum:
         """Sum before noise is added. Other objects must not read this sum."""
 
     def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
-        """Add the change of an update with weight 1. Raises ModelError if the update does not match the model."""
+        """Add the update's clipped weight change. `weight` is ignored, because all clients have the same weight. Raises
+        ModelError if the update does not match the model."""
         kind = self._regions.fit(payload, spec)
         norm, at = norm_of(payload, kind, self._old, self._regions), self._regions.of(kind)
         factor = self._clip / norm if norm > self._clip else 1.0
@@ -295,7 +296,7 @@ def epsilon(algorithm: Algorithm, fleet: Sequence[Device], pool: Pool, rounds: i
 
 
 def _sampled(algorithm: Any, fleet: Sequence[Device], pool: Pool) -> tuple[int, int] | None:
-    """Return (k, N) if the selection draws k of N clients uniformly, or None for other selections."""
+    """Return k and N if the selection draws k of N clients uniformly, or None for any other selection."""
     selection = type(getattr(algorithm, "selection", None))
     if selection not in (Uniform, ByCapacity):
         return None
@@ -307,8 +308,8 @@ def _sampled(algorithm: Any, fleet: Sequence[Device], pool: Pool) -> tuple[int, 
 
 @lru_cache(maxsize=16)
 def _one_round(noise_multiplier: float, sampled: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return (orders alpha, RDP epsilon(alpha)) of one round. With sampling, epsilon is the smaller of the bounds with
-    and without amplification by sampling."""
+    """Return the orders alpha and the corresponding RDP epsilon(alpha) of one round. With sampling, epsilon is the
+    smaller of the bounds with and without amplification by sampling."""
     import dp_accounting as library
 
     relation = library.NeighboringRelation

@@ -14,8 +14,8 @@ An element that no update contains keeps its old value.
 Departs from the paper, in which every client trains the whole model. Here n differs between elements. An element is
 protected if less than half (median) or at most the fraction `trim` (trimmed mean) of its n updates are Byzantine. If n
 is so small that no value is dropped (n = 2 for the median, or floor(trim * n) < 1), the element moves by the smallest
-of the n changes, but only if all changes have the same sign. If the signs differ or n = 1, the element keeps its old
-value. `trim: 0` is the plain mean over the n updates.
+of the clients' n changes if all these changes have the same sign. If the signs differ or n = 1, the element keeps its
+old value. `trim: 0` is the plain mean over the n updates.
 """
 
 from __future__ import annotations
@@ -191,9 +191,9 @@ def _rows(region: Region, first: int, last: int) -> tuple[int, int, Region]:
 
 
 def _middle_of(values: Tensor, holders: Tensor, old: Tensor, trim: float) -> Tensor:
-    """Return the trimmed mean of `values` (n, ...), float64. If no value is dropped, move `old` by the smallest change,
-    provided that all changes have the same sign. `values` contains NaN for clients that do not hold the element.
-    `holders`, of shape (...), counts the clients that hold each element. `values` is sorted in place."""
+    """Return the trimmed mean of `values` (n, ...), float64. If no value is dropped, return `old` moved by the smallest
+    change if all changes have the same sign. `values` contains NaN for clients that do not hold the element. `holders`,
+    of shape (...), counts the clients that hold each element. `values` is sorted in place."""
     values.numpy().sort(axis=0)  # NumPy sorts NaN last.
     low = torch.minimum((trim * holders + 1e-9).floor(), ((holders - 1) / 2).floor()).clamp_min(0)
     high = holders - low

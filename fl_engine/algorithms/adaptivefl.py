@@ -2,17 +2,17 @@
 arXiv:2311.13166).
 
 Before the first round, the server builds a pool of 2p + 1 models, S_p < ... < S_1 < M_p < ... < M_1 < L_1. The first I
-layers of a model have full width, and the width ratio r_w applies to the later layers (Sec. 3.2). To select a client,
-the server draws a random pool model, and then the client that receives it. A client's probability depends on the sizes
-of the models that it returned before (Sec. 3.3, Alg. 1). A device prunes the received model to the largest nested pool
-model that fits into its free memory (`task`). Each parameter is averaged over the updates that contain it (Alg. 2).
+layers of a model have full width, and the width ratio r_w applies to the later layers (Sec. 3.2). The server first
+draws a random pool model, and then the client that receives it. A client's probability depends on the sizes of the
+models that it returned before (Sec. 3.3, Alg. 1). A device prunes the received model to the largest nested pool model
+that fits into its free memory (`task`). Each parameter is averaged over the updates that contain it (Alg. 2).
 
 Departs from the paper:
 - A device can prune only to the pairs (r_w, I) in the pool, as in the authors' code. Unlike in the code, the chosen
   model must be nested in the received model (S_1 is not nested in M_3).
-- A model fits if the free memory is larger than the model's size, both in % of the full model. In the paper a model
-  also fits if its size equals the free memory (size <= Gamma). If no model that is nested in the received model fits,
-  the device still trains the smallest nested model (`on_too_small`). The paper's search would then fail.
+- A model fits if its size is below the free memory, both in % of the full model's parameters. In the paper a model also
+  fits if its size equals the free memory (size <= Gamma). If no model that is nested in the received model fits, the
+  device still trains the smallest nested model (`on_too_small`). The paper's search would then fail.
 - For networks that neither the paper nor the code uses, S_1 has at most 30 % and M_1 at most 60 % of the full size. The
   sizes in Table 1 are 25 and 50 %.
 - The reward R_s is divided by the number of models of the same type (see `selection.Curiosity`).

@@ -1,10 +1,10 @@
 """Federated Dropout: Expanding the Reach of Federated Learning by Reducing Client Resource Requirements (Caldas et al.,
 2018; arXiv:1812.07210), as implemented in FedRolex's comparison (thesis ch. 3, Eq. 3.5).
 
-A client of capacity beta trains floor(beta * K_i) random channels of each layer i. The channels are drawn again for
-every client and round. As in FedRolex's code, two convolutions keep the same channels only if a shortcut adds their
-outputs. Each parameter is averaged over the updates that contain it. The output layer is never cut. Only the full model
-is evaluated.
+A client of capacity beta trains floor(beta * K_i) random channels of each layer i. New channels are drawn for every
+client and round. As in FedRolex's code, two convolutions keep the same channels only if a shortcut adds their outputs.
+Each parameter is averaged over the updates that contain it. The output layer is never cut. Only the full model is
+evaluated.
 
 Departs from the paper: the paper's lossy compression is left out, as in FedRolex's comparison. A device trains a random
 part of the received model if the model does not fit into its free memory.

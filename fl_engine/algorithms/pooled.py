@@ -166,7 +166,7 @@ class PooledAlgorithm:
         return self.assign(state, context, self.select(state, context))
 
     def select(self, state: Any, context: RoundContext, purpose: str = "select") -> list[Pick]:
-        """Return (client, level) for each selected client. Each `purpose` has a separate random stream."""
+        """Select clients, and return their pairs (client, level). Each `purpose` has a separate random stream."""
         allowed = replace(context, available=eligible(self, context.available, state.pool))
         count = round_size(self.training.fraction * context.over_provision, len(context.fleet))
         count = count if context.slots is None else min(count, context.slots)

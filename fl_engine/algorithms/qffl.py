@@ -42,9 +42,9 @@ class QFFL(FedAvg):
         return super().weight(update, state, server) * float(_loss_of(update) ** self.q)
 
     def merge(self, state: Any, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext) -> Any:
-        """Return the state with the weights `w - sum_k Delta_k / sum_k h_k`. The weighted mean of the updates, with the
-        weights `p_k * F_k^q`, would subtract `sum_k Delta_k / (L * sum_k p_k * F_k^q)` from w. Therefore each change is
-        multiplied by `L * sum_k p_k * F_k^q / sum_k h_k`."""
+        """Return the state with the weights `w - sum_k Delta_k / sum_k h_k`. With the weights `p_k * F_k^q`, the
+        weighted mean of the updates would subtract `sum_k Delta_k / (L * sum_k p_k * F_k^q)` from w. Therefore each
+        change is multiplied by `L * sum_k p_k * F_k^q / sum_k h_k`."""
         lipschitz = 1 / self.training.optimizer_in(plan.round).lr
         numerator = denominator = 0.0
         for update in results:

@@ -42,7 +42,7 @@ class Half:
 
     The relative error is at most 2^-11. For values below 2^-14, the absolute error is at most 2^-25. A download rounds
     the weights, so a change by less than half a float16 step (about 2^-12 of the weight) is lost in the next round.
-    Uploads contain changes, so only changes below 2^-25 are lost.
+    Uploads contain weight changes, so only weight changes below 2^-25 are lost.
     """
 
     __pydantic_config__ = STRICT

@@ -9,7 +9,7 @@ codeword ends and the decoded integer is N. If the next bit is 1, this bit and t
 digits of the new N. For example, the codeword for 9 is 11 1001 0, which consists of two groups and the final 0.
 
 Departs from the usual layout: codewords are not concatenated, because a decoder would have to read them one after
-another. Instead the stream starts with the first bit of every codeword. Then the first groups (without the leading 1)
+another. Instead, the stream starts with the first bits of all codewords. Then the first groups (without the leading 1)
 of all longer codewords follow in bit planes, sorted by width. Next come the bits that tell whether a second group
 follows, then the second groups, and so on. This layout does not change the total number of bits. Decoding takes one
 pass per group. A codeword has at most four groups.

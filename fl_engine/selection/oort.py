@@ -55,10 +55,11 @@ class Oort:
 
         ((min(U, clip) - least) / (clip - least) + sqrt(UNCERTAINTY * ln R / L)) * min(1, T / t)^penalty.
 
-    R is the round and L is the client's last round, both counted from 1. `least` is 0.999 times the smallest U. T is
-    the pacer's preferred time (`Pacer`). t is the simulated time of the client's last assignment if the model is the
-    same. Otherwise, t is estimated from speed, bandwidth and samples. To select n clients, clients are drawn in
-    proportion to their scores from all clients with at least `cut_off` times the (n + 1)-th largest score.
+    R is the current round, and L is the round in which the client was last selected, both counted from 1. `least` is
+    0.999 times the smallest U. T is the pacer's preferred time (`Pacer`). t is the simulated time of the client's last
+    assignment if the model is the same. Otherwise, t is estimated from speed, bandwidth and samples. To select n
+    clients, clients are drawn in proportion to their scores from all clients with at least `cut_off` times the (n +
+    1)-th largest score.
 
     In round r = 0, 1, ... the fraction max(`exploration_min`, `exploration` * `exploration_decay`^r) is reserved for
     clients that were never selected. The value of such a client is the number of samples that it trains on, multiplied
@@ -82,10 +83,10 @@ class Oort:
     - U is computed from all samples of a client and their losses with the received weights, as in the paper. The code
       uses the samples that the client trains on and the losses of its steps.
     - `least` and `clip` are computed including failed clients, whose U is 0. The code uses only utilities above 0.
-    - U is scaled by the range after clipping. With the range before clipping, one report of 1e6 would make all other
-      scores equal. The bound `clip` is element floor((n - 1) * q) of the n sorted utilities, with q as the option
-      `clip`, so it is never the largest of several utilities. In the code, the bound is the largest utility if there
-      are few clients.
+    - U is scaled by the range after clipping. With the range before clipping, one reported utility of 1e6 would make
+      the scores of all other clients nearly equal. The bound `clip` is element floor((n - 1) * q) of the n sorted
+      utilities, with q as the option `clip`, so it is never the largest of several utilities. In the code, the bound is
+      the largest utility if there are few clients.
     - T is a percentile over the clients that can be selected in this round. The code uses all clients and their first
       speeds.
     - The first round explores by the same rule as later rounds. The code draws the clients of the first round

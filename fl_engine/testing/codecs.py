@@ -46,7 +46,7 @@ class CodecSuite:
         raise NotImplementedError("subclasses of CodecSuite must define `most_error`")
 
     def is_unbiased(self, codec: Codec) -> bool:
-        """Return True if the mean of the decoded tensors over many seeds equals the original tensor."""
+        """Return True if the mean of the decoded tensors over many seeds converges to the original tensor."""
         return False
 
     def test_codec_fits_the_contract_and_the_configuration(self, codec: Codec) -> None:

@@ -263,7 +263,7 @@ def stack(lanes: Sequence[Params], device: torch.device | None = None) -> Params
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """Return a tensor with the same shape (..., C, H, W) and values, in which the channels are innermost in memory."""
+    """Return the tensor (..., C, H, W) in a memory layout in which the channels are innermost."""
     return tensor.movedim(-3, -1).contiguous().movedim(-1, -3)
 
 

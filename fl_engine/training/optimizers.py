@@ -99,8 +99,7 @@ def _clip(gradients: Sequence[Tensor], limit: float) -> None:
 
 FIRST, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 SCALE, GOOD = "scale/loss", "scale/good"
-"""Keys of two entries in the moments, each float32 (1,): the scale, and the number of steps since the scale last
-changed."""
+"""Keys in the moments for the scale and for the number of steps since the scale last changed, both float32 (1,)."""
 
 
 class LossScale:

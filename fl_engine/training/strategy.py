@@ -72,7 +72,7 @@ def batched(
 
 
 def _agrees(family: ModelFamily, goal: Task, batch_size: int, precision: Precision) -> bool:
-    """Return True if a training step of two clients in lanes equals two separate steps, up to rounding."""
+    """Return True if a step in lanes gives two clients the same weights as separate steps, up to rounding."""
     generator = torch.Generator().manual_seed(seeds.derive(0, "strategy"))
     x = made_up(family, batch_size, generator)
     y = random_targets(family, goal, x, generator)
