@@ -36,8 +36,8 @@ class Augmentation(Protocol):
         """Raise ModelError if the samples x (N, ...) cannot be augmented."""
 
     def apply(self, x_bchw: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return a tuple (augmented samples with the shape and type of `x_bchw`, targets (B, ...)). Only targets that
-        are boxes may change. The generator is on the CPU, and is used only for this batch."""
+        """Augment a batch. Return the samples, with the shape and dtype of `x_bchw`, and the targets (B, ...). Only
+        targets that are boxes may change. The generator is on the CPU, and is used only for this batch."""
 
 
 class OfMaps:
@@ -94,7 +94,7 @@ class Flip(OfMaps):
 class Crop(OfMaps):
     """Pads a sample with `padding` pixels and crops a random window of the original size.
 
-    The padding is 0 after normalisation, which is the mean of the data. FedRolex's code pads with black instead.
+    The padded pixels are 0 after normalisation, i.e. the mean of the data. FedRolex's code pads with black instead.
     """
 
     moves_boxes: ClassVar[bool] = False
@@ -212,8 +212,8 @@ class MixUp(OfMaps):
     """Blends a sample x with another sample x' of the batch, with probability `share`.
 
     The result is m x + (1 - m) x' with the boxes of x and x'. The weight m is drawn from Beta(alpha, alpha) (Zhang et
-    al., mixup, ICLR 2018). Boxes do not depend on m, as in YOLOv8. A sample does not change if the batch has only one
-    sample, or if the targets have too few rows for the boxes of x and x'.
+    al., mixup, ICLR 2018). As in YOLOv8, the boxes are not weighted by m. A sample is not blended if the batch has no
+    other sample, or if the targets have too few rows for the boxes of both samples.
     """
 
     needs_boxes: ClassVar[bool] = True

@@ -13,7 +13,7 @@ from torch import Tensor
 NONE = -1
 """Category of a row without a box."""
 TINY = 1e-12
-"""Lower bound of an area that is used as a divisor, as a fraction of the image's area."""
+"""Before dividing by an area, the area is clamped to at least this fraction of the image's area."""
 VISIBLE = 0.1
 """Minimum fraction of a moved box that must be inside the image; otherwise the box is removed."""
 
@@ -29,7 +29,7 @@ def present(y: Tensor) -> Tensor:
 
 
 def corners(boxes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a tuple (upper left corners, lower right corners) of boxes (..., 4). Both shapes are (..., 2)."""
+    """Return the upper left and the lower right corners of boxes (..., 4), both with the shape (..., 2)."""
     centre, size = boxes[..., :2], boxes[..., 2:4]
     return centre - size / 2, centre + size / 2
 
@@ -50,7 +50,7 @@ def generalised_overlap(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _shares(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a tuple (IoU, area of the union)."""
+    """Return the IoU and the area of the union of each pair of boxes."""
     (low_a, high_a), (low_b, high_b) = corners(a), corners(b)
     shared = (torch.minimum(high_a, high_b) - torch.maximum(low_a, low_b)).clamp(min=0).prod(-1)
     union = a[..., 2:4].prod(-1) + b[..., 2:4].prod(-1) - shared

@@ -25,9 +25,9 @@ ENGINE_BOUNDS: dict[str, tuple[float, float]] = {
     "seconds": (0, 7 * 86400.0),
     "free": (0, 1e12),
 }
-"""Minimum and maximum of each metric that all updates contain. `seconds` is limited by a pod's maximum lifetime."""
+"""Minimum and maximum of each metric that all updates contain. The maximum of `seconds` is a pod's lifetime."""
 ENCODING = {"seconds_encode": ENGINE_BOUNDS["seconds"]}
-"""Bounds of the additional metric of updates that a codec encodes."""
+"""Bounds of the additional metric that an update contains if a codec has encoded the update."""
 LINE_KEYS = (
     "round", "client", "sent", "trained", "examples", "counted", "level", "elapsed", "seconds_simulated",
     "seconds_compute", "seconds_communication", "staleness", "failure",
@@ -109,7 +109,7 @@ def kept_by_clients(algorithm: object, family: ModelFamily, pool: Pool) -> Shape
 
 
 def kept_parameters(algorithm: object, family: ModelFamily, pool: Pool) -> list[str]:
-    """Return the names of the parameters that clients keep. The global model contains only their initial values."""
+    """Return the names of the clients' private parameters; the global model contains only their initial values."""
     return sorted(kept_by_clients(algorithm, family, pool).keys() & family.layout().slots.keys())
 
 
@@ -131,8 +131,8 @@ def with_prefix(state: Params) -> Params:
 
 
 def split_state(tensors: Params) -> tuple[Params, Params]:
-    """Return a tuple (tensors whose names do not begin with `STATE`, tensors of the client's state without the
-    prefix)."""
+    """Separate a client's state, whose names begin with `STATE`, from the other tensors. Return a tuple (other tensors,
+    state without the prefix)."""
     if not tensors:
         return {}, {}
     others = {name: tensor for name, tensor in tensors.items() if not name.startswith(STATE)}

@@ -134,11 +134,11 @@ class PreparationContext(ServerContext, Protocol):
     @property
     def settings(self) -> Mapping[str, Any]:
         """Map the dotted names of parameters to JSON values. The parameters are `pretrain.*` and the `settings` of the
-        preparation. A cached result is reused if the values have not changed."""
+        preparation. A cached result is reused if none of these values has changed."""
 
     @property
     def reference(self) -> PreparationContext | None:
-        """Context of a server with all training data, for studies; None unless `pretrain.reference` is set."""
+        """Context of a server that has all training data, for comparisons; None unless `pretrain.reference` is set."""
 
 
 class Preparation(Protocol):
@@ -155,15 +155,15 @@ class Preparation(Protocol):
 
     @property
     def artifact(self) -> Any:
-        """Type of the result, a dataclass or a pydantic model, which is stored as `<name>.json`. A field `weights`
-        provides the initial weights (`preparation.weights`). At most one preparation per algorithm may have
-        `weights`."""
+        """Type of the result: a dataclass or a pydantic model. The result is stored as `<name>.json`. A field `weights`
+        of the result contains the initial weights (`preparation.weights`). At most one preparation per algorithm may
+        have `weights`."""
 
     def prepare(self, family: ModelFamily, server: PreparationContext) -> Any:
-        """Compute and return the `artifact`. The result may depend only on the network and on `server`."""
+        """Compute the result, an `artifact`. The result may depend only on the network and on `server`."""
 
     def assumed(self, family: ModelFamily) -> Any:
-        """Return the `artifact` that `flexfleet check` assumes, because this command does not run the preparation."""
+        """Return the result that `flexfleet check` assumes, because this command does not run the preparation."""
 
 
 # ------------------------------------------------------------------------------------------------- algorithms
@@ -223,8 +223,8 @@ class ChoosesNetwork(Protocol):
 class RemembersChanges(Protocol):
     @property
     def remembers_changes(self) -> bool:
-        """True if the server stores the weight change of each client (FedDyn). Asynchronous rounds then raise an error,
-        because they apply late updates to newer weights."""
+        """True if the server stores the weight change of each client (FedDyn). Asynchronous rounds do not support such
+        algorithms, because they apply late updates to newer weights."""
 
 
 @dataclass(frozen=True)
@@ -235,11 +235,11 @@ class Interval:
     low: float | None = None
     high: float | None = None
     log: bool = False
-    """True to sample on a logarithmic scale."""
+    """If true, sample on a logarithmic scale."""
     whole: bool = False
-    """True to sample only integers."""
+    """If true, sample only integers."""
     start: float | None = None
-    """Value that the algorithm computes if the configured value is null."""
+    """Value that the algorithm computes and uses if the configured value is null."""
     choices: tuple[Any, ...] = ()
     """Values of a categorical parameter. If `choices` is not empty, all other fields are unused."""
 
@@ -356,11 +356,11 @@ class Selector(Protocol):
 
 
 class ServerOptimizer(Protocol):
-    """Moves the global model towards the clients' mean. The optimizer's moments are stored in the algorithm's state."""
+    """Updates the global model with the mean of the clients' models. The moments are part of the algorithm's state."""
 
     def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
-        """Return (new moments, new parameters). `trained` (bool, same shapes) is true for elements that at least one
-        client trained. All other elements do not change. `moments` is empty before the first round."""
+        """Compute the new moments and the new parameters. `trained` (bool, same shapes) is true for elements that at
+        least one client trained. All other elements must not change. `moments` is empty before the first round."""
 
 
 class Backend(Protocol):

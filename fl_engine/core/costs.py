@@ -63,8 +63,8 @@ def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL, linear: int = 1) 
 
 
 class Bare(nn.Module):
-    """Base class of modules that only call other layers. The parameters of the module itself do not cost multiply-adds.
-    In all other modules, every parameter must belong to a countable layer."""
+    """Base class of modules that only call other layers. The module's own parameters count as 0 multiply-adds. In all
+    other modules, every parameter must belong to a layer whose multiply-adds can be counted."""
 
 
 COUNTED = Bare | _ConvNd | nn.Linear | _NormBase | nn.GroupNorm | nn.LayerNorm | nn.RNNBase | nn.RNNCellBase

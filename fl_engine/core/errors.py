@@ -67,7 +67,7 @@ class FlexfleetError(Exception):
         path: Dotted name of the wrong parameter, such as `partition.alpha`.
 
     Attributes:
-        exit_code: Exit code of the command line.
+        exit_code: Exit code of a command that fails with this error.
 
     Example:
         >>> try:
@@ -225,7 +225,7 @@ class ClientError(FlexfleetError):
 
 
 def together(errors: Iterable[FlexfleetError]) -> FlexfleetError:
-    """Return a single error unchanged, or combine several into SeveralErrors. Errors with equal messages are merged."""
+    """Return a single error unchanged, or combine several into SeveralErrors. Duplicate messages are removed."""
     flat = [each for error in errors for each in (error.errors if isinstance(error, SeveralErrors) else (error,))]
     unique = {str(error): error for error in reversed(flat)}
     first, *more = reversed(unique.values())

@@ -49,8 +49,8 @@ def is_model(kind: Any) -> TypeGuard[type[BaseModel]]:
 
 
 class Moves(Enum):
-    """Describes the effect of changing a parameter. Annotates a field, or a section and thereby all its fields. The
-    default is RESULT."""
+    """Annotation that describes what changing a parameter affects. On a section, the annotation applies to all fields
+    of the section. The default is RESULT."""
 
     RESULT = "the model"
     LENGTH = "how far a run goes"

@@ -27,7 +27,7 @@ class FileSection(NamedTuple):
     @staticmethod
     def of(array: np.memmap[Any, Any]) -> FileSection | None:
         """Return the section that contains the values of `array`. Return None if the values may differ from the file
-        (mode "c"), are not in C order, or have another type."""
+        (copy-on-write, mode "c"), are not in C order, or have an unsupported type."""
         base: Any = array
         while isinstance(base, np.ndarray):
             base = base.base

@@ -102,9 +102,9 @@ def spec_of(family: ModelFamily, ratios: Sequence[float]) -> SubmodelSpec:
 
 
 def default_epsilon(family: ModelFamily) -> float:
-    """Return the default epsilon as a number of parameters. Epsilon is the maximum of three sizes: 0.5 % of the
-    network, one channel of the widest layer, and half a channel of the layer with the most parameters per channel.
-    Sizes change by whole channels, so the nearest size can differ from the target by half a channel."""
+    """Return the default epsilon as a number of parameters. Epsilon is the largest of three numbers: 0.5 % of the
+    network's parameters, the parameters of one channel of the widest layer, and half the parameters of the largest
+    channel. Sizes change by whole channels, so the nearest size can differ from the target by half a channel."""
     whole, groups = count_params(family), family.layout().groups
     layers = [p.group for p in family.prunable()]
     each = {g: whole - count_params(family, SubmodelSpec.of({g: groups[g] - 1})) for g in layers if groups[g] > 1}
@@ -115,8 +115,8 @@ def default_epsilon(family: ModelFamily) -> float:
 def solve(
     family: ModelFamily, apoz: Sequence[float], adjust: Sequence[float], target: float, epsilon: float
 ) -> tuple[float, SubmodelSpec]:
-    """Return a tuple (gamma, sub-model). The sub-model has the size closest to `target` parameters. Raises PoolError if
-    the difference is more than `epsilon` parameters."""
+    """Search for the sub-model whose size is closest to `target` parameters. Return a tuple (gamma, sub-model). Raises
+    PoolError if the difference is more than `epsilon` parameters."""
     sizes: dict[SubmodelSpec, int] = {}  # cache the sizes, because the last steps of a bisection try the same models
 
     def at(gamma: float) -> tuple[int, SubmodelSpec]:
@@ -151,7 +151,7 @@ def solve(
 def solve_as_authors(
     family: ModelFamily, apoz: Sequence[float], adjust: Sequence[float], share: float
 ) -> tuple[float, SubmodelSpec]:
-    """Return a tuple (gamma, sub-model) as in the published code. The result is the largest tested model whose prunable
+    """Search as in the published code. Return a tuple (gamma, sub-model) for the largest tested model whose prunable
     layers are within 5 percentage points of `share`. Raises PoolError if no model is within this range."""
     prefixes = tuple(prefix for layer in family.prunable() for prefix in layer.params)
     layout, full = family.layout(), full_shapes(family)
@@ -182,7 +182,7 @@ def _gamma_max(apoz: Sequence[float], adjust: Sequence[float]) -> float:
 def member(
     family: ModelFamily, name: str, spec: SubmodelSpec, *, dispatched: bool, reported: bool, **more: Any
 ) -> PoolModel:
-    """Return a pool model with its size and multiply-adds. `more` contains the optional fields of `PoolModel`."""
+    """Create a pool model. Compute its size and multiply-adds. `more` contains the optional fields of `PoolModel`."""
     params = count_params(family, spec)
     share = params / count_params(family)
     return PoolModel(name, spec, params, share, macs_of(family, spec), dispatched, reported, **more)
@@ -230,5 +230,5 @@ def check_nested(family: ModelFamily, pool: Pool) -> Pool:
 
 
 def similarity(ratios: Sequence[float], reference: Sequence[float]) -> float:
-    """Return sim = 1 - mean(|s_p%[i] - s_100%[i]| / s_100%[i]) of FlexFL, Sec. IV-C1: 1 for equal ratios."""
+    """Return 1 - mean(|s_p%[i] - s_100%[i]| / s_100%[i]), FlexFL's similarity of two lists of ratios (Sec. IV-C1)."""
     return 1 - sum(abs(a - b) / b for a, b in zip(ratios, reference, strict=True)) / len(reference)

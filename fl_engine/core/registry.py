@@ -65,7 +65,7 @@ def check_names(section: str, options: Mapping[str, Any], known: Sequence[str]) 
 class Contract(Generic[T]):
     """Objects that a configuration can choose for one purpose, such as the selection of clients.
 
-    If a contract annotates the field of a dataclass, pydantic builds the chosen object. `Annotated[Selector,
+    If a field of a dataclass is annotated with a contract, pydantic builds the chosen object. `Annotated[Selector,
     Contract("selection", SELECTIONS, Selector)]` accepts `{name: uniform, model: largest}`, and `{name: my.module:Mine,
     ...}` with the fields of `Mine` as options.
     """

@@ -141,7 +141,7 @@ class Data:
         mean: Mean of each channel or feature. `std` has the same form.
         natural_client: Source of each training sample, such as a writer or a user, for the natural partition.
         natural_test_client: Source of each test sample. With the natural partition, a client evaluates on the test
-            samples of its sources. If None, it holds out training samples.
+            samples of its sources. If None, each client holds out training samples.
 
     Raises:
         DataError: if samples are of an unsupported kind, are not finite, or do not fit the targets, `mean` or `std`.
@@ -216,8 +216,8 @@ class Data:
         return found
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the samples and targets at some positions, either all in the training set or all in the test set. The
-        test samples follow the training samples, so len(train_y) is the position of the first test sample."""
+        """Return the samples and targets at `positions`, which are either all in the training set or all in the test
+        set. The test samples follow the training samples, so len(train_y) is the position of the first test sample."""
         first = len(self.train_y)
         if len(positions) and int(positions[0]) >= first:
             return self.test_x[positions - first], self.test_y[positions - first]

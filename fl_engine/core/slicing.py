@@ -46,7 +46,7 @@ def blank(family: ModelFamily, spec: SubmodelSpec = FULL) -> nn.Module:
 def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: SubmodelSpec = FULL) -> Params:
     """Cut the sub-model `want` out of `params`, which are weights of `have` (by default the whole network).
 
-    The slice of a prefix is a view. Other slices are copies, even a prefix of an axis with `copies`. Untrained
+    A returned tensor is a view if the sub-model keeps the first indices of each axis, otherwise a copy. Untrained
     parameters may be missing in `params` and thus in the result. Raises ModelError if `have` does not contain `want`.
     """
     if unknown := params.keys() - layout.slots.keys():
@@ -98,8 +98,8 @@ def _cut(tensor: Tensor, dim: int, axis: Axis, local: Mapping[str, Keep], held: 
 
 
 def places(keep: Mapping[str, Keep], axis: Axis, size: int, held: Mapping[str, int]) -> slice | Tensor:
-    """Return the kept positions on an axis or on a concatenation of axes. `held` maps each group to the model's number
-    of channels."""
+    """Return the kept indices along an axis, which may concatenate several axes. `held` maps each group to the number
+    of channels in the model that is sliced."""
     if axis.then is None:
         return slice(0, size) if axis.key is None else entries(keep[axis.key], axis, size)
     found, start = [], 0
@@ -113,9 +113,9 @@ def places(keep: Mapping[str, Keep], axis: Axis, size: int, held: Mapping[str, i
 
 
 def entries(keep: Keep, axis: Axis, size: int) -> slice | Tensor:
-    """Return the positions of the kept channels' entries on an axis of `size` entries. The result is a slice from 0 if
-    the first entries are kept, otherwise a tensor of ascending int64 indices. With `repeat` 2, the channels [1, 3] have
-    the entries [2, 3, 6, 7]. With `copies` 3, the first 2 of 5 channels have the entries [0, 1, 5, 6, 10, 11]."""
+    """Return the indices of the kept channels along an axis of length `size`. The result is a slice from 0 if the first
+    indices are kept, otherwise an ascending int64 tensor. With `repeat` 2, the channels [1, 3] have the indices [2, 3,
+    6, 7]. With `copies` 3, the first 2 of 5 channels have the indices [0, 1, 5, 6, 10, 11]."""
     run = size // axis.copies
     if isinstance(keep, int) and (axis.copies == 1 or keep * axis.repeat == run):
         return slice(0, keep * axis.repeat * axis.copies)
@@ -153,8 +153,8 @@ def is_statistic(name: str) -> bool:
 
 
 def largest(name: str) -> float:
-    """Return the largest valid absolute value of an entry. A larger value means that training has diverged. Within the
-    limits, float32 can represent the sum of 10^8 squared running statistics or of all squared weights."""
+    """Return the maximum absolute value of a valid element. A larger value means that training has diverged. Below this
+    maximum, the sum of all squared weights, or of 10^8 squared running statistics, does not overflow float32."""
     return 1e15 if is_statistic(name) else 1e9
 
 

@@ -35,7 +35,7 @@ KINDS = {
     "int32": "I32", "bfloat16": "BF16", "float16": "F16", "uint16": "U16", "int16": "I16", "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-"""Map torch's dtypes to safetensors' names. A file lists its tensors in the order of these dtypes."""
+"""Map torch's dtypes to safetensors' names. A safetensors file sorts its tensors by these dtypes."""
 RANKS = {getattr(torch, name): (rank, kind) for rank, (name, kind) in enumerate(KINDS.items()) if hasattr(torch, name)}
 UNFIT = (PydanticUserError, PydanticSerializationError, AttributeError, TypeError, ValueError, RecursionError)
 """Errors that pydantic and json raise for unsupported values or annotations."""
@@ -52,7 +52,7 @@ def constants(state: Any) -> list[str]:
 
 
 def pack(state: Any) -> tuple[Params, dict[str, Any]]:
-    """Return a tuple (tensors of the state, JSON of all other fields).
+    """Convert a state to a tuple (tensors, JSON of all other fields).
 
     If the names of a field's tensors are not sorted, `<field>/order` in the JSON lists the names. Raises ModelError for
     a value that JSON or safetensors would change.

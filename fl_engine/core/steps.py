@@ -28,8 +28,8 @@ class Sampler(Protocol):
         """Raise ModelError if the sampler does not support this task."""
 
     def epoch(self, goal: Task, y: Tensor, generator: torch.Generator) -> Tensor:
-        """Return N random indices of N samples, int64 (N,). The targets `y` (N, ...) and the generator are on the CPU.
-        All random numbers must be drawn from `generator`."""
+        """Draw the samples of one epoch. Return N indices from 0 to N - 1, int64 (N,), which may repeat. The targets
+        `y` (N, ...) and the generator are on the CPU. All random numbers must be drawn from `generator`."""
 
 
 @dataclass(frozen=True)

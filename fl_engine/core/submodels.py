@@ -29,13 +29,13 @@ Keep = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Axis:
-    """Describes the entries on one axis of a tensor. An axis with `group=None` is never sliced.
+    """Maps a group's channels to indices along one axis of a tensor. An axis with `group=None` is never sliced.
 
-    The axis lists all channels `copies` times. In each copy a channel has `repeat` consecutive entries. A flattened
+    The axis contains all channels `copies` times. In each copy, a channel has `repeat` consecutive indices. A flattened
     tensor C x H x W has `repeat = H*W`, and a flattened tensor T x C has `copies = T`. An LSTM's weights contain four
     gates, so `copies` is 4. If the axis concatenates several axes, `then` is the next axis. `Axis(None, n)` describes n
-    entries that are never sliced. If `choice` is a name, a sub-model keeps as many channels on this axis as in the
-    group, but possibly other channels. An example is the axis between the two convolutions of a residual block.
+    indices that are never sliced. If `choice` is a name, a sub-model keeps as many channels on this axis as in the
+    group, but may keep different channels, for example between the two convolutions of a residual block.
     """
 
     group: str | None
@@ -55,7 +55,7 @@ class Axis:
 
     @property
     def each(self) -> int:
-        """Number of entries of one channel."""
+        """Number of indices along the axis that belong to one channel."""
         return self.repeat * self.copies
 
     @property
@@ -64,7 +64,7 @@ class Axis:
         return (self,) if self.then is None else (replace(self, then=None), *self.then.parts)
 
     def length(self, size: int, width: Callable[[str], int]) -> int:
-        """Return how many of `size` entries remain in a sub-model that has `width(group)` channels of each group."""
+        """Return how many of `size` indices a sub-model with `width(group)` channels of each group keeps."""
         if self.then is None:
             return size if self.group is None else width(self.group) * self.each
         return sum(part.each * (1 if part.group is None else width(part.group)) for part in self.parts)
@@ -85,7 +85,7 @@ not change."""
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """Number of channels of each group, and `Slot` of each parameter. Both mappings are in network order.
+    """Maps each group to its number of channels, and each parameter to its `Slot`. Both mappings are in network order.
 
     Tensors tied by a residual connection share a group, so their slices are always consistent. The network's outputs
     are also a group, named `HEAD`.

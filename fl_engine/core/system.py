@@ -39,7 +39,7 @@ def of_posix(module: str) -> Any:
 
 @contextmanager
 def without_main() -> Iterator[None]:
-    """Prevent a new process from importing the parent's main module, which would run an unguarded script again."""
+    """Prevent a new process from importing the parent's main module, because an unguarded script would run again."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -101,8 +101,8 @@ def check_torch() -> None:
 LARGE_MODEL = 2**26
 """Minimum bytes of a large model. For a large model, page faults take a negligible part of a round's time."""
 WORKING_BLOCK, LARGE_BLOCK = 2**25, 2**20
-"""Minimum sizes, in bytes, of freed blocks that are returned to the system if the model is large. WORKING_BLOCK, the
-largest value that glibc accepts, applies during training and evaluation, and LARGE_BLOCK at other times."""
+"""Minimum sizes, in bytes, of freed blocks that are returned to the system if the model is large. WORKING_BLOCK is the
+largest value that glibc accepts, and applies during training and evaluation. LARGE_BLOCK applies at all other times."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 _MANY = 2**16
@@ -134,8 +134,8 @@ def trim() -> None:
 
 @contextmanager
 def at_work(size: int) -> Iterator[None]:
-    """Do not return freed memory to the system during training or evaluation. If the model (`size` bytes) is large,
-    return only blocks above WORKING_BLOCK."""
+    """During training or evaluation, keep freed memory in the process. If the model (`size` bytes) is large, return
+    blocks of at least WORKING_BLOCK bytes to the system nevertheless."""
     if _kept and size >= LARGE_MODEL:
         _map_blocks_from(WORKING_BLOCK)
     yield

@@ -143,8 +143,8 @@ def has_maps(task: Task) -> bool:
 
 
 def is_rowwise(task: Task) -> bool:
-    """Return whether the loss of a sample has the same bits in every batch. Other losses use elementwise functions such
-    as exp, which torch rounds differently for the last elements of a tensor."""
+    """Return whether the loss of a sample is bit-identical in every batch that contains the sample. Other losses use
+    elementwise functions such as exp, which torch rounds differently for the last elements of a tensor."""
     return bool(getattr(task, "rowwise", False))
 
 

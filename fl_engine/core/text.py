@@ -89,7 +89,7 @@ def write_yaml(value: Any) -> str:
 
 def check_plain(value: Any) -> None:
     """Raise ValueError if the value is not allowed in a configuration. Values must have a JSON type, and strings must
-    not contain null characters or surrogates. MOST_VALUES and DEEPEST limit the size."""
+    not contain null characters or surrogates. The limits are MOST_VALUES values and DEEPEST levels of nesting."""
     left, count = [(value, 0)], 0
     while left:
         (here, depth), count = left.pop(), count + 1

@@ -119,7 +119,7 @@ class LocalTask:
     proximal: float = 0.0
     """Factor mu of the proximal term mu/2 * ||theta - start||^2, where `start` are the weights before training."""
     scaler: Scaler = 1.0
-    """Divisor for the outputs of cuttable convolutions and cuttable hidden linear layers, in training only (HeteroFL).
+    """Divisor for the outputs of convolutions and hidden linear layers that can be sliced, in training only (HeteroFL).
     `by_layer` divides by the fraction of the layer's outputs that the sub-model keeps."""
     mask_labels: bool = False
     """If True, logits of classes without samples on the client are set to 0, including the teachers' logits. The update
@@ -136,8 +136,8 @@ class LocalTask:
 
 @dataclass(frozen=True)
 class Start:
-    """Initial values of a client's training. `params` contains the weights of `task.spec`. `linear` contains terms that
-    every step subtracts from the gradients (FedDyn, SCAFFOLD)."""
+    """Initial state of a client's local training. `params` contains the weights of `task.spec`. `linear` contains terms
+    that every step subtracts from the gradients (FedDyn, SCAFFOLD)."""
 
     params: Params
     linear: Params = field(default_factory=dict)
@@ -205,7 +205,7 @@ class Assignment:
     """Instructions and tensors for one client in a round.
 
     Attributes:
-        level: Pool index of the sent model. If it is not in the pool, the index of the pool model of the same size.
+        level: Pool index of the sent model, or of the pool model of the same size if the sent model is not in the pool.
         hints: Small JSON values for the algorithm's method `task`.
         memory: Additional tensors for the client, which count as traffic. Tensors of the server (FedDyn's gradients,
             SCAFFOLD's variate) have the names of parameters. The engine adds the client's state as `state/<name>`.

@@ -40,7 +40,7 @@ def check_cuttable(groups: Collection[str], family: ModelFamily | None = None) -
 
 
 def count_kept(size: int, width: float, rounding: Rounding) -> int:
-    """Return how many of `size` channels a width keeps, at least 1. Ignores rounding errors: 0.29 keeps 29 of 100."""
+    """Return how many of `size` channels a width keeps, at least 1. Tolerates float errors, so 0.29 keeps 29 of 100."""
     exact = width * size
     rounded = math.ceil(exact - 1e-9) if rounding == "ceil" else math.floor(exact + 1e-9)
     return min(size, max(1, rounded))
@@ -106,7 +106,7 @@ def random_drop(
     layout: ParamLayout, width: float, rng: np.random.Generator, inside: SubmodelSpec = FULL
 ) -> SubmodelSpec:
     """Return the sub-model of Federated Dropout (FedRolex Eq. 3.5). Each layer keeps floor(width * K_i) random channels
-    of `inside`. Layers whose outputs a shortcut adds keep the same channels; other draws are independent."""
+    of `inside`. Layers whose outputs a shortcut adds keep the same channels; other layers draw independently."""
     if width >= 1:
         return inside
     groups = hidden(layout)
