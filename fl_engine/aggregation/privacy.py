@@ -232,7 +232,7 @@ def check_settings(algorithm: Algorithm, known: bool, exposed: Mapping[str, bool
 
     Args:
         algorithm: Configured algorithm. Nothing is checked if the algorithm's aggregation is not private.
-        known: True if flexfleet contains the algorithm and tests what the algorithm learns from single clients.
+        known: True if the algorithm is built in. Tests check what built-in algorithms learn from single clients.
         exposed: Map each key of EXPOSED to True if the configuration does not use the recommended setting.
     """
     private = getattr(algorithm, "aggregation", None)

@@ -37,7 +37,7 @@ log = logging.getLogger("flexfleet")
 ATTEMPTS = 2
 """Maximum number of attempts to execute assignments. An attempt fails if the worker dies."""
 LOOK_S, STOP_S = 1.0, 60.0
-"""Seconds between two calls of `should_stop`, and seconds that a stopping run waits for busy workers."""
+"""Seconds between two calls of `should_stop`, and maximum seconds that a stopping run waits for busy workers."""
 END_S = 2.0
 """Seconds from SIGTERM to SIGKILL when a worker is terminated."""
 ENDED = (EOFError, ConnectionResetError)

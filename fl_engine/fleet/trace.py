@@ -80,7 +80,8 @@ class Varying:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The rows of all clients. A row is valid until the client's next row. A client is offline before the first row.
+    """Device behaviour over time, as rows of all clients. A row is valid until the client's next row. A client is
+    offline before the first row.
 
     Look-ups increase the time by a microsecond and by 2^-50 of the time. A row is therefore valid at its start time,
     even if the computed time was rounded down.

@@ -11,8 +11,8 @@ from fl_engine.core.task import Task, has_sequences
 
 
 def self_distillation(goal: Task, student: Tensor, teachers: Sequence[Tensor], temperature: float) -> Tensor:
-    """Return the task's divergence times tau^2, averaged over outputs and teachers. For classes, the divergence is
-    KL(softmax(t/tau) || softmax(s/tau)) (FlexFL Eq. 4 and the text above it).
+    """Return FlexFL's distillation term: the task's divergence times tau^2, averaged over outputs and teachers. For
+    classes, the divergence is KL(softmax(t/tau) || softmax(s/tau)) (FlexFL Eq. 4 and the text above it).
 
     Departs from the paper, which sums over classes and divides h(y) by tau. As in the authors' code, the term is
     averaged over classes, and the temperature divides the logits. The paper's lambda = 10 assumes this average.

@@ -176,8 +176,8 @@ def objective_of(setting: Setting) -> Objective:
 
 
 def _one_of_widths(setting: Setting, layout: ParamLayout) -> lanes.Forward:
-    """Return a forward function with ordered dropout (FjORD). Each call runs a uniformly drawn sub-model on slices of
-    the weights; the gradient outside the slices is zero. With `sandwich`, each call runs several sub-models."""
+    """Return a forward function with ordered dropout (FjORD). Each call draws a sub-model uniformly and runs it on
+    slices of the weights, outside which the gradient is 0. With `sandwich`, each call runs several sub-models."""
     task, state = setting.tasks[0], setting.state
     if task.sandwich is None and any(is_statistic(name) for name in state):
         raise ModelError(
