@@ -174,8 +174,8 @@ def accept(algorithm: Algorithm, assignment: Assignment, site: Site) -> Work | C
 def accept_all(
     algorithm: Algorithm, assignments: Iterable[Assignment], site: Site
 ) -> tuple[list[list[Work]], list[ClientFailure]]:
-    """Return a tuple (groups of assignments that train in parallel, failures before training). Groups are in the order
-    of their first assignments. If the numerics are not batched, each group contains one assignment."""
+    """Prepare assignments. Return a tuple (groups of assignments to train in parallel, failures before training).
+    Groups are in the order of their first assignments. Without batched numerics, each group contains one assignment."""
     groups: list[list[Work]] = []
     failures: list[ClientFailure] = []
     open_groups: dict[object, list[Work]] = {}
@@ -196,9 +196,9 @@ def accept_all(
 
 
 def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[ClientResult]:
-    """Train assignments with equal keys (`local.kind`) in parallel, or execute evaluations one by one. A ModelError, a
+    """Train a group of assignments (`accept_all`) in parallel, or execute evaluations one by one. A ModelError, a
     ValueError or an out-of-memory error counts as a failure of the client. Batch norm raises ValueError for a batch
-    with one value per channel. All other exceptions stop the run, because the machine or the code causes them."""
+    with one value per channel. All other exceptions stop the run, because the machine or the code is the cause."""
     if works[0].assignment.evaluates:
         return [_evaluated(work, site, device) for work in works]
     started = time.monotonic()

@@ -115,7 +115,7 @@ class Mailbox:
         """Write assignments for other processes. Return a mapping of each client to the store keys of its files."""
         keys: dict[int, list[str]] = {}
         files: dict[tuple[int, ...], tuple[str, int]] = {}
-        """Map the IDs of tensors to a tuple (name of their file, size in bytes)."""
+        """Map the `id()` of each tensor in a file to a tuple (file name, size in bytes)."""
         folder = f"{_folder(plan)}assignments/"
 
         def same(tensors: Params) -> tuple[int, ...]:

@@ -21,12 +21,12 @@ from fl_engine.storage.run_files import Record
 from fl_engine.storage.store import Pieces, canonical, laid_out, padded, sha256
 
 MANIFEST_BYTES = 2**15
-"""Maximum bytes of a manifest, excluding the description of the sub-model. The longest field is `reason` with at most
-4096 characters."""
+"""Maximum size of a manifest in bytes, excluding the description of the sub-model. The longest field is `reason` with
+at most 4096 characters."""
 CHANNEL_BYTES = 8
-"""Maximum bytes of a channel number in a manifest, including the comma."""
+"""Maximum length in bytes of a channel number in a manifest, including the comma."""
 HEADER_BYTES = 2**10
-"""Maximum bytes of a tensor's entry in a safetensors header, and of a group's name in a manifest."""
+"""Maximum length in bytes of a tensor's entry in a safetensors header, and of a group's name in a manifest."""
 
 
 def manifest_bytes(assignment: Assignment) -> int:
@@ -91,8 +91,8 @@ def assignment_sum(assignment: Assignment) -> str:
 def pack_result(
     result: ClientResult, assignment: Assignment, length: int | None = None
 ) -> tuple[ResultManifest, Pieces | None]:
-    """Return a tuple (unsigned manifest, content of the tensor file). The content is None for a failure. If `length` is
-    given, the content is padded to `length` bytes."""
+    """Convert a result to a tuple (unsigned manifest, content of the tensor file). The content is None for a failure.
+    If `length` is given, the content is padded to `length` bytes."""
     manifest = ResultManifest(round=assignment.round, client=assignment.client, assignment=assignment_sum(assignment))
     if isinstance(result, ClientFailure):
         why = {"stage": result.stage, "reason": result.reason[:4096], "code": result.code}

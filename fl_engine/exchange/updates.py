@@ -155,7 +155,7 @@ def decode_and_check(update: ClientUpdate, assignment: Assignment, rules: Rules)
 def _weights(
     tensors: Params, spec: SubmodelSpec, assignment: Assignment, expected: Header, layout: ParamLayout
 ) -> tuple[Params, float]:
-    """Decode and check weights. Return a tuple (weights, seconds for decoding)."""
+    """Decode and check weights. Return the weights, and the seconds that decoding took."""
     codec, decoding = coding.codec_up(assignment), 0.0
     if wrong := coding.find_misfit(tensors, coding.header(codec, expected), coding.streams(codec, expected)):
         raise Rejected(*wrong)

@@ -23,7 +23,8 @@ from fl_engine.storage.s3 import S3Store
 from fl_engine.training.memory import Peaks
 
 UNTAKEN_S = 2 * MOST_S
-"""Minimum seconds that a worker has to start its assignments, because an idle worker may poll every MOST_S seconds."""
+"""Minimum seconds until a silent worker loses a lease that it has not started. Idle workers poll every MOST_S
+seconds."""
 
 
 @dataclass
@@ -46,11 +47,11 @@ class OpenRound:
     failed_by: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Map each client to the workers that failed its assignment. `suits` determines when these workers may retry it."""
     killed: Counter[int] = field(default_factory=Counter)
-    """For each client: number of workers that died while executing only its assignment, usually for lack of memory."""
+    """Map each client to the number of workers that died while executing only its assignment, usually out of memory."""
     alone: set[int] = field(default_factory=set)
     """Clients of failed leases. Assignments of these clients are leased separately."""
     interruptions: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """Number of times that a client's assignment was interrupted at a worker, for example by an eviction."""
+    """Map (worker, client) to the number of times that the worker was interrupted while it had the assignment."""
     failed: dict[int, ClientFailure] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -68,8 +69,8 @@ class OpenRound:
         self.failed[failure.client] = failure
 
     def suits(self, worker: Worker, client: int, present: Iterable[Worker]) -> bool:
-        """Return whether a worker may get a client's assignment. If the worker has failed the assignment, all suitable
-        `present` workers must have failed it. If devices have their own data, only the client's device may get it."""
+        """Return whether a worker may get a client's assignment. A worker may retry a failed assignment only after all
+        suitable `present` workers have failed. If devices have their own data, only the client's device may get it."""
         if self.own is not None:
             return self.own.get(worker.name) == client
         pool, failed_by = self.provisioner.pool(client), self.failed_by[client]
@@ -87,9 +88,9 @@ class OpenRound:
 
         @cache
         def limit(pool: str, failed_by: frozenset[str]) -> int:
-            """Return how many assignments of a pool one untrusted worker may execute in this round: twice the mean
-            number per worker, excluding workers that failed the assignment. One very fast worker then cannot execute
-            most of the assignments, but the faster half of the workers can execute all of them."""
+            """Return how many assignments of a pool one untrusted worker may execute in this round: twice the mean per
+            worker, not counting workers that have failed the assignment. One very fast worker then cannot execute most
+            of the assignments, but the faster half of the workers can execute all of them."""
             takers = sum(w.name not in failed_by and self.provisioner.suits(w.member.tier, pool) for w in good)
             return math.ceil(2 * self.wanted[pool] / max(1, takers))
 
@@ -144,8 +145,8 @@ def why_ended(worker: Worker, r: OpenRound, lost: Lost | None = None) -> Lost | 
 
 
 def _interrupted_too_often(worker: Worker, clients: Sequence[int], r: OpenRound) -> bool:
-    """Count an interruption of the worker for each client's assignment. Return True if an assignment was interrupted
-    more than `Provisioner.drains` times, because the assignment may cause the interruptions."""
+    """Count an interruption of each client's assignment at this worker. Return True if an assignment was interrupted
+    more than `Provisioner.drains` times. The assignment may then be the cause."""
     r.interruptions.update((worker.name, client) for client in clients)
     return max(r.interruptions[worker.name, client] for client in clients) > r.provisioner.drains
 

@@ -61,7 +61,7 @@ def _is_small(upload: Upload) -> Upload:
 
 
 HeartbeatUpload = Annotated[Upload, AfterValidator(_is_small)]
-"""Upload for heartbeats, which are padded to `Upload.size` bytes. The limit protects devices from a hostile server."""
+"""Permission to upload heartbeats, padded to `Upload.size` bytes. The limit protects devices from a hostile server."""
 
 
 def site_files(own: bool) -> tuple[str, ...]:
@@ -112,13 +112,13 @@ class AssignmentMessage(Note):
     device: str = "cpu"
     observe: Literal["simulated", "cgroup"] = "simulated"
     memory: Peaks | None = None
-    """Memory that training requires, if `observe` is `cgroup`."""
+    """Memory that training requires; used only if `observe` is `cgroup`."""
     failures: Index = 0
-    """If `observe` is `cgroup`: number of workers that were killed while executing one of these assignments alone."""
+    """Number of workers that were killed while executing one of these assignments alone, for `observe=cgroup`."""
     code: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     """SHA-256 of the wheel with the user's code in the store (`storage.code`)."""
     store: str | None = None
-    """Address of the run's store, for workers that access it without URLs."""
+    """Address of the run's store, for workers that do not use presigned URLs."""
     reads: dict[str, str] = {}
     writes: dict[str, Upload] = {}
 
@@ -196,7 +196,7 @@ class Invitation(Note):
     message: str | None = None
     heartbeat: HeartbeatUpload | None = None
     folder: str | None = None
-    """Address of the mailbox for workers that use no URLs."""
+    """Address of the mailbox, for workers that do not use presigned URLs."""
     pod: bool = False
     """True for a pod in the coordinator's cluster, which uses the invitation's key and imports configured packages."""
 

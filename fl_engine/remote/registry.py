@@ -91,12 +91,12 @@ class Mailboxes:
     home: Store
     """Folder with all mailboxes."""
     verb: Verb | None = None
-    """HTTP verb for workers' uploads; None if workers access `home` without URLs."""
+    """HTTP verb for workers' uploads; None if workers access `home` without presigned URLs."""
     endpoint: str | None = None
     """Address at which workers reach the S3 server."""
 
     def urls(self, name: str) -> tuple[str | None, Upload | None]:
-        """Return a tuple (URL of a worker's messages, upload for heartbeats); (None, None) if `verb` is None."""
+        """Presign the URL of a worker's messages and the heartbeat upload. Return (None, None) if `verb` is None."""
         if self.verb is None or not isinstance(self.home, S3Store):
             return None, None
         heartbeat = self.home.upload(f"{name}/{HEARTBEAT}", HEARTBEAT_BYTES, URL_S, self.verb, self.endpoint)

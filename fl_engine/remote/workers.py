@@ -181,7 +181,7 @@ class Workers:
             worker.held.taken, worker.held.heartbeat_at = True, worker.polled_at
 
     def _is_own(self, worker: Worker, found: Heartbeat) -> bool:
-        """Return whether the heartbeat is from the mailbox's device. Enroll the first device, and warn about others."""
+        """Return whether the heartbeat is from the mailbox's device. Enroll the first device; warn about any other."""
         member = worker.member
         if member.pod or member.id == found.id:
             return True
@@ -193,7 +193,7 @@ class Workers:
         return False
 
     def _report_second(self, worker: Worker, what: str) -> None:
-        """Warn once that a mailbox has two users. Ignore pods, because Kubernetes may start a replacement early."""
+        """Warn once that a mailbox has two users. Ignore pods, because Kubernetes may replace a pod before it ends."""
         if worker.second_reported or worker.member.pod:
             return
         worker.second_reported = True

@@ -5,7 +5,7 @@ The rules apply in this order. Each line begins with the stage of the failure.
     `validate`: The movement of the update exceeds `norm_bound` times the usual movement, as defined below.
     `validate`: The update's movement, and the mean of the client's last AVERAGED updates, exceed half of this bound.
     `straggle`: The update finished later than `deadline_s` on the simulated clock.
-    `straggle`: `over_provision` selected more clients than the round requires, and enough updates finished earlier.
+    `straggle`: More clients were selected than required (`over_provision`), and enough updates finished earlier.
     `quorum`: Fewer updates remain than `quorum` times the required number, so all updates are rejected.
 
 The rules do not depend on real time, so every backend rejects the same updates.

@@ -1,7 +1,7 @@
 """Evaluates models at the clients and computes metrics from the results.
 
-Each selected client evaluates a model on the samples that it holds out from training, or on its own test samples if
-the data have them (`Data.natural_test_client`). The model is the sub-model of the global model for the device's level
+Each selected client evaluates a model on the samples that it holds out from training, or on its own test samples if the
+data set has them (`Data.natural_test_client`). The model is the sub-model of the global model for the device's level
 (`capacity.level_of`). If each client has personal parameters (FedPer, FedBN) or a personal model (Ditto), the client
 evaluates its personal model. The metrics weight all clients equally, regardless of their numbers of samples. The local
 accuracy (`training.local_accuracy`) is a different metric, which the server computes on its own test samples.
@@ -84,9 +84,9 @@ def plan_evaluation(
 def evaluate_at_clients(
     run: Run, state: Any, round: int, clock: float, clients: Clients, own: Callable[[int], Params]
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Evaluate at the clients. Return a tuple (metrics, lines) with a line for each client that has a result. Reuse the
-    results that an earlier coordinator stored. `own` is passed to `plan_evaluation`. Raises Stopped after the current
-    result if `should_stop` returns true."""
+    """Evaluate at the clients. Return the metrics, and a line for each client that has a result. Reuse the results that
+    an earlier coordinator stored. `own` is passed to `plan_evaluation`. Raises Stopped after the current result if
+    `should_stop` returns true."""
     plan, mailbox = plan_evaluation(run, state, round, clock, own), clients.mailbox
     found: dict[int, ClientScore] = {}
 

@@ -18,7 +18,7 @@ simulated clock is pending until that round. A commit stores the weight change o
 `pending/`, and all other fields in the commit's JSON.
 
 Departs from the paper: new clients are selected at a merge, not when a client finishes. Therefore fewer than K clients
-train between two merges. K also counts selected clients that failed.
+train between two merges. A client that fails is also replaced only at the next merge.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def collect_due(
 
 
 def changes(update: ClientUpdate, assignment: Assignment, layout: ParamLayout) -> Params:
-    """Return the trained weights minus the sent weights. Integers and running statistics are not subtracted."""
+    """Return the trained weights minus the sent weights. Integers and running statistics are returned unchanged."""
     sent = take(assignment.payload, layout, update.spec, have=assignment.spec)
     return {
         name: tensor - sent[name] if tensor.is_floating_point() and not is_statistic(name) else tensor
@@ -259,7 +259,7 @@ def moved(now: Params, change: Params, weight: float) -> Params:
 
 
 def record_round(run: Run, plan: RoundPlan, due: Due, began: float) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return a tuple (metrics, records). Each merged update and each failed client has a record.
+    """Compute a round's metrics, and a record for each merged update and each failed client.
 
     `plan` contains the assignments sent in this round, which the metric `bytes_down` counts. `began` is the start of
     the round on the simulated clock."""

@@ -24,8 +24,8 @@ from fl_engine.storage.tensor_files import ClientStates, TensorFiles
 log = logging.getLogger("flexfleet")
 
 BESIDE_A_STORE = 2**20
-"""Maximum bytes of updates in memory if a store also contains the updates. The limit is low, because runs with a store
-usually have many updates."""
+"""Maximum size, in bytes, of the updates in memory if a store also contains the updates. The limit is low, because runs
+with a store usually have many updates."""
 
 OnResult = Callable[[int, int, int], None]
 """Function that receives the round (from 0), the number of results so far, and the number of clients."""

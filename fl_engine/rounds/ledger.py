@@ -37,7 +37,7 @@ class Closed(Record):
     moved: dict[int, Moved] = Field(default={})
     """Movements (`acceptance`) of all updates, including rejected updates."""
     times: dict[int, Times] = Field(default={})
-    """Times of the rejected updates, which are not read again."""
+    """Times of the rejected updates, stored because a resumed run does not read these updates again."""
     checksum: str = ""
     """Checksum of all other fields."""
 

@@ -164,7 +164,7 @@ def resume_hint(ledger: Ledger | None = None) -> Iterator[None]:
 
 
 def _resume(initial: Any, ledger: Ledger, discard_damaged: bool) -> tuple[Progress, int]:
-    """Return a tuple (progress after the last committed round, number of the next round)."""
+    """Load the last committed round. Return the run's progress, and the number of the next round."""
     commits = ledger.checkpoints.commits()
     last = commits[-1] if commits else None
     if discard_damaged:
@@ -188,8 +188,8 @@ def _last_good(ledger: Ledger) -> int | None:
 
 
 def load_progress(initial: Any, ledger: Ledger, last: int | None) -> tuple[Progress, dict[str, Any]]:
-    """Return a tuple (progress after round `last`, JSON of this round's commit). If `last` is None, the progress is the
-    state `initial` before the first round. Raises IntegrityError if the commit is damaged."""
+    """Load the commit of round `last`. Return the run's progress after this round, and the commit's JSON. If `last` is
+    None, the progress is the state `initial` before the first round. Raises IntegrityError if the commit is damaged."""
     if last is None:
         return Progress(initial), {}
     tensors, rest = ledger.checkpoints.read(last)

@@ -93,14 +93,14 @@ def record_round(
     sent_bytes: Mapping[int, tuple[int, int]] | None = None,
     bytes_down: int | None = None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return a tuple (metrics, records). The records are in client order and include every selected client.
+    """Compute a round's metrics, and a record for each selected client, in client order.
 
     The metric `bytes_down` counts the encoded weights and the tensors in `memory` that were sent to all selected
     clients. `bytes_up` counts the encoded tensors and the states in the merged updates.
 
     On the simulated clock, a round ends when the slowest merged update arrives. If updates are missing, the round ends
-    at the deadline. An unreadable result counts as missing. A round without merged updates ends with the last result,
-    or when the last dropped-out client goes offline. A round without assignments ends when a client comes online.
+    at the deadline. An unreadable result counts as missing. A round without merged updates ends when all results have
+    arrived and all dropped-out clients are offline. A round without assignments ends when a client comes online.
 
     Args:
         begin: Start of the round on the simulated clock.

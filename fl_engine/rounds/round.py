@@ -52,7 +52,7 @@ class Progress:
 
 
 def run_round(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Progress, Row]:
-    """Return a tuple (progress after the round, row with the round's metrics).
+    """Run one round. Return the run's progress after the round, and a row with the round's metrics.
 
     Raises:
         Stopped: `should_stop` returned true.
@@ -110,8 +110,8 @@ def run_round(run: Run, before: Progress, round: int, clients: Clients) -> tuple
 def plan_round(
     run: Run, before: Progress, round: int, clients: Clients, watch: Stopwatch
 ) -> tuple[RoundPlan, RoundContext]:
-    """Return a tuple (plan with encoded weights, context that the algorithm received). Raises ModelError if the plan is
-    invalid."""
+    """Plan a round. Return the plan with encoded weights, and the context that the algorithm received. Raises
+    ModelError if the plan is invalid."""
     # If updates are pending, some clients are training, so do not wait until a client comes online.
     begin = before.clock if before.pending else run.begins(round, before.clock)
     context = run.context(round, begin, {update.client for update in before.pending})

@@ -8,8 +8,8 @@ On the server's real clock, these phases add up to `seconds_round`:
 - `seconds_merge`: Time for merging the updates and computing the metrics.
 - `seconds_evaluate`: Time for the evaluation; only in rounds with an evaluation.
 
-During `seconds_train`, the server decodes updates (`seconds_decode`) and the clients encode updates. For merged
-updates, `seconds_encode_clients` is the encoding time that the clients measured.
+During `seconds_train`, the server decodes updates (`seconds_decode`) and the clients encode updates.
+`seconds_encode_clients` is the encoding time that the clients of the merged updates measured.
 
 On the simulated clock, `simulated_compute` and `simulated_communication` are the times of the slowest merged client.
 `simulated_wait` is the time until a client is online. The three times add up to `seconds_simulated`, unless a deadline
@@ -41,7 +41,7 @@ SIMULATED = ("simulated_compute", "simulated_communication")
 BITS = ("bits_down", "bits_up")
 NAMES = (*ON_THE_SERVER, "seconds_decode", "seconds_encode_clients", *SIMULATED, *BITS)
 REPEATED = (*SIMULATED, *BITS)
-"""Metrics that do not depend on a real clock, so repeated runs have equal values."""
+"""Metrics that do not depend on a real clock, so their values are identical in repeated runs."""
 MEASURED = "uniformity_real"
 """The only uniformity metric that depends on a real clock."""
 UNIFORMITY = (

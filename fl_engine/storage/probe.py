@@ -47,7 +47,7 @@ RIGHTS = (
 
 def upload_verb(store: S3Store) -> Verb:
     """Return the HTTP verb for clients' uploads. Raises EnvironmentFailure if the server rejects valid uploads or does
-    not enforce signatures. FLEXFLEET_S3_UNCHECKED=1 turns the second error into a warning."""
+    not enforce signatures. If FLEXFLEET_S3_UNCHECKED=1, unenforced signatures cause only a warning."""
     name = secrets.token_hex(8)
     try:
         return _upload_verb(_Scratch(store, f"{SCRATCH}assignments/{name}", f"{SCRATCH}updates/{name}"))
@@ -179,8 +179,8 @@ def _additions(scratch: _Scratch) -> dict[str, dict[str, str]]:
 
 
 def _matters(scratch: _Scratch, upload: Upload, headers: Mapping[str, str] = NONE) -> bool:
-    """Return whether the server accepts the upload and stores a public or different object. With POST, an unreadable
-    object is ignored, because it harms only the client itself."""
+    """Return whether the server accepts the upload and stores an object that is public or has another value. With POST,
+    an object that the coordinator cannot read is ignored, because it harms only the client itself."""
     scratch.store.delete(scratch.target)
     if not scratch.takes(upload, headers=headers):
         return False

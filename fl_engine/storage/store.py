@@ -35,7 +35,7 @@ from fl_engine.core.types import Params
 TRIES = 100
 """Maximum number of attempts to create a folder, because other processes delete empty folders."""
 PIECE = 2**24
-"""Maximum bytes of a piece when a tensor is written."""
+"""Maximum size in bytes of the pieces in which a tensor is written."""
 MOST_HEADER = 100_000_000
 """Maximum bytes of a header that the safetensors package accepts."""
 
@@ -91,8 +91,8 @@ def laid_out(tensors: Params) -> Pieces:
 
 
 def padded(value: Pieces, length: int) -> Pieces:
-    """Pad the header of a safetensors file with spaces to a file size of `length` bytes. Raises ClientError if this is
-    impossible."""
+    """Pad the header of a safetensors file with spaces, so that the file has `length` bytes. Raises ClientError if the
+    file or the padded header would be too long."""
     first, *rest = value.parts
     assert isinstance(first, bytes)
     more = length - len(value)

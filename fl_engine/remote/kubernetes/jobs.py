@@ -1,8 +1,8 @@
 """Group a run's pods into classes with equal settings, and create the manifests of their Jobs from the template.
 
-The pods of a *class* have equal settings: image, cpu, memory, selector, taint, runtime class, torch device. Device
-tiers with equal settings use the same class, so by default a run has one class. With placement=device each client has
-its own class, which is bound to the client's node.
+The pods of a *class* have the same settings: image, cpu, memory, selector, taint, runtime class, torch device. Device
+tiers with the same settings share a class, so by default a run has one class. With placement=device each client has its
+own class, which is bound to the client's node.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RUN, ROUND = "flexfleet.io/run", "flexfleet.io/round"
 CLASS, NUMBER, SETTINGS = "flexfleet.io/class", "flexfleet.io/number", "flexfleet.io/settings"
 """Names of annotations."""
 SECRET_BYTES = 3 * 2**18
-"""Maximum total bytes of a Job's invitations, because a Secret can store 1 MiB in base64."""
+"""Maximum total size of a Job's invitations in bytes, because a Secret can store 1 MiB in base64."""
 WHEN = {"quorum", "attempts", "parallelism", "deadline_s", "lifetime"}
 """Options that do not affect the pods."""
 
@@ -44,8 +44,8 @@ class PodClass:
     host: str | None = None
 
     def includes(self, other: PodClass, options: KubernetesConfig) -> bool:
-        """Return whether pods of this class may execute assignments of the class `other`, which must not be bound to
-        nodes. The pods must have at least as much CPU and memory as `other`. All other settings must be equal."""
+        """Return whether pods of this class may execute assignments of `other`. If `other` is a different class, it
+        must not be bound to nodes and must not need more CPU or memory, and all other settings must be the same."""
         if self == other:
             return True
         mine, its = self.pool, other.pool

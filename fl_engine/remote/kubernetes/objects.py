@@ -98,7 +98,7 @@ def pod_state(pod: Resource) -> PodState:
 
 
 def _waits(status: Resource, states: dict[str, Resource]) -> tuple[str, bool]:
-    """Return a tuple (reason why a pod has not started, True if the pod waits for free capacity)."""
+    """Return the reason why a pod has not started, and whether the pod waits for free capacity."""
     for condition in status.get("conditions") or []:
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             why, message = condition.get("reason", "Unschedulable"), condition.get("message", "")
@@ -165,7 +165,7 @@ def check_reach(uri: str) -> None:
 
 @dataclass
 class Seen:
-    """The observed pod states of a class in a round."""
+    """The states of a class's pods that were observed in a round."""
 
     since: float
     """Time at which a Job of the class was last created or a pod last started (`time.monotonic`)."""
@@ -175,7 +175,7 @@ class Seen:
     why: str = ""
     """Reason why the last pod that never sent a heartbeat has ended."""
     reported: set[str] = field(default_factory=set)
-    """Kinds of reasons that have been logged."""
+    """Reasons that have been logged, without the details after the colon."""
 
 
 def image_for(options: KubernetesConfig) -> str:
@@ -194,7 +194,7 @@ def reach(options: KubernetesConfig, run_id: str, store: Store) -> None:
 
 
 class Objects:
-    """The Kubernetes objects with the label `run`. The run's ConfigMap contains `store`, the store's address."""
+    """The Kubernetes objects of a run, labelled `run`. The run's ConfigMap contains `store`, the store's address."""
 
     def __init__(self, cluster: Cluster, options: KubernetesConfig, run: str, store: str, mailboxes: Mailboxes) -> None:
         self._cluster, self._options, self._run, self._store = cluster, options, run, store
