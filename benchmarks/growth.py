@@ -124,7 +124,7 @@ def point(selection: str, clients: int, per_round: int, stop: int = ROUNDS) -> d
 
 
 def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Fit a line that minimizes the squared relative errors, and return (value at zero, slope)."""
+    """Fit a line that minimizes the squared relative errors, and return the line's value at zero and its slope."""
     slope, base = np.polyfit(x, y, 1, w=1 / np.array(y))
     return float(base), float(slope)
 
@@ -187,8 +187,8 @@ def sweep_models(sizes: Sequence[float] = MODELS, clients: int = 3) -> list[str]
 def print_methods(size: float, clients: int = 3) -> None:
     """Measure each method in `large.METHODS` with two worker processes, and print a line for each method.
 
-    The first columns are the peak memory of each stage, the written bytes and the peak memory of a worker, in multiples
-    of the model's size. The last column is the coordinator's CPU seconds per round.
+    The first columns contain the peak memory of each stage, the written bytes and the peak memory of a worker, in
+    multiples of the model's size. The last column contains the coordinator's CPU seconds per round.
     """
     stages = ("assignments", "train", "updates", "merge", "evaluate", "commit", "written")
     print(" " * 8, *(f"{head:>8}" for head in (*stages, "worker", "cpu s")))

@@ -144,7 +144,7 @@ class SeenBackend:
 
 
 _seen = Stages()
-"""Memory peaks of the current measurement. It is global, because fields of the algorithm are copied to workers."""
+"""Memory peaks of the current measurement. A global, because fields of the algorithm are copied to workers."""
 
 
 @dataclass(frozen=True)

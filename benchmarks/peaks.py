@@ -47,7 +47,7 @@ from fl_engine.training.numerics import SINGLE
 
 BATCH = 50
 STEPS = 2
-"""Number of measured steps. Measure at least 2, because the optimizer creates its state at the end of the first."""
+"""Number of measured steps, at least 2. The optimizer creates its state only at the end of the first step."""
 
 
 def trials(family: ModelFamily, algorithm: FlexFL, batch: int) -> list[LevelTrial]:

@@ -160,7 +160,8 @@ SWEEPS: dict[str, tuple[str, Callable[[], list[Point]]]] = {
 
 
 def fit(points: Sequence[Point]) -> tuple[float, float]:
-    """Fit a line that minimizes the squared relative errors, and return (seconds at zero, seconds per unit)."""
+    """Fit a line that minimizes the squared relative errors, and return the seconds at zero and the seconds per
+    unit."""
     x, y = np.array([p.x for p in points]), np.array([p.round_s for p in points])
     slope, base = np.polyfit(x, y, 1, w=1 / y)
     return float(base), float(slope)

@@ -7,8 +7,8 @@ random and is multiplied by 0.9 each time the client participates.
 As in the paper's section 5, 100 of 2,800 clients are selected in each of 1,000 rounds. The paper is "Enhancing
 Communication Efficiency and Training Time Uniformity in Federated Learning through Multi-Branch Networks and the Oort
 Algorithm" (Algorithms, MDPI, January 2024). The paper reports a uniformity of 532 without branches and 313 with
-branches, but not how clients were selected, nor the unit. A client trains 20 steps of 30 samples (as in Oort's code),
-or one epoch if it has fewer samples. Speeds, bandwidths and online times are assumed (`DEVICES`).
+branches, but neither the unit nor the method of client selection. A client trains 20 steps of 30 samples (as in Oort's
+code), or one epoch if it has fewer samples. Speeds, bandwidths and online times are assumed (`DEVICES`).
 
 Usage:
     python -m benchmarks.uniformity [--json]      (five minutes of one core)

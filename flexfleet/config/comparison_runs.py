@@ -114,7 +114,7 @@ def accuracies_of(given: str | Iterable[Any]) -> tuple[float, ...]:
 
 
 def by_label(overrides: Mapping[str, Any], labels: Iterable[str]) -> dict[str | None, Overrides]:
-    """Group overrides by label. The key `label:a.b` sets `a.b` for one variant. The result's key None is for all runs.
+    """Group overrides by label (None: for all runs). The key `label:a.b` sets `a.b` for one variant.
 
     Raises ConfigError if a label is unknown, or if a parameter cannot be overridden.
     """

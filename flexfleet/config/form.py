@@ -140,8 +140,8 @@ def write_config(config: Config, path: Path) -> Path:
 
 
 def hand_over(config: Config, path: Path) -> tuple[str, str]:
-    """Write the configuration without passwords to `path`, and return another process's value of --config and its
-    stdin. If there is a password, that process reads the full configuration from stdin instead of `path`."""
+    """Write the configuration without passwords to `path`. Return the value of --config and the text for stdin of
+    another process, which reads the full configuration from stdin instead of `path` if there is a password."""
     without_passwords = public(config)
     write_config(without_passwords, path)
     if without_passwords == config:

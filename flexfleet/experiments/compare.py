@@ -103,8 +103,8 @@ def check_jobs(at_once: int) -> None:
 
 
 def in_one_experiment(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Return copies of all runs that log to the MLflow experiment of the first run. MLflow requires that child runs and
-    their parent run belong to the same experiment."""
+    """Return copies of all runs in which the first run's MLflow experiment replaces the run's own experiment. MLflow
+    requires that child runs and their parent run belong to the same experiment."""
     first = runs[0].config
     if first.tracking.mlflow is None:
         return list(runs)

@@ -25,7 +25,7 @@ from flexfleet.tracking.trackers import MLflow, log_outcome
 
 FILES = ("comparison.json", "comparison.md", "comparison.svg", "comparison.html")
 CLIENTS_FILE = "clients.svg"
-"""File with curves of the metrics that clients measured. It is written only if all runs have these metrics."""
+"""File with curves of the metrics that clients measured. The file is written only if all runs have these metrics."""
 LEVELS = (
     "avg is the mean over the models whose sizes are in `levels %`, and full is the value of the largest model. last: "
     "after the last round. best: in the round with the highest avg, as in FlexFL's paper. Highest: the best value in "
@@ -100,7 +100,7 @@ def title(c: ComparisonFile) -> str:
 
 
 def common(c: ComparisonFile) -> str:
-    """Return sentences that state which settings are equal in all runs with the same seed."""
+    """Return sentences that state which settings are the same in all runs with the same seed."""
     if not c.varied:
         return "Runs with the same seed have the same data, partition, fleet and training settings."
     return (

@@ -38,7 +38,7 @@ class Command:
     log: Path
     """File to which the command's stdout and stderr are appended."""
     stdin: str = ""
-    """Text for the command's stdin. It may contain secrets, because process lists and logs do not show stdin."""
+    """Text for the command's stdin. The text may contain secrets, because process lists and logs do not show stdin."""
     call: Callable[[], object] | None = None
     """Function that executes the same work in this process."""
 

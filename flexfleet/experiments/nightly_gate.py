@@ -61,7 +61,7 @@ class LabelFigures(Strict):
     values: dict[str, Annotated[tuple[float, ...], Field(min_length=2)]]
     """Map each metric to a tuple with one value for each seed."""
     curve: tuple[tuple[int, float, tuple[float, ...], tuple[float, ...]], ...]
-    """Points of the curve: (round, MB sent so far as a mean over the seeds, avg of each seed, full of each seed)."""
+    """Points of the curve, each with the round, the MB sent so far (mean over the seeds), and avg and full per seed."""
     mlflow_runs: tuple[str, ...] = ()
     metric: str = "accuracy"
     """Main metric of the task, from which avg and full are computed."""

@@ -35,7 +35,7 @@ TITLES = {
 
 
 class TTest(NamedTuple):
-    """Tuple (mean difference, half the width of the 95 % confidence interval, two-sided p value)."""
+    """Mean difference, half the width of its 95 % confidence interval, and two-sided p value of a paired t test."""
 
     mean: float
     half: float
@@ -63,7 +63,7 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 class Behind(Strict):
-    """Statistics over the seeds of the difference between the variant with the highest mean and one other variant."""
+    """Difference between the variant with the highest mean and one other variant, with statistics over the seeds."""
 
     mean: float
     """Mean difference in the unit of the metric. Accuracies are fractions, so 0.01 is one percentage point."""
@@ -84,7 +84,7 @@ class First(Strict):
     """Ranking of the variants by one metric."""
 
     highest: str
-    """Label of the variant with the highest mean over the seeds. For ties, the first label in alphabetical order."""
+    """Label of the variant with the highest mean over the seeds; in a tie, the first label in alphabetical order."""
     first: bool
     """True if `highest` differs significantly from every other variant."""
     not_told_apart: tuple[str, ...]
@@ -139,8 +139,8 @@ def _first(values: Mapping[str, Sequence[float]]) -> First:
 
 def rows(found: Mapping[str, First], labels: Sequence[str], measure: Measure) -> tuple[tuple[str, ...], ...]:
     """Return a row for each variant with a cell for each metric. For the variant with the highest mean, the cell is
-    `first` if the variant differs significantly from all others, otherwise `highest`. Other cells contain `mean ± std,
-    p` of the differences."""
+    `first` if the variant differs significantly from all others, otherwise `highest`. All other cells contain the mean,
+    std and p value of the differences to this variant."""
 
     def cell(figure: str, ranked: First, label: str) -> str:
         if label == ranked.highest:

@@ -245,8 +245,7 @@ def _clock(rows: Sequence[Row]) -> list[float]:
 
 
 def clock(runs: Sequence[FinishedRun], key: str) -> list[float]:
-    """Return the simulated seconds at each point of `plots.curve`, averaged over the runs. Empty if a run lacks
-    them."""
+    """Return the runs' mean simulated seconds at each point of `plots.curve`; empty if a run has no simulated times."""
     totals, points = [_clock(run.rows) for run in runs], plots.curve([run.rows for run in runs], key)
     return [fmean(total[number - 1] for total in totals) for number, _, _ in points] if all(totals) else []
 
@@ -256,7 +255,7 @@ def read_central(folders: Sequence[Path], planned: Sequence[PlannedRun]) -> Cent
     """Read finished central trainings with different seeds, which are the reference for the `planned` runs.
 
     Raises:
-        ConfigError: The data set or network of a training differs from the runs, or the trainings differ in a parameter
+        ConfigError: A training has another data set or network than the runs, or the trainings differ in a parameter
             other than the seed.
         IntegrityError: A training is not finished.
     """

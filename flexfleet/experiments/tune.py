@@ -34,7 +34,7 @@ from flexfleet.tracking.record import of_job
 from flexfleet.tracking.trackers import MLflow, ending
 
 CONFIG = "configuration"
-"""Attribute of the study. It contains the parameters that must not change on resume, as {dotted name: value}."""
+"""Attribute of the study with the parameters that must not change on resume, as {dotted name: value}."""
 
 
 def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:

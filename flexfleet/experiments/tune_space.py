@@ -43,7 +43,7 @@ def space_of(config: Config, pool: Pool) -> dict[str, Range]:
 
 
 def _declared(config: Config, pool: Pool) -> dict[str, Interval]:
-    """Return {dotted name: interval}, the search space that the algorithm declares. Empty if nothing is declared."""
+    """Return the search space that the algorithm declares, as {dotted name: interval}; empty if it declares none."""
     chosen = algorithm(config)
     space = chosen.search_space(pool) if isinstance(chosen, Searched) else {}
     return {f"algorithm.{path}": interval for path, interval in space.items()}

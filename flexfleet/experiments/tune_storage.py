@@ -19,7 +19,7 @@ from flexfleet.tracking.trackers import TOKEN, MLflow
 LOCKED_S = 60
 """Maximum number of seconds that a worker waits for a lock on an SQLite file."""
 PARENT = "mlflow-run"
-"""Attribute of the study. It contains the ID of the MLflow run that is the parent of all trials."""
+"""Attribute of the study with the ID of the MLflow run that is the parent of all trials."""
 
 
 def address(config: Config) -> str | None:
@@ -117,8 +117,8 @@ def sampler(seed: int) -> Any:
 
 
 def parent(config: Config, study: Any, given: Mapping[str, str]) -> MLflow | None:
-    """Start or continue the MLflow run of the study, and add the tags `given`. Before that,
-    store a token in the study, by which the MLflow run can be found if its ID could not be stored."""
+    """Start or continue the MLflow run of the study, and add the tags `given`. Before that, store a token in the study,
+    so that the MLflow run can be found even if its ID could not be stored."""
     id, known = study.study_name, study.user_attrs.get(PARENT)
     if known is None and TOKEN not in study.user_attrs:
         study.set_user_attr(TOKEN, uuid.uuid4().hex)

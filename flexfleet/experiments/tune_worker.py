@@ -44,8 +44,8 @@ MOST_DEATHS = 4
 RESUMES = "resumes"
 """Attribute of a retried trial: the number of the interrupted trial whose runs are resumed."""
 DEFAULT = "default"
-"""Attribute of the trial that runs the unchanged configuration. It lists the parameters whose values are inside the
-search space."""
+"""Attribute of the trial that runs the unchanged configuration. The attribute lists the parameters whose values are
+inside the search space."""
 INFEASIBLE, DIVERGED = "infeasible", "diverged"
 """Attributes with the reason why a trial has no value: its pool cannot be used, or its training failed."""
 MERGED = "clients_trained"

@@ -169,7 +169,7 @@ class RunFile(Artifact):
     config: dict[str, Any]
     numerics: dict[str, Any]
     earlier_numerics: tuple[dict[str, Any], ...] = ()
-    """Previous values of `numerics`. Each resume with --accept-numerics adds a value."""
+    """Previous values of `numerics`, each from before a resume with --accept-numerics."""
     worker_numerics: tuple[str, ...] = ()
     """Descriptions of numerical differences between remote workers and the coordinator."""
     pool_sha256: str
@@ -243,7 +243,7 @@ class LevelScore(Strict):
     """Scores of a level in evaluation.json, for example `{"accuracy": 0.93, "loss": 0.2, "params": 97}`."""
 
     metrics: dict[str, float] = Field(min_length=1)
-    """Metrics of the task, with the main metric first. If the server owns classes, `evaluation.OWNERS` are included."""
+    """Metrics of the task, with the main metric first, and with `evaluation.OWNERS` if the server owns classes."""
     loss: float | None
     """Loss; null if the model has diverged."""
     params: int
@@ -314,7 +314,7 @@ class EvaluationFile(Artifact, LeavesOut):
     local_histogram: dict[str, Histogram] = {}
     on_clients: OnClients | None = None
     kept_by_clients: tuple[str, ...] = ()
-    """Model parameters that differ between clients. The evaluated model contains their initial values."""
+    """Model parameters that differ between clients. In the evaluated model, they have their initial values."""
 
     @property
     def metric(self) -> str:
@@ -368,13 +368,13 @@ class RunResult(Artifact):
     - further: Other metrics of the task.
     - local: Accuracy of each level on a client's own distribution, as mean and standard deviation over the clients.
     - on_clients: Metrics that clients measured on held-out samples (`OnClients`).
-    - kept_by_clients: Parameters that differ between clients. The evaluated model contains their initial values.
+    - kept_by_clients: Parameters that differ between clients and have their initial values in the evaluated model.
     - by_owner: Accuracy of each level on the devices' classes, and on the server's classes.
     - label_noise: Fraction of wrong labels.
     - precision: Metrics of each exported level in each precision, or the reason why this precision was rejected.
     """
     bytes: dict[str, int]
-    """Total bytes of the run: `down` to the clients and `up` to the server."""
+    """Total bytes that were sent to the clients (`down`) and to the server (`up`)."""
     waste: float
     seconds: float
     model_sha256: str

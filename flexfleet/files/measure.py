@@ -58,7 +58,7 @@ def decimals(value: float, least: int) -> int:
 
 
 def measure_in(values: Mapping[str, float]) -> Measure:
-    """Return the main metric of a round: ACCURACY, or a `Measure` without a name if the metric is not an accuracy."""
+    """Return ACCURACY if the main metric of a round is an accuracy, otherwise a `Measure` without a name."""
     scored, accurate = (any(name.startswith(kind) for name in values) for kind in ("loss/", "accuracy/"))
     return Measure("") if scored and not accurate else ACCURACY
 

@@ -57,7 +57,7 @@ def check_same(
     fixed: Callable[[str], bool] = lambda _: True,
     name: str = "--run-id",
 ) -> None:
-    """Raise ConfigError if `before` and `now` ({dotted name: value}) differ in a parameter with a true `fixed`."""
+    """Raise ConfigError if a parameter for which `fixed` is True differs in `before` and `now` (by dotted name)."""
     if changed := changes(before, now, fixed):
         raise ConfigError(f"{folder} was started with another configuration ({changed}). Choose another {name}")
 

@@ -42,8 +42,8 @@ class Tally:
 
     @property
     def status(self) -> Status:
-        """Status of the run. It is `diverged` if the model diverged, or if no update was merged and most updates failed
-        because their values exploded."""
+        """Status of the run. A run is `diverged` if its model diverged, or if no update was merged and most updates
+        failed because their values exploded."""
         if self.merged and self.finite:
             return "finished"
         exploded = sum(self.failures.get(reason, 0) for reason in EXPLODED)

@@ -30,7 +30,7 @@ END_LINES = 5
 """Number of lines at the end of a log that are searched for ENDED."""
 SIGNALS = {"killed": 137, "terminated": 143}
 MOST_LOGS = 100
-"""Maximum number of logs to read. The number is limited because each log requires a request."""
+"""Maximum number of logs to read, because each log requires a separate request to the server."""
 GONE = (404, 500)
 """HTTP status codes with which the server responds if the pod and its log no longer exist."""
 

@@ -139,7 +139,7 @@ def submit(
 
 
 def upload(client: Any, name: str, version: str, text: str, namespace: str | None) -> tuple[str, str, bool]:
-    """Upload the pipeline or version if it is new. Return the two IDs, and whether the version was new."""
+    """Upload a new pipeline or version. Return the pipeline ID, the version ID, and whether the version was new."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / f"{name}.yaml"
         path.write_text(text, encoding="utf-8")

@@ -142,7 +142,7 @@ def shared_place(config: Config, name: str, hasty: bool = False) -> Store:
 
 def check_folder(config: Config) -> None:
     """Raise ConfigError if clients could read the folder that contains the keys. Only `shared_place` checks buckets,
-    because pipeline tasks that do not execute rounds have no credentials for them."""
+    because pipeline tasks that do not execute rounds have no credentials for the bucket."""
     where, remote = config.run.secrets, config.run.remote
     if where is None or remote is None or "://" in where or "://" in remote:
         return

@@ -195,8 +195,8 @@ def _read(config: Config) -> Data:
 
 
 def _found(config: Config) -> Data:
-    """Read the data set. If the user's own reader fails, raises DataError, or EnvironmentFailure for an OSError without
-    a filename."""
+    """Read the data set. Raises DataError if the user's own reader fails, or EnvironmentFailure if the reader raises an
+    OSError without a filename."""
     name, root = config.dataset.name, dvc_remote.folder_of(config.dataset.root)
     if stored_data.is_stored(name):
         return stored_data.read(root, name)

@@ -42,7 +42,7 @@ from flexfleet.tracking import record as track
 log = logging.getLogger("flexfleet")
 
 MEANS = (*(name for name in timing.UNIFORMITY if name != timing.MEASURED), *timing.REPEATED)
-"""Round metrics whose means a result contains. Repeated runs have the same means, as no real clock is involved."""
+"""Round metrics whose means a result contains. None of these metrics depends on a real clock."""
 
 
 def run(

@@ -1,8 +1,8 @@
 """Define the model class with which MLflow serves the levels of a run. The model predicts with any level. A copy of
 this file is stored in the model.
 
-`predict(images, params=dict(level="M2"))` maps uint8 images (N, C, H, W) to logits (N, classes). If the samples are not
-images, it maps them to the outputs of the task.
+`predict(images, params=dict(level="M2"))` maps uint8 images (N, C, H, W) to logits (N, classes). For all other samples,
+`predict` returns the outputs of the task.
 """
 
 from __future__ import annotations

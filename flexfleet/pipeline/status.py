@@ -99,7 +99,7 @@ def runs_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def _placed(folder: Path) -> list[tuple[Path, str]]:
-    """Return a tuple (folder of the run, path of the run in the store) for each run in `folder`."""
+    """Return the folder of each run in `folder`, and the path of this run in the store."""
     if (folder / "run.json").exists():
         return [(folder, folder.name)]
     found = [each.parent for at in ("", *OF_STUDY) for each in sorted((folder / at).glob("*/run.json"))]

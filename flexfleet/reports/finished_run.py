@@ -31,7 +31,7 @@ from flexfleet.reports import precisions
 NEEDED = ("run.json", "history.json", "evaluation.json", "pool/pool.json", "partition/partition.json")
 """Files that the folder of a finished run must contain."""
 COMPARED = (Moves.RESULT, Moves.LENGTH, Moves.ANSWERS)
-"""Kinds of parameters that should be equal in compared runs. Parameters of the algorithm are excluded."""
+"""Kinds of parameters that should have the same value in compared runs. Parameters of the algorithm are excluded."""
 NONE = "\N{EN DASH}"
 
 

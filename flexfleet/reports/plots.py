@@ -36,7 +36,7 @@ MOST_POINTS = 1000
 
 # ------------------------------------------------------------------------------------------- several runs
 Points = Sequence[tuple[int, float, Sequence[float]]]
-"""Points of a curve: (round, MB sent so far as a mean over the seeds, metric for each seed)."""
+"""Points of a curve, each with the round, the MB sent so far (mean over the seeds) and the metric for each seed."""
 
 
 def curve(runs: Sequence[Sequence[Row]], key: str) -> Points:

@@ -32,7 +32,7 @@ COMMIT = "mlflow.source.git.commit"
 
 def experiment(config: Config) -> str:
     """Return the name of the MLflow experiment from the configuration or the platform. If neither sets a name, it
-    consists of the data set, the network and the partition rule. The user's own data appear as a fingerprint."""
+    consists of the data set (with a fingerprint for the user's own data), the network and the partition rule."""
     uri = config.tracking.mlflow
     if given := config.tracking.experiment or (uri and platform_of(uri)[0]):
         return given
@@ -56,8 +56,8 @@ def tracker(
     run_id: str | None = None,
     check: Callable[[], object] = lambda: None,
 ) -> MLflow | None:
-    """Continue the MLflow run whose ID is `run_id`, or whose token is in `tags`. If there is no such run, start one.
-    Returns None if tracking is off. Raises ConfigError if the address cannot be used."""
+    """Continue the MLflow run whose ID is `run_id`, or whose token is in `tags`. If this run does not exist, start a
+    new run. Returns None if tracking is off. Raises ConfigError if the address cannot be used."""
     uri = config.tracking.mlflow
     if uri is None:
         return None
@@ -79,8 +79,8 @@ def code() -> str:
 
 
 def check_code(before: str | None, what: str) -> str:
-    """Return the git commit or version of the code, as `code` does. Raises ConfigError if it differs from `before`, the
-    value at the start of the comparison or nightly run `what`."""
+    """Return the commit or version of the code (see `code`). Raises ConfigError if the code differs from `before`, the
+    commit or version at the start of the comparison or nightly run `what`."""
     now = code()
     if before != now:
         raise ConfigError(

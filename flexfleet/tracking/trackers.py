@@ -172,7 +172,7 @@ class MLflow:
             self.client.log_batch(self.run_id, params=params[start : start + 100])
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Log the rows that are missing in MLflow. After WAIT_S seconds, let a thread send the other rows."""
+        """Log the rows that are missing in MLflow. A thread sends the rows; wait for at most WAIT_S seconds."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)  # if a point is sent again with the same time, MLflow stores it once

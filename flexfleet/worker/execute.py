@@ -133,7 +133,7 @@ def _train(
 
 
 def _free(message: AssignmentMessage, pool: Pool, at_once: int, room: Callable[[int], int]) -> float:
-    """Return how many parameters each of `at_once` parallel clients has free memory for, in % of the full model."""
+    """Return the size of the model that fits into each of `at_once` clients' free memory, in % of the full model."""
     peaks = message.memory
     if peaks is None or len(peaks.levels) != len(pool):
         raise ClientError("the assignment must contain the peak memory of each level if observe=cgroup")

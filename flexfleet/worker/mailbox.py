@@ -26,7 +26,7 @@ from fl_engine.storage.urls import Upload, UrlStore
 log = logging.getLogger("flexfleet")
 
 HEARTBEATS = 6
-"""Number of heartbeats that a worker sends per lease timeout. A worker that sends none during the timeout is lost."""
+"""Heartbeats that a worker sends per lease timeout. A worker is lost if no heartbeat arrives during the timeout."""
 INVITATION_BYTES = 2**16
 FILE = "device.json"
 
