@@ -41,8 +41,8 @@ class NoiseFigures(BaseModel):
     """Total number of samples that clients hold out from training. Held-out samples have correct labels."""
 
     def reached(self, samples: int) -> float:
-        """Return the fraction of wrong labels in the clients' training data. `samples` is the number of all client
-        samples."""
+        """Return the fraction of wrong labels in the clients' training data. `samples` is the total number of samples
+        of all clients."""
         return sum(self.wrong) / max(1, samples - self.held_out)
 
 

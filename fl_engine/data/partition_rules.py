@@ -138,7 +138,7 @@ def _topped_up(owner: Ints, clients: int, minimum: int, rng: np.random.Generator
 def disjoint_labels(labels: Ints, clients: int, labels_per_client: int, rng: np.random.Generator) -> tuple[Ints, ...]:
     """Give each client exactly `labels_per_client` labels, and split each label's samples evenly among its clients.
 
-    The numbers of clients per label are as equal as the sample counts allow. Raises PartitionError if a label would not
+    The number of clients per label is as even as the sample counts allow. Raises PartitionError if a label would not
     have a client, or if a client would not get a sample of one of its labels.
     """
     classes, samples = np.unique(labels, return_counts=True)

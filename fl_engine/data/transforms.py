@@ -34,7 +34,7 @@ def as_tensors(x: NDArray[Any], y: NDArray[Any]) -> tuple[torch.Tensor, torch.Te
 def fingerprint(data: Data) -> str:
     """Return the SHA-256 (hex) of the shapes, types, bytes, task and normalisation of a data set.
 
-    Identical data have the same fingerprint on every machine. Caches use it as a key, and partitions store it.
+    Identical data have the same fingerprint everywhere. Caches use the fingerprint as a key, and partitions store it.
     """
     digest = hashlib.sha256(repr((data.task.identity, data.mean, data.std)).encode())
     sources = [data.natural_client] + ([] if data.natural_test_client is None else [data.natural_test_client])

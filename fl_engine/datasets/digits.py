@@ -2,8 +2,8 @@
 
 The images are the test part of Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI 1998.
 
-The data have no published split. Here 20 % of each class are drawn as test samples with a constant seed, 359 samples in
-total. Pixel values are scaled from [0, 16] to [0, 255].
+The data have no published split. Here 20 % of each class, 359 samples in total, are drawn as test samples with a
+constant seed. Pixel values are scaled from [0, 16] to [0, 255].
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ authors' code. Hann windows of 10 ms are centred every 5 ms, and the segment is 
 magnitudes of a 2,048-point Fourier transform are the input of 128 triangular mel filters of height 1 from 0 to 12 kHz
 (HTK's formula). Each value is ln(1e-6 + filter output). The last frame is repeated to fill 400 frames. Departs from
 FedAIoT, which draws a random clip of 1.999 s from a longer segment in each training epoch. For testing, FedAIoT draws
-five random clips. Here the middle 1.999 s of a longer segment are always used, so that each sample is one constant
-tensor. Values are rounded to multiples of 1/1024, so that machines with different rounding errors get the same data.
+five random clips from such a segment. Here the middle 1.999 s of a longer segment are used, so that samples are
+constant. Values are rounded to multiples of 1/1024, so that machines with different rounding errors get the same data.
 
 The training part has the 60,055 training segments. The test part has the 8,035 validation segments, because the labels
 of the test segments are not published. FedAIoT's text states 40,175 test samples (Sec. 2.2.1), which is more than all

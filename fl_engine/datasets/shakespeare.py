@@ -118,7 +118,7 @@ def _roles(path: Path, checksum: str | None) -> dict[str, list[str]]:
 
 
 Lines = list[tuple[int, str]]
-"""Pairs (number of a role, one line of this role)."""
+"""Lines of the text, each with the number of the role that speaks it."""
 
 
 def _parts(path: Path, checksum: str | None) -> tuple[Lines, Lines]:

@@ -10,7 +10,7 @@ comma-separated integers: left, top, width and height in pixels, score, category
 As in FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of Things, Michigan State
 University 2023, sections 2.2.1 and 2.2.3), the 6,471 images are training images and the 1,610 images are test images.
 All 12 categories are learned, and pixels are scaled to [0, 1]. Departs from the challenge, which scores only categories
-1 to 10, without 0 (an ignored region) and 11 (others). Images and their boxes are resized to 224 x 224, ignoring the
+1 to 10, and not 0 (an ignored region) or 11 (others). Images and their boxes are resized to 224 x 224, ignoring the
 aspect ratio.
 
 If VisDrone2019-DET-train is missing, only the validation images are used, and every fifth image in the order of the

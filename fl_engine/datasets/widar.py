@@ -102,7 +102,7 @@ def _read(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def profile(path: Path) -> NDArray[np.float32]:
-    """Return a profile (22, 20, 20) from a file of 22 lines with 400 numbers. Raises DataError if it is damaged."""
+    """Read a profile (22, 20, 20) from 22 lines of 400 numbers. Raises DataError if the file is damaged."""
     try:
         lines = [line.split(",") for line in read(path).decode("ascii").splitlines()]
         if [len(line) for line in lines] != [SHAPE[1] * SHAPE[2]] * SHAPE[0]:

@@ -17,9 +17,9 @@ CVPR 2016). The 7x7 stem and the following 3x3 max pool have stride 2. Four stag
 and 512 channels and strides 1, 2, 2, 2. Global average pooling and the classifier come last. The 3x3 convolutions have
 no bias. The first shortcut of a stage is a 1x1 convolution with norm if the stage changes the stride or the number of
 channels. All other shortcuts are identities. A stem with 64 channels shares the group of stage 1, and all shortcuts of
-stage 1 are then identities. The networks for UT-HAR and Widar use group norm, and their shortcuts have a bias. In these
-networks, the second 3x3 convolution of a block applies the stride. The network for EPIC-SOUNDS uses batch norm, and the
-first convolution of a block applies the stride.
+stage 1 are then identities. The networks for UT-HAR and Widar use group norm, their shortcuts have a bias, and the
+second 3x3 convolution of a block applies the stride. The network for EPIC-SOUNDS uses batch norm, and the first
+convolution of a block applies the stride.
 
 Departs from the authors' code. For UT-HAR, the latest code uses batch norm. The thesis and this network use group norm.
 For EPIC-SOUNDS, the code uses He initialisation (normal, fan out). This network uses PyTorch's default initialisation.

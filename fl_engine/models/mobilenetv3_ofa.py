@@ -9,7 +9,7 @@ first block and stages 1 and 2 use ReLU; all other layers use h_swish. Stages 2,
 In each stage, a sub-network has 2 blocks with expansion factor 3, 3 blocks with factor 4, or 4 blocks with factor 6.
 `nested` lists these 3^5 = 243 sub-networks. A sub-network is contained in every sub-network that has at least as many
 blocks in each stage. For 200 classes, the sub-networks with the same depth and factor in all stages have 2,414,056 /
-3,512,816 / 6,387,640 parameters, as in FedX (2.41 / 3.51 / 6.39 million). Without running statistics, these
+3,512,816 / 6,387,640 parameters, as in FedX (2.41 / 3.51 / 6.39 million). If running statistics are not counted, the
 sub-networks have 2,402,120 / 3,490,640 / 6,345,816 parameters.
 
 Departs from the published network, which was designed for images of 224x224 pixels. For images whose shorter side has

@@ -178,7 +178,7 @@ class Stages(Network):
         """Return a block whose input has the channels of the group `inside`."""
 
     def blocks(self) -> Iterator[tuple[str, str, str]]:
-        """Yield (name `<stage>.<b>`, group of the input, stage) of each block in network order; b starts at 0."""
+        """Yield the name `<stage>.<b>`, input group and stage of each block in network order; b starts at 0."""
         inside = self.stem_group
         for stage, depth in self.depths.items():
             for b in range(depth):
@@ -230,7 +230,8 @@ class ImageNetwork(NormedNetwork):
     input_shape: tuple[int, int, int]
 
     min_hw: ClassVar[int]
-    """Minimum height and width of an image. For smaller images, the last map may be a single pixel without variance."""
+    """Minimum height and width of an image. For smaller images, the last map may be one pixel, which has no
+    variance."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -46,7 +46,8 @@ class PointDetector(BasicStages):
     depths = DEPTHS
     strides = dict.fromkeys(DEPTHS, 2)
     min_hw: ClassVar[int] = 33
-    """Minimum height and width of an image. For smaller images, the coarsest map is a single pixel without variance."""
+    """Minimum height and width of an image. For smaller images, the coarsest map is one pixel, which has no
+    variance."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -160,8 +160,8 @@ class PreResNet18(BasicStages, StagedNetwork, ImageNetwork):
     applies the scaler, so the network does not contain one.
 
     Groups: stage1 .. stage4, classes. Blocks: stem, stage<s>.<b> (b from 0), norm, classifier. Sub-models can drop
-    stage1.0 and the blocks with b = 1, which have an identity shortcut. An early exit can follow each block of a stage;
-    its input is not normalised.
+    stage1.0 and the blocks with b = 1, which have an identity shortcut. An early exit can follow each block of a stage.
+    The inputs of early exits are not normalised.
     """
 
     depths = dict.fromkeys(PRERESNET, 2)

@@ -77,7 +77,7 @@ class TextLSTM(TextNetwork):
     Adaptive Federated Optimization (Reddi et al., ICLR 2021), the network predicts a character after every token.
     LEAF's network predicts only after the last token (`answers="last"`). With 90 tokens and 80 positions, as in
     Adaptive Federated Optimization, the network has 822,570 parameters and 65,413,120 multiply-adds. The paper states
-    820,522 parameters, because gates have one bias in the paper and two biases in torch.
+    820,522 parameters, because the paper's gates have one bias and torch's gates have two.
 
     Groups: embedding, lstm1, lstm2, ..., classes. Blocks: embedding, lstm1, lstm2, ..., classifier. FlexFL sets the
     APoZ of all layers to `pool.UNMEASURED`, because the layers have no ReLU.
@@ -123,13 +123,13 @@ class TextTransformer(TextNetwork):
     describe follow the code of A Field Guide to Federated Optimization (2021; google-research/federated,
     transformer_models.py). The embeddings are projected to the residual stream, which has 8 x 12 = 96 channels. The
     outputs of attention and of the hidden units are added to the stream, and each sum is normalised (Vaswani et al.,
-    2017). Before the logits, the stream is projected back to 128 channels. With 10,004 tokens and 20 positions, the
+    2017). Before the classifier, the stream is projected back to 128 channels. With 10,004 tokens and 20 positions, the
     network has 3,897,364 parameters and 52,183,040 multiply-adds.
 
     Departs from the Field Guide's code: position encodings are learnt parameters instead of sines, so that they can be
     sliced. Classifier and embedding do not share weights, because the outputs are a separate group. Departs from the
-    paper, in which sub-models have smaller queries, keys and values. Here sub-models have fewer heads. A slice then
-    computes the same outputs as the whole network with all other weights set to 0.
+    paper, in which sub-models have smaller queries, keys and values. Here sub-models have fewer heads. Attention in a
+    sub-model then computes the same outputs as attention in the full network with all other weights set to 0.
 
     In a sub-model, layer norm computes the statistics only from the kept channels.
 

@@ -18,8 +18,8 @@ from fl_engine.core.task import Measured, Metric
 
 @dataclass(frozen=True)
 class Multilabel:
-    """Multi-label classification. Targets are float32 (N, outputs). A value is 1 if the sample has the label, otherwise
-    0. The network returns one logit per label. A label with a positive logit is predicted."""
+    """Multi-label classification. Targets are float32 (N, outputs). Each target is 1 if the sample has the label,
+    otherwise 0. The network returns one logit per label. A label with a positive logit is predicted."""
 
     outputs: int
 
@@ -89,8 +89,8 @@ class Multilabel:
         return cross - own
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """Return int64 (2, outputs). The first row counts correct predictions of each label. The second row counts
-        predictions of the label plus samples with the label."""
+        """Return int64 (2, outputs). For each label, the first row contains the number of correct predictions, and the
+        second row the number of predictions plus the number of samples with the label."""
         found, wanted = outputs_bo > 0, y.bool()
         return torch.stack([(found & wanted).sum(0), found.sum(0) + wanted.sum(0)])
 

@@ -67,7 +67,7 @@ class Regression:
         return y
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
-        """Return the bin of each sample. Bin edges are values of targets, so all machines compute the same bins.
+        """Return the bin of each sample. Bin edges are always target values, so all machines compute the same bins.
         Equal targets are always in the same bin, so some bins may be empty."""
         first = y[:, 0].numpy()
         ordered = np.sort(first)
@@ -96,7 +96,7 @@ class Regression:
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
         """Return float64 (6, outputs): first target, number of samples, and sums of d, d^2, squared errors and absolute
-        errors, with d = target - first target. The shift avoids cancellation if targets are far from 0."""
+        errors, with d = target - first target. Subtracting the first target avoids cancellation in the sums."""
         found, wanted = outputs_bo.double(), y.double()
         errors, d = found - wanted, wanted - wanted[:1]
         parts = (torch.ones_like(wanted), d, d.square(), errors.square(), errors.abs())

@@ -27,8 +27,8 @@ class Channels:
     pinned: bool = False
     """True if sub-models must keep all channels."""
     loose: bool = False
-    """True if the channels belong to a parameter that no layer uses. They are pinned unless they are tied to the
-    channels of a layer."""
+    """True if the channels belong to a parameter that no layer uses. These channels are pinned unless they are tied to
+    the channels of a layer."""
 
     def __post_init__(self) -> None:
         self.order = next(_order)

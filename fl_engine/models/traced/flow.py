@@ -29,7 +29,7 @@ class Flow:
         self.params: dict[str, Dims] = {}
         """Maps the paths of parameters that the forward uses directly, without a layer, to axes."""
         self.relus: list[tuple[fx.Node, tuple[str, ...]]] = []
-        """Pairs (ReLU, paths of the layers that run before the ReLU)."""
+        """Each ReLU with the paths of the layers that run before it."""
         self.dims: dict[fx.Node, Any] = {}
         """Maps each node to the output's axes (a tuple for several outputs), or to None if the output is not a
         tensor."""

@@ -157,8 +157,8 @@ class Wrapped(nn.Module):
     draws: bool
     """True if training draws random numbers from torch's generator, apart from nn.Dropout."""
     seeder: str
-    """Name of an added nn.Dropout with the client's seed. In every step, its mask is used as the seed of torch's
-    generator."""
+    """Name of an added nn.Dropout with the client's seed. In every step, the dropout mask is used as the seed of
+    torch's generator."""
     views: bool
     """True if the forward may call `view` on maps, which would fail because maps are in channels-last format."""
 

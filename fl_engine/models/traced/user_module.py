@@ -137,7 +137,7 @@ def try_module(name: str, module: nn.Module, input_shape: tuple[int, ...], outpu
 
 
 def _tied(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of two tied parameters, or None. Parameters of one module with several names do not count."""
+    """Return the names of two tied parameters, or None. Parameters of one module with several names are not tied."""
     paths: dict[int, str] = {}
     for prefix, layer in module.named_modules():
         for leaf, parameter in layer._parameters.items():

@@ -22,7 +22,7 @@ from fl_engine.models.traced.user_module import draws_numbers
 SPECS, TRAINED = 8, 2
 """Number of sub-models that are checked in evaluation, and number of sub-models that are also checked in training."""
 SAME = 1e-4
-"""Maximum difference between the traced network and the user's module. Both use the same float32 kernels."""
+"""Maximum difference between the traced network and the user's module, which use the same float32 kernels."""
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Maximum difference between a sub-model and the network with zeroed channels, in which sums have more terms."""
 SMALL = 1e-2
