@@ -165,8 +165,8 @@ def export(
 def with_statistics(
     family: ModelFamily, params: Params, member: PoolModel, data: Data, proxy: Tensor
 ) -> tuple[ModelFamily, Params]:
-    """Return a network that stores batch-norm statistics, and the weights with the statistics of the proxy samples.
-    Return `family` and `params` unchanged if no statistics are needed (see `needs_statistics`)."""
+    """Return a network that stores batch-norm statistics, and its weights, including the statistics of the proxy
+    samples. Return `family` and `params` unchanged if no statistics are needed (see `needs_statistics`)."""
     module = runnable(family, member.spec, dict(params)).eval()
     if not needs_statistics(module, member.static_bn):
         return family, params

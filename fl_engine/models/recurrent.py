@@ -1,7 +1,7 @@
 """LSTMs for time series and tokens, sliced by hidden unit. In torch, a unit is one row of every gate's weights.
 
-A unit whose weights are all zero outputs zero at every step. Therefore a slice computes the same outputs as the full
-layer in which the weights of all other units are zero. The small LSTMs of several clients run as one large LSTM, in
+A unit whose weights are all zero outputs zero at every step. Therefore a sliced layer computes the same outputs as the
+full layer with the weights of all other units set to zero. The small LSTMs of several clients run as one large LSTM, in
 which weights between units of different clients are zero. Clients with bidirectional LSTMs train one at a time.
 """
 

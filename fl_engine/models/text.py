@@ -102,7 +102,7 @@ class TextLSTM(TextNetwork):
         return {"embedding": scaled(self.embedding, self.width), **units}
 
     def build(self, make: LayerMaker) -> nn.Module:
-        """Return a sub-model that maps tokens (B, T) to logits (B, kept outputs, T); with `last`, (B, kept outputs)."""
+        """Build a sub-model that maps tokens (B, T) to logits (B, kept outputs, T), or (B, kept outputs) for `last`."""
         inside = Axis("embedding")
         layers: OrderedDict[str, nn.Module] = OrderedDict(embedding=_embedding(make, self.vocabulary, inside))
         for name in self._layers:
@@ -166,7 +166,7 @@ class TextTransformer(TextNetwork):
         return groups
 
     def build(self, make: LayerMaker) -> nn.Module:
-        """Return a sub-model that maps tokens (B, T) to logits (B, kept outputs, T); with `last`, (B, kept outputs)."""
+        """Build a sub-model that maps tokens (B, T) to logits (B, kept outputs, T), or (B, kept outputs) for `last`."""
         embedding, stream = Axis("embedding"), Axis("stream")
         layers: OrderedDict[str, nn.Module] = OrderedDict(
             embedding=Embedding(make, self.vocabulary, self.input_shape[0], embedding),
