@@ -2,8 +2,8 @@
 
 Speeds are MB of float32 per CPU second of one thread, including random numbers and packing. CPU seconds are used
 because other programs hardly affect them. The naive implementation computes the level of one number after another, and
-appends the bits of the level to a string. This is slow, so the naive implementation encodes only some of the numbers.
-The implementations alternate and produce the same levels from the same random numbers.
+appends the bits of the level to a string. It encodes only some of the numbers, because this method is slow. The
+implementations alternate and produce the same levels from the same random numbers.
 
 Usage:
     python -m benchmarks W8

@@ -34,8 +34,8 @@ RANK, ADDRESSES = "PFL_WORKER_RANK", "PFL_WORKER_ADDRESSES"
 def lead(argv: list[str]) -> Callable[[], None]:
     """Start the second process.
 
-    Return a function that synchronizes both processes before a round. Otherwise the second process would work while the
-    first process waits for the gate.
+    Return a function that synchronizes both processes before a round. Without this function, the second process would
+    work while the first process waits for the gate.
     """
     gate = Gate()
     with socket.socket() as s:
@@ -54,7 +54,7 @@ def lead(argv: list[str]) -> Callable[[], None]:
 
 
 def follow() -> None:
-    """Wait in the second process for the next round. The standard input is closed when the first process ends."""
+    """Wait in the second process for the next round. End the second process if the first process has ended."""
     if not sys.stdin.readline():
         os._exit(0)
 

@@ -2,7 +2,7 @@
 
 In the first part, a fixed fraction of the clients reverses the sign of its updates (flip) or multiplies its updates by
 100 (scale). The second part measures private aggregation with many more clients and with four noise multipliers. The
-script takes a quarter of an hour on one core. It writes results.json and a chart to docs/robustness/.
+script takes a quarter of an hour on one core. The results are written to results.json and a chart in docs/robustness/.
 
 Usage:
     python -m benchmarks.robustness        (resumes after an interruption; finished runs are kept)

@@ -1,8 +1,8 @@
 """Measure how the time of a round grows with the number of clients, pool models, parameters or rounds.
 
-The script fits a line to the measured times of a round. It plots these times, and the part of each time that is not
-spent on training. Each point is a run of `rounds.federate` with a ledger, on one device, without evaluation.
-`benchmarks.growth` measures larger fleets, rounds and models.
+The script fits a line to the measured times of a round. A plot shows the time of a round, and the part of this time
+that is not spent on training. Each point is a run of `rounds.federate` with a ledger, on one device, without
+evaluation. `benchmarks.growth` measures larger fleets, rounds and models.
 
 Usage:
     `python -m benchmarks.scaling --out docs/performance`: Measure all times.

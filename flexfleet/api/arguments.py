@@ -284,7 +284,7 @@ def entries_of(
 
 
 def _labels(algorithms: Any) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Map the label of each variant to a pair (algorithm, other settings). Raises ConfigError."""
+    """Map the label of each variant to its algorithm and its other settings. Raises ConfigError."""
     if isinstance(algorithms, str | type) or not hasattr(algorithms, "__iter__"):
         raise ConfigError(
             f"algorithms must be a list, or a mapping from labels to algorithms, got {quoted(algorithms)}",

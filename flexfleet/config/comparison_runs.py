@@ -201,8 +201,8 @@ def varied(runs: Sequence[PlannedRun]) -> tuple[str, ...]:
 
 
 def factors_of(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Parse factors (parameters with several values) from strings such as `training.lr=0.01,0.1`. Return {dotted name:
-    list of YAML values}. Raises ConfigError."""
+    """Parse factors (parameters with several values) from strings such as `training.lr=0.01,0.1`. Map the dotted name
+    of each factor to a list of its values. Raises ConfigError."""
     out: dict[str, list[Any]] = {}
     for text in texts:
         path, sign, listed = (word.strip() for word in text.partition("="))

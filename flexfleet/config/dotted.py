@@ -232,8 +232,8 @@ def meet(one: str, other: str) -> bool:
 
 
 def chosen_by_name(path: str) -> bool:
-    """Return whether the options of the mapping at this dotted name depend on the `name` in the mapping. This is true
-    for models, algorithms, codecs and their named options, but not for plain sections (`dataset`)."""
+    """Return whether the options of the mapping at this dotted name depend on the `name` in the mapping. The result is
+    True for models, algorithms, codecs and their named options, and False for plain sections (`dataset`)."""
     from fl_engine.algorithms.training import Training  # import here, so that commands start without torch
     from flexfleet.config.schema import Config
 

@@ -1,8 +1,8 @@
 """Create names for networks and functions that cannot be imported, such as instances and classes inside a function.
 
 Such an object becomes an attribute of the pseudo module `__local__`, so that this process can import the object by
-name. The name contains a digest of the code and values of the object. Equal objects have the same name in every
-process, so a new process can resume a run after creating an equal object.
+name. The name contains a digest of the code and values of the object. Objects with the same code and values have the
+same name in every process, so a new process can create the object again and resume a run.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
 def parse(values: Mapping[str, Any], stored: bool = False) -> Config:
     """Return the checked configuration, in which `values` override the defaults. Raises ConfigError.
 
-    `stored`: True if the values come from a file such as run.json, not from the user's configuration. Code that such a
-    file names is only imported if `core.allowed` permits the import.
+    `stored`: True if the values come from a file such as run.json, not from the user's configuration. If True, the
+    user's code is only imported if `core.allowed` permits the import.
     """
     return parse_with_algorithm(values, stored)[0]
 

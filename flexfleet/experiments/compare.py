@@ -228,8 +228,8 @@ def sharing(runs: Sequence[PlannedRun]) -> dict[str, list[PlannedRun]]:
 
 
 def to_share(runs: Sequence[PlannedRun]) -> PlannedRun:
-    """Return the run whose settings are used to compute the shared files. This is the first run whose algorithm
-    requires a preparation, such as pre-training, or the first run if no algorithm requires one."""
+    """Return the run whose settings are used to compute the shared files. Choose the first run whose algorithm requires
+    a preparation, such as pre-training, or the first run if no algorithm requires one."""
     return next((e for e in runs if algorithm(e.config).preparations), runs[0])
 
 

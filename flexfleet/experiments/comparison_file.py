@@ -223,8 +223,8 @@ def cases_of(results: Mapping[str, Summary]) -> tuple[RankedCase, ...]:
 
 
 def by_case(results: Mapping[str, Summary]) -> list[RankedCase]:
-    """Group the variants into cases without ranking them. The list is empty if all variants belong to one case, or if
-    each case has only one variant, because the cases themselves are then compared."""
+    """Group the variants into cases without ranking them. The list is empty if all variants belong to one case. It is
+    also empty if each case has only one variant, because such a comparison compares the cases."""
     groups: dict[str, list[str]] = {}
     settings = {
         label: {key: value for key, value in r.varied.items() if key.startswith(CASE)}

@@ -37,10 +37,10 @@ from flexfleet.tracking import record as track
 HIGHER = ("avg", "full")
 """Metrics for which higher values are better. The thresholds of these metrics are absolute, not relative."""
 OF_MACHINE = ("peak_mb_rounds", "pace")
-"""Metrics that depend on the machine. They are compared only between runs on identical machines."""
+"""Metrics that depend on the machine. These metrics are compared only between runs on identical machines."""
 Z = 4.0
 """Number of standard errors by which a metric may be worse. Without a regression, about 1 of 30,000 comparisons exceeds
-the limit. With 30 comparisons, about 1 of 1,000 nightly regression runs then fails."""
+the limit. With 30 comparisons per run, about 1 of 1,000 nightly regression runs fails by chance."""
 REFERENCE, PASSED = "reference", "passed runs"
 COLUMNS = ("case / algorithm", "figure", "before", "of", "tonight", "limit")
 
@@ -274,8 +274,8 @@ def _by_seed(
 
 
 def notes(figures: NightlyFigures, checks: Sequence[Check], passed: int) -> tuple[str, ...]:
-    """Return sentences that state what was compared, and which values could not be compared. `passed` is the number of
-    earlier runs that passed."""
+    """Return sentences that state which runs were compared, and which metrics could not be compared. `passed` is the
+    number of earlier runs that passed."""
     judged = {(check.label, check.metric) for check in checks}
     missing = [
         f"{label} {METRICS[metric]}"

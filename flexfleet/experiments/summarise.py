@@ -45,7 +45,7 @@ STEPS = 20
 MOST_TARGETS = 4
 """Maximum number of default target accuracies."""
 COMMON = ("dataset.", "model.")
-"""Prefixes of parameters that must be equal in the centralised training run and in the compared runs."""
+"""Prefixes of parameters that must have the same values in the central training and in the compared runs."""
 Runs = Mapping[str, Sequence[FinishedRun]]
 """Map the label of each variant to its runs, in the order of the seeds."""
 

@@ -291,7 +291,7 @@ def _best(config: Config, complete: Sequence[Any], ended: Sequence[EndedTrial]) 
 def beats(best: Figures, default: Figures) -> bool:
     """Return whether the best setting is significantly better than the default on the held-out seeds (Student's
     two-sided paired t test at 5 %). None marks a diverged run. The best setting is not better if one of its runs
-    diverged. It is better if only runs of the default diverged."""
+    diverged. The best setting is better if only runs of the default diverged."""
     b, d = finite(best), finite(default)
     if b is None or d is None:
         return b is not None

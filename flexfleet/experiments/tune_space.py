@@ -168,9 +168,10 @@ def check_names(config: Config) -> None:
 def excess(pool: Pool, config: Config, family: ModelFamily) -> dict[str, float]:
     """Return each level's size minus the memory of its tier, in percent of the full model; at most 0 if it fits.
 
-    Level i must fit into tier i if there are as many levels as tiers. Otherwise, only the smallest level must fit into
-    the weakest tier. The full model is excluded, because the search cannot change its size. The result is empty if only
-    one level is sent, because the algorithm then ignores memory or selects only devices with enough memory.
+    Level i must fit into tier i if there are as many levels as tiers. In all other pools, only the smallest level must
+    fit into the weakest tier. The full model is excluded, because the search cannot change its size. The result is
+    empty if only one level is sent, because the algorithm then ignores memory or selects only devices with enough
+    memory.
     """
     sent = sorted((model for model in pool if model.dispatched), key=lambda model: model.share)
     if len(sent) == 1:

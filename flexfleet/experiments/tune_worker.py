@@ -42,7 +42,7 @@ DEATHS = "tried"
 MOST_DEATHS = 4
 """A trial is not retried if this many workers have died while running its values, which may need too much memory."""
 RESUMES = "resumes"
-"""Attribute of a retried trial: the number of the interrupted trial whose runs are resumed."""
+"""Attribute of a retried trial with the number of the interrupted trial whose runs are resumed."""
 DEFAULT = "default"
 """Attribute of the trial that runs the unchanged configuration. The attribute lists the parameters whose values are
 inside the search space."""
@@ -230,8 +230,8 @@ def _run_trial(
 def _pools(
     config: Config, folder: Path, trial: Any, values: Mapping[str, Any], prepared: Path
 ) -> list[tuple[Resolved, Path]]:
-    """Prepare a run for each seed of the trial, and return pairs (run, folder). Raises BadInput if a pool cannot be
-    built, or if a device does not have the memory for any model of the pool."""
+    """Prepare a run for each seed of the trial, and return each run with its folder. Raises BadInput if a pool cannot
+    be built, or if a device does not have the memory for any model of the pool."""
     changed, ready = config if is_default(trial) else applied(config, values), []
     for seed in config.tune.seeds:
         out = folder / "trials" / f"{runs_of(trial)}-s{seed}"

@@ -111,7 +111,7 @@ class Level(Strict, LeavesOut):
     codecs: dict[str, dict[str, Any]] | None = None
     """Codecs for this level, in the format of the section `codec`; null if the level uses the codecs of the run."""
     bytes_up: int | None = None
-    """Bytes of the uploaded tensors; null if no codec is set, because `bytes` is then also the upload size."""
+    """Bytes of the uploaded tensors; null if no codec is set, because the upload then has the same size (`bytes`)."""
     tiers: dict[str, dict[str, dict[str, Any]] | None] = Field(default={})
     """Map each tier whose devices receive this level to the tier's codecs; null for the codecs of the run."""
 

@@ -22,7 +22,7 @@ def _stopping() -> list[signal.Signals]:
 
 @contextmanager
 def handled(by: Callable[[int, object], None]) -> Iterator[Mapping[int, Any]]:
-    """In the main thread, handle stop signals with the function `by`, and yield the previous handlers."""
+    """Handle stop signals with the function `by` if this is the main thread, and yield the previous handlers."""
     numbers = _stopping() if current_thread() is main_thread() else []
     before = {int(number): signal.signal(number, by) for number in numbers}
     try:

@@ -70,8 +70,8 @@ def _client(host: str | None, timeout_s: tuple[float, float]) -> Any:
             return config
 
         def get_kfp_healthz(self, sleep_duration: int = 5) -> Any:
-            """Set a timeout for all requests, and check the server once. This replaces the SDK's check, which tries
-            five times and logs tracebacks."""
+            """Set a timeout for all requests, and check the server once. This method replaces the SDK's check, which
+            tries five times and logs tracebacks."""
             rest = api_of(self).rest_client
             request = rest.request
             rest.request = lambda *args, **more: request(*args, **more | {"_request_timeout": timeout_s})

@@ -203,7 +203,7 @@ def _advice(found: list[Cause], parameters: Mapping[str, Any], run_id: str) -> s
 
 def name_of(parameters: Mapping[str, Any], job_id: str) -> tuple[str, str]:
     """Return the form field that names the output of a pipeline (see PIPELINES), and the name in this field. If the
-    field is empty, return the name that the first task generates. Both are empty for pipelines of other projects."""
+    field is empty, return the name that the first task generates. For other projects' pipelines, both are empty."""
     key = next((key for key in PIPELINES if key in parameters), "")
     given = parameters.get(key) or {
         "run_id": f"{parameters.get('algorithm', 'flexfl')}-s{whole(parameters.get('seed', 0))}-{job_id}",

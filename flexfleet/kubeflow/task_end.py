@@ -82,8 +82,8 @@ def _call_webhook(error: str, form: Mapping[str, Any]) -> None:
 
 def patiently(call: Callable[[], T], waits_s: Sequence[float] = WAITS_S, fresh_s: float = FRESH_S) -> T:
     """Retry `call` with increasing delays as long as a server does not respond, or another coordinator executes the
-    run. A coordinator on a disconnected node ends after a short time, and then this task can continue the run. Each
-    call must resume the work of the previous call. If all retries fail, the last error is raised.
+    run. If the other coordinator is on a disconnected node, it ends after a short time, and this task can continue the
+    run. Each call must resume the work of the previous call. If all retries fail, the last error is raised.
 
     Args:
         waits_s: Seconds before each retry.

@@ -160,7 +160,7 @@ def config_of(args: argparse.Namespace) -> Config:
 @contextmanager
 def unchanged(args: argparse.Namespace) -> Iterator[Resolved]:
     """Read the configuration from parsed options, and yield it. Raises ConfigError if the configuration has changed at
-    the end of the context. Otherwise, DVC would record the new values, because it reads params.yaml after a stage."""
+    the end of the context, because DVC reads params.yaml after a stage and would record the new values."""
 
     def counts(key: str) -> bool:
         return moves(key) not in (Moves.EXECUTION, Moves.PLACE) or key.startswith("publish.")

@@ -37,7 +37,7 @@ class LevelProfile:
     size: float
     """Number of parameters as a percentage of the full model."""
     fits: bool
-    """True if the level's peak memory fits into the available memory. Otherwise, the speed is not measured."""
+    """True if the level's peak memory fits into the available memory. If it does not fit, the speed is not measured."""
     peak_bytes: int | None
     """Peak memory during training minus memory before training, in bytes; None if the training failed."""
     samples_per_second: float | None

@@ -31,7 +31,7 @@ from flexfleet.pipeline.resume import Attempt, devices_decide
 
 OUTCOME = ("run.json", "history.json", "model.safetensors")
 DONE = ".done"
-"""Suffix of a folder that is being deleted. Such a folder may be incomplete, so it is never resumed."""
+"""Suffix of a folder that is being deleted. A run in such a folder is never resumed, because files may be missing."""
 
 
 def federate_in(

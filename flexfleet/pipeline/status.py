@@ -22,10 +22,10 @@ from flexfleet.pipeline.resume import place_of
 def describe(run: Path) -> dict[str, Any]:
     """Describe the progress of a run.
 
-    `status` is `unfinished` if rounds or results are missing and the run can be resumed. Otherwise, `status` is the
-    final status (`files.artifacts.Status`). `stop` is the number of rounds after which the run ends, or the maximum
-    number if the end is not yet known. `metric` is `accuracy` if `avg` and `full` are accuracies, otherwise null.
-    `run_id` is the name of the folder. If `run.remote` is set, `run_id` is the name of the run's ledger.
+    `status` is `unfinished` if rounds or results are missing and the run can be resumed. For all other runs, `status`
+    is the final status (`files.artifacts.Status`). `stop` is the number of rounds after which the run ends, or the
+    maximum number if the end is not yet known. `metric` is `accuracy` if `avg` and `full` are accuracies, otherwise
+    null. `run_id` is the name of the folder. If `run.remote` is set, `run_id` is the name of the run's ledger.
 
     Raises Unreachable after a few seconds if the ledger's server does not respond.
     """

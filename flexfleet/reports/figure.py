@@ -73,8 +73,8 @@ def style(values: Mapping[str, Any]) -> AbstractContextManager[None]:
 
 
 def use_font_cache() -> None:
-    """If matplotlib's folder is read-only, as in pods, set MPLCONFIGDIR to a writable copy. Otherwise, matplotlib would
-    not use the font cache in this folder."""
+    """If matplotlib's folder is read-only, as in pods, set MPLCONFIGDIR to a writable copy, because matplotlib does not
+    use the font cache in a read-only folder."""
     folder = os.environ.get("MPLCONFIGDIR", "")
     if os.path.isdir(folder) and not os.access(folder, os.W_OK):
         copy = tempfile.mkdtemp(prefix="matplotlib-")

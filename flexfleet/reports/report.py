@@ -125,7 +125,7 @@ def _part(i: int, names: Sequence[str], runs: Sequence[FinishedRun]) -> dict[str
 
 def _confusion(run: FinishedRun) -> list[tuple[str, Sequence[Any], list[list[tuple[int, float]]]]]:
     """Return the confusion matrix and the class names of each level, from the largest to the smallest level. Each cell
-    is a pair (count, fraction of the row's sum)."""
+    contains a count, and this count as a fraction of the row's sum."""
     found = ConfusionFile(levels={}) if run.confusion is None or run.pool.classes > CLASSES else run.confusion
     names, levels = found.names, found.levels
     whole = {level.name for level in run.pool.levels if level.share == 1}

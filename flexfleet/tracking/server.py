@@ -123,9 +123,9 @@ def address(uri: str) -> str:
 
 
 def platform_of(uri: str) -> tuple[str | None, str | None]:
-    """Return the experiment name and the ID of the parent run that the platform has set. Both are None if `uri` is not
-    the address in MLFLOW_TRACKING_URI. Kubeflow's MLflow plugin creates a child run for each task, and a tag of this
-    child run contains the ID of the parent run. Raises the errors of `first_calls`."""
+    """Return the experiment name and the ID of the parent run that the platform has set. Both values are None if `uri`
+    is not the address in MLFLOW_TRACKING_URI. Kubeflow's MLflow plugin creates a child run for each task, and a tag of
+    this child run contains the ID of the parent run. Raises the errors of `first_calls`."""
     experiment, task = platform_experiment(uri), os.environ.get("MLFLOW_RUN_ID")
     if not is_platforms(uri) or not (experiment or task):
         return None, None
