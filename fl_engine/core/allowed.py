@@ -31,7 +31,7 @@ trusted: set[str] = set(filter(None, os.environ.get(TRUSTED, "").replace(" ", ""
 
 
 def trust(values: Any) -> None:
-    """Allow this process to import each `package.module:NAME` in `values`, including nested mappings and lists."""
+    """Allow this process to import each `package.module:NAME` in `values`, which may be nested mappings and lists."""
     trusted.update(_names(values))
 
 

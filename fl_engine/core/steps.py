@@ -22,7 +22,7 @@ from fl_engine.core.task import Task
 
 
 class Sampler(Protocol):
-    """Protocol of a sampler, a frozen dataclass of options."""
+    """Protocol of a sampler, which is implemented as a frozen dataclass of options."""
 
     def check(self, goal: Task) -> None:
         """Raise ModelError if the sampler does not support this task."""
@@ -87,7 +87,7 @@ Sampling = Annotated[Sampler, Contract("sampler", SAMPLERS, Sampler)]
 
 
 class Schedule(Protocol):
-    """Protocol of a schedule, a frozen dataclass of options."""
+    """Protocol of a schedule, which is implemented as a frozen dataclass of options."""
 
     def rate(self, lr: float, step: int, per_epoch: int, epochs: int) -> float:
         """Return the learning rate of step `step` (from 0) in `epochs` epochs with `per_epoch` steps each."""

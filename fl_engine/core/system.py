@@ -28,7 +28,7 @@ def hashed(path: Path, hash: H) -> H:
 
 
 def of_posix(module: str) -> Any:
-    """Import a standard module that only Linux and macOS have. Raises EnvironmentFailure on other systems."""
+    """Import a standard-library module that only Linux and macOS have. Raises EnvironmentFailure on other systems."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

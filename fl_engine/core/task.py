@@ -20,8 +20,8 @@ VOID = 255
 
 @dataclass(frozen=True)
 class Metric:
-    """Name, direction and bounds of a metric. `name` is the key in histories and artifacts. Clients may report values
-    from `low` to `high` (`evaluate.on`)."""
+    """Name, direction and bounds of a metric. `name` is the metric's key in histories and artifacts. Clients may report
+    values from `low` to `high` (`evaluate.on`)."""
 
     name: str
     higher_is_better: bool = True

@@ -69,8 +69,8 @@ class OpenRound:
         self.failed[failure.client] = failure
 
     def suits(self, worker: Worker, client: int, present: Iterable[Worker]) -> bool:
-        """Return whether a worker may get a client's assignment. A worker may retry a failed assignment only after all
-        suitable `present` workers have failed. If devices have their own data, only the client's device may get it."""
+        """Return whether a worker may get a client's assignment. A worker may retry a failed assignment only if all
+        suitable `present` workers have failed it. If devices have their own data, only the client's device gets it."""
         if self.own is not None:
             return self.own.get(worker.name) == client
         pool, failed_by = self.provisioner.pool(client), self.failed_by[client]

@@ -9,7 +9,7 @@ the weights w_k. For each element of the client's sub-model, the algorithm merge
 
     w + (1 + s)^(-staleness) * (w_k - w^(t-s)).
 
-Here w are the current weights. The paper calls the factor s(tau) (Section 4). For s = 0 the result is w_k, so a run
+Here w are the current weights, and the factor is s(tau) in the paper (Section 4). For s = 0 the result is w_k, so a run
 with B = K equals the synchronous run bit for bit. Running statistics are set to w + (1 + s)^(-staleness) * (w_k - w),
 because their change since an earlier round may be larger than the current variance.
 

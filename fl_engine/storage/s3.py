@@ -314,8 +314,8 @@ def _credentials(prefix: str) -> tuple[str, str, str | None] | None:
 
 
 def setting(name: str, settings: str = OWN) -> str | None:
-    """Return the value of a variable. The variable with the prefix `settings` is used first, then the variable with the
-    prefix OWN, then the variable without a prefix."""
+    """Return the value of an environment variable. The variable with the prefix `settings` is used first, then the
+    variable with the prefix OWN, then the variable without a prefix."""
     return os.environ.get(f"{settings}{name}") or os.environ.get(f"{OWN}{name}") or os.environ.get(name)
 
 
