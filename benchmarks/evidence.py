@@ -266,8 +266,8 @@ SIZES: dict[str, tuple[str, ...]] = {
     "fedavg=fedx": ("algorithm.assigned={strong: {level: large, bits: null}}", TUNED),
     **{f"fedx_{level}": () for level in ("small", "medium", "large")},
 }
-"""All devices train the same sub-network, quantized to the number of bits that the search finds (FedX, Figure 4), or
-the full network in float32."""
+"""In each run, all devices train the same sub-network, quantized to the number of bits that the search finds (FedX,
+Figure 4), or all devices train the full network in float32."""
 _UNEVEN = "algorithm.assigned={weak: {level: small, bits: 11}, medium: {level: medium, bits: 9}}"
 
 

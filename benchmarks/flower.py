@@ -4,7 +4,7 @@ The benchmark uses Flower's fastest settings.
 
 There are two Ray actors with one CPU and one torch thread each. An actor creates the data and the network only once and
 trains with the code of the hand-written loop (`benchmarks.naive`). A client object contains only the client's number.
-Flower 1.41 has two deprecated simulation engines. `start_simulation` passes a client directly to an actor, and
+Flower 1.41 has two deprecated simulation engines. `start_simulation` passes a client directly to an actor, but
 `run_simulation` polls a message store ten times a second for every client. This benchmark uses `start_simulation`,
 because it was faster with many small clients (W3, on a busy machine: 0.90 s instead of 1.35 s per round). Actors have
 the same process priority as the server, although Ray gives them a lower priority by default.

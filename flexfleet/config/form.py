@@ -140,8 +140,8 @@ def write_config(config: Config, path: Path) -> Path:
 
 
 def hand_over(config: Config, path: Path) -> tuple[str, str]:
-    """Write the configuration without passwords to `path`. Return the value of --config and the text for stdin of
-    another process, which reads the full configuration from stdin instead of `path` if there is a password."""
+    """Write the configuration without passwords to `path`. Return the --config value and the stdin text for a new
+    process. If there is a password, the process reads the full configuration from stdin instead of `path`."""
     without_passwords = public(config)
     write_config(without_passwords, path)
     if without_passwords == config:

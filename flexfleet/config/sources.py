@@ -48,8 +48,8 @@ def cells(config: Config) -> list[str]:
 def sources(config: Config, sections: Collection[str] | None = None) -> dict[str, str]:
     """Map each name of the user's code to the sha256 of its source. Raises ConfigError if an import fails.
 
-    The source is the module's whole file, or for objects in a notebook or script, the code of the object and of the
-    functions and classes that it uses. The package in `run.code` is omitted, because it has its own sha256.
+    The source is the module's whole file. For an object in a notebook or script, the source is the code of the object
+    and of the functions and classes that it uses. The package in `run.code` is omitted, because it has its own sha256.
     """
     package = None if config.run.code is None else code.name_of(Path(config.run.code))
     return {name: _digest(name) for name in named(config, sections) if name.partition(":")[0].split(".")[0] != package}

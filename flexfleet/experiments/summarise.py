@@ -255,7 +255,7 @@ def read_central(folders: Sequence[Path], planned: Sequence[PlannedRun]) -> Cent
     """Read finished central trainings with different seeds, which are the reference for the `planned` runs.
 
     Raises:
-        ConfigError: A training has another data set or network than the runs, or the trainings differ in a parameter
+        ConfigError: A training uses another data set or network than the runs, or the trainings differ in a parameter
             other than the seed.
         IntegrityError: A training is not finished.
     """

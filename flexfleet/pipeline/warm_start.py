@@ -63,9 +63,9 @@ def start(config: Config, family: ModelFamily) -> Params | None:
 
 
 def _that_are_sent(family: ModelFamily, found: Params, where: str) -> Params:
-    """Return the entries of a `state_dict` that are part of the global model. The prefix and the statistics that
-    `Result.model()` adds, batch-norm counters, and constants of the network are removed. Raises ConfigError if the
-    constants in the `state_dict` differ from the network's constants."""
+    """Return the entries of a `state_dict` that are part of the global model. Remove batch-norm counters, constants of
+    the network, and the prefix and statistics that `Result.model()` adds. Raises ConfigError if the constants in the
+    `state_dict` differ from the network's constants."""
     names = names_of(family)
     if not found.keys() & set(names):
         found = _known({name.removeprefix(RESULT): tensor for name, tensor in found.items()}, names)
@@ -101,8 +101,8 @@ def _read(config: Config, init: str, names: Collection[str]) -> tuple[Params, st
 
 
 def _weights(path: Path, names: Collection[str], where: str) -> Params:
-    """Return the weights in a file. Error messages contain `where` as the name of the file. Batch-norm statistics from
-    the export of a level, and entries that are not part of the global model, are omitted."""
+    """Return the weights in a file. Error messages contain `where` as the name of the file. Omit batch-norm statistics
+    from the export of a level, and entries that are not part of the global model."""
     value, folder, history = path.read_bytes(), path.parent, path.with_name("history.json")
     if path.name == MODEL and history.is_file() and sha256(value) != History.read(history).model_sha256:
         raise IntegrityError(f"{path} is damaged, because its sha256 differs from the sha256 in history.json")
