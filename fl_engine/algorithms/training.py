@@ -13,8 +13,7 @@ from fl_engine.core.types import SGD, OwnOptimizer
 @dataclass(frozen=True)
 class Training:
     """Options of local training, which are the same for all algorithms of a comparison. Defaults are from FlexFL's
-    paper and code. A run has other defaults for `fraction`, `batch_size` and `lr`, which are tuned for the bundled data
-    set `digits`."""
+    paper and code. A run has other defaults for `fraction`, `batch_size` and `lr`, tuned for the bundled digits."""
 
     fraction: Fraction = 0.1
     """Fraction of all clients that is selected in each round."""

@@ -172,7 +172,7 @@ def test_from_folder_reads_one_folder_per_class(tmp_path: Path, caplog: pytest.L
         (tmp_path / name).write_bytes(b"no image")
     assert ff.from_folder(tmp_path, size=(3, 2)).train_x.shape == (8, 3, 3, 2)
     assert ff.from_folder(tmp_path, size=3).train_x.shape == (8, 3, 3, 3)
-    assert "3 files are not images" in caplog.messages[0]
+    assert "3 files" in caplog.messages[0]
 
 
 def test_from_folder_refuses_what_it_cannot_read(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_from_folder_refuses_what_it_cannot_read(tmp_path: Path) -> None:
         with pytest.raises(ff.DataError, match="size must be"):
             ff.from_folder(tmp_path, size=size)  # type: ignore[arg-type]
     save_image(tmp_path / "b" / "large.png", 1, (9, 9))
-    with pytest.raises(ff.DataError, match="one size"):
+    with pytest.raises(ff.DataError, match=r"\(6, 4\), \(9, 9\)"):
         ff.from_folder(tmp_path)
     (tmp_path / "b" / "broken.png").write_bytes(b"no image")
     with pytest.raises(ff.DataError, match=r"broken\.png"):
@@ -214,7 +214,7 @@ def test_torch_data_set_is_read_once_and_must_not_draw() -> None:
     assert items.read == list(range(20)) and data.train_x.dtype == torch.uint8 and len(data.train_y) == 16
     assert len(ff.from_torch(Items(), Items()).test_y) == 20
     unlike = [(row, np.zeros(1 + i % 2)) for i, row in enumerate(NUMBERS)]
-    for wrong, why in ((Items(draws=True), "draws random numbers"), (iter(()), "length"), (unlike, "one shape")):
+    for wrong, why in ((Items(draws=True), "draws random numbers"), (iter(()), "length"), (unlike, "targets")):
         with pytest.raises(ff.DataError, match=why):
             ff.from_torch(wrong)
 

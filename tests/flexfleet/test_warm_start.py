@@ -198,7 +198,7 @@ def test_numbers_that_are_none_and_a_damaged_run(run: Any, quick: Sequence[str],
     weights = decode(file.read_bytes(), "file")
     name = next(iter(weights))
     file.write_bytes(encode({**weights, name: torch.full_like(weights[name], torch.nan)}))
-    assert f"{name} must have finite values" in run("nan", f"model.init={file}", code=2)
+    assert f"{name}: values must be finite" in run("nan", f"model.init={file}", code=2)
     run("first")
     history = json.loads(Path("runs/first/history.json").read_bytes())
     Path("runs/first/history.json").write_text(json.dumps(history | {"model_sha256": "0" * 64}))
