@@ -138,8 +138,8 @@ class PooledAlgorithm:
         """Return the state before the first round.
 
         Raises:
-            ConfigError: if no device of the fleet can be selected, the scaler is on although all sub-models have full
-            width, or the aggregation does not support the network, the selection or client states.
+            ConfigError: No device of the fleet can be selected, the scaler is on although all sub-models have full
+                width, or the aggregation does not support the network, the selection or client states.
         """
         self.check(fleet, pool, server)
         selection = self.selector(pool)

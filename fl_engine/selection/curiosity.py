@@ -17,9 +17,10 @@ from fl_engine.selection.capacity import dispatched, warn_too_weak
 class Curiosity:
     """AdaptiveFL's selection (Sec. 3.3, Alg. 1). The server learns the clients' capacities from results.
 
-    Two tables are initialised with ones. `curiosity` T_c[type][client] counts how often a client received or returned a
-    model of each type. `resource` T_r[model][client] scores the client's success with each model. For each pick, a
-    model m is drawn uniformly. Then a client c that is not selected yet is drawn with probability proportional to R:
+    Two tables are initialised with ones. `T_c[type][client]` (`curiosity`) counts how often a client received or
+    returned a model of each type. `T_r[model][client]` (`resource`) scores the client's success with each model. For
+    each pick, a model m is drawn uniformly. Then a client c that is not selected yet is drawn with probability
+    proportional to R:
 
         R_c = 1 / sqrt(T_c[type(m)][c])
         R_s = sum_{k in type(m)} sum_{t >= k} T_r[t][c] / (n_type * sum_k T_r[k][c])
@@ -63,7 +64,7 @@ class Curiosity:
         return sorted(picks)
 
     def rewards(self, tables: Tables) -> np.ndarray:
-        """Return the rewards R[model][client]."""
+        """Return the rewards `R[model][client]`."""
         curiosity, resource = np.asarray(tables["curiosity"]), np.asarray(tables["resource"])
         models = len(resource)
         types = np.asarray([self._type(i, models) for i in range(models)])
