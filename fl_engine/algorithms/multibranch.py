@@ -1,5 +1,6 @@
 """Multi-branch networks: "Enhancing Communication Efficiency and Training Time Uniformity in Federated Learning through
-Multi-Branch Networks and the Oort Algorithm" (Algorithms, MDPI, January 2024), sections 4 and 5.1.2.
+Multi-Branch Networks and the Oort Algorithm" (Algorithms 17(2), 52, MDPI, January 2024; doi:10.3390/a17020052),
+sections 4 and 5.1.2.
 
 A network has early exits at equal distances. A branch is the network up to one exit, with only this exit's head. The
 last branch is the network without early exits. In each round the selected clients are sorted by speed and bandwidth and

@@ -1,4 +1,5 @@
-"""ScaleFL: Resource-Adaptive Federated Learning with Heterogeneous Clients (Ilhan et al., CVPR 2023).
+"""ScaleFL: Resource-Adaptive Federated Learning with Heterogeneous Clients (Ilhan et al., CVPR 2023, pages 24532-24541;
+https://openaccess.thecvf.com/CVPR2023).
 
 A smaller level has fewer channels and fewer blocks, and ends with an early exit. A client trains all exits of its
 level. The loss of exit j (from 0) has a weight proportional to j + 1, and the last exit is the teacher of the earlier
