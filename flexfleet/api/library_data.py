@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from fl_engine.core.samples import Data
 from fl_engine.core.seeds import drawn
 from fl_engine.core.task import Task
 from fl_engine.core.text import path_of
+from fl_engine.data.files import replacing
 from fl_engine.tasks import Classification
 from fl_engine.training.isolation import isolated
 from flexfleet.api.array_data import Array, array_of, from_arrays, pixels, targets_of
@@ -165,17 +167,27 @@ def _pair(size: Any) -> tuple[int, int]:
 
 def _read_items(items: Any, what: str, folder: str | Path | None = None) -> tuple[Array, Array]:
     """Return the samples and targets of a torch `Dataset`. If `folder` is given, the samples are written to a file."""
-    xs: Any = [] if folder is None else _Written(path_of(folder) / f"{what}_x.npy", what)
-    ys = []
-    with isolated():
+    path = None if folder is None else path_of(folder) / f"{what}_x.npy"
+    xs, ys = list[Array](), list[Array]()
+    with isolated(), nullcontext() if path is None else replacing(path) as out:
         before = drawn()
         for i, (x, y) in enumerate(_pairs(items, what)):
             x = array_of(x, f"{what}: sample {i}")
-            if isinstance(xs, list):
-                xs.append(x)
-            else:
-                xs.put(i, x, len(items))
             ys.append(targets_of(y, f"{what}: target {i}"))
+            if out is None:
+                xs.append(x)
+                continue
+            if x.dtype != np.uint8:
+                x = x.astype(np.int64 if x.dtype.kind in "iu" else np.float32)
+            if not xs:
+                xs.append(x)
+                form = {"descr": x.dtype.str, "fortran_order": False, "shape": (len(items), *x.shape)}
+                np.lib.format.write_array_header_1_0(out, form)
+            if (found := (x.dtype, x.shape)) != (wanted := (xs[0].dtype, xs[0].shape)):
+                raise DataError(
+                    f"{what}: all samples must have the same type and shape {wanted}, got {found} (sample {i})"
+                )
+            out.write(x.tobytes())
         if drawn() != before:
             raise DataError(
                 f"{what} draws random numbers in its transform. Remove the augmentation, and augment on "
@@ -184,7 +196,7 @@ def _read_items(items: Any, what: str, folder: str | Path | None = None) -> tupl
     if not ys:
         raise DataError(f"{what} must have at least one sample")
     try:
-        return (np.stack(xs) if isinstance(xs, list) else xs.read()), np.stack(ys)
+        return np.stack(xs) if path is None else np.load(path, mmap_mode="r"), np.stack(ys)
     except ValueError as error:
         raise DataError(f"{what}: all samples must have the same shape, and so must all targets: {error}") from error
 
@@ -198,31 +210,6 @@ def _pairs(items: Any, what: str) -> Iterator[tuple[Any, Any]]:
         raise DataError(
             f"{what} must be a Dataset of pairs (x, y) that has a length, got {type(items).__name__} ({error})"
         ) from error
-
-
-class _Written:
-    """Samples that are written to a .npy file one by one, so that they need not fit into memory."""
-
-    def __init__(self, path: Path, what: str) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._what = path, what
-        self._file: Array | None = None
-
-    def put(self, i: int, x: Array, count: int) -> None:
-        if x.dtype != np.uint8:
-            x = x.astype(np.int64 if x.dtype.kind == "i" else np.float32)
-        if self._file is None:
-            self._file = np.lib.format.open_memmap(self._path, "w+", x.dtype, (count, *x.shape))
-        if (found := (x.dtype, x.shape)) != (wanted := (self._file.dtype, self._file.shape[1:])):
-            raise DataError(
-                f"{self._what}: all samples must have the same type and shape {wanted}, got {found} (sample {i})"
-            )
-        self._file[i] = x
-
-    def read(self) -> Array:
-        self._file = None  # write the values to the file
-        found: Array = np.load(self._path, mmap_mode="r")
-        return found
 
 
 def _column(table: Any, wanted: str) -> list[Any]:

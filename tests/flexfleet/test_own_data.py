@@ -396,6 +396,12 @@ def test_torch_data_set_in_files_gives_the_same_model(tmp_path: Path, own_folder
         ff.from_torch(sets[0], folder=tmp_path)
     with pytest.raises(ff.DataError, match="same type and shape"):
         ff.from_torch([*sets[0], (BYTES[0, 0], 1)], sets[1], folder=tmp_path)
+    ff.from_torch(sets[0][::-1], sets[1][::-1], folder=tmp_path / "files")
+    assert fingerprint(written) == fingerprint(kept), "data that are in use do not change"
+    tokens = [(np.arange(i, i + 3, dtype=np.uint16), i % 2) for i in range(20)]
+    assert ff.from_torch(tokens, tokens, folder=tmp_path / "tokens").has_tokens
+    with pytest.raises(ff.EnvironmentFailure):
+        ff.from_torch(*sets, folder=tmp_path / "files" / "train_x.npy")
 
 
 def test_data_are_stored_once_and_read_back(tmp_path: Path) -> None:
