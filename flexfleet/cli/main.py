@@ -41,6 +41,18 @@ one table and on one page.
 run is stored in <run.store>/<id>/<label>-s<seed>/.
 """
 
+EXPORT = """Write the YAML of a pipeline, adapted to the cluster that environment variables
+describe. Upload the file in Kubeflow's UI. `flexfleet submit` uploads the same YAML.
+
+  FLEXFLEET_IMAGE            image of the tasks and of the clients' pods
+  FLEXFLEET_PULL_SECRETS     Secrets for the image's registry: name,name
+  FLEXFLEET_TASK_NODES       labels of the tasks' nodes: label=value,...
+  FLEXFLEET_PRIORITY_CLASS   priority class of the clients' pods
+  FLEXFLEET_SERVICE_ACCOUNT  service account of the tasks (only submit, nightly)
+
+docs/guides/kubeflow.md describes these and all other variables.
+"""
+
 
 def parser() -> argparse.ArgumentParser:
     p = terminal.ArgumentParser(
@@ -139,6 +151,16 @@ def parser() -> argparse.ArgumentParser:
     action.add_argument("--logs", metavar="RUN_ID", help="print the logs of a run's tasks")
     add_kubeflow(c)
     c.add_argument("--run-name", metavar="NAME", help="name of the run (default: the pipeline and its version)")
+    c.add_argument(
+        "--dry-run", action="store_true", help="check the parameters, and print the pipeline's YAML; do not connect"
+    )
+
+    c = plain(
+        "export-pipeline", kubeflow.export_pipeline, "write a pipeline's YAML for this cluster, for Kubeflow's UI"
+    )
+    c.description, c.formatter_class = EXPORT, argparse.RawDescriptionHelpFormatter
+    c.add_argument("pipeline", help="train, compare, tune or nightly")
+    c.add_argument("--out", type=path_of, metavar="FILE", help="file to write (default: stdout)")
 
     c = plain("nightly", kubeflow.nightly, "schedule a nightly regression run on Kubeflow, and disable older schedules")
     c.add_argument("--cron", default="0 0 2 * * *", help="six fields in UTC, seconds first (default: 0 0 2 * * *)")
