@@ -11,7 +11,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from fl_engine.core.errors import BadInput, ConfigError, FlexfleetError, Stopped, masked
+from fl_engine.core.errors import BadInput, ConfigError, FlexfleetError, Interrupted, Stopped, masked
 from flexfleet.cli.runs import tags_of
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import show
@@ -138,8 +138,10 @@ def follow(
         with stopping_at_once():
             followed = follow_run(run_id, host=args.host, retries=retries, report=_printer(args))
     except (KeyboardInterrupt, Stopped) as stopped:
-        print(f"stopped following the run, which continues. {again}", file=sys.stderr)
-        return 143 if isinstance(stopped, Stopped) else 130  # Do not return 3, which means that the run was terminated.
+        ended = Interrupted(f"stopped following the run, which continues. {again}")
+        if isinstance(stopped, Stopped):  # The exit code must not be 3, which means that the run was terminated.
+            ended.exit_code = 143
+        raise ended from None
     except FlexfleetError as error:
         raise type(error)(f"{error}. {again}") from error
     if args.json:

@@ -11,7 +11,7 @@ from pathlib import Path
 import fl_engine
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.text import at_home, path_of
-from flexfleet.cli import host, kubeflow, listing, many_runs, runs
+from flexfleet.cli import completion, host, kubeflow, listing, many_runs, runs
 from flexfleet.config.dotted import SHORT, STUDY
 from flexfleet.files import terminal
 from flexfleet.worker.__main__ import add_options
@@ -22,7 +22,7 @@ DESCRIPTION = """Model-heterogeneous federated learning on AIoT devices.
   flexfleet run --algorithm all_large    train FedAvg, to compare with FlexFL
   flexfleet report runs/a runs/b         show two runs on one page
   flexfleet list algorithms              list algorithms; also models, datasets,
-                                         fleets, suites
+                                         fleets, suites, aggregations, ...
   flexfleet params rounds                show the parameters for rounds
   flexfleet init                         write a params.yaml with all parameters
   flexfleet compare --algorithms flexfl,all_large --seeds 0,1,2
@@ -234,11 +234,13 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("word", nargs="?", metavar="WORD", help="part of a name, choice or description, or an algorithm")
     terminal.add_short(c, ("model", "algorithm"))
 
-    c = plain("list", listing.list_, "list algorithms, models, data sets, fleets or suites")
+    c = plain("list", listing.list_, "list algorithms, models, data sets, fleets, suites and other components")
     c.add_argument("what", choices=tuple(listing.LISTS))
 
     c = plain(
-        "completion", listing.completion, 'print the completion script of a shell: eval "$(flexfleet completion bash)"'
+        "completion",
+        completion.completion,
+        'print the completion script of a shell: eval "$(flexfleet completion bash)"',
     )
     c.add_argument("shell", choices=("bash", "zsh", "fish"))
     c.set_defaults(parser=parser)
