@@ -8,11 +8,12 @@ norm. ScaleFL runs with and without distillation. Other comparisons test FjORD, 
 FlexFL and HeteroFL run with VGG16, MobileNetV2 and ResNet34 (as in FlexFL's Table II). FlexFL and HeteroFL also run
 with VGG16 on Tiny-ImageNet. With VGG16, FlexFL runs with other APoZ values, with all channels (requires a GPU), and
 with few bits per weight. FedAvg, personalised methods and methods against client drift run on Fashion-MNIST with
-strongly skewed labels. The effect of wrong labels is tested on Fashion-MNIST and WISDM. Multi-branch networks with
-Oort's client selection are tested on Fashion-MNIST. FedX and related algorithms run on CIFAR-10, and their times are
-measured on Tiny-ImageNet. A Transformer and an LSTM predict the next characters in the lines of Shakespeare's roles.
-FedRolex and HeteroFL run at high heterogeneity, with a learning rate that was chosen with a separate seed. AEP runs at
-FedAIoT's scale, with FedOPT at the published server learning rate, and with central training by Adam.
+strongly skewed labels, and FedBN on clients whose images differ in style. The effect of wrong labels is tested on
+Fashion-MNIST and WISDM. Multi-branch networks with Oort's client selection are tested on Fashion-MNIST. FedX and
+related algorithms run on CIFAR-10, and their times are measured on Tiny-ImageNet. A Transformer and an LSTM predict the
+next characters in the lines of Shakespeare's roles. FedRolex and HeteroFL run at high heterogeneity, with a learning
+rate that was chosen with a separate seed. AEP runs at FedAIoT's scale, with FedOPT at the published server learning
+rate, and with central training by Adam.
 
 FedRolex and AEP have a separate comparison for each seed. On two cores all comparisons take about seventeen hours, and
 AEP at full scale takes three more hours for each of three seeds.
@@ -376,7 +377,7 @@ class Campaign:
         if self.about:
             return f"{self.dataset}-{self.about}"
         rule = next(each for each in self.partition if each.startswith("partition.rule="))
-        return f"{self.dataset}-{rule.removeprefix('partition.rule=')}"
+        return f"{self.dataset.rpartition(':')[2].lower()}-{rule.removeprefix('partition.rule=')}"
 
     @property
     def command(self) -> list[str]:
@@ -415,6 +416,9 @@ DIRICHLET = ("partition.rule=dirichlet", "partition.alpha=0.3")
 IID = ("partition.rule=iid",)
 TEN = ("partition.clients=10", "training.fraction=0.4")
 SKEWED = ("partition.rule=dirichlet", "partition.alpha=0.1", "evaluate.on=clients", ON_GPU)
+STYLES = ("partition.rule=natural", "evaluate.on=clients", "model.norm=static")
+FEATURES: dict[str, tuple[str, ...]] = {"fedavg": (), "fedbn": (), "fedper": (), "ditto": ()}
+"""FedAvg, and personalised methods for clients whose features differ."""
 HALF = ("partition.rule=dirichlet", "partition.alpha=0.5")
 FEW = ("rounds.stop=20",)
 ADAM = ("central.optimizer=adam", "central.epochs=300")
@@ -424,6 +428,7 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("fashion_mnist", DIRICHLET, "0", 40, MAIN),
     Campaign("fashion_mnist", DIRICHLET, "0,1,2", 40, ABLATIONS, about="ablations"),
     Campaign("fashion_mnist", SKEWED, "0,1,2", 40, PERSONAL, about="personal"),
+    Campaign("benchmarks.five_styles:FIVE_STYLES", STYLES, "0,1,2", 40, FEATURES),
     Campaign("cifar10", IID, "0", 40, MAIN),
     Campaign("cifar10", IID, "0", 40, ADDITIONS, about="additions"),
     Campaign("cifar10", IID, "0,1,2", 40, OTHERS, about="others"),
