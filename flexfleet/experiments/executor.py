@@ -19,7 +19,7 @@ from typing import TextIO
 from fl_engine.core import allowed
 from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, Stopped
 from flexfleet.files.run_folder import folder_lock, how_to_resume
-from flexfleet.files.signals import handled, stopping_at_once
+from flexfleet.files.signals import STARTER, handled, stopping_at_once
 
 log = logging.getLogger("flexfleet")
 
@@ -77,17 +77,18 @@ def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
 
     SIGTERM, SIGHUP (from a closed terminal) and Ctrl-C are forwarded to the running processes. After such a signal, no
     new process starts. Stopped or KeyboardInterrupt is raised when all processes have ended. After other errors, all
-    processes are killed.
+    processes are killed. If this process is killed, the processes stop (`signals.end_with_starter`).
     """
     codes: dict[str, int] = {}
     waiting = list(commands)
     running: dict[Command, tuple[subprocess.Popen[bytes], float]] = {}
+    watched, held = os.pipe()
     try:
         with _forwarding_signals(running) as received:
             while running or (waiting and not received):
                 while waiting and len(running) < at_once and not received:
                     command = waiting.pop(0)
-                    running[command] = (_start(command), time.monotonic())
+                    running[command] = (_start(command, watched), time.monotonic())
                     if received:  # the signal arrived before this process was added to `running`
                         running[command][0].send_signal(received[-1])
                 for command, (process, started) in list(running.items()):
@@ -101,6 +102,8 @@ def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
         for process, _ in running.values():
             process.kill()
             process.wait()
+        os.close(watched)
+        os.close(held)
     if received:
         if signal.SIGINT in received:
             raise KeyboardInterrupt
@@ -161,7 +164,8 @@ def _logging_to(command: Command) -> Iterator[TextIO]:
             log.removeHandler(handler)
 
 
-def _start(command: Command) -> subprocess.Popen[bytes]:
+def _start(command: Command, watched: int) -> subprocess.Popen[bytes]:
+    """Start the command's process, which stops when the pipe `watched` closes."""
     with _open_log(command) as file:
         # With -P, a folder `flexfleet` in the working directory cannot shadow this package. With process_group, only
         # this process receives Ctrl-C from the terminal and forwards the signal once.
@@ -170,7 +174,8 @@ def _start(command: Command) -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=os.environ | ONE_THREAD | allowed.for_child(),
+            env=os.environ | ONE_THREAD | allowed.for_child() | {STARTER: str(watched)},
+            pass_fds=(watched,),
             process_group=0,
         )
     assert process.stdin is not None

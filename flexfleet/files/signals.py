@@ -1,14 +1,35 @@
-"""Stop a run on SIGTERM, on Ctrl-C, or when its terminal is closed."""
+"""Stop a run on SIGTERM, on Ctrl-C, when its terminal is closed, or when the process that started it has ended."""
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from threading import current_thread, main_thread
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 from fl_engine.core.errors import Stopped
+
+STARTER = "FLEXFLEET_STARTER_PIPE"
+"""Environment variable with the file descriptor of a pipe. Only the process that started this process holds the other
+end of the pipe, so the pipe closes when that process ends, even after SIGKILL."""
+GRACE_S = 5.0
+"""Seconds for a clean stop after the starting process has ended."""
+
+
+def end_with_starter() -> None:
+    """Stop this process when the process that started it ends. Does nothing without the variable STARTER."""
+    if pipe := os.environ.pop(STARTER, ""):
+        Thread(target=_stop_after, args=(int(pipe),), daemon=True).start()
+
+
+def _stop_after(pipe: int) -> None:
+    os.read(pipe, 1)  # returns when the pipe closes
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)  # a resumed comparison must not find the run's folder locked
 
 
 def _stopping() -> list[signal.Signals]:

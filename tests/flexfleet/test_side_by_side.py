@@ -16,6 +16,7 @@ import pytest
 
 from fl_engine.core.errors import IntegrityError, Stopped
 from flexfleet.experiments import executor
+from tests.harness.processes import ROOT, until
 
 JOB = """
 import os, signal, sys, time
@@ -94,6 +95,23 @@ def test_signal_is_passed_on_and_no_command_starts(job: Any, number: signal.Sign
     assert killer.wait() == 0
     assert not jobs[2].log.exists()
     assert signal.getsignal(number) == before, "the caller's again (ignored in a background shell)"
+
+
+def test_killed_executor_ends_its_commands(tmp_path: Path) -> None:
+    child = "import os, time; from flexfleet.files.terminal import run_main\n"
+    child += "def main(_): print(f'pid {os.getpid()}', flush=True); time.sleep(60)\nrun_main(main)\n"
+    (tmp_path / "sleeper.py").write_text(child)
+    (tmp_path / "parent.py").write_text(
+        "from pathlib import Path; from flexfleet.experiments import executor\n"
+        f"executor.side_by_side([executor.Command('a', 'sleeper', (), Path({str(tmp_path / 'log')!r}))], 1)\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    parent = subprocess.Popen([sys.executable, tmp_path / "parent.py"], env={**os.environ, "PYTHONPATH": paths})
+    log = tmp_path / "log"
+    pid = int(until(lambda: log.exists() and re.search(r"pid (\d+)", log.read_text()), "the command")[1])
+    parent.kill()
+    parent.wait()
+    until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the command", 20)
 
 
 def calls(tmp_path: Path, **each: Callable[[], object]) -> list[executor.Command]:
