@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.text import at_home
+from fl_engine.core.text import at_home, is_http
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 """Value of `__pydantic_config__` in dataclasses that pydantic creates from a configuration."""
@@ -39,7 +39,16 @@ def user_path(text: str) -> str:
 
 
 UserPath = Annotated[str, AfterValidator(user_path)]
-"""A path, or a URL that contains a path. `~` is replaced by the home folder."""
+"""A path, or a URL that contains a path. `~` and `$HOME` are replaced by the home folder."""
+
+
+def _server(text: str) -> str:
+    if not is_http(text):
+        raise ValueError("must be http://host:port or https://host:port")
+    return text
+
+
+ServerAddress = Annotated[str, AfterValidator(_server)]
 
 
 def is_model(kind: Any) -> TypeGuard[type[BaseModel]]:

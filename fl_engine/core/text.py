@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -122,23 +123,6 @@ def quantity(text: str) -> Decimal:
     return Decimal(number) * UNITS[unit or ""] * Decimal(10) ** int(exponent or 0)
 
 
-OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-"""Pattern of names of Kubernetes objects."""
-
-
-def object_names(variable: str, environment: Mapping[str, str], most: int = 20) -> list[str]:
-    """Return the names of Kubernetes objects in a variable, which are separated by commas. Raises ConfigError for an
-    invalid name, or for more than `most` names."""
-    text = environment.get(variable, "")
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if len(names) > most or not all(map(OBJECT_NAME.fullmatch, names)):
-        expected = (
-            "the name of a Kubernetes object" if most == 1 else "names of Kubernetes objects, separated by commas"
-        )
-        raise ConfigError(f"{variable} must be {expected}, got {text!r}", path=variable)
-    return names
-
-
 def need_plain(numbers: Iterable[str]) -> None:
     """Raise ValueError for numbers with underscores or non-ASCII digits, which Python would accept."""
     if odd := next((number for number in numbers if "_" in number or not number.isascii()), None):
@@ -146,11 +130,11 @@ def need_plain(numbers: Iterable[str]) -> None:
 
 
 # ------------------------------------------------------------------------------------------ addresses and paths
-SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:[/\\]|s3:|s3//", re.IGNORECASE)
+SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:[/\\]|s3:|s3//|s3$", re.IGNORECASE)
 SERVER = re.compile(r"[a-z0-9.-]+:\d+(/|$)", re.IGNORECASE)
-"""Patterns of the beginning of an address: a scheme with a slash (even s3:/bucket), or a server with a port. To name a
-folder that matches a pattern, write a path such as ./run-12:30."""
-AT_HOME = re.compile(r"((?:sqlite(?:\+\w+)?:///|file:(?://)?)?)(~[^/]*)")
+"""Patterns of the beginning of an address: a scheme with a slash (even s3:/bucket, or s3 alone), or a server with a
+port. To name a folder that matches a pattern, write a path such as ./run-12:30."""
+AT_HOME = re.compile(r"((?:sqlite(?:\+\w+)?:///|file:(?://)?)?)(~[^/]*|\$HOME\b|\$\{HOME\})")
 
 
 def is_address(text: str) -> bool:
@@ -158,17 +142,27 @@ def is_address(text: str) -> bool:
     return "://" in text or any(how.match(text) for how in (SCHEME, SERVER))
 
 
+def is_http(address: str) -> bool:
+    """Return whether a string is the address of a server, such as http://host:port."""
+    try:
+        parts = urlsplit(address)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
 def at_home(path: str) -> str:
-    """Replace `~` or `~user` at the beginning of a path, or after `sqlite:///` or `file://`, by the home folder. Raises
-    ConfigError if the user does not exist."""
+    """Replace `~`, `~user` or `$HOME` at the beginning of a path, or after `sqlite:///` or `file://`, by the home
+    folder. Raises ConfigError if the user does not exist."""
     if (match := AT_HOME.match(path)) is None:
         return path
     scheme, name = match.groups()
+    name = "~" if "HOME" in name and name[0] == "$" else name
     if (home := os.path.expanduser(name)) == name:
         raise ConfigError(f"{path!r} contains {name}, but this user does not exist. Write ./{name} for a folder")
     return f"{scheme}{home}{path[match.end() :]}"
 
 
 def path_of(text: str | os.PathLike[str]) -> Path:
-    """Return a Path with `~` replaced by the home folder. Raises ConfigError if the user does not exist."""
+    """Return a Path with `~` or `$HOME` replaced by the home folder. Raises ConfigError if the user does not exist."""
     return Path(at_home(os.fspath(text)))

@@ -170,8 +170,7 @@ def _sources(data: Data, rest: Ints, clients: int) -> Ints:
     every, left = len(np.unique(sources)), len(np.unique(sources[rest]))
     if left < clients <= every:
         raise PartitionError(
-            f"partition.clients must be at most {left}, got {clients}. Lower partition.clients or partition.proxy",
-            path="partition.clients",
+            f"partition.clients must be at most {left}, got {clients}. Lower partition.clients or partition.proxy"
         )
     return sources[rest]
 

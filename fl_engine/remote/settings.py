@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from fl_engine.core.fields import Count, Fraction, Moves, Positive, Section, UserPath
+from fl_engine.core.fields import Count, Fraction, Moves, Positive, Section, ServerAddress, UserPath
 from fl_engine.core.text import quantity
 
 URL_S = 604_800
@@ -24,7 +24,7 @@ class AgentsConfig(Section):
     """Number of failed attempts on different devices after which a client counts as failed."""
     wait_s: Positive = 600.0
     """Seconds without a working device after which the run stops. The run can be resumed."""
-    endpoint: str | None = None
+    endpoint: ServerAddress | None = None
     """Address at which devices reach the S3 server, if it differs from AWS_ENDPOINT_URL."""
     observe: Annotated[Literal["simulated", "cgroup"], Moves.RESULT] = "simulated"
     """cgroup: a client prunes its model to the free memory of its device (docs/guides/agents.md). simulated: free
@@ -100,7 +100,7 @@ class KubernetesConfig(Section):
     """Number of clients that a pod trains together, at most 100."""
     data: Annotated[str, Field(pattern=f"^(pvc:{NAME}|host:/.*)$")] | None = None
     """Location of the data files: pvc:<claim> or host:/<folder on the node>; null: in the image."""
-    endpoint: str | None = None
+    endpoint: ServerAddress | None = None
     """Address at which pods reach the S3 server, if it differs from AWS_ENDPOINT_URL."""
     observe: Annotated[Literal["simulated", "cgroup"], Moves.RESULT] = "simulated"
     """cgroup: a client prunes its model to the free part of its pod's memory limit (docs/guides/kubernetes/devices.md).

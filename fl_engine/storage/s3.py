@@ -8,13 +8,12 @@ expires. To sign these URLs with credentials that have fewer rights, set FLEXFLE
 from __future__ import annotations
 
 import functools
-import os
+import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
 import urllib3
 
@@ -22,6 +21,7 @@ from fl_engine.core.errors import Busy, ConfigError, EnvironmentFailure, Integri
 from fl_engine.core.text import is_address
 from fl_engine.storage import proxies
 from fl_engine.storage.outage import waiting
+from fl_engine.storage.s3_settings import OWN, SIGNING, connect, endpoint_of
 from fl_engine.storage.store import FolderStore, Store, Value, check_size, sha256
 from fl_engine.storage.urls import AT_ONCE, FIXED, Upload, Verb, md5, whole
 
@@ -39,10 +39,8 @@ PAGE = 1000
 """Maximum number of keys in one listing or deletion."""
 CONNECTING = threading.Lock()
 """Lock that prevents two threads from creating the same boto3 client, because a client needs 20 MB."""
-OWN = "FLEXFLEET_"
-"""Prefix of boto3's environment variables that apply only to the run store."""
-SIGNING = "FLEXFLEET_SIGNING_"
-"""Prefix of the variables with the credentials for signing devices' URLs."""
+BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+BUCKET_RULE = "The name of a bucket has 3 to 63 lowercase letters, digits, '-' and '.'"
 MISSING = ("NoSuchKey", "404", "NotFound")
 REGION = "Set AWS_REGION, or `region` in ~/.aws/config, to the region of the server"
 HINTS = {
@@ -70,7 +68,8 @@ def check_place(name: str, uri: str | None) -> None:
         open_store(uri or "")
     except ConfigError:
         got = masked(uri or "")
-        raise ConfigError(f"{name} must be s3://bucket/prefix or a folder, got {got!r}") from None
+        hint = f". {BUCKET_RULE}" if got.startswith("s3://") else f". Write ./{got} for a folder" * ("/" not in got)
+        raise ConfigError(f"{name} must be s3://bucket/prefix or a folder, got {got!r}{hint}", path=name) from None
 
 
 def patient(method: Callable[..., R]) -> Callable[..., R]:
@@ -110,8 +109,9 @@ class S3Store:
         seconds."""
         scheme, _, rest = uri.partition("://")
         self._bucket, _, prefix = rest.partition("/")
-        if scheme != "s3" or not self._bucket or masked(uri) != uri:
-            raise ConfigError(f"the address of an S3 store must be s3://bucket/prefix, got {masked(uri)!r}")
+        if scheme != "s3" or not BUCKET.fullmatch(self._bucket) or masked(uri) != uri:
+            got = masked(uri)
+            raise ConfigError(f"the address of an S3 store must be s3://bucket/prefix, got {got!r}. {BUCKET_RULE}")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._endpoint = endpoint
         self._settings = settings
@@ -130,7 +130,7 @@ class S3Store:
         key = endpoint, settings
         with CONNECTING:
             if key not in self._clients:
-                self._clients[key] = _connect(endpoint, settings, self._tries, self._timeouts)
+                self._clients[key] = connect(endpoint, settings, self._tries, self._timeouts)
         return self._clients[key]
 
     def _where(self, key: str) -> dict[str, str]:
@@ -241,16 +241,20 @@ class S3Store:
         """Convert boto3's errors to errors of the run store. Do not convert errors with a status in `passed`."""
         from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, SSLError
         from botocore.exceptions import ConnectionError as NoConnection
+        from botocore.parsers import ResponseParserError
 
         try:
             yield
+        except (ResponseParserError, RecursionError) as error:  # botocore follows a redirect without a region forever
+            raise self._foreign("a web page or a redirect") from error
         except ClientError as error:
-            code = error.response.get("Error", {}).get("Code", "")
-            if code in MISSING:
-                raise IntegrityError(f"{self.uri(key)} is missing from the run store") from None
-            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+            code, status = error.response["Error"].get("Code", ""), error.response["ResponseMetadata"]["HTTPStatusCode"]
             if status in passed:
                 raise
+            if _is_foreign(error.response):
+                raise self._foreign("a web page" if status == 500 else f"HTTP {code} instead of an S3 error") from error
+            if code in MISSING:
+                raise IntegrityError(f"{self.uri(key)} is missing from the run store") from None
             if status >= 500 or status in (408, 429):
                 raise Busy(f"{self.uri(key)}: the server responds with {status} {code}. Try again later") from error
             raise Refused(_refusal(error, self.uri(key))) from error
@@ -261,82 +265,23 @@ class S3Store:
                 f"{self.uri(key)} cannot be reached: {error}. Check AWS_ENDPOINT_URL, the credentials and the network"
             ) from error
 
-
-def _connect(endpoint: str | None, settings: str, tries: int, timeouts: tuple[float, float]) -> Any:
-    import boto3.session
-    import botocore.session
-    from botocore.config import Config
-    from botocore.exceptions import BotoCoreError
-
-    named = http_address("endpoint", endpoint) if endpoint else endpoint_of(settings)
-    config = Config(
-        signature_version="s3v4",
-        retries={"mode": "standard", "total_max_attempts": tries},
-        connect_timeout=timeouts[0],
-        read_timeout=timeouts[1],
-        s3={"addressing_style": "path"} if named else {},
-        # Disable boto3's newer checksums, which only Amazon's servers support. This module verifies data with SHA-256
-        # and MD5 instead.
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-    )
-    given = _credentials(settings) or _credentials(OWN)
-    core = botocore.session.Session()
-    core.register_component("data_loader", _services())
-    session = boto3.session.Session(*given or (), botocore_session=core)
-    named_region = setting("AWS_REGION", settings) or setting("AWS_DEFAULT_REGION", settings)
-    region = named_region or core.get_config_variable("region") or "us-east-1"  # `region` is in ~/.aws/config
-    try:
-        return session.client("s3", endpoint_url=named, region_name=region, config=config)
-    except BotoCoreError:  # some BotoCoreErrors subclass ValueError, so they must be caught first
-        raise
-    except ValueError as error:
-        raise ConfigError(f"AWS_ENDPOINT_URL must be http(s)://host:port: {masked(str(error))}") from None
+    def _foreign(self, answer: str) -> EnvironmentFailure:
+        named = masked(self._endpoint or endpoint_of(self._settings) or "Amazon S3")
+        return EnvironmentFailure(
+            f"AWS_ENDPOINT_URL must be the address of an S3 server, such as http://minio:9000, but {named} responds "
+            f"with {answer}"
+        )
 
 
-@functools.cache
-def _services() -> Any:
-    """Return botocore's service descriptions. The result is cached, because reading the files is slow."""
-    import botocore.session
-
-    return botocore.session.Session().get_component("data_loader")
-
-
-def _credentials(prefix: str) -> tuple[str, str, str | None] | None:
-    key, secret, token = (
-        os.environ.get(f"{prefix}AWS_{name}") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN")
-    )
-    if key and secret:
-        return key, secret, token or None
-    if key or secret or token:
-        raise ConfigError(f"Set both {prefix}AWS_ACCESS_KEY_ID and {prefix}AWS_SECRET_ACCESS_KEY, or unset both")
-    return None
-
-
-def setting(name: str, settings: str = OWN) -> str | None:
-    """Return the value of an environment variable. The variable with the prefix `settings` is used first, then the
-    variable with the prefix OWN, then the variable without a prefix."""
-    return os.environ.get(f"{settings}{name}") or os.environ.get(f"{OWN}{name}") or os.environ.get(name)
-
-
-def endpoint_of(settings: str = OWN) -> str | None:
-    """Return the server's address; None for Amazon's server. Raises ConfigError for an invalid address."""
-    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
-        if address := setting(name, settings):
-            return http_address(name, address)
-    return None
-
-
-def http_address(name: str, address: str) -> str:
-    """Return the address. Raises ConfigError with the parameter's `name` for an invalid address."""
-    try:
-        parts = urlsplit(address)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        good = False
-    if not good:
-        raise ConfigError(f"{name} must be http://host:port or https://host:port, got {masked(address)!r}")
-    return address
+def _is_foreign(response: Mapping[str, Any]) -> bool:
+    """Return whether an error is from a web server or proxy. An S3 server adds the name of the error or a header.
+    botocore reports a page with the status 200 as an error with the status 500."""
+    about = response["ResponseMetadata"]
+    status, headers = about["HTTPStatusCode"], about.get("HTTPHeaders", {})
+    if response["Error"].get("Code") != str(status) or any(name.startswith("x-amz") for name in headers):
+        return False
+    is_page = status == 500 and headers.get("content-type", "").startswith("text/html")
+    return is_page or (status < 500 and status not in (407, 408, 429))
 
 
 def _refusal(error: ClientError, uri: str) -> str:

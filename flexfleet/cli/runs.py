@@ -183,10 +183,13 @@ def _sample(args: argparse.Namespace, config: Config, needs_data: bool) -> tuple
 def check(args: argparse.Namespace) -> None:
     from flexfleet.files.progress import recorded_warnings
     from flexfleet.pipeline.check import check as examine
+    from flexfleet.pipeline.check import check_folders
     from flexfleet.pipeline.prepare import resolved_of
 
     with recorded_warnings() as warnings:
-        facts = examine(resolved_of(args))
+        resolved = resolved_of(args)
+        check_folders(resolved.config)
+        facts = examine(resolved)
     if warnings and args.json:
         facts["warnings"] = [each.getMessage() for each in warnings]
     show(json.dumps(facts) if args.json else "ok: " + ", ".join(f"{k} {v}" for k, v in facts.items() if k != "ok"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
@@ -22,13 +23,14 @@ from pydantic import BaseModel
 from fl_engine.algorithms import ALGORITHMS, PRESETS
 from fl_engine.algorithms import CONTRACT as ALGORITHM
 from fl_engine.codecs import CODECS
-from fl_engine.core.fields import is_model
+from fl_engine.core.errors import ConfigError, did_you_mean
+from fl_engine.core.fields import Moves, is_model
 from fl_engine.core.registry import Contract
 from fl_engine.datasets import DATASETS
 from fl_engine.models import MODELS
 from fl_engine.models.build import FROM_DATA, INIT, WARM_START, model_kind
 from fl_engine.models.traced.family import ModuleFamily
-from flexfleet.config.schema import Config
+from flexfleet.config.schema import Config, moves
 
 SECTIONS: dict[str, Mapping[str, Any]] = {
     "model": MODELS, "algorithm": ALGORITHMS, "codec.down": CODECS, "codec.up": CODECS,
@@ -40,6 +42,8 @@ NAMES |= {"dataset.name": DATASETS, "algorithm.name": ALGORITHM.registry}
 OWN_MODULE = "package.module:NAME"
 """Value of `Parameter.of` for the options of every user-defined `nn.Module`."""
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
+INDEX = re.compile(r"(\.\d+)+$")
+"""Pattern of the index of a list's element at the end of a dotted name."""
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
@@ -70,6 +74,20 @@ def everything(config: Config | None = None) -> list[Parameter]:
     if algorithm["name"] not in PRESETS:
         rows += _options("algorithm", {algorithm["name"]: ALGORITHM.of_section(algorithm)})
     return list(dict.fromkeys(rows))
+
+
+def check_space(config: Config) -> None:
+    """Raise ConfigError if a name in `tune.space` is unknown or does not change results. The options of all registered
+    components are known names, because runs with different algorithms can share a params.yaml."""
+    space, searched = config.tune.space, (Moves.RESULT, Moves.LENGTH)
+    if clash := sorted(path for path in space if path == "seed" or moves(path) not in searched):
+        message = f"`tune.space` must contain only parameters that change results, got {', '.join(clash)}"
+        raise ConfigError(message, path="tune.space")
+    known = {row.name for row in everything(config)} if space else set()
+    for path in space:
+        if INDEX.sub("", path) not in known:
+            message = f"`tune.space`: unknown parameter {path!r}{did_you_mean(path, known)}. Run `flexfleet params`"
+            raise ConfigError(message, code="config.unknown", path="tune.space")
 
 
 def found(word: str, among: Iterable[Parameter]) -> list[Parameter]:

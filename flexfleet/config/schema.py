@@ -179,7 +179,7 @@ class RunConfig(Section):
                 f"run.devices must all have the same type, such as [cpu], because the type affects rounding, got {got}"
             )
         if self.strategy == "batched" and (self.precision == "fp16" or kinds != ["cpu"]):
-            raise ValueError("run.strategy=batched requires CPUs and must not use fp16. Set run.strategy=auto")
+            raise ValueError("run.strategy=batched requires CPUs and a precision other than fp16. Set it to auto")
         return self
 
 
@@ -224,6 +224,14 @@ class TuneConfig(Section):
     """Metric to optimize: its value in the last round, averaged over `seeds`."""
     seeds: tuple[int, ...] = (0,)
     """Seeds for the runs of each trial."""
+
+    @field_validator("seeds")
+    @classmethod
+    def _at_least_one(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if not value:
+            raise ValueError("must contain at least one seed, such as [0]")
+        return value
+
     held_out: tuple[int, ...] = (100, 101, 102)
     """Seeds for the final comparison between the best setting and the default."""
     space: dict[str, Range] = Field(default={})
@@ -249,7 +257,7 @@ class PublishConfig(Section):
     """Additional precisions for the ONNX files, such as [fp16, int8]. With auto, the smallest precision is used that
     has at least as many bits as the level's codec."""
     dvc: UserPath | None = None
-    """Remote (s3://bucket/prefix or a folder) to which DVC pushes partition, pool, model and report; null for none."""
+    """Push partition, pool, model and report to this DVC remote (name, s3://bucket/prefix or folder); null for none."""
 
     @property
     def measured(self) -> bool:

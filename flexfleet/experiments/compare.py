@@ -36,7 +36,7 @@ from flexfleet.files.artifacts import Artifact, History, RunFile, RunResult, Str
 from flexfleet.files.run_folder import check_free, check_manifest, how_to_resume
 from flexfleet.files.run_status import tally_in
 from flexfleet.pipeline import keys
-from flexfleet.pipeline.check import check
+from flexfleet.pipeline.check import check, check_folders
 from flexfleet.pipeline.own_code import check_sources
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.pretrain import can_adopt, share, shared_settings
@@ -83,7 +83,9 @@ def run_comparison(
     check_free(folder, resume, "--id")
     if central:
         read_central(central, runs)
+    check_folders(runs[0].config)
     check_all(runs)
+    _warn_of_others(runs, folder)
     runs = in_one_experiment(runs)
     track.prepare(runs[0].config)
     with resumable(folder, resume_id or id):
@@ -146,6 +148,17 @@ def check_all(runs: Sequence[PlannedRun]) -> None:
             message = f"{entry.label}, seed {entry.seed}: {error}".replace("--run-id", "--id")
             kind = ConfigError if isinstance(error, SeveralErrors) else type(error)
             raise kind(message, code=error.code, path=error.path) from error
+
+
+def _warn_of_others(runs: Sequence[PlannedRun], folder: Path) -> None:
+    """Warn if the folder contains runs that this comparison omits, for example runs of another algorithm."""
+    found = sorted(file.parent.name for file in folder.glob("*/run.json"))
+    if others := [name for name in found if name not in {entry.name for entry in runs}]:
+        log.warning(
+            "%s also contains %s, which this command does not name. Tables and the page omit %s, but the folders are "
+            "kept. To show all runs, also name their algorithms and seeds",
+            folder, ", ".join(others), "this run" if len(others) == 1 else "these runs",
+        )  # fmt: skip
 
 
 def _check_length(entry: PlannedRun, out: Path) -> None:

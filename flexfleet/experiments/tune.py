@@ -19,6 +19,7 @@ from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.fields import Moves
 from flexfleet.config import Config, flatten, load_config, moves, shown
 from flexfleet.config.form import check_count, hand_over, write_config
+from flexfleet.config.parameters import check_space
 from flexfleet.config.run_names import check_name
 from flexfleet.experiments import tune_space, tune_storage, tune_worker
 from flexfleet.experiments.executor import Command, RunsFailed, report_failures, resumable, side_by_side
@@ -26,7 +27,7 @@ from flexfleet.experiments.tune_report import FILES, Tuned, conclude, markdown
 from flexfleet.experiments.tune_worker import work
 from flexfleet.files.run_folder import check_free, check_same, folder_lock, how_to_resume
 from flexfleet.files.signals import stopping_at_once
-from flexfleet.pipeline.check import check
+from flexfleet.pipeline.check import check, check_folders
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.pretrain import share
 from flexfleet.pipeline.run import need_packages
@@ -46,6 +47,7 @@ def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
     """
     folder = Path(config.run.store) / check_name(id, "a study's id")
     check_free(folder, resume, "--id")
+    check_folders(config)
     _check(config)
     with resumable(folder, id), tune_storage.answering(config):
         study = tune_storage.open_study(config, folder, id)  # check the storage before training
@@ -57,14 +59,9 @@ def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
 
 def _check(config: Config) -> None:
     """Raise an error if the study cannot run, such as ConfigError for an invalid search space or invalid seeds."""
-    tune, searched = config.tune, (Moves.RESULT, Moves.LENGTH)
-    if clash := sorted(path for path in tune.space if path == "seed" or moves(path) not in searched):
-        raise ConfigError(
-            f"`tune.space` must contain only parameters that change results, got {', '.join(clash)}", path="tune.space"
-        )
+    tune = config.tune
+    check_space(config)
     tune_space.check_names(config)
-    if not tune.seeds:
-        raise ConfigError("`tune.seeds` must have at least one seed for the trials' runs, e.g. [0]", path="tune.seeds")
     for path, seeds in (("tune.seeds", tune.seeds), ("tune.held_out", (*tune.seeds, *tune.held_out))):
         if twice := [str(seed) for seed, count in Counter(seeds).items() if count > 1]:
             raise ConfigError(f"`{path}` must not repeat seeds, got {', '.join(twice)} more than once", path=path)

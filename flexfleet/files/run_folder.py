@@ -8,7 +8,8 @@ Figures and exported models are not in the manifest, because later commands can 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import filelock
 from pydantic import Field
 
-from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
 from fl_engine.core.system import hashed
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import Artifact, RunFile, Strict, read_bytes
@@ -24,6 +25,8 @@ from flexfleet.files.artifacts import Artifact, RunFile, Strict, read_bytes
 MANIFEST = "manifest.json"
 FILES = ("*.json", "model.safetensors", "partition/**/*", "pretrain/**/*", "pool/**/*", "code/*")
 """Patterns of the files in a manifest."""
+UNFINISHED = (".lock", "partition", "pretrain", "pool", "run.json", "rounds", "code", "secret", "site")
+"""Entries in the folder of a run that has no results yet."""
 
 
 @contextmanager
@@ -44,10 +47,22 @@ def check_is_folder(folder: Path) -> None:
         raise ConfigError(f"{folder} is not a folder. Specify the folder of a run, such as runs/<run id>")
 
 
-def check_free(folder: Path, resume: bool, name: str = "--run-id") -> None:
-    """Raise ConfigError if `folder` exists and `resume` is False. The error suggests changing the option `name`."""
-    if folder.exists() and not resume:
+def check_free(folder: Path, resume: bool, name: str = "--run-id", unfinished: Collection[str] = ()) -> None:
+    """Raise ConfigError if `folder` exists and `resume` is False, unless the folder only has entries in `unfinished`.
+    The error suggests changing the option `name`."""
+    if folder.exists() and not resume and not (unfinished and all(p.name in unfinished for p in folder.iterdir())):
         raise ConfigError(f"{folder} exists already. Continue with --resume, or choose another {name}")
+
+
+def check_writable(name: str, folder: Path) -> None:
+    """Raise EnvironmentFailure if no file can be created in `folder`, which may be missing. `name` is the parameter."""
+    try:
+        there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+        with tempfile.TemporaryDirectory(dir=there, prefix=".flexfleet-"):
+            pass
+    except OSError as error:
+        message = f"{name} = {str(folder)!r} must be a folder that this user can write to: {error.strerror}"
+        raise EnvironmentFailure(message, path=name) from error
 
 
 def check_same(

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -26,24 +27,27 @@ from fl_engine.preparation import assumed, preparation
 from fl_engine.preparation.confusion import check_classes
 from fl_engine.preparation.weights import giver
 from fl_engine.remote.kubernetes import jobs
-from fl_engine.remote.kubernetes.objects import check_reach
+from fl_engine.remote.kubernetes.objects import check_reach, image_for
 from fl_engine.rounds import buffer
 from fl_engine.rounds.checks import check_begun
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
-from fl_engine.storage.s3 import check_place, endpoint_of, http_address, open_store
+from fl_engine.storage.s3 import check_place, open_store
+from fl_engine.storage.s3_settings import endpoint_of
 from fl_engine.training import user_code
 from fl_engine.training.local import TrainingJob, train
 from fl_engine.training.numerics import choose_precision
 from flexfleet.config import Config
 from flexfleet.config.dotted import no_passwords, place, platform_store, platform_uri
 from flexfleet.config.local_code import to_a_file
+from flexfleet.config.parameters import check_space
 from flexfleet.config.sources import cells
+from flexfleet.files.run_folder import check_writable
 from flexfleet.pipeline import keys
 from flexfleet.pipeline.partition import cut, fleet_of, held_out, most_of, simulated, site_before_pool, trace_of
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.pretrain import need_proxy, settings_of
-from flexfleet.tracking import databases
+from flexfleet.tracking import databases, dvc_remote
 from flexfleet.tracking.server import Client, check_address, first_calls
 
 
@@ -58,10 +62,15 @@ def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
         check_classes(data.task, data.name)
     if config.run.backend == "kubernetes":
         jobs.check(config.kubernetes, [tier.name for tier in config.fleet.tiers])
+        image_for(config.kubernetes)
+    check_space(config)
+    if config.tune.storage is not None:
+        databases.check_url("tune.storage", config.tune.storage)
     _check_places(config, algorithm)
     if publishes:
         check_loadable(config)
-        check_place("publish.dvc", config.publish.dvc)
+        if config.publish.dvc is not None:
+            dvc_remote.check(config.publish.dvc)
     giver(algorithm.preparations)
     for name in algorithm.preparations:
         kind = preparation(name)
@@ -147,17 +156,23 @@ def _try_own(config: Config, algorithm: Algorithm, site: Site, plan: RoundPlan) 
 def _check_places(config: Config, algorithm: Algorithm) -> None:
     for name, where in (("run.remote", config.run.remote), ("run.secrets", config.run.secrets)):
         check_place(name, where)
-    if config.run.remote is not None and "://" in config.run.remote:
+    if any("://" in (where or "") for where in (config.run.remote, config.publish.dvc)):
         endpoint_of()
-        named = {"kubernetes": config.kubernetes.endpoint, "agents": config.agents.endpoint}.get(config.run.backend)
-        if named is not None:
-            http_address(f"{config.run.backend}.endpoint", named)
     if config.run.backend == "kubernetes":
         check_reach(config.run.remote or config.run.store)
     if privacy.is_private(algorithm) or config.run.apart:
         keys.check_folder(config)
     if config.tracking.mlflow is not None:
         check_address(config.tracking.mlflow)
+
+
+def check_folders(config: Config) -> None:
+    """Raise EnvironmentFailure if a folder that a run on this machine writes to is not writable."""
+    dvc = None if config.publish.dvc is None else dvc_remote.place_of(config.publish.dvc)
+    folders = {"run.store": config.run.store, "run.remote": config.run.remote, "run.secrets": config.run.secrets}
+    for name, where in (folders | {"publish.dvc": dvc}).items():
+        if where is not None and "://" not in where:
+            check_writable(name, Path(where))
 
 
 # ------------------------------------------------------------------------------- forms of pipelines

@@ -81,6 +81,9 @@ def federate(
             resume.same_place(known, config, run_id, out)
         else:
             resume.check_recorded(store, out)
+            if (out / "run.json").exists():
+                log.info("%s has no committed round, so the run starts again with this configuration", out)
+            store.delete(*store.list("rounds/"))
         config = config.settled(configs.parse_schema(known.config) if known else None)
         partition.log_unused_gpu(config)
         site = partition.site_of(resolved, partition_dir, pool_dir, known.numerics if known else None)

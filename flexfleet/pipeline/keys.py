@@ -19,7 +19,8 @@ from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.text import is_address
 from fl_engine.remote.kubernetes import jobs
 from fl_engine.remote.kubernetes.cluster import Cluster
-from fl_engine.storage.s3 import OWN, SIGNING, S3Store, endpoint_of, setting
+from fl_engine.storage.s3 import S3Store
+from fl_engine.storage.s3_settings import OWN, SIGNING, endpoint_of, setting
 from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.config import Config
 from flexfleet.files.artifacts import RunFile

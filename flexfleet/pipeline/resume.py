@@ -16,8 +16,9 @@ from fl_engine.storage.store import FolderStore, Store
 from fl_engine.training.numerics import differing
 from flexfleet import config as configs
 from flexfleet.config import Config
+from flexfleet.config.sources import sources
 from flexfleet.files.artifacts import RunFile
-from flexfleet.files.run_folder import check_same
+from flexfleet.files.run_folder import MANIFEST, check_same
 from flexfleet.pipeline import own_code
 from flexfleet.tracking import record as track
 
@@ -87,13 +88,38 @@ def fetch_run(store: Store, out: Path) -> None:
 
 
 def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
-    """Return the record (run.json) of the run in `out`. Return None if `out` does not contain run.json. Raises
-    ConfigError if the run exists but `resume` is False, or if its configuration differs from `config`."""
+    """Return the record (run.json) of the run in `out`. Return None if `out` does not contain run.json, or if the run
+    has no committed round and differs from `config`, so that it must start again. Raises ConfigError if a run with
+    committed rounds differs from `config`, or if `resume` is False."""
     if not (out / "run.json").exists():
         return None
     known = RunFile.read(out / "run.json")
-    if not resume:
+    begun = _has_rounds(known, config, out)
+    if begun and not resume:
         raise ConfigError(f"{out} already contains a run. Continue with --resume, or choose another --run-id")
+    try:
+        _check_unchanged(known, config, out)
+        if not begun:
+            own_code.check_sources(known.sources, sources(config), out)
+    except ConfigError:
+        if begun:
+            raise
+        return None
+    return known
+
+
+def _has_rounds(known: RunFile, config: Config, out: Path) -> bool:
+    """Return whether the run has committed rounds or results, or may have rounds in another store."""
+    if any((out / name).exists() for name in (MANIFEST, "history.json", "model.safetensors", "result.json")):
+        return True
+    if known.config["run"].get("remote") != configs.public(config).run.remote:
+        return True
+    return bool(Checkpoints(store_of(config, known.run_id, out)).commits())
+
+
+def _check_unchanged(known: RunFile, config: Config, out: Path) -> None:
+    """Raise ConfigError if the user's package, or a parameter that affects results, has changed since the run
+    started."""
     if known.code_sha256 != (found := own_code.sha256_of(config)):
         raise ConfigError(
             f"run.code = {config.run.code} (sha256 {found}) has changed since {out} was started (sha256 "
@@ -109,7 +135,6 @@ def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
             "free memory differently. Restore run.backend, or choose another --run-id",
             path="run.backend",
         )
-    return known
 
 
 def same_place(known: RunFile, config: Config, run_id: str, out: Path) -> None:

@@ -18,12 +18,12 @@ from flexfleet.config import PRIVATE, parse_with_algorithm, public
 from flexfleet.config.run_names import check_name
 from flexfleet.files.artifacts import EvaluationFile, History, RunFile, RunResult
 from flexfleet.files.measure import SHARES, highest
-from flexfleet.files.run_folder import MANIFEST, check_free, check_inputs, folder_lock, manifest_of
+from flexfleet.files.run_folder import MANIFEST, UNFINISHED, check_free, check_inputs, folder_lock, manifest_of
 from flexfleet.files.run_status import Tally, tally_in
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import missing
 from flexfleet.pipeline import keys, own_code
-from flexfleet.pipeline.check import check, check_loadable
+from flexfleet.pipeline.check import check, check_folders, check_loadable
 from flexfleet.pipeline.evaluate import evaluate
 from flexfleet.pipeline.federate import federate
 from flexfleet.pipeline.model_pool import model_pool
@@ -62,18 +62,18 @@ def run(
     need_packages(resolved)
     check_loadable(config)  # unlike `check`, this check also runs for a resumed run
     out = Path(config.run.store) / check_name(run_id, "run_id")
-    check_free(out, attempt.resume)
+    check_free(out, attempt.resume, unfinished=UNFINISHED)
     if (out / "central.json").exists():
         raise ConfigError(f"{out} contains a central training run. Choose another --run-id")
-    if not (out / "run.json").exists():  # run all checks before creating the folder
+    if known_run(config, out, attempt.resume) is None:  # run all checks before creating the folder
         if config.run.remote is None:
             check_recorded(store_of(config, run_id, out), out)
+        check_folders(config)
         check(resolved)
         _reach(resolved, run_id, out)
     with folder_lock(out), stopping_at_once("the same command with --resume continues"):
-        if (out / "run.json").exists():
-            if (known := known_run(config, out, attempt.resume)) is not None:
-                check_inputs(out, known)
+        if (known := known_run(config, out, attempt.resume)) is not None:
+            check_inputs(out, known)
         else:  # the steps before the rounds can be repeated after a kill
             if shared is not None:
                 adopt(resolved, shared, out)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.errors import ConfigError, first_line, masked
 
 KINDS = ("postgresql", "mysql", "mssql")
 """Address schemes of the database servers that MLflow supports, without the driver after `+`."""
@@ -52,6 +53,24 @@ def check_spelling(name: str, address: str) -> None:
             "%40, a space as %20, / as %2F, : as %3A and % as %25",
             path=name,
         )
+
+
+def check_url(name: str, address: str) -> None:
+    """Raise ConfigError if a study cannot use the address, for example because its scheme is unknown. `name` is the
+    parameter that contains the address."""
+    check_spelling(name, address)
+    with suppress(ImportError):  # without optuna, only the spelling can be checked
+        from sqlalchemy import make_url
+        from sqlalchemy.exc import ArgumentError
+
+        try:
+            make_url(address).get_dialect()
+        except (ArgumentError, ValueError) as error:
+            raise ConfigError(
+                f"{name} must be the URL of a database, such as sqlite:///study.db or postgresql://host/studies, got "
+                f"{masked(address)!r}: {first_line(error)}",
+                path=name,
+            ) from None
 
 
 @cache

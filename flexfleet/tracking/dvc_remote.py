@@ -1,5 +1,5 @@
 """Push files to the DVC remote `publish.dvc`, and fetch files and data sets with DVC. A pointer is a string with the
-contents of a `.dvc` file.
+contents of a `.dvc` file. A remote is the name of a remote in DVC's configuration, an address or a folder.
 
 Each push or pull uses a new scratch repository, because DVC locks a repository during an operation.
 """
@@ -20,11 +20,20 @@ from typing import Any
 
 import yaml
 
-from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure, FlexfleetError, IntegrityError, masked
+from fl_engine.core.errors import (
+    ConfigError,
+    DataError,
+    EnvironmentFailure,
+    FlexfleetError,
+    IntegrityError,
+    did_you_mean,
+    masked,
+)
 from fl_engine.core.system import hashed
 from fl_engine.core.text import read_yaml
 from fl_engine.datasets import data_root
-from fl_engine.storage.s3 import check_place, setting
+from fl_engine.storage.s3 import check_place
+from fl_engine.storage.s3_settings import setting
 from flexfleet.tracking.databases import causes
 from flexfleet.tracking.server import Client, code_of
 
@@ -53,7 +62,7 @@ def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
     the remote folder does not exist. Raises IntegrityError and does not create `out` if content is missing."""
     for text in pointers.values():
         checksum(text)
-    if "://" not in remote and not Path(remote).is_dir():
+    if "://" not in place_of(remote) and not Path(place_of(remote)).is_dir():
         raise ConfigError(f"publish.dvc: {place_of(remote)} must be an existing folder", path="publish.dvc")
     with _scratch(remote, IntegrityError) as (repo, folder):
         for name, text in pointers.items():
@@ -100,7 +109,8 @@ def _scratch(remote: str, missing: type[FlexfleetError]) -> Iterator[tuple[Any, 
             Repo.init(str(folder), no_scm=True).close()
             core = {"analytics": False, "remote": "here", "site_cache_dir": str(folder / ".dvc" / "site")}
             # DVC's configuration files must be ASCII, so options with paths are passed as arguments.
-            with Repo(str(folder), config={"core": core, "remote": {"here": _remote(remote)}}) as repo:
+            remotes = {**_remotes(), "here": _remote(remote)}
+            with Repo(str(folder), config={"core": core, "remote": remotes}) as repo:
                 yield repo, folder
         except FlexfleetError:
             raise
@@ -112,13 +122,49 @@ def _scratch(remote: str, missing: type[FlexfleetError]) -> Iterator[tuple[Any, 
             raise kind(f"DVC at {masked(remote)}: {type(reason).__name__}: {text}") from error
 
 
+def _remotes() -> dict[str, dict[str, Any]]:
+    """Map the names of the remotes in DVC's configuration to their options. The configuration consists of the files of
+    the user and of the DVC repository that contains the working directory."""
+    from dvc.config import Config
+    from dvc.exceptions import DvcException
+
+    try:
+        return {name: {**options, "url": str(options["url"])} for name, options in Config.from_cwd()["remote"].items()}
+    except DvcException as error:
+        raise ConfigError(f"DVC's configuration cannot be read: {masked(str(error))}", path="publish.dvc") from error
+
+
+def _known(remote: str) -> dict[str, Any] | None:
+    """Return the options of a remote in DVC's configuration, which `remote` names or whose address it is."""
+    return next((each for name, each in _remotes().items() if remote in (name, masked(each["url"]))), None)
+
+
+def check(remote: str) -> None:
+    """Raise ConfigError if the remote is neither a name in DVC's configuration nor an address nor a folder. Warn if it
+    is only the name of a new folder."""
+    if _known(remote) is not None:
+        return
+    check_place("publish.dvc", remote)
+    if "/" not in remote and not Path(remote).exists():
+        if names := sorted(_remotes()):
+            raise ConfigError(
+                f"publish.dvc must be a DVC remote ({', '.join(names)}), s3://bucket/prefix or a folder, got {remote!r}"
+                f"{did_you_mean(remote, names)}. Write ./{remote} for a new folder",
+                path="publish.dvc",
+            )
+        log.warning("publish.dvc: DVC has no remote %r here, so files are pushed to the folder ./%s", remote, remote)
+
+
 def place_of(remote: str) -> str:
-    """Return the address of the remote. If the remote is a folder, return its absolute path."""
-    return remote if "://" in remote else str(Path(remote).resolve())
+    """Return the address of the remote without its password. If the remote is a folder, return its absolute path."""
+    place = masked(str((_known(remote) or {"url": remote})["url"]))
+    return place if "://" in place else str(Path(place).resolve())
 
 
 def _remote(remote: str) -> dict[str, Any]:
     """Return the remote's options for DVC. With the option `verify`, DVC checks the md5 of downloaded files."""
+    if (known := _known(remote)) is not None:
+        return {**known, "verify": True}
     check_place("publish.dvc", remote)
     if "://" not in remote:
         return {"url": place_of(remote), "verify": True}

@@ -81,6 +81,7 @@ def test_a_resumed_run_keeps_the_recorded_bound(tmp_path: Path) -> None:
     assert load_config(None).settled(began).rounds.norm_bound == 5.0
     record = RunFile(run_id="a", config=began.model_dump(mode="json"), numerics={}, pool_sha256="", partition_sha256="")
     record.write(tmp_path / "run.json")
+    (tmp_path / "history.json").touch()
     assert known_run(load_config(None), tmp_path, resume=True) is not None
     with pytest.raises(ConfigError, match=r"rounds\.norm_bound"):
         known_run(load_config(None, ["rounds.norm_bound=null"]), tmp_path, resume=True)

@@ -87,6 +87,7 @@ def test_resumed_run_must_observe_memory_in_the_same_way(quick: Sequence[str], t
     began = config("run.backend=agents").model_dump(mode="json")
     sums = {"pool_sha256": "0" * 64, "partition_sha256": "1" * 64}
     RunFile(run_id="a", config=began, numerics={}, **sums).write(tmp_path / "run.json")
+    (tmp_path / "history.json").touch()
     assert known_run(config("run.backend=agents"), tmp_path, resume=True) is not None
     with pytest.raises(ConfigError, match=r"run\.backend"):
         known_run(config(), tmp_path, resume=True)
