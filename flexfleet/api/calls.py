@@ -21,7 +21,7 @@ from flexfleet.api.callbacks import Callback, Watching
 from flexfleet.config.run_names import check_name, new_name
 from flexfleet.files.doctor import EXTRAS
 from flexfleet.files.progress import hidden
-from flexfleet.files.terminal import expected, missing
+from flexfleet.files.terminal import expected, missing, set_log_format
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.resume import Attempt
 from flexfleet.pipeline.run import run as run_steps
@@ -81,6 +81,7 @@ def shown(progress: bool) -> Iterator[None]:
         if not (log.handlers or logging.getLogger().handlers):
             handler = logging.StreamHandler(sys.stderr)
             handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+            set_log_format([handler])
             log.addHandler(handler)
     try:
         yield

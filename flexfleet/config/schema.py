@@ -145,11 +145,13 @@ class RunConfig(Section):
     `remote`, and has its own credentials (FLEXFLEET_SECRETS_AWS_*). With null, the keys are stored in the run's folder,
     or in a Secret in the cluster if `backend` is kubernetes."""
     backend: Literal["in_process", "processes", "kubernetes", "agents"] = "in_process"
-    """Clients train in threads (`in_process`), worker processes (`processes`), pods (`kubernetes`) or enrolled devices
+    """Clients train in threads (`in_process`), worker processes (`processes`), pods (`kubernetes`) or devices
     (`agents`)."""
     patience_s: Annotated[Positive, Moves.EXECUTION] = 600.0
     """Seconds to wait for an unreachable server (S3, Kubernetes, MLflow) or for pods. After this time, the run stops
     and can be resumed."""
+    metrics_port: Annotated[int, Field(ge=1, le=65_535)] | None = None
+    """Port for the coordinator's Prometheus metrics (/metrics) and health (/healthz); null: no server."""
     code: Annotated[UserPath | None, Moves.PLACE] = None
     """Your own package (a folder with __init__.py, or a .py file). Worker processes and pods receive the package as a
     wheel, from which they import package.module:NAME."""

@@ -20,6 +20,7 @@ from fl_engine.core import allowed
 from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, Stopped
 from flexfleet.files.run_folder import folder_lock, how_to_resume
 from flexfleet.files.signals import STARTER, handled, stopping_at_once
+from flexfleet.files.terminal import LOG_FORMAT
 
 log = logging.getLogger("flexfleet")
 
@@ -174,7 +175,8 @@ def _start(command: Command, watched: int) -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=os.environ | ONE_THREAD | allowed.for_child() | {STARTER: str(watched)},
+            # `last_words` reads the log, so its format is text.
+            env=os.environ | ONE_THREAD | allowed.for_child() | {STARTER: str(watched), LOG_FORMAT: "text"},
             pass_fds=(watched,),
             process_group=0,
         )

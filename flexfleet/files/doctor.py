@@ -24,6 +24,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "export": (("onnx", "onnxruntime"), "the models of a run as ONNX, for devices"),
     "privacy": (("dp_accounting",), "what private aggregation spends: epsilon of every round"),
     "detection": (("faster_coco_eval",), "mAP, the metric where objects in images are to be found"),
+    "metrics": (("prometheus_client",), "Prometheus metrics of a coordinator: run.metrics_port"),
     "tensorboard": (("tensorboard",), "flexfleet.TensorBoardLogger"),
     "wandb": (("wandb",), "flexfleet.WandbLogger"),
     "testing": (("pytest", "hypothesis"), "the conformance suites: algorithms, networks, data, backends of your own"),

@@ -12,19 +12,31 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 import yaml
 
 from fl_engine.core import system
-from fl_engine.core.errors import BadInput, EnvironmentFailure, FlexfleetError, first_line, masked, out_of_memory
+from fl_engine.core.errors import (
+    BadInput,
+    ConfigError,
+    EnvironmentFailure,
+    FlexfleetError,
+    first_line,
+    masked,
+    out_of_memory,
+)
 from fl_engine.core.text import comment_of, path_of, read_yaml
 from flexfleet.config.dotted import Overrides, check_once, on_top, pair_of, place
 from flexfleet.files.doctor import EXTRAS
 from flexfleet.files.signals import end_with_starter
 
 log = logging.getLogger("flexfleet")
+
+LOG_FORMAT = "FLEXFLEET_LOG_FORMAT"
+"""Environment variable with the format of log lines."""
 
 
 def show(text: str) -> None:
@@ -149,9 +161,42 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def start_logging() -> None:
-    """Log to stderr, because results are printed to stdout."""
+    """Log to stderr, because results are printed to stdout. Raises ConfigError for an unknown FLEXFLEET_LOG_FORMAT."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    set_log_format(logging.getLogger().handlers)
     logging.getLogger("botocore").setLevel(logging.WARNING)  # botocore's INFO lines show where credentials are stored
+
+
+class JsonLines(logging.Formatter):
+    """Format each log record as a JSON object in one line, for programs that collect logs."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+        line = {"time": when, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            line["traceback"] = masked(self.formatException(record.exc_info))
+        return json.dumps(line)
+
+
+def set_log_format(handlers: Iterable[logging.Handler]) -> None:
+    """Let the handlers write JSON if FLEXFLEET_LOG_FORMAT is `json`. Python's warnings are then logged too. Raises
+    ConfigError for a value other than `json` and `text` (default)."""
+    kind = os.environ.get(LOG_FORMAT) or "text"
+    if kind not in ("text", "json"):
+        raise ConfigError(f"{LOG_FORMAT} must be text or json, got {kind!r}", path=LOG_FORMAT)
+    if kind == "json":
+        logging.captureWarnings(True)
+        for handler in handlers:
+            handler.setFormatter(JsonLines())
+
+
+def _print_last(text: str, level: int) -> None:
+    """Print the last message of a command to stderr, as a log line if log lines are JSON."""
+    with _read_or_not(sys.stderr):
+        if os.environ.get(LOG_FORMAT) == "json":
+            log.log(level, "%s", text.removeprefix("error: "))
+        else:
+            print(text, file=sys.stderr, flush=True)
 
 
 def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> None:
@@ -160,9 +205,9 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = 
     argv = sys.argv[1:] if argv is None else argv
     end_with_starter()
     _open_streams()
-    start_logging()
     sys.excepthook = _print_masked
     try:
+        start_logging()
         system.check_torch()
         sys.exit(main(argv))
     except Exception as error:
@@ -171,14 +216,12 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = 
             raise
         about = known.as_json()
         log.debug("traceback:", exc_info=error)
-        with _read_or_not(sys.stderr):
-            print(f"error: {about['message']}", file=sys.stderr, flush=True)
+        _print_last(f"error: {about['message']}", logging.ERROR)
         if "--json" in argv:
             show(json.dumps({"error": about}))
         sys.exit(known.exit_code)
     except KeyboardInterrupt as error:
-        with _read_or_not(sys.stderr):
-            print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr, flush=True)
+        _print_last(": ".join(["interrupted", *map(str, error.args)]), logging.WARNING)
         sys.exit(130)
 
 
@@ -205,7 +248,7 @@ def expected(error: Exception) -> FlexfleetError | None:
 
 
 def _print_masked(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    print(masked("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    _print_last(masked("".join(traceback.format_exception(kind, error, trace))).rstrip(), logging.CRITICAL)
 
 
 def missing(module: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from fl_engine.core.errors import BadInput, Diverged, FlexfleetError, GateFailed, InUse, Unreachable, masked
 from flexfleet.config.dotted import FIELDS
 from flexfleet.files.artifacts import EvaluationFile, History, RunFile, RunResult
-from flexfleet.files.terminal import expected
+from flexfleet.files.terminal import expected, set_log_format
 
 log = logging.getLogger("flexfleet")
 
@@ -45,6 +45,7 @@ def ending(again: str, form: Mapping[str, Any] = MappingProxyType({})) -> Iterat
         form: Parameters of the task: the values of the form, or at least `job_id`.
     """
     try:
+        set_log_format(logging.getLogger().handlers)
         yield
     except Exception as error:
         known = expected(error)

@@ -42,6 +42,7 @@ from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.profile import peaks_of
 from flexfleet.pipeline.resume import Attempt, devices_decide
 from flexfleet.tracking import record as track
+from flexfleet.tracking.prometheus import serving
 from flexfleet.tracking.trackers import Console, MLflow, Several, ending
 
 log = logging.getLogger("flexfleet")
@@ -73,7 +74,8 @@ def federate(
     run_id = check_name(out.absolute().name if run_id is None else run_id, "run_id")
     store = resume.store_of(config, run_id, out)
     lock = nullcontext() if locked else folder_lock(out)
-    with lock, nullcontext() if config.run.remote is None else run_lock.hold(store) as held:
+    served = serving(config, run_id) if attempt.metrics is None else nullcontext(attempt.metrics)
+    with served as metrics, lock, nullcontext() if config.run.remote is None else run_lock.hold(store) as held:
         if config.run.remote is not None:
             resume.fetch_run(store, out)  # download run.json, because the run may have started on another machine
         known = resume.known_run(config, out, attempt.resume)
@@ -142,7 +144,11 @@ def federate(
         console = Console(config.rounds.stop, done)
         with loop.resume_hint():  # run.json exists
             mlflow = track.start(config, record, out, attempt.tags, ledger.checkpoints.check_lock)
-        tracker = Several([console, *(each for each in (mlflow, attempt.observer) if each is not None)])
+        watcher = attempt.watcher
+        if metrics is not None:
+            metrics.begin(site.fleet, attempt.watcher)
+            watcher = metrics
+        tracker = Several([console, *(each for each in (metrics, mlflow, attempt.observer) if each is not None)])
         with ending(tracker, Replaced):  # after `Replaced`, another coordinator continues the MLflow run
             with loop.resume_hint():
                 if mlflow is not None:
@@ -187,7 +193,7 @@ def federate(
                         tracker,
                         should_stop=should_stop,
                         discard_damaged=attempt.discard_damaged,
-                        watcher=attempt.watcher,
+                        watcher=watcher,
                         on_result=console.heard,
                     )
                     if isinstance(backend, WorkerBackend) and backend.workers.numerics:

@@ -21,6 +21,7 @@ from flexfleet.files.artifacts import RunFile
 from flexfleet.files.run_folder import MANIFEST, check_same
 from flexfleet.pipeline import own_code
 from flexfleet.tracking import record as track
+from flexfleet.tracking.prometheus import RunMetrics
 
 log = logging.getLogger("flexfleet")
 
@@ -42,6 +43,8 @@ class Attempt:
     """Additional tracker, to which all metrics of the run are passed."""
     watcher: Watcher | None = None
     """Watcher, to which each round is passed before it is committed."""
+    metrics: RunMetrics | None = None
+    """Prometheus metrics that the caller serves; None if `federate` serves them."""
 
 
 def store_of(config: Config, run_id: str, out: Path) -> Store:

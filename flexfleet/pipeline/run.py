@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from flexfleet.reports.precisions import EXPORT
 from flexfleet.reports.report import report
 from flexfleet.tracking import dvc_remote
 from flexfleet.tracking import record as track
+from flexfleet.tracking.prometheus import serving
 
 log = logging.getLogger("flexfleet")
 
@@ -71,7 +73,9 @@ def run(
         check_folders(config)
         check(resolved)
         _reach(resolved, run_id, out)
-    with folder_lock(out), stopping_at_once("the same command with --resume continues"):
+    how = "the same command with --resume continues"
+    with serving(config, run_id) as metrics, folder_lock(out), stopping_at_once(how):
+        attempt = replace(attempt, metrics=metrics)
         if (known := known_run(config, out, attempt.resume)) is not None:
             check_inputs(out, known)
         else:  # the steps before the rounds can be repeated after a kill
@@ -113,6 +117,8 @@ def need_packages(resolved: Resolved) -> None:
         wanted |= dict.fromkeys(("onnx", "onnxruntime"), ", or --set publish.onnx=false")
     if privacy.is_private(resolved.algorithm):
         wanted["dp_accounting"] = ""
+    if config.run.metrics_port:
+        wanted["prometheus_client"] = ", or --set run.metrics_port=null"
     if config.publish.dvc:
         wanted["dvc"] = ", or --set publish.dvc=null"
     for package, hint in wanted.items():

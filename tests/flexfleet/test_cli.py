@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ def without(packages: Sequence[str], *argv: str) -> subprocess.CompletedProcess[
 HEAVY = (
     "onnx", "onnxruntime", "mkdocs", "dp_accounting", "faster_coco_eval", "h5py", "pytest", "hypothesis",
     "torch", "numpy", "safetensors", "sklearn", "mlflow", "matplotlib", "jinja2", "kfp", "kubernetes", "optuna", "dvc",
-    "tensorboard", "wandb",
+    "tensorboard", "wandb", "prometheus_client",
 )  # fmt: skip
 
 
@@ -261,3 +263,30 @@ def test_signal_raises_its_error_once(number: signal.Signals, raised: type[BaseE
             time.sleep(0.01)
             ended = True
     assert ended
+
+
+LOGS = """import logging, warnings
+from flexfleet.files import terminal
+def main(argv):
+    logging.getLogger("flexfleet").info("%s line", "a\\nlog")
+    warnings.warn("a warning")
+    raise {error}
+terminal.run_main(main, [])
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [("terminal.BadInput('wrong')", 2), ("KeyboardInterrupt()", 130), ("KeyError()", 1)]
+)
+def test_json_log_format_puts_each_event_on_a_line(error: str, code: int) -> None:
+    script, env = LOGS.format(error=error), os.environ | {"FLEXFLEET_LOG_FORMAT": "json"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert (done.returncode, lines[0]["message"]) == (code, "a\nlog line")
+    assert [line["level"] for line in lines[:2]] == ["info", "warning"] and len(lines) == 3
+    assert all(datetime.fromisoformat(line["time"]).tzinfo for line in lines)
+
+
+def test_unknown_log_format_is_refused(flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXFLEET_LOG_FORMAT", "xml")
+    assert flexfleet("list", "fleets").code == 2

@@ -73,7 +73,7 @@ def test_extras_are_imported_where_they_are_used(path: Path) -> None:
 
 
 FROM = {"dp_accounting": "dp-accounting", "sklearn": "scikit-learn", "yaml": "pyyaml"}
-FROM |= {"faster_coco_eval": "faster-coco-eval"}
+FROM |= {"faster_coco_eval": "faster-coco-eval", "prometheus_client": "prometheus-client"}
 """Packages whose modules have another name."""
 BROUGHT = {"botocore": "boto3", "urllib3": "boto3", "sqlalchemy": "optuna", "markupsafe": "jinja2"}
 BROUGHT |= {"pydantic_core": "pydantic", "requests": "kubernetes", "kfp_server_api": "kfp"}
