@@ -24,6 +24,9 @@ COORDINATOR_KEYS = (
 """Keys for tasks that run rounds. The additional credentials are for signing clients' URLs, and for the bucket with the
 run's key. S3_UNCHECKED permits a server that does not enforce signatures."""
 
+COORDINATOR = "app.kubernetes.io/name", "flexfleet-coordinator"
+"""Label of the pods of tasks that run rounds, by which Prometheus finds them (k8s/components/monitoring)."""
+
 MLFLOW_SECRET = SECRETS["FLEXFLEET_MLFLOW_SECRET"]
 """Secret with the variables from which MLflow reads its credentials."""
 MLFLOW_KEYS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
@@ -81,6 +84,8 @@ def on_cluster(*tasks: Any, retries: int = 3, keys: Sequence[str] = S3_KEYS, tra
         kubernetes.use_secret_as_env(each, S3_SECRET, {key: f"FLEXFLEET_{key}" for key in keys}, optional=True)
         kubernetes.use_secret_as_env(each, MLFLOW_SECRET, {key: key for key in MLFLOW_KEYS}, optional=True)
         kubernetes.set_image_pull_policy(each, "IfNotPresent")
+        if keys is COORDINATOR_KEYS:
+            kubernetes.add_pod_label(each, *COORDINATOR)
         for what in LOST:
             key = f"node.kubernetes.io/{what}"
             kubernetes.add_toleration(each, key, "Exists", effect="NoExecute", toleration_seconds=60)

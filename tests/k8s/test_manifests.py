@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import ipaddress
+import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -15,7 +17,9 @@ import pytest
 import yaml
 
 from fl_engine.remote.kubernetes import jobs
-from flexfleet.config import load_config
+from flexfleet.config import Config, load_config
+from flexfleet.kubeflow import retarget
+from flexfleet.tracking.prometheus import RunMetrics
 from tests.k8s import valid
 
 ROOT = Path(__file__).parents[2]
@@ -27,9 +31,12 @@ Resource = dict[str, Any]
 
 @cache
 def rendered(overlay: str) -> list[Resource]:
+    return built(ROOT / "k8s" / "overlays" / overlay)
+
+
+def built(folder: Path) -> list[Resource]:
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl, which renders the overlays")
-    folder = ROOT / "k8s" / "overlays" / overlay
     done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
@@ -207,3 +214,45 @@ def test_role_grants_exactly_what_the_backend_calls() -> None:
     (role,) = (d for d in yaml.safe_load_all((ROOT / "k8s/base/role.yaml").read_text()) if d["kind"] == "Role")
     granted = {(verb, kind) for rule in role["rules"] for verb in rule["verbs"] for kind in rule["resources"]}
     assert granted == called
+
+
+# ------------------------------------------------------------------------------------------------- monitoring
+MONITORING = ROOT / "k8s" / "components" / "monitoring"
+
+
+def test_monitoring_component_finds_every_coordinator() -> None:
+    monitor, policy = yaml.safe_load_all((MONITORING / "pod-monitor.yaml").read_text())
+    valid.validate(policy, VERSIONS[0])
+    labels = monitor["spec"]["selector"]["matchLabels"]
+    assert policy["spec"]["podSelector"]["matchLabels"] == labels
+    (endpoint,), (rule,) = monitor["spec"]["podMetricsEndpoints"], policy["spec"]["ingress"]
+    keep, address = endpoint["relabelings"]
+    assert address["replacement"] == f"$1:{rule['ports'][0]['port']}"
+    template = first_run()["spec"]["template"]
+    found = {template["spec"]["containers"][0]["name"]: template["metadata"]["labels"]}
+    for name in retarget.names():
+        executors = retarget.documents(retarget.shipped(name))[1]["platforms"]["kubernetes"]["deploymentSpec"][
+            "executors"
+        ]
+        (found["main"], *_) = (each["podMetadata"]["labels"] for each in executors.values() if "podMetadata" in each)
+    for container, of_pod in found.items():
+        assert re.fullmatch(keep["regex"], container) and labels.items() <= of_pod.items()
+
+
+def test_dashboard_shows_metrics_that_a_coordinator_exports() -> None:
+    families, ends = RunMetrics(Config(), "a").registry.collect(), {"counter": "_total", "info": "_info"}
+    exported = {family.name + ends.get(family.type, "") for family in families}
+    dashboard = json.loads((MONITORING / "dashboard.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [each["query"] for each in dashboard["templating"]["list"]]
+    used = {name for query in queries for name in re.findall("(?:flexfleet|process)_[a-z_]+", query)}
+    assert len(used) > 5 and used <= exported
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlay_with_monitoring_has_dashboard_and_monitor(overlay: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "k8s", tmp_path / "k8s")
+    file = tmp_path / "k8s" / "overlays" / overlay / "kustomization.yaml"
+    file.write_text(file.read_text() + "components:\n  - ../../components/monitoring\n")
+    new = [r for r in built(file.parent) if r not in rendered(overlay)]
+    assert sorted(r["kind"] for r in new) == ["ConfigMap", "NetworkPolicy", "PodMonitor"]
