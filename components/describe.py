@@ -23,15 +23,15 @@ WORDS = {"dataset": "data set", "model": "network", "algorithm": "algorithm"}
 PARAMS, FORM, ERRORS = ROOT / "params.yaml", ROOT / "pipelines" / "form.json", ROOT / "docs" / "reference" / "errors.md"
 ERRORS_HEAD = """# Errors
 
-An expected error is one line on stderr, `error: ...`. With `--json`, stdout is one object:
+An expected error is one line on stderr, `error: ...`. With `--json`, every error, also of usage and Ctrl-C, is one
+object on stdout:
 
 ```json
 {"error": {"code": "config.out_of_range", "path": "partition.alpha", "message": "...", "exit_code": 2}}
 ```
 
 `path` is the dotted name of the wrong parameter, or null. If several parameters are wrong, `errors` contains an object
-for each. Codes are stable; messages may change. In Python, every error is a `flexfleet.FlexfleetError` with
-`code`, `path` and `exit_code`.
+for each. Codes are stable; messages may change. In Python, errors are `flexfleet.FlexfleetError` with these fields.
 
 | code | exit code | cause | solution |
 |---|---|---|---|

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 
 def main() -> None:
-    """Call `cli.main`. Ctrl-C prints a single line instead of a traceback, even while modules are being imported."""
+    """Call `cli.main`. Ctrl-C prints a single line, and with `--json` an object on stdout, instead of a traceback, even
+    while modules are being imported."""
     try:
         from flexfleet.cli import main as cli
 
         cli.main()
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+        from fl_engine.core.errors import Interrupted
+
+        about = Interrupted("interrupted").as_json()
+        if "--json" in sys.argv:
+            print(json.dumps({"error": about}), flush=True)
+        print(about["message"], file=sys.stderr, flush=True)
         sys.exit(130)
 
 

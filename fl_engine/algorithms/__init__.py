@@ -25,7 +25,15 @@ from fl_engine.algorithms.qffl import QFFL
 from fl_engine.algorithms.quantized_fedavg import QuantizedFedAvg
 from fl_engine.algorithms.scaffold import Scaffold
 from fl_engine.algorithms.scalefl import ScaleFL
-from fl_engine.core.contracts import Algorithm
+from fl_engine.core.contracts import (
+    Algorithm,
+    ChoosesNetwork,
+    HasPersonalModels,
+    KeepsClientState,
+    MeasuresClients,
+    RemembersChanges,
+    Searched,
+)
 from fl_engine.core.registry import Contract
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
@@ -89,6 +97,7 @@ CONTRACT = Contract(
     ALGORITHMS | {name: ALGORITHMS[preset.algorithm] for name, preset in PRESETS.items()},
     Algorithm,
     needs=("training",),
+    optional=(ChoosesNetwork, RemembersChanges, Searched, MeasuresClients, KeepsClientState, HasPersonalModels),
 )
 """Attributes and methods that every algorithm must have."""
 

@@ -37,6 +37,7 @@ CODES: dict[str, tuple[str, str]] = {
     "model.untrainable": ("Your module cannot be trained.", "See docs/guides/own-networks.md."),
     "diverged": ("Weights or metrics are not finite.", "Choose a smaller `training.lr`."),
     "stopped": ("The run stopped on request.", "Continue with `--resume`."),
+    "interrupted": ("Ctrl-C ended the command.", "Continue with `--resume`."),
     "replaced": ("Another coordinator has taken over the run.", "Leave the run to that coordinator."),
     "integrity": ("A stored file differs from what the run recorded.", "Restore the file, or start a new run."),
     "too_large": ("A stored value is larger than expected.", "Find out who wrote the file."),
@@ -155,6 +156,13 @@ class Replaced(Stopped):
     """Raised if another coordinator has taken over the run. The old coordinator must not write to the run any more."""
 
     code = "replaced"
+
+
+class Interrupted(FlexfleetError):
+    """Describes the end of a command by Ctrl-C, for which Python raises KeyboardInterrupt."""
+
+    exit_code = 130
+    code = "interrupted"
 
 
 class IntegrityError(FlexfleetError):

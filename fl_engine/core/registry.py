@@ -6,6 +6,7 @@ and the attributes and methods that a class must have.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import json
@@ -26,6 +27,8 @@ T = TypeVar("T")
 
 COMPLETE = "complete"
 """Type of pydantic errors whose message already contains the invalid value."""
+SIMILAR = 0.8
+"""Minimum similarity of a misspelled method to the method that was meant, from 0 to 1."""
 UNKNOWN = "unknown_option"
 """Type of a pydantic error for an unknown option. The error's context contains the chosen `name`, the `known` options
 of this name, and `others`, the names whose options include the unknown option."""
@@ -77,6 +80,8 @@ class Contract(Generic[T]):
     """Protocol whose methods and attributes a chosen class must have."""
     needs: tuple[str, ...] = ()
     """Names of further fields that a chosen class must have."""
+    optional: tuple[type, ...] = ()
+    """Protocols whose methods a chosen class can also have."""
 
     def kind(self, name: str) -> type[T]:
         """Return the class `name`. Raises ConfigError if the class does not exist or does not meet the contract."""
@@ -94,7 +99,21 @@ class Contract(Generic[T]):
             )
         if missing := self.missing(kind):
             raise ConfigError(f"{self.what} {name!r} must define {', '.join(missing)}")
+        if name not in self.registry:
+            self._check_spelling(kind)
         return kind
+
+    def _check_spelling(self, kind: type) -> None:
+        """Raise ConfigError if a method's name is similar to a method that the class could override but does not."""
+        bases = [base for base in kind.__mro__[1:] if base is not object]
+        known = {*_members(self.protocol), *(name for base in (*bases, *self.optional) for name in vars(base))}
+        for name in (name for name, value in vars(kind).items() if callable(value) and name not in known):
+            meant = difflib.get_close_matches(name, known - set(vars(kind)), n=1, cutoff=SIMILAR)
+            if meant and not name.startswith("_"):
+                raise ConfigError(
+                    f"{kind.__name__}.{name} is not a method of {self.what}s (did you mean {meant[0]!r}?). Rename it",
+                    code="config.own_code",
+                )
 
     def missing(self, kind: type) -> list[str]:
         """Return the names of the contract's fields, methods and attributes that the dataclass `kind` does not have."""

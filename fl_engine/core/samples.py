@@ -21,7 +21,7 @@ IMAGE_AXES = 4
 BYTE = 255
 NEAR = 1e-3
 """Maximum distance of 255 * x from a whole number. The rounding errors of float32 are much smaller."""
-CHUNK = 2**20
+CHUNK = 2**18
 """Number of values that are checked or summed at once, which limits the memory for intermediate results."""
 
 

@@ -123,6 +123,23 @@ def quantity(text: str) -> Decimal:
     return Decimal(number) * UNITS[unit or ""] * Decimal(10) ** int(exponent or 0)
 
 
+OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+"""Pattern of names of Kubernetes objects."""
+
+
+def object_names(variable: str, environment: Mapping[str, str], most: int = 20) -> list[str]:
+    """Return the names of Kubernetes objects in a variable, which are separated by commas. Raises ConfigError for an
+    invalid name, or for more than `most` names."""
+    text = environment.get(variable, "")
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if len(names) > most or not all(map(OBJECT_NAME.fullmatch, names)):
+        expected = (
+            "the name of a Kubernetes object" if most == 1 else "names of Kubernetes objects, separated by commas"
+        )
+        raise ConfigError(f"{variable} must be {expected}, got {text!r}", path=variable)
+    return names
+
+
 def need_plain(numbers: Iterable[str]) -> None:
     """Raise ValueError for numbers with underscores or non-ASCII digits, which Python would accept."""
     if odd := next((number for number in numbers if "_" in number or not number.isascii()), None):

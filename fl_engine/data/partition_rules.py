@@ -252,5 +252,6 @@ def check_room(samples: int, clients: int, minimum: int) -> None:
     if clients < 1 or minimum < 1 or clients * minimum > samples:
         raise PartitionError(
             f"partition.clients={clients} with partition.minimum={minimum} requires {clients * minimum} samples, but "
-            f"only {samples} are available. Lower partition.clients, partition.minimum or partition.proxy"
+            f"only {samples} are available. Lower partition.clients or partition.minimum",
+            path="partition.clients",
         )

@@ -170,7 +170,8 @@ def _sources(data: Data, rest: Ints, clients: int) -> Ints:
     every, left = len(np.unique(sources)), len(np.unique(sources[rest]))
     if left < clients <= every:
         raise PartitionError(
-            f"partition.clients must be at most {left}, got {clients}. Lower partition.clients or partition.proxy"
+            f"partition.clients must be at most {left}, got {clients}. Lower partition.clients or partition.proxy",
+            path="partition.clients",
         )
     return sources[rest]
 

@@ -160,7 +160,8 @@ def moments(x: NDArray[np.float32], axis: int = -1) -> tuple[tuple[float, ...], 
     squares = np.zeros(x.shape[axis])
     step = rows_of_chunk(x.shape)
     for at in range(0, len(x), step):  # subtracting the mean from the whole array would allocate twice its memory
-        squares += np.square(x[at : at + step] - mean).sum(others)
+        part = x[at : at + step] - mean
+        squares += np.square(part, out=part).sum(others)
     std = np.sqrt(squares / (x.size // x.shape[axis]))
     pairs = [_rounded(float(m), float(s)) for m, s in zip(mean.ravel(), std, strict=True)]
     return tuple(m for m, _ in pairs), tuple(s for _, s in pairs)

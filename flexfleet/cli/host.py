@@ -105,7 +105,7 @@ def profile(args: argparse.Namespace) -> None:
         device=args.device,
     )
     text = device.text(measured)
-    show(json.dumps(asdict(measured)) if args.json else text.rstrip())
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text, encoding="utf-8")
+    show(json.dumps(asdict(measured)) if args.json else text.rstrip())

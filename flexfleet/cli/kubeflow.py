@@ -1,4 +1,4 @@
-"""Commands for Kubeflow: submit and nightly."""
+"""Commands for Kubeflow: submit, export-pipeline and nightly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from fl_engine.core.errors import ConfigError, FlexfleetError, Stopped, masked
+from fl_engine.core.errors import BadInput, ConfigError, FlexfleetError, Interrupted, Stopped, masked
 from flexfleet.cli.runs import tags_of
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import show
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 def submit(args: argparse.Namespace) -> int:
     if args.pipeline is not None:
         return _start(args)
+    if args.dry_run:
+        raise BadInput("--dry-run requires the name of a pipeline, such as `flexfleet submit train --dry-run`")
     if args.follow is not None:
         return follow(args, args.follow)
     from flexfleet.kubeflow.client import connected
@@ -65,9 +67,12 @@ def _start(args: argparse.Namespace) -> int:
     else:
         config = load_config(None, overrides)
     values = given(args.pipeline, config, overrides)
+    values |= {"advanced": values["advanced"] | label_overrides} | fields
+    if args.dry_run:
+        return _show_dry_run(args, values)
     submitted = start(
         args.pipeline,
-        values | {"advanced": values["advanced"] | label_overrides} | fields,
+        values,
         host=args.host,
         namespace=args.namespace,
         experiment=args.experiment,
@@ -82,6 +87,34 @@ def _start(args: argparse.Namespace) -> int:
     command = _follow_command(args, submitted.run_id)
     show(json.dumps(asdict(submitted)) if args.json else f"to follow the run: {command}")
     return 0
+
+
+def _show_dry_run(args: argparse.Namespace, values: Mapping[str, Any]) -> int:
+    """Print the pipeline that `submit` would upload, and the parameters of the run that it would start."""
+    from flexfleet.kubeflow.submit import checked
+
+    text, version, parameters = checked(args.pipeline, values)
+    if args.json:
+        about = {"pipeline": args.pipeline, "version": version, "parameters": parameters, "yaml": text}
+        show(json.dumps(about))
+        return 0
+    show(text.rstrip("\n"))
+    print(f"{args.pipeline} {version}, not submitted; parameters: {json.dumps(parameters)}", file=sys.stderr)
+    return 0
+
+
+def export_pipeline(args: argparse.Namespace) -> None:
+    from flexfleet.kubeflow.submit import exported
+
+    text, version = exported(args.pipeline)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text, encoding="utf-8")
+    if args.json:
+        where = {"yaml": text} if args.out is None else {"out": str(args.out)}
+        show(json.dumps({"pipeline": args.pipeline, "version": version, **where}))
+    else:
+        show(text.rstrip("\n") if args.out is None else f"{args.pipeline} {version}: {args.out}")
 
 
 def _printer(args: argparse.Namespace) -> Callable[[str], None]:
@@ -105,8 +138,10 @@ def follow(
         with stopping_at_once():
             followed = follow_run(run_id, host=args.host, retries=retries, report=_printer(args))
     except (KeyboardInterrupt, Stopped) as stopped:
-        print(f"stopped following the run, which continues. {again}", file=sys.stderr)
-        return 143 if isinstance(stopped, Stopped) else 130  # Do not return 3, which means that the run was terminated.
+        ended = Interrupted(f"stopped following the run, which continues. {again}")
+        if isinstance(stopped, Stopped):  # The exit code must not be 3, which means that the run was terminated.
+            ended.exit_code = 143
+        raise ended from None
     except FlexfleetError as error:
         raise type(error)(f"{error}. {again}") from error
     if args.json:

@@ -1,4 +1,4 @@
-"""Commands that list parameters and names, or write initial files: init, params, list, completion."""
+"""Commands that list parameters and names, or write initial files: init, params, list."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
+from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,10 +97,10 @@ def algorithms() -> dict[str, str]:
     return dict(sorted(({name: _first_sentence(kind) for name, kind in ALGORITHMS.items()} | presets).items()))
 
 
-def models() -> dict[str, str]:
-    from fl_engine.models import MODELS
-
-    return {name: _first_sentence(kind) for name, kind in sorted(MODELS.items())}
+def registered(module: str, registry: str) -> dict[str, str]:
+    """Describe each entry of a registry, such as `CODECS` in `fl_engine.codecs`."""
+    entries: Mapping[str, Any] = getattr(import_module(module), registry)
+    return {name: _first_sentence(kind) for name, kind in sorted(entries.items())}
 
 
 def datasets() -> dict[str, str]:
@@ -134,9 +136,27 @@ def suites() -> dict[str, str]:
     return found
 
 
+def backends() -> dict[str, str]:
+    """Describe each value of `run.backend`."""
+    return {
+        "in_process": "Threads of the command train the clients",
+        "processes": "Worker processes on this machine train the clients",
+        "kubernetes": "Pods train the clients (section `kubernetes`)",
+        "agents": "Invited devices train with their own data (section `agents`)",
+    }
+
+
 LISTS: Mapping[str, Callable[[], dict[str, str]]] = {
-    "algorithms": algorithms, "models": models, "datasets": datasets, "fleets": fleets, "suites": suites
-}  # fmt: skip
+    "algorithms": algorithms,
+    "models": partial(registered, "fl_engine.models", "MODELS"),
+    "datasets": datasets,
+    "fleets": fleets,
+    "suites": suites,
+    "aggregations": partial(registered, "fl_engine.aggregation.rules", "AGGREGATIONS"),
+    "selections": partial(registered, "fl_engine.selection", "SELECTIONS"),
+    "codecs": partial(registered, "fl_engine.codecs", "CODECS"),
+    "backends": backends,
+}
 
 
 def _first_sentence(kind: Any) -> str:
@@ -145,20 +165,3 @@ def _first_sentence(kind: Any) -> str:
     if not own or own.startswith(f"{kind.__name__}("):  # @dataclass generated the docstring.
         own = sys.modules[kind.__module__].__doc__ or ""
     return re.split(r"\.\s+(?=[A-Z`])", " ".join(own.split("\n\n")[0].split()))[0].rstrip(".")
-
-
-def completion(args: argparse.Namespace) -> None:
-    """Print a completion script for a shell, which also completes the names of algorithms, networks and data sets."""
-    import shtab
-
-    script: argparse.ArgumentParser = args.parser()
-    (commands,) = (a for a in script._actions if isinstance(a, argparse._SubParsersAction))
-    names = {option: sorted(LISTS[f"{option}s"]()) for option in ("algorithm", "model", "dataset")}
-    for command in commands.choices.values():
-        for action in command._actions:
-            if action.dest in names and action.choices is None:
-                action.choices = names[action.dest]
-            if action.type is Path:
-                action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE
-    text = shtab.complete(script, shell=args.shell)
-    show(json.dumps({"shell": args.shell, "script": text}) if args.json else text)

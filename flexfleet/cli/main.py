@@ -11,7 +11,7 @@ from pathlib import Path
 import fl_engine
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.text import at_home, path_of
-from flexfleet.cli import host, kubeflow, listing, many_runs, runs
+from flexfleet.cli import completion, host, kubeflow, listing, many_runs, runs
 from flexfleet.config.dotted import SHORT, STUDY
 from flexfleet.files import terminal
 from flexfleet.worker.__main__ import add_options
@@ -22,7 +22,7 @@ DESCRIPTION = """Model-heterogeneous federated learning on AIoT devices.
   flexfleet run --algorithm all_large    train FedAvg, to compare with FlexFL
   flexfleet report runs/a runs/b         show two runs on one page
   flexfleet list algorithms              list algorithms; also models, datasets,
-                                         fleets, suites
+                                         fleets, suites, aggregations, ...
   flexfleet params rounds                show the parameters for rounds
   flexfleet init                         write a params.yaml with all parameters
   flexfleet compare --algorithms flexfl,all_large --seeds 0,1,2
@@ -39,6 +39,18 @@ one table and on one page.
 
 --set a.b=value applies to all runs, --set LABEL:a.b=value to one variant. Each
 run is stored in <run.store>/<id>/<label>-s<seed>/.
+"""
+
+EXPORT = """Write the YAML of a pipeline, adapted to the cluster that environment variables
+describe. Upload the file in Kubeflow's UI. `flexfleet submit` uploads the same YAML.
+
+  FLEXFLEET_IMAGE            image of the tasks and of the clients' pods
+  FLEXFLEET_PULL_SECRETS     Secrets for the image's registry: name,name
+  FLEXFLEET_TASK_NODES       labels of the tasks' nodes: label=value,...
+  FLEXFLEET_PRIORITY_CLASS   priority class of the clients' pods
+  FLEXFLEET_SERVICE_ACCOUNT  service account of the tasks (only submit, nightly)
+
+docs/guides/kubeflow.md describes these and all other variables.
 """
 
 
@@ -139,6 +151,16 @@ def parser() -> argparse.ArgumentParser:
     action.add_argument("--logs", metavar="RUN_ID", help="print the logs of a run's tasks")
     add_kubeflow(c)
     c.add_argument("--run-name", metavar="NAME", help="name of the run (default: the pipeline and its version)")
+    c.add_argument(
+        "--dry-run", action="store_true", help="check the parameters, and print the pipeline's YAML; do not connect"
+    )
+
+    c = plain(
+        "export-pipeline", kubeflow.export_pipeline, "write a pipeline's YAML for this cluster, for Kubeflow's UI"
+    )
+    c.description, c.formatter_class = EXPORT, argparse.RawDescriptionHelpFormatter
+    c.add_argument("pipeline", help="train, compare, tune or nightly")
+    c.add_argument("--out", type=path_of, metavar="FILE", help="file to write (default: stdout)")
 
     c = plain("nightly", kubeflow.nightly, "schedule a nightly regression run on Kubeflow, and disable older schedules")
     c.add_argument("--cron", default="0 0 2 * * *", help="six fields in UTC, seconds first (default: 0 0 2 * * *)")
@@ -212,11 +234,13 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("word", nargs="?", metavar="WORD", help="part of a name, choice or description, or an algorithm")
     terminal.add_short(c, ("model", "algorithm"))
 
-    c = plain("list", listing.list_, "list algorithms, models, data sets, fleets or suites")
+    c = plain("list", listing.list_, "list algorithms, models, data sets, fleets, suites and other components")
     c.add_argument("what", choices=tuple(listing.LISTS))
 
     c = plain(
-        "completion", listing.completion, 'print the completion script of a shell: eval "$(flexfleet completion bash)"'
+        "completion",
+        completion.completion,
+        'print the completion script of a shell: eval "$(flexfleet completion bash)"',
     )
     c.add_argument("shell", choices=("bash", "zsh", "fish"))
     c.set_defaults(parser=parser)

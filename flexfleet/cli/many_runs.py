@@ -113,7 +113,7 @@ def regress(args: argparse.Namespace) -> int:
         run = nightly.prepare(args.suite, id, args.set)
         log.info("folder: %s", run.folder)
         verdict = nightly.regress(run, jobs=args.jobs, resume=args.resume)
-    show(verdict.model_dump_json() if args.json else verdict.text(every=True))
+    show(verdict.model_dump_json() if args.json else verdict.text(every=not args.quiet))
     if not verdict.passed:
         webhook.call(verdict.text())
     return 0 if verdict.passed else GateFailed.exit_code

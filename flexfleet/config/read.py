@@ -216,7 +216,8 @@ def _check_own_functions(config: Config) -> None:
                 message = f"run.strategy must be single or auto, because {path} processes one client at a time"
                 raise ConfigError(message, code="config.conflict", path="run.strategy")
     if config.training.optimizer is not None and config.run.precision == "fp16":
-        message = f"run.precision must not be fp16 with {user_code.OPTIMIZER}, because fp16 supports only SGD. Set amp"
+        cure = "because fp16 supports only SGD. Set run.precision=amp"
+        message = f"run.precision must not be fp16 with {user_code.OPTIMIZER}, {cure}"
         raise ConfigError(message, code="config.conflict", path="run.precision")
 
 

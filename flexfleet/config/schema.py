@@ -181,7 +181,7 @@ class RunConfig(Section):
                 f"run.devices must all have the same type, such as [cpu], because the type affects rounding, got {got}"
             )
         if self.strategy == "batched" and (self.precision == "fp16" or kinds != ["cpu"]):
-            raise ValueError("run.strategy=batched requires CPUs and a precision other than fp16. Set it to auto")
+            raise ValueError("run.strategy=batched requires CPUs and must not use fp16. Set run.strategy=auto")
         return self
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import io
 import json
@@ -24,8 +25,10 @@ from fl_engine.core.errors import (
     ConfigError,
     EnvironmentFailure,
     FlexfleetError,
+    Interrupted,
     first_line,
     masked,
+    nearest,
     out_of_memory,
 )
 from fl_engine.core.text import comment_of, path_of, read_yaml
@@ -57,11 +60,37 @@ def _read_or_not(stream: TextIO) -> Iterator[None]:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser that raises BadInput for wrong arguments, so that `run_main` reports them like all other errors."""
+    """A parser that raises BadInput for wrong arguments, so that `run_main` reports them like all other errors.
+
+    Messages suggest the most similar option or value. Unknown arguments are an error of the subcommand's parser, so
+    that the usage of the subcommand is printed.
+    """
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         raise BadInput(message)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        if options:
+            self.error(", ".join(f"unknown option {name}{self._similar(name)}" for name in dict.fromkeys(options)))
+        if unknown:
+            self.error(f"unexpected arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def _similar(self, name: str) -> str:
+        """Return a hint such as ` (did you mean --jobs?)`. The dashes do not count towards the similarity."""
+        word, known = name.strip("-"), {option.strip("-"): option for option in self._option_string_actions}
+        if found := difflib.get_close_matches(word, known, n=1):
+            return f" (did you mean {known[found[0]]}?)"
+        if "set" in known:
+            return f" (`flexfleet params {word.replace('-', '_')}` finds parameters for --set)"
+        return " (options must follow the command)" if self._subparsers else ""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"unknown value {value!r}{nearest(str(value), action.choices)}")
 
 
 def add_config(p: argparse.ArgumentParser) -> None:
@@ -200,9 +229,10 @@ def _print_last(text: str, level: int) -> None:
 
 
 def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> None:
-    """Run a command and exit. Expected errors are printed as one line on stderr, and with `--json` also as an object on
-    stdout. Unexpected errors are printed with a traceback, in which passwords in addresses are masked."""
+    """Run a command and exit. Expected errors are printed as one line on stderr. Unexpected errors are printed with a
+    traceback, in which passwords in addresses are masked. With `--json`, every error is also an object on stdout."""
     argv = sys.argv[1:] if argv is None else argv
+    as_json = any(len(word) > 2 and "--json".startswith(word) for word in argv)  # argparse accepts abbreviations
     end_with_starter()
     _open_streams()
     sys.excepthook = _print_masked
@@ -210,19 +240,17 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = 
         start_logging()
         system.check_torch()
         sys.exit(main(argv))
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         known = expected(error)
+        about = (known or FlexfleetError(f"{type(error).__name__}: {first_line(error)}")).as_json()
+        if as_json:
+            show(json.dumps({"error": about}))
         if known is None:
             raise
-        about = known.as_json()
         log.debug("traceback:", exc_info=error)
-        _print_last(f"error: {about['message']}", logging.ERROR)
-        if "--json" in argv:
-            show(json.dumps({"error": about}))
+        is_stop = isinstance(known, Interrupted)
+        _print_last(f"{'' if is_stop else 'error: '}{about['message']}", logging.WARNING if is_stop else logging.ERROR)
         sys.exit(known.exit_code)
-    except KeyboardInterrupt as error:
-        _print_last(": ".join(["interrupted", *map(str, error.args)]), logging.WARNING)
-        sys.exit(130)
 
 
 def _open_streams() -> None:
@@ -234,10 +262,12 @@ def _open_streams() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def expected(error: Exception) -> FlexfleetError | None:
+def expected(error: BaseException) -> FlexfleetError | None:
     """Convert an expected error to a FlexfleetError. Returns None if the error is a bug."""
     if isinstance(error, FlexfleetError):
         return error
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted(": ".join(["interrupted", *map(str, error.args)]))
     if isinstance(error, ModuleNotFoundError):
         return EnvironmentFailure(missing(str(error.name)))
     if isinstance(error, OSError):

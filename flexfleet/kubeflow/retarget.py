@@ -16,7 +16,7 @@ import yaml
 
 from fl_engine import __version__
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.text import quantity
+from fl_engine.core.text import object_names, quantity
 
 DEFAULT_IMAGE = f"ghcr.io/flexfleet/flexfleet:{__version__}"
 SECRETS = {
@@ -35,11 +35,14 @@ of tasks by these values."""
 DATA = "/data"
 """Mount path of the data sets. FLEXFLEET_DATA_CLAIM names the volume claim that contains the data sets."""
 
-LINKS = ("FLEXFLEET_KUBEFLOW_UI", "FLEXFLEET_MLFLOW_UI")
-"""Environment variables with the addresses of web UIs, which are used in links."""
+PASSED = tuple(
+    f"FLEXFLEET_{name}" for name in ("KUBEFLOW_UI", "MLFLOW_UI", "PULL_SECRETS", "PRIORITY_CLASS", "LOG_FORMAT")
+)
+"""Environment variables that the tasks also get: the addresses of web UIs, settings of the clients' pods, and the
+format of log lines."""
 VARIABLES = (
     *SECRETS,
-    *LINKS,
+    *PASSED,
     *(f"FLEXFLEET_{name}" for name in ("IMAGE", "DATA_CLAIM", "TASK_NODES", "TRAIN_GPU")),
     *(f"FLEXFLEET_{kind}_{what}" for kind, sizes in SIZES.items() for what in sizes),
 )
@@ -71,8 +74,10 @@ def retarget(text: str, environment: Mapping[str, str]) -> str:
     spec, platform = documents(text)
     named = {default: environment.get(variable) or default for variable, default in SECRETS.items()}
     nodes = _nodes(environment.get("FLEXFLEET_TASK_NODES", ""))
+    pull_secrets = object_names("FLEXFLEET_PULL_SECRETS", environment)
+    object_names("FLEXFLEET_PRIORITY_CLASS", environment, most=1)
     claim = environment.get("FLEXFLEET_DATA_CLAIM")
-    links = {name: environment[name] for name in LINKS if environment.get(name)}
+    passed = {name: environment[name] for name in PASSED if environment.get(name)}
     tasks = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     for key, executor in spec["deploymentSpec"]["executors"].items():
         if "container" not in executor:
@@ -80,7 +85,7 @@ def retarget(text: str, environment: Mapping[str, str]) -> str:
         container, settings = executor["container"], tasks[key]
         image = container["image"] = environment.get("FLEXFLEET_IMAGE") or container["image"]
         variables = {each["name"]: each["value"] for each in container["env"]} | {"FLEXFLEET_IMAGE": image}
-        variables |= links
+        variables |= passed
         variables |= {"FLEXFLEET_DATA": DATA} if claim else {}
         container["env"] = [{"name": name, "value": value} for name, value in variables.items()]
         container["resources"] = _resources(container["resources"], environment)
@@ -90,6 +95,11 @@ def retarget(text: str, environment: Mapping[str, str]) -> str:
         if claim:
             name = {"runtimeValue": {"constant": claim}}
             settings["pvcMount"] = [{"constant": claim, "mountPath": DATA, "pvcNameParameter": name}]
+        if pull_secrets:
+            settings["imagePullSecret"] = [
+                {"secretName": name, "secretNameParameter": {"runtimeValue": {"constant": name}}}
+                for name in pull_secrets
+            ]
         if nodes:
             settings["nodeSelector"] = {"labels": dict(nodes)}
     comments = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))

@@ -17,7 +17,7 @@ from typing import Any
 
 from fl_engine import __version__
 from fl_engine.core.errors import ConfigError, did_you_mean, nearest
-from fl_engine.core.text import need_plain
+from fl_engine.core.text import need_plain, object_names
 from flexfleet.config import Config
 from flexfleet.config import form as forms
 from flexfleet.config.dotted import LISTED, SHORT, STUDY, no_passwords
@@ -133,9 +133,16 @@ def submit(
         experiment_id = client.create_experiment(experiment, namespace=namespace).experiment_id
         run = client.run_pipeline(
             experiment_id, run_name or f"{name}-{version}", params=parameters, pipeline_id=pipeline_id,
-            version_id=version_id,
+            version_id=version_id, service_account=_service_account(),
         )  # fmt: skip
     return Submitted(run.run_id, link(host, "runs", run.run_id), name, version, uploaded)
+
+
+def _service_account() -> str | None:
+    """Return the service account of the tasks' pods; None for Kubeflow's default."""
+    for name in object_names("FLEXFLEET_SERVICE_ACCOUNT", os.environ, most=1):
+        return name
+    return None
 
 
 def upload(client: Any, name: str, version: str, text: str, namespace: str | None) -> tuple[str, str, bool]:
@@ -171,8 +178,15 @@ def checked(name: str, parameters: Mapping[str, Any]) -> tuple[str, str, dict[st
     values = {field: value for field, value in parameters.items() if field not in own}
     if own:
         values["advanced"] = {LISTED[field]: parameters[field] for field in own} | advanced
+    return *exported(name), values
+
+
+def exported(name: str) -> tuple[str, str]:
+    """Return the YAML of a shipped pipeline, adapted to the cluster in the environment variables, and its version.
+    Raises ConfigError if the pipeline does not exist, or if a variable is malformed."""
+    _fields(name)
     text = retarget(shipped(name), os.environ)
-    return text, f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}", values
+    return text, f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def _check_values(name: str, values: Mapping[str, Any]) -> None:
@@ -252,7 +266,8 @@ def schedule(
             f"{', '.join(named)} must not be set in a schedule, because all scheduled runs would continue the same run"
         )
     text, version, parameters = checked(pipeline, parameters)
-    settings = json.dumps([pipeline, version, parameters, cron], sort_keys=True)
+    account = _service_account()
+    settings = json.dumps([pipeline, version, parameters, cron, *([account] if account else [])], sort_keys=True)
     description = f"flexfleet nightly, settings {hashlib.sha256(settings.encode()).hexdigest()[:12]}"
     with connected(host) as client, without_links():
         pipeline_id, version_id, _ = upload(client, pipeline, version, text, namespace)
@@ -263,7 +278,7 @@ def schedule(
         same = next((each for each in enabled if each.description == description), None)
         new = same or client.create_recurring_run(
             experiment_id, name, description, cron_expression=cron, no_catchup=True, max_concurrency=1,
-            params=parameters, pipeline_id=pipeline_id, version_id=version_id,
+            params=parameters, pipeline_id=pipeline_id, version_id=version_id, service_account=account,
         )  # fmt: skip
         others = [each for each in enabled if each.recurring_run_id != new.recurring_run_id]
         for each in others:

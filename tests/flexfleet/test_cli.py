@@ -17,8 +17,11 @@ from typing import Any
 import pytest
 
 import fl_engine
+from fl_engine.backends import BACKENDS
 from fl_engine.core.errors import Stopped
 from fl_engine.datasets import DATASETS
+from flexfleet.cli.listing import LISTS
+from flexfleet.files import terminal
 from flexfleet.files.doctor import EXTRAS
 from flexfleet.files.signals import stopping_at_once
 from tests.harness.processes import refused
@@ -32,6 +35,65 @@ def test_wrong_arguments_are_bad_input(flexfleet: Any, argv: list[str]) -> None:
     done = flexfleet(*argv, "--json")
     assert done.code == 2 and done.json["error"]["code"] == "input"
     assert "usage: flexfleet" in done.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["compare", "--jbs", "2"], "--jobs"),
+        (["run", "--josn=1"], "--json"),
+        (["list", "model"], "'models'"),
+        (["rum"], "'run'"),
+        (["run", "--kd-weight=3"], "flexfleet params kd_weight"),
+    ],
+)
+def test_usage_error_shows_the_command_and_a_hint(flexfleet: Any, argv: list[str], hint: str) -> None:
+    done = flexfleet(*argv)
+    assert done.code == 2 and hint in done.err.splitlines()[-1]
+    assert done.err.startswith("usage: flexfleet" if argv == ["rum"] else f"usage: flexfleet {argv[0]} ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "exit_code"), [(KeyboardInterrupt("resume"), "interrupted", 130), (KeyError("bug"), "error", 1)]
+)
+def test_interrupt_and_bug_are_json_objects(
+    capsys: pytest.CaptureFixture[str], error: BaseException, code: str, exit_code: int
+) -> None:
+    def fail(_: Sequence[str]) -> int:
+        raise error
+
+    with pytest.raises((SystemExit, KeyError)):
+        terminal.run_main(fail, ["run", "--json"])
+    found = json.loads(capsys.readouterr().out)["error"]
+    assert (found["code"], found["exit_code"]) == (code, exit_code) and str(error.args[0]) in found["message"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("run --set rounds.mo", "rounds.mode=buffered rounds.mode=synchronous"),
+        ("run --set rounds.mode =", "buffered synchronous"),
+        ("run --set algorithm.kd_w", "algorithm.kd_weight="),
+        ("compare --algorithms flexfl,hetero", "flexfl,heterofl"),
+        ("compare --algorithms flexfl,no_kd = flexf", "flexfl"),
+        ("run --algorithm = heterof", "heterofl"),
+        ("submit tra", "train"),
+        ("list codec", "codecs"),
+    ],
+)
+def test_bash_completes_the_last_word(flexfleet: Any, words: str, expected: str) -> None:
+    """Bash passes `=` as a word of its own."""
+    script = flexfleet("completion", "bash").out
+    given = " ".join(map(repr, ["flexfleet", *words.split()]))
+    script += f"COMP_WORDS=({given}) COMP_CWORD={len(words.split())}\n_flexfleet\necho ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert sorted(done.stdout.split()) == expected.split(), done.stderr
+
+
+@pytest.mark.parametrize("what", LISTS)
+def test_list_describes_every_component(flexfleet: Any, what: str) -> None:
+    found = flexfleet("list", what, "--json").json[what]
+    assert found and all(found.values()) and (what != "backends" or found.keys() == BACKENDS.keys())
 
 
 def without(packages: Sequence[str], *argv: str) -> subprocess.CompletedProcess[str]:

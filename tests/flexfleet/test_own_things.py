@@ -78,6 +78,18 @@ class Undecorated(FedAvg):
     q: float = 1.0
 
 
+@dataclass(frozen=True)
+class Misspelled(FedAvg):
+    def merg(self, state, plan, results, server):
+        return super().merge(state, plan, results, server)
+
+
+@dataclass(frozen=True)
+class MisspelledState(FedAvg):
+    def client_states(self, family, pool):
+        return {}
+
+
 NOT_AN_ALGORITHM = 3
 
 
@@ -134,6 +146,13 @@ def test_options_without_the_dataclass_decorator_are_refused(plugin: str) -> Non
         with pytest.raises(ConfigError, match="Undecorated") as error:
             load_config(None, [f"algorithm.name={plugin}:Undecorated", *more])
         assert error.value.code == "config.own_code"
+
+
+@pytest.mark.parametrize(("name", "meant"), [("Misspelled", "merge"), ("MisspelledState", "client_state")])
+def test_misspelled_method_of_an_algorithm_is_refused(plugin: str, name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=repr(meant)) as error:
+        load_config(None, [f"algorithm.name={plugin}:{name}"])
+    assert error.value.code == "config.own_code"
 
 
 @pytest.mark.parametrize("section", ["algorithm", "model"])

@@ -51,6 +51,24 @@ def test_tiers_with_equal_settings_share_a_class() -> None:
     assert names(weak=NodePool(cpu="1")) == names(), "as the defaults are"
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_pods_get_the_settings_of_the_platform(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXFLEET_PULL_SECRETS", "registry,mirror")
+    monkeypatch.setenv("FLEXFLEET_PRIORITY_CLASS", "batch-low")
+    monkeypatch.setenv("FLEXFLEET_LOG_FORMAT", "json")
+    job = made(KubernetesConfig(image="i"), PodClass("weak", NodePool()))
+    valid.validate(job, version)
+    pod = job["spec"]["template"]["spec"]
+    assert (pod["imagePullSecrets"], pod["priorityClassName"]) == (
+        [{"name": "registry"}, {"name": "mirror"}],
+        "batch-low",
+    )
+    assert {"name": "FLEXFLEET_LOG_FORMAT", "value": "json"} in pod["containers"][0]["env"]
+    monkeypatch.setenv("FLEXFLEET_PRIORITY_CLASS", "Low")
+    with pytest.raises(ConfigError):
+        jobs.template(None)
+
+
 def test_client_of_one_device_has_a_class_bound_to_its_node() -> None:
     options = KubernetesConfig(placement="device", hostname="pi-{client}")
     for client, of in jobs.classes(FLEET, options).items():

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import pytest
 from google.protobuf import json_format
 from kfp.components import load_component_from_text
+from kfp.kubernetes.kubernetes_executor_config_pb2 import KubernetesExecutorConfig
 from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineSpec
 
 from components import describe
@@ -174,7 +175,8 @@ def test_variables_set_cpu_memory_and_gpu() -> None:
 
 def test_variables_set_nodes_data_and_secrets() -> None:
     given = {"FLEXFLEET_TASK_NODES": "kubernetes.io/arch=amd64,disk=fast", "FLEXFLEET_DATA_CLAIM": "sets"}
-    given |= {"FLEXFLEET_KUBEFLOW_UI": "https://kubeflow"}
+    given |= {"FLEXFLEET_KUBEFLOW_UI": "https://kubeflow", "FLEXFLEET_PRIORITY_CLASS": "low"}
+    given |= {"FLEXFLEET_PULL_SECRETS": "here, there"}
     given |= {f"FLEXFLEET_{what}_SECRET": f"my-{what}" for what in ("S3", "MLFLOW", "TUNE")}
     spec, platform = documents(retarget(shipped("tune"), given))
     executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
@@ -185,7 +187,11 @@ def test_variables_set_nodes_data_and_secrets() -> None:
         assert settings["pvcMount"][0]["mountPath"] == "/data"
         env = spec["deploymentSpec"]["executors"][key]["container"]["env"]
         assert {"name": "FLEXFLEET_DATA", "value": "/data"} in env
-        assert {"name": "FLEXFLEET_KUBEFLOW_UI", "value": "https://kubeflow"} in env
+        passed = ("FLEXFLEET_KUBEFLOW_UI", "FLEXFLEET_PRIORITY_CLASS", "FLEXFLEET_PULL_SECRETS")
+        assert all({"name": name, "value": given[name]} in env for name in passed)
+        config = json_format.ParseDict(settings, KubernetesExecutorConfig())  # refuses unknown fields, as Kubeflow does
+        secrets = [each.secret_name_parameter for each in config.image_pull_secret]
+        assert [each.runtime_value.constant.string_value for each in secrets] == ["here", "there"]
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -196,7 +202,8 @@ def test_retargeting_without_variables_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize(
     ("variable", "value"),
     [("TRAIN_CPU", "two"), ("TASK_MEMORY", "nan"), ("TASK_CPU", "0"), ("TRAIN_GPU", "a=b"), ("TRAIN_GPU", "1"),
-     ("TRAIN_GPU", "nvidia.com/gpu=0"), ("TASK_NODES", "fast"), ("TASK_NODES", "=fast"), ("TRAIN_CPU", "16:2")],
+     ("PULL_SECRETS", "a b"), ("PRIORITY_CLASS", "a,b"), ("TRAIN_GPU", "nvidia.com/gpu=0"),
+     ("TASK_NODES", "fast"), ("TASK_NODES", "=fast"), ("TRAIN_CPU", "16:2")],
 )  # fmt: skip
 def test_malformed_variable_is_refused(variable: str, value: str) -> None:
     with pytest.raises(ConfigError):

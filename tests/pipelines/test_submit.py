@@ -16,6 +16,7 @@ from fl_engine.core.errors import Unreachable
 from flexfleet.config import Config, load_config
 from flexfleet.config.dotted import SHORT
 from flexfleet.config.form import config_from, parameters_of
+from flexfleet.kubeflow.retarget import documents
 from flexfleet.kubeflow.submit import Scheduled, form, schedule, submit
 from tests.pipelines.kubeflow import drops, takes_and
 
@@ -60,6 +61,26 @@ def test_submit_sends_parameters_that_differ_from_defaults(
     argv = ("--param", "algorithms=flexfl,no_kd=flexfl")
     flexfleet("submit", "compare", "--host", host, *argv, sets=[f"{path}={own[path]}" for path in own]).ok()
     assert server.runs[2]["runtime_config"]["parameters"]["advanced"] == own
+
+
+def test_dry_run_prints_the_yaml_that_submit_uploads(
+    kubeflow: tuple[Any, str], flexfleet: Any, own_folder: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, host = kubeflow
+    monkeypatch.setenv("FLEXFLEET_PULL_SECRETS", "registry")
+    monkeypatch.setenv("FLEXFLEET_SERVICE_ACCOUNT", "tasks")
+    argv = ("submit", "train", "--host", host)
+    dry = flexfleet(*argv, "--dry-run", "--json", sets=["rounds.stop=7"]).ok().json
+    assert server.heard == [] and dry["parameters"]["rounds"] == 7
+    assert flexfleet("submit", "--terminate", "r1", "--dry-run").code == 2
+    flexfleet("export-pipeline", "train", "--out", "new/train.yaml").ok()
+    assert Path("new/train.yaml").read_text() == dry["yaml"] == flexfleet("export-pipeline", "train").ok().out
+    flexfleet(*argv, sets=["rounds.stop=7"]).ok()
+    (run,), (version,) = server.runs, server.versions
+    spec, platform = documents(dry["yaml"])
+    assert version["pipeline_spec"] == {"pipeline_spec": spec, "platform_spec": platform}
+    assert (version["display_name"], run["service_account"]) == (dry["version"], "tasks")
+    assert run["runtime_config"]["parameters"] == dry["parameters"]
 
 
 @dataclass(frozen=True)

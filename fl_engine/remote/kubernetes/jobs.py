@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from pathlib import Path
 import yaml
 
 from fl_engine.core.errors import ConfigError, did_you_mean
-from fl_engine.core.text import quantity, read_yaml
+from fl_engine.core.text import object_names, quantity, read_yaml
 from fl_engine.core.types import Device
 from fl_engine.remote.kubernetes.cluster import Resource
 from fl_engine.remote.settings import KubernetesConfig, NodePool
@@ -92,7 +93,8 @@ def job_name(run: str, round: str | None, of: PodClass, number: int) -> str:
 
 
 def template(path: str | None) -> Resource:
-    """Read the template for the Jobs, by default `TEMPLATE`. Raises ConfigError if the template is not valid."""
+    """Read the template for the Jobs, by default `TEMPLATE`, and add the platform's settings from the environment.
+    Raises ConfigError if the template or a setting is not valid."""
     file = Path(path) if path else TEMPLATE
     try:
         found: Resource = read_yaml(file.read_text("utf-8"))
@@ -103,7 +105,20 @@ def template(path: str | None) -> Resource:
         needs = "a Job with a container `client` and a volume `invitation`"
         text = f"kubernetes.template {file} must be {needs}: {type(error).__name__} {error}"
         raise ConfigError(text, path="kubernetes.template") from error
+    _add_platform(found["spec"]["template"]["spec"], os.environ)
     return found
+
+
+def _add_platform(pod: Resource, environment: Mapping[str, str]) -> None:
+    """Add the settings that `flexfleet.kubeflow.retarget` passes to the coordinator's task."""
+    pull_secrets = [{"name": name} for name in object_names("FLEXFLEET_PULL_SECRETS", environment)]
+    if pull_secrets:
+        pod["imagePullSecrets"] = [*pod.get("imagePullSecrets", []), *pull_secrets]
+    for name in object_names("FLEXFLEET_PRIORITY_CLASS", environment, most=1):
+        pod["priorityClassName"] = name
+    if log_format := environment.get("FLEXFLEET_LOG_FORMAT"):
+        container = next(c for c in pod["containers"] if c["name"] == CLIENT)
+        container["env"].append({"name": "FLEXFLEET_LOG_FORMAT", "value": log_format})
 
 
 def check(options: KubernetesConfig, tiers: Sequence[str]) -> None:
