@@ -53,7 +53,8 @@ def run(
         local_epochs: Number of local epochs of each client in a round.
         learning_rate: Learning rate of the clients.
         seed: Seed for all random decisions.
-        mlflow_uri: MLflow's address (default: sqlite:///mlflow.db). options={"tracking.mlflow": None} disables it.
+        mlflow_uri: MLflow's address (default: MLFLOW_TRACKING_URI, or sqlite:///mlflow.db if this variable is not set).
+            options={"tracking.mlflow": None} disables it.
         store_uri: Folder that contains all runs (default: `runs`), or s3://bucket/prefix for the ledgers of the runs.
         options: All other parameters by dotted name, e.g. {"training.momentum": 0.9}.
         config: Path of a params.yaml, or a mapping with its sections. Keywords and options override `config`.

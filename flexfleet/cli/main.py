@@ -191,6 +191,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("names", nargs="*", metavar="NAME", help="names of data sets, or the ID of an MLflow run")
     c.add_argument("--root", metavar="DIR", help="data folder (default: FLEXFLEET_DATA, or ~/.cache/flexfleet/data)")
     c.add_argument("--out", type=path_of, metavar="DIR", help="folder for the files of a run (default: runs/ID)")
+    terminal.add_short(c, ("mlflow_uri",))
 
     c = add("status", runs.status, "show the progress of runs, and the state of invited devices")
     c.add_argument(

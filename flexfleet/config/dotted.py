@@ -109,7 +109,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def platform_uri() -> str | None:
-    """Return MLFLOW_TRACKING_URI, which Kubeflow's plugin sets for each task, without its password."""
+    """Return MLFLOW_TRACKING_URI, which the user or Kubeflow's plugin sets, without its password."""
     return masked(os.environ.get("MLFLOW_TRACKING_URI", "")).rstrip("/") or None
 
 

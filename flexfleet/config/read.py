@@ -35,7 +35,7 @@ from fl_engine.rounds import buffer
 from fl_engine.storage import code
 from fl_engine.storage.store import sha256
 from fl_engine.training import user_code
-from flexfleet.config.dotted import INSTEAD, applied, leaves, mapped, merged, parse_sets
+from flexfleet.config.dotted import INSTEAD, applied, leaves, mapped, merged, parse_sets, platform_uri
 from flexfleet.config.explain import config_error
 from flexfleet.config.schema import PRIVATE, Config, TrackingConfig
 
@@ -145,7 +145,7 @@ def _unknown_names(values: Mapping[str, Any]) -> list[ConfigError]:
 
 def _filled_in(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Replace the name of a fleet by its tiers, so that run.json contains the tiers. Replace `run.devices=auto` by this
-    machine's device. If MLflow is not installed, replace the default of `tracking.mlflow` by null."""
+    machine's device, and `tracking.mlflow=auto` by an address (see `_tracking_uri`)."""
     sections = {
         name: dict(values[name]) for name in ("fleet", "run", "tracking") if isinstance(values.get(name), Mapping)
     }
@@ -154,10 +154,20 @@ def _filled_in(values: Mapping[str, Any]) -> Mapping[str, Any]:
         fleet["tiers"] = adapter(tuple[Tier, ...]).dump_python(named(fleet["tiers"]), mode="json")
     if run.get("devices") in ("auto", ["auto"]):
         run["devices"] = ["cuda" if torch.cuda.is_available() else "cpu"]
-    if tracking.get("mlflow") == TrackingConfig().mlflow and find_spec("mlflow") is None:
-        _log_untracked()
-        tracking["mlflow"] = None
+    if tracking.get("mlflow") == TrackingConfig().mlflow:
+        tracking["mlflow"] = _tracking_uri()
     return {**values, **sections}
+
+
+def _tracking_uri() -> str | None:
+    """Return the address of MLflow from MLFLOW_TRACKING_URI. If this variable is not set, return a local database, or
+    None if MLflow is not installed."""
+    if given := platform_uri():
+        return given
+    if find_spec("mlflow") is None:
+        _log_untracked()
+        return None
+    return "sqlite:///mlflow.db"
 
 
 @cache

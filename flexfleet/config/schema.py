@@ -186,10 +186,10 @@ class RunConfig(Section):
 
 
 class TrackingConfig(Section):
-    mlflow: UserPath | None = "sqlite:///mlflow.db"
-    """MLflow tracking URI; null for no tracking."""
+    mlflow: UserPath | None = "auto"
+    """MLflow tracking URI. auto: MLFLOW_TRACKING_URI, or sqlite:///mlflow.db if unset. null: no tracking."""
     experiment: str | None = None
-    """Name of the experiment; null for the name from Kubeflow, or <dataset>-<model>-<partition> outside Kubeflow."""
+    """Name of the experiment; null for MLFLOW_EXPERIMENT_NAME, Kubeflow's name, or <dataset>-<model>-<partition>."""
 
 
 class Range(Section):

@@ -24,7 +24,7 @@ from flexfleet.config.dotted import Overrides, on_top
 from flexfleet.config.run_names import check_name
 from flexfleet.experiments import published_suites
 from flexfleet.files.artifacts import Strict
-from flexfleet.tracking.server import platform_experiment
+from flexfleet.tracking.server import named_experiment, platform_experiment
 
 FOLDER = Path(__file__).with_name("nightly_suites")
 METRICS = {
@@ -138,7 +138,7 @@ def nightly_run(path: Path, id: str, overrides: Mapping[str, Any], more_seeds: t
                 path="publish.models",
             )
         tracking = config.tracking
-        if tracking.experiment is None and platform_experiment(tracking.mlflow) is None:
+        if not (tracking.experiment or named_experiment() or platform_experiment(tracking.mlflow)):
             tracking = tracking.model_copy(update={"experiment": f"regression-{path.stem}"})
         return config.model_copy(update={"tracking": tracking})
 

@@ -21,7 +21,7 @@ from fl_engine.datasets import stored_data
 from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.config import Config
 from flexfleet.files.artifacts import RunFile
-from flexfleet.tracking.server import PARENT, Client, active_run, address, connect, platform_of
+from flexfleet.tracking.server import PARENT, Client, active_run, address, connect, named_experiment, platform_of
 from flexfleet.tracking.trackers import JOB, TOKEN, MLflow
 
 MLFLOW_UI = "FLEXFLEET_MLFLOW_UI"
@@ -31,10 +31,11 @@ COMMIT = "mlflow.source.git.commit"
 
 
 def experiment(config: Config) -> str:
-    """Return the name of the MLflow experiment from the configuration or the platform. If neither sets a name, it
-    consists of the data set (with a fingerprint for the user's own data), the network and the partition rule."""
+    """Return the name of the MLflow experiment from the configuration, MLFLOW_EXPERIMENT_NAME or the platform. If none
+    of them sets a name, it consists of the data set (with a fingerprint for the user's own data), the network and the
+    partition rule."""
     uri = config.tracking.mlflow
-    if given := config.tracking.experiment or (uri and platform_of(uri)[0]):
+    if given := config.tracking.experiment or named_experiment() or (uri and platform_of(uri)[0]):
         return given
     data = stored_data.display_name(config.dataset.name, config.dataset.root)
     if data != config.dataset.name:

@@ -108,6 +108,11 @@ def is_platforms(uri: str) -> bool:
     return masked(uri).rstrip("/") == platform_uri()
 
 
+def named_experiment() -> str | None:
+    """Return MLFLOW_EXPERIMENT_NAME; None if this variable is not set."""
+    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or None
+
+
 def platform_experiment(uri: str | None) -> str | None:
     """Return MLFLOW_EXPERIMENT_ID; None if `uri` is not the address in MLFLOW_TRACKING_URI."""
     return os.environ.get("MLFLOW_EXPERIMENT_ID") or None if uri is not None and is_platforms(uri) else None

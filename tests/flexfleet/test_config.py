@@ -25,7 +25,7 @@ from tests.harness.settings import refused, refused_at, written
 
 # --------------------------------------------------------------------------------------------------- defaults
 def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
-    assert load_config(written(tmp_path, "# nothing\n")) == Config()
+    assert load_config(written(tmp_path, "# nothing\n")) == load_config()
 
 
 # ---------------------------------------------------------------------------------------------- unknown names

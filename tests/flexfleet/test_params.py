@@ -133,7 +133,7 @@ def test_completion(flexfleet: Any, shell: str) -> None:
 def test_the_parameters_are_the_defaults_with_their_meaning(flexfleet: Any, tmp_path: Path) -> None:
     done = flexfleet("init", "new/place", "--json")
     assert (done.code, json.loads(done.out)) == (0, {"files": ["new/place/params.yaml"]})
-    assert load_config(tmp_path / "new/place/params.yaml") == Config()
+    assert load_config(tmp_path / "new/place/params.yaml") == load_config()
     assert "# Epochs that a client trains per round." in (tmp_path / "new/place/params.yaml").read_text()
 
 

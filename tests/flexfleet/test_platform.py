@@ -23,7 +23,7 @@ from flexfleet.tracking.server import PARENT
 
 @pytest.fixture(autouse=True)
 def _on_no_platform(own_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TRACKING_URI", "EXPERIMENT_ID", "RUN_ID"):
+    for name in ("TRACKING_URI", "EXPERIMENT_ID", "EXPERIMENT_NAME", "RUN_ID"):
         monkeypatch.delenv(f"MLFLOW_{name}", raising=False)
 
 
@@ -72,9 +72,19 @@ def test_an_empty_address_is_the_platforms_and_a_given_one_wins(monkeypatch: pyt
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.kubeflow:5000")
     assert form().tracking.mlflow == "http://mlflow.kubeflow:5000"
     assert config_from({"mlflow_uri": "http://mine:5000"}, {}).tracking.mlflow == "http://mine:5000"
-    assert load_config(None).tracking.mlflow == "sqlite:///mlflow.db", "the command line's default stays"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     assert form().tracking.mlflow is None
+
+
+def test_environment_counts_if_nothing_else_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.yaml").write_text("tracking: {mlflow: null, experiment: own}")
+    assert load_config().tracking.mlflow == "sqlite:///mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://them:5000")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
+    assert load_config().tracking.mlflow == "http://them:5000" and track.experiment(load_config()) == "theirs"
+    assert load_config(None, ["tracking.mlflow=sqlite:///mlflow.db"]).tracking.mlflow == "sqlite:///mlflow.db"
+    own = load_config(tmp_path / "own.yaml")
+    assert own.tracking.mlflow is None and track.experiment(own) == "own"
 
 
 def test_configuration_has_no_password_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:

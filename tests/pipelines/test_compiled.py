@@ -21,7 +21,7 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.data.partitioning import PartitionConfig
 from fl_engine.datasets import DATASETS
 from fl_engine.models import MODELS
-from flexfleet.config import Config
+from flexfleet.config import load_config
 from flexfleet.config.dotted import SHORT
 from flexfleet.config.form import comparison_from, config_from
 from flexfleet.kubeflow.retarget import VARIABLES, documents, retarget, shipped
@@ -107,7 +107,7 @@ def test_form_defaults_are_the_configuration() -> None:
     assert set(values) == {*SHORT, "run_id", "advanced"}
     given = {name: values[name] for name in SHORT}
     assert config_from(given, values["advanced"]) == config_from({"mlflow_uri": ""}, {})
-    assert config_from(given | {"mlflow_uri": "sqlite:///mlflow.db"}, values["advanced"]) == Config()
+    assert config_from(given | {"mlflow_uri": "sqlite:///mlflow.db"}, values["advanced"]) == load_config()
 
 
 def test_all_tasks_but_the_first_are_retried() -> None:

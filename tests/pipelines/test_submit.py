@@ -176,7 +176,7 @@ def test_form_gives_the_same_configuration_in_the_task(values: dict[str, Any]) -
     parameters, advanced = parameters_of(config)
     there = config_from(json.loads(json.dumps(parameters)), json.loads(json.dumps(advanced)))
     if "tracking.mlflow" not in values:
-        there = there.model_copy(update={"tracking": Config().tracking})
+        there = there.model_copy(update={"tracking": config.tracking})
     assert there == config
 
 
