@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from functools import partial
 from typing import Any
 
@@ -128,3 +128,18 @@ def _check_keywords(name: str, target: Any, options: Mapping[str, Any], keywords
 def options_of(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a `model` section that are options of the network."""
     return {name: value for name, value in model.items() if name not in ("name", INIT)}
+
+
+def with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all options of the network that a `model` section describes, including the defaults of the network."""
+    kind: Any = model_kind(model)
+    defaults = {
+        field.name: field.default_factory() if callable(field.default_factory) else field.default
+        for field in fields(kind)
+        if field.name not in OWN and field.init
+    }
+    if (target := _own_module(model)) is not None:
+        defaults = {
+            name: each.default for name, each in module_options(target).items() if each.default is not each.empty
+        }
+    return {name: value for name, value in defaults.items() if value is not MISSING} | options_of(model)

@@ -129,12 +129,10 @@ class Comparison:
 
     @property
     def table(self) -> DataFrame:
-        figures = comparison_report.metrics(self._file)
-        rows = []
+        figures, rows = comparison_report.figures(self._file), []
         for label, found in self._file.results.items():
-            own = {name.removesuffix(f"/{label}"): v for name, v in figures.items() if name.endswith(f"/{label}")}
             about = {"label": label, "algorithm": found.algorithm, **found.varied, **found.at}
-            rows.append({**about, "seeds": len(self.seeds), **own})
+            rows.append({**about, "seeds": len(self.seeds), **figures[label]})
         return table(rows)
 
     @cached_property

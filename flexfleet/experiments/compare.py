@@ -91,7 +91,7 @@ def run_comparison(
     with resumable(folder, resume_id or id):
         mlflow = begin(runs, id, {PARENT: parent} if parent else {})
         with ending(mlflow):
-            tags = {"flexfleet.comparison": id, **({PARENT: mlflow.root} if mlflow else {})}
+            tags = {track.COMPARISON: id, **({PARENT: mlflow.root} if mlflow else {})}
             _execute(runs, references, tags, at_once, options, execute or side_by_side, how_to_resume(resume_id or id))
             central = [*central, *(entry.folder for entry in references)]
             trained = read_central(central, runs) if central else None
@@ -119,7 +119,12 @@ def begin(runs: Sequence[PlannedRun], id: str, tags: Mapping[str, str], run_id: 
     another task has started the MLflow run, `run_id` is its ID."""
     config = runs[0].config
     store = FolderStore(folder_of(runs).resolve()) if config.run.remote is None else open_store(config.run.remote)
-    about = {"flexfleet.comparison": id, "flexfleet.store": store.uri(), **tags}
+    note = (
+        f"Compares variants: {track.task_of(config)}. The table variants.json has a row for each variant. The steps of "
+        "the metrics variants/* are the numbers of these rows. To see one curve for each variant, group the runs of the "
+        "experiment by the tag algorithm."
+    )
+    about = {track.NOTE: note, track.COMPARISON: id, "flexfleet.store": store.uri(), **tags}
     return track.begin_parent(config, "comparison", id, store, about, run_id)
 
 
@@ -349,7 +354,7 @@ def run_pair(file: PairsFile, number: str, shared: Path, out: Path, job_id: str)
     entry, id = pair.entry, pair.comparison
     if file.commit is not None:
         track.check_code(file.commit, id)
-    tags = {"flexfleet.comparison": id, **({PARENT: file.parent} if file.parent else {})}
+    tags = {track.COMPARISON: id, **({PARENT: file.parent} if file.parent else {})}
     result = run_one(entry, shared / id / pair.shared, {**tags, **track.of_job(entry.config, job_id)})
     ignore = shutil.ignore_patterns("rounds", "states", ".lock", str(Path(keys.IN_RUN).parent))
     shutil.copytree(entry.folder, out, ignore=ignore, dirs_exist_ok=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fl_engine.datasets import stored_data
 from fl_engine.storage.store import FolderStore
@@ -44,6 +45,8 @@ UNIFORMITY_NOTE = (
     "sampled: simulated times of all clients that sent an update, even a late update. compute, communication: parts of "
     f"these times. merged: only merged updates. real clock: measured times; {NONE} if clients train together."
 )
+CHARTS = ("avg", "full", "best_avg", "best_full", "mb_down", "mb_up", "waste", "seconds_simulated", "seconds")
+"""Metrics of a comparison that MLflow shows as charts. The table of the comparison has all metrics."""
 BRIEF = ("dataset.name", "model.name", "partition.rule", "partition.clients")
 
 
@@ -223,24 +226,36 @@ def page(c: ComparisonFile, drawings: Mapping[str, str]) -> str:
 
 # ------------------------------------------------------------------------------------------------- MLflow
 def log(c: ComparisonFile, mlflow: MLflow, out: Path) -> ComparisonFile:
-    """Log the metrics and FILES to the comparison's MLflow run."""
+    """Log the metrics, the table and FILES to the comparison's MLflow run.
+
+    The metrics `variants/*` of all variants share a chart, because the step of a metric is the number of the variant.
+    The table has all metrics in one row for each variant.
+    """
     tracked = c.model_copy(update={"mlflow_run_id": mlflow.run_id})
     tracked.write(out / "comparison.json")
-    log_outcome(mlflow.client, mlflow.run_id, metrics(c), {}, [str(out / name) for name in FILES])
+    rows: list[dict[str, Any]] = []
+    for label, each in figures(c).items():
+        # MLflow's UI does not show the values of columns whose names contain a dot.
+        rows.append({"step": len(rows) + 1, "variant": label, **{k.replace(".", "_"): v for k, v in each.items()}})
+    mlflow.table(list(dict.fromkeys(name for row in rows for name in row)), rows, "variants.json")
+    for name in CHARTS:
+        mlflow.chart(f"variants/{name}", {row["step"]: row[name] for row in rows if name in row})
+    log_outcome(mlflow.client, mlflow.run_id, {}, {}, [str(out / name) for name in FILES])
     mlflow.finish("FINISHED")
     return tracked
 
 
-def metrics(c: ComparisonFile) -> dict[str, float]:
-    """Return metrics for MLflow, such as `full/flexfl` (mean over the seeds) and `full_std/flexfl` (standard
-    deviation). Accuracies are numbers from 0 to 1.
+def figures(c: ComparisonFile) -> dict[str, dict[str, float]]:
+    """Map each variant to its metrics, such as `full` (mean over the seeds) and `full_std` (standard deviation).
+    Accuracies are numbers from 0 to 1.
 
-    `full_mae/flexfl` is the mean absolute error in regression tasks. `seeds_to_0.6/flexfl` is the number of seeds for
-    which the full model reaches the accuracy 0.6, and `rounds_to_0.6/flexfl` is a mean over these seeds.
+    `full_mae` is the mean absolute error in regression tasks. `seeds_to_0.6` is the number of seeds for which the full
+    model reaches the accuracy 0.6, and `rounds_to_0.6` is a mean over these seeds.
     """
-    out: dict[str, float] = {}
+    out: dict[str, dict[str, float]] = {}
     beside = further(c)
     for label, r in c.results.items():
+        own = out[label] = dict[str, float]()
         spreads = {
             "avg": r.last.avg,
             "full": r.last.full,
@@ -253,12 +268,12 @@ def metrics(c: ComparisonFile) -> dict[str, float]:
             **r.phases,
         }
         for one in r.reached:
-            out[f"seeds_to_{one.accuracy:g}/{label}"] = float(len(one.seeds))
             for name in ("rounds", "seconds_simulated", "mb_down", "mb_up"):
                 spreads[f"{name}_to_{one.accuracy:g}"] = getattr(one, name)
         for name, spread in spreads.items():
             if spread is not None:
-                out[f"{name}/{label}"] = spread.mean
+                own[name] = spread.mean
                 if spread.std is not None:
-                    out[f"{name}_std/{label}"] = spread.std
+                    own[f"{name}_std"] = spread.std
+        own |= {f"seeds_to_{one.accuracy:g}": float(len(one.seeds)) for one in r.reached}
     return out

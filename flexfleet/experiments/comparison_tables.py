@@ -1,25 +1,19 @@
 """Create the tables of a comparison, and find the options that differ between variants.
 
-Options are the parameters of the configuration and of the algorithm, including defaults. Options of `training` have the
-values that the algorithm actually uses; for example, FedSGD trains one local step. If `algorithm.selection` is null,
-the algorithm's own selection strategy is listed.
+Options are all parameters of a run, including the defaults of the algorithm and the network.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from types import MappingProxyType
 from typing import Any
 
-from pydantic_core import to_jsonable_python
-
-from fl_engine.core.allowed import OURS
-from fl_engine.core.contracts import Algorithm
-from fl_engine.core.fields import Moves, adapter
+from fl_engine.core.fields import Moves
 from fl_engine.core.types import Pool
 from fl_engine.rounds import timing
-from flexfleet.config import Config, algorithm, flatten, moves
+from flexfleet.config import Config, algorithm, moves
+from flexfleet.config.options import options_of
 from flexfleet.experiments import ranking
 from flexfleet.experiments.comparison_file import ComparisonFile, Spread, Summary, further, further_of
 from flexfleet.files.measure import Measure, decimals
@@ -257,46 +251,20 @@ def seconds(s: Spread | None) -> str:
 def differences(configs: Mapping[str, Config], pools: Mapping[str, Pool]) -> Differences:
     """Return the options that differ between the configurations. `pools` maps labels to pools of sub-models. Raises
     ConfigError."""
-    options = {label: options_of(config, algorithm(config), pools[label]) for label, config in configs.items()}
+    options = {
+        label: {
+            key: value
+            for key, value in options_of(config, algorithm(config), pools[label]).items()
+            if key not in IDENTITY and moves(key) not in NO_EFFECT
+        }
+        for label, config in configs.items()
+    }
     found: Differences = {}
     for name in dict.fromkeys(name for each in options.values() for name in each):
         values = {label: each[name] for label, each in options.items() if name in each}
         if len({plain(value) for value in values.values()}) > 1:
             found[name] = values
     return found
-
-
-def options_of(config: Config, method: Algorithm, pool: Pool) -> dict[str, Any]:
-    """Map dotted names of all options to values. The value of a strategy is its name, or a mapping with the name and
-    the changed options if these differ from the defaults."""
-    own: dict[str, Any] = {}
-    for field in fields(method):  # type: ignore[arg-type]
-        value = getattr(method, field.name)
-        if field.name == "training":
-            own |= {f"training.{each.name}": _value(getattr(value, each.name)) for each in fields(value)}
-        else:
-            own[f"algorithm.{field.name}"] = _value(value)
-    if own.get("algorithm.selection", NONE) is None and hasattr(method, "selector"):
-        own["algorithm.selection"] = _value(method.selector(pool))
-    rest = {
-        key: value
-        for key, value in flatten(config).items()
-        if not key.startswith("algorithm.") and not any(key.startswith(f"{whole}.") for whole in own)
-    }
-    return {key: value for key, value in (rest | own).items() if key not in IDENTITY and moves(key) not in NO_EFFECT}
-
-
-def _value(value: Any) -> Any:
-    """Convert the value to JSON types."""
-    plain_value, kind = to_jsonable_python(value, fallback=str), type(value)
-    if not is_dataclass(value):
-        return plain_value
-    ours = kind.__module__.partition(".")[0] in OURS
-    # A user's class may inherit `name` from a flexfleet class, so identify the user's class by its import path.
-    if (name := plain_value.get("name") if ours else f"{kind.__module__}:{kind.__qualname__}") is None:
-        return plain_value
-    given = adapter(kind).dump_python(value, mode="json", exclude_defaults=True, exclude={"name"})
-    return {"name": name, **given} if given else name
 
 
 def as_table(found: Differences, labels: Sequence[str]) -> Table:

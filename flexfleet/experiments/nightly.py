@@ -240,7 +240,8 @@ def begin(nightly: NightlyRun, tags: Mapping[str, str], run_id: str | None = Non
     """Start or continue the MLflow run of the nightly regression run, and add `tags`. Returns None if tracking is off.
     If another task has started the MLflow run, `run_id` is its ID."""
     commit = track.commit()
-    about = {"flexfleet.suite": nightly.name, **({track.COMMIT: commit} if commit else {}), **tags}
+    note = f"Nightly regression run of the suite {nightly.name}."
+    about = {track.NOTE: note, track.SUITE: nightly.name, **({track.COMMIT: commit} if commit else {}), **tags}
     return track.begin_parent(nightly.config, "regression", nightly.id, nightly.store, about, run_id)
 
 

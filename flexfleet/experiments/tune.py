@@ -17,8 +17,9 @@ from typing import Any
 
 from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.fields import Moves
-from flexfleet.config import Config, flatten, load_config, moves, shown
+from flexfleet.config import Config, algorithm, flatten, load_config, moves, shown
 from flexfleet.config.form import check_count, hand_over, write_config
+from flexfleet.config.options import options_of, split
 from flexfleet.config.parameters import check_space
 from flexfleet.config.run_names import check_name
 from flexfleet.experiments import tune_space, tune_storage, tune_worker
@@ -90,7 +91,9 @@ def _begin(config: Config, folder: Path, study: Any, prepared: Path, tags: Mappi
     parent = tune_storage.parent(config, study, tags)
     if parent is not None:
         study.set_user_attr(tune_storage.PARENT, parent.run_id)
-        parent.params(shown(config))
+        results, settings = split(options_of(config, algorithm(config), tune_worker.searched(config, prepared)[1]))
+        parent.params(results)
+        parent.settings(settings | {key: value for key, value in shown(config).items() if key.startswith("tune.")})
     return parent
 
 

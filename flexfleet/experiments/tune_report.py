@@ -327,7 +327,8 @@ def _held_out(config: Config, setting: Config, study: Any, folder: Path, name: s
         try:
             if not (out / "history.json").exists():
                 tune_worker.prepare(run, folder, out)
-            values.append(tune_worker.rounds(run, out, tune_storage.tags(study, held_out=name)))
+            tags = tune_storage.tags(study, f"held-out-{name}-s{seed}", held_out=name)
+            values.append(tune_worker.rounds(run, out, tags))
         except Diverged as error:
             log.warning("the %s setting diverged on the held-out seed %d: %s", name, seed, error)
             values.append(None)

@@ -12,9 +12,8 @@ from typing import Any
 from fl_engine.core.errors import ConfigError, Refused, Unreachable, UnreachableAddress, first_line, masked
 from fl_engine.core.text import at_home
 from flexfleet.config import Config
-from flexfleet.tracking import databases, server
-from flexfleet.tracking.record import tracker
-from flexfleet.tracking.trackers import TOKEN, MLflow
+from flexfleet.tracking import databases, record, server
+from flexfleet.tracking.trackers import NAME, TOKEN, MLflow
 
 LOCKED_S = 60
 """Maximum number of seconds that a worker waits for a lock on an SQLite file."""
@@ -123,12 +122,15 @@ def parent(config: Config, study: Any, given: Mapping[str, str]) -> MLflow | Non
     if known is None and TOKEN not in study.user_attrs:
         study.set_user_attr(TOKEN, uuid.uuid4().hex)
     token = study.user_attrs.get(TOKEN, "")
-    tags = {"flexfleet.study": id, "algorithm": str(config.algorithm["name"]), TOKEN: token, **given}
-    return tracker(config, f"study {id}", tags, known)
+    method, metric = str(config.algorithm["name"]), config.tune.metric
+    note = f"Searches parameters of {method} for the highest {metric} after the last round: {record.task_of(config)}."
+    about = {"flexfleet.kind": "study", record.NOTE: note, record.STUDY: id, "algorithm": method, TOKEN: token}
+    return record.tracker(config, id, {**about, **given}, known)
 
 
-def tags(study: Any, **more: str) -> dict[str, str]:
-    """Return the MLflow tags for a trial or a held-out seed."""
+def tags(study: Any, name: str, **more: str) -> dict[str, str]:
+    """Return the MLflow tags for a run of a trial or a held-out seed. `name` is the name of the run in the study."""
     parent = study.user_attrs.get(PARENT)
     below = {} if parent is None else {server.PARENT: str(parent)}
-    return {**below, "flexfleet.study": study.study_name, **{f"flexfleet.{key}": value for key, value in more.items()}}
+    about = {NAME: f"{study.study_name}/{name}", record.STUDY: study.study_name}
+    return {**below, **about, **{f"flexfleet.{key}": value for key, value in more.items()}}

@@ -251,7 +251,8 @@ def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Resolve
     scores = []
     for i, (run, out) in enumerate(ready):
         reporter = Reporter(trial, config.tune.metric) if i == 0 else None
-        scores.append(rounds(run, out, tune_storage.tags(study, trial=str(runs_of(trial))), reporter))
+        name = f"trial-{runs_of(trial)}" + (f"-s{run.config.seed}" if len(ready) > 1 else "")
+        scores.append(rounds(run, out, tune_storage.tags(study, name, trial=str(runs_of(trial))), reporter))
         for folder in ("rounds", "states", "pending"):  # the stored models are no longer needed
             shutil.rmtree(out / folder, ignore_errors=True)
     return mean(scores)

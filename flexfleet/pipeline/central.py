@@ -39,6 +39,7 @@ from fl_engine.training.evaluation import evaluate
 from fl_engine.training.numerics import Numerics, choose_precision, describe, differing
 from flexfleet import config as configs
 from flexfleet.config import Config
+from flexfleet.config.options import network_options
 from flexfleet.config.run_names import check_name
 from flexfleet.files.artifacts import Artifact, ConfusionFile, EvaluationFile, RunResult, history_of
 from flexfleet.files.measure import Measure
@@ -119,16 +120,19 @@ def central(resolved: Resolved, run_id: str, attempt: Attempt = Attempt()) -> Ru
             check_numerics(differing(known.numerics, file.numerics), attempt.accept_numerics)
         FolderStore(out).delete(MANIFEST)
         file.write(out / "central.json")
-        about = {**track.tags(config, run_id, str(out.resolve())), "algorithm": "central", TOKEN: file.token}
-        mlflow = track.tracker(config, f"central-s{config.seed}", about | dict(attempt.tags), file.mlflow_run_id)
+        note = f"Trains {config.model['name']} on all training samples of {data.name} with the seed {config.seed}."
+        own = {"algorithm": "central", "flexfleet.kind": "central", track.NOTE: note, TOKEN: file.token}
+        about = {**track.tags(config, run_id, str(out.resolve())), **own, **attempt.tags}
+        mlflow = track.tracker(config, track.name(run_id, attempt.tags), about, file.mlflow_run_id)
         with ending(mlflow), resume_hint():
             if mlflow is not None:
                 file = file.model_copy(update={"mlflow_run_id": mlflow.run_id})
                 file.write(out / "central.json")
                 mlflow.dataset(config.dataset.name, file.data_sha256, config.dataset.name, "training and test data")
                 mlflow.client.log_dict(mlflow.run_id, track.environment(), "environment.json")
-                logged = (*DECIDING, "run.precision", "run.devices")
-                mlflow.params({k: v for k, v in configs.shown(config).items() if k.startswith(logged)})
+                values = configs.shown(config) | network_options(config)
+                mlflow.params({key: value for key, value in values.items() if key.startswith(DECIDING)})
+                mlflow.settings({key: value for key, value in values.items() if key.startswith(("run.", "tracking."))})
             checkpoints = Checkpoints(FolderStore(out.resolve()))
             if attempt.discard_damaged:
                 checkpoints.discard_after(checkpoints.last_good())

@@ -29,7 +29,7 @@ from fl_engine.storage.store import FolderStore, laid_out, sha256
 from fl_engine.training.evaluation import published
 from fl_engine.training.numerics import describe, describe_noise, differing
 from flexfleet import config as configs
-from flexfleet.config import Config
+from flexfleet.config import Config, options
 from flexfleet.config.run_names import check_name
 from flexfleet.config.sources import sources
 from flexfleet.files.artifacts import RunFile, history_of
@@ -154,7 +154,10 @@ def federate(
                 if mlflow is not None:
                     track.inputs(mlflow, config, site.partition.data, record.partition_sha256, record.trace_sha256)
                     record.model_copy(update={"mlflow_run_id": mlflow.run_id}).write(out / "run.json")
-                tracker.params(configs.shown(config))
+                results, settings = options.split(options.options_of(config, algorithm, site.pool))
+                tracker.params(results)
+                if mlflow is not None:
+                    mlflow.settings(settings)
             site_sums = _put_site(ledger, out, partition_dir, pool_dir, wheel, site)
             first = [partition.initial_state(resolved, site, pool_dir)]
             run = Run(

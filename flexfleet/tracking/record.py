@@ -6,9 +6,11 @@ runs. If a Python program has an active MLflow run, this run is the parent of th
 
 from __future__ import annotations
 
+import getpass
 import os
 import platform
 import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -28,6 +30,10 @@ MLFLOW_UI = "FLEXFLEET_MLFLOW_UI"
 """Environment variable with the address of MLflow's UI, if this address differs from `tracking.mlflow`."""
 RUN_KEY = "site/run.json"
 COMMIT = "mlflow.source.git.commit"
+NOTE = "mlflow.note.content"
+"""Tag with the description of an MLflow run."""
+COMPARISON, STUDY, SUITE = "flexfleet.comparison", "flexfleet.study", "flexfleet.suite"
+"""Tags with the ID of the comparison or study, or the name of the nightly suite, to which an MLflow run belongs."""
 
 
 def experiment(config: Config) -> str:
@@ -66,7 +72,23 @@ def tracker(
     below = {PARENT: parent} if parent else {}
     if (active := active_run()) is not None and address(active[0]) == address(uri):
         tags = {PARENT: active[2], **tags}
-    return MLflow(uri, experiment(config), name, {**tags, **below}, run_id, config.run.patience_s, check)
+    tags = {**origin(tags), **tags, **below}
+    return MLflow(uri, experiment(config), name, tags, run_id, config.run.patience_s, check)
+
+
+def origin(tags: Mapping[str, str]) -> dict[str, str]:
+    """Return MLflow's tags for the user and the source of an MLflow run with these `tags`. The source is the command or
+    the script that started the run."""
+    program, package = Path(sys.argv[0]), Path(__file__).parents[1]
+    commands = {f"{JOB}job_id": "submit", STUDY: "tune", SUITE: "regress", COMPARISON: "compare"}
+    command = next((word for tag, word in commands.items() if tag in tags), tags.get("flexfleet.kind", "run"))
+    ours = program.name == "flexfleet" or f"{JOB}job_id" in tags or package in program.resolve().parents
+    try:
+        user = os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
+    except (OSError, KeyError, ImportError):  # the user ID of a container can be unknown
+        user = "unknown"
+    source = f"flexfleet {command}" if ours else str(program)
+    return {"mlflow.user": user, "mlflow.source.name": source, "mlflow.source.type": "LOCAL"}
 
 
 def commit() -> str | None:
@@ -135,9 +157,16 @@ def of_job(config: Config, job_id: str) -> dict[str, str]:
     return {f"{JOB}job_id": job_id, **({f"{JOB}run": f"{ui}/#/runs/details/{job_id}"} if ui else {})}
 
 
+def task_of(config: Config) -> str:
+    """Describe the network, the data and the clients of a run."""
+    data = stored_data.display_name(config.dataset.name, config.dataset.root)
+    return f"{config.model['name']} on {data}, {config.partition.clients} clients ({config.partition.rule})"
+
+
 def tags(config: Config, run_id: str, store: str) -> dict[str, str]:
     at = commit()
     return {
+        NOTE: f"Trains {task_of(config)} with {config.algorithm['name']} and the seed {config.seed}.",
         "algorithm": str(config.algorithm["name"]),
         "seed": str(config.seed),
         "flexfleet.run_id": run_id,
@@ -147,8 +176,9 @@ def tags(config: Config, run_id: str, store: str) -> dict[str, str]:
     }
 
 
-def name(config: Config, given: Mapping[str, str]) -> str:
-    return f"{given.get('algorithm', config.algorithm['name'])}-s{config.seed}"
+def name(run_id: str, given: Mapping[str, str]) -> str:
+    """Return the name of a run's MLflow run: the run ID, after the ID of the comparison to which the run belongs."""
+    return f"{given[COMPARISON]}/{run_id}" if COMPARISON in given else run_id
 
 
 def start(
@@ -160,7 +190,7 @@ def start(
 ) -> MLflow | None:
     """Start or continue a run's MLflow run, and add the tags `given`. Returns None if tracking is off."""
     about = {**tags(config, run.run_id, str(out.resolve())), TOKEN: run.token, **given}
-    return tracker(config, name(config, given), about, run.mlflow_run_id, check)
+    return tracker(config, name(run.run_id, given), about, run.mlflow_run_id, check)
 
 
 def inputs(
@@ -198,7 +228,7 @@ def begin(config: Config, run_id: str, store: Store, given: Mapping[str, str]) -
     if known:
         return known
     about = {**tags(config, run_id, store.uri()), TOKEN: new_token("run", run_id, given), **given}
-    mlflow = tracker(config, name(config, given), about)
+    mlflow = tracker(config, name(run_id, given), about)
     assert mlflow is not None, "something is tracked"
     mlflow.client.update_run(mlflow.run_id, status="SCHEDULED")
     return mlflow.run_id
@@ -217,12 +247,11 @@ def link(config: Config, mlflow_run_id: str) -> str:
 def card(config: Config, run_id: str, store_uri: str) -> str:
     """Return a Markdown table with information about a run that has started."""
     c = config
-    data = stored_data.display_name(c.dataset.name, c.dataset.root)
     seconds = c.rounds.stop_simulated_s
     limit = "" if seconds is None else f" at most, until {seconds:g} s on the simulated clock"
     rows = {
         "algorithm": f"`{c.algorithm['name']}`",
-        "task": f"{c.model['name']} on {data}, {c.partition.clients} clients ({c.partition.rule})",
+        "task": task_of(c),
         "rounds": f"{c.rounds.stop}{limit}, {100 * c.training.fraction:g} % of the clients each",
         "seed": str(c.seed),
         "backend": f"`{c.run.backend}`",

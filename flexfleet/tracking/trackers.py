@@ -28,11 +28,13 @@ log = logging.getLogger("flexfleet")
 
 MOST_LEVELS = 5
 """Maximum number of levels whose metrics are logged separately."""
+NAME = "mlflow.runName"
 TOKEN = "flexfleet.token"
 JOB = "kfp."
 """Prefix of MLflow tags about the last pipeline run that started or resumed the run."""
 MLFLOW_BATCH = 1000
 MLFLOW_PARAM_CHARS = 6000
+MLFLOW_TAG_CHARS = 5000
 MLFLOW_KEY_CHARS = 250
 ENDING_S = 8.0
 """Maximum seconds that a stopped or failed run waits for MLflow. Kubernetes kills a pod 30 seconds after SIGTERM."""
@@ -135,7 +137,7 @@ class MLflow:
                 found = self._client.search_runs([self.experiment_id], f"tags.`{TOKEN}` = '{tags[TOKEN]}'")
                 run_id = str(found[0].info.run_id) if found else None
             if run_id is None:
-                run = self._client.create_run(self.experiment_id, run_name=name, tags=dict(tags))
+                run = self._client.create_run(self.experiment_id, tags={NAME: name, **tags})
             else:
                 run = self._client.get_run(run_id)
                 known = run.data.tags  # a resumed run keeps its first parent
@@ -238,6 +240,15 @@ class MLflow:
         if failed is not None:
             raise failed
 
+    def chart(self, name: str, values: Mapping[int, float]) -> None:
+        """Log the value of a metric for each step, unless MLflow already has this value."""
+        from mlflow.entities import Metric
+
+        known = {point.step: point.value for point in self.client.get_metric_history(self.run_id, name)}
+        new = {step: value for step, value in values.items() if known.get(step) != value}
+        now = int(time.time() * 1000)
+        self.client.log_batch(self.run_id, metrics=[Metric(name, value, now, step) for step, value in new.items()])
+
     def table(self, columns: Sequence[str], lines: Iterable[Mapping[str, Any]], name: str) -> None:
         """Log a table for MLflow's UI. Unlike MLflow's `log_table`, replace an existing table."""
         with tempfile.TemporaryDirectory() as scratch:
@@ -258,8 +269,17 @@ class MLflow:
         self.client.log_inputs(self.run_id, [DatasetInput(made, [InputTag("mlflow.data.context", context)])])
 
     def tags(self, values: Mapping[str, str]) -> None:
-        for key, value in values.items():
-            self.client.set_tag(self.run_id, key, value)
+        from mlflow.entities import RunTag
+
+        texts = {name_in_mlflow(key): str(value)[:MLFLOW_TAG_CHARS] for key, value in values.items()}
+        self.client.log_batch(self.run_id, tags=[RunTag(key, text) for key, text in texts.items()])
+
+    def settings(self, values: Mapping[str, Any]) -> None:
+        """Log parameters as tags, because a resumed run may change them. Values that are None are not logged."""
+        known = self.client.get_run(self.run_id).data.tags
+        for key in (key for key, value in values.items() if value is None and name_in_mlflow(key) in known):
+            self.client.delete_tag(self.run_id, name_in_mlflow(key))
+        self.tags({key: value for key, value in values.items() if value is not None})
 
     def finish(self, status: str) -> None:
         """Send the remaining rows, and set the final status. If the run did not finish, wait for at most HASTE_S."""

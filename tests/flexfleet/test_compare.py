@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -207,6 +208,12 @@ def test_compare_refuses_labels_with_different_metrics() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ MLflow
+def rows_of(client: mlflow.MlflowClient, run_id: str) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as scratch:
+        table = json.loads(Path(client.download_artifacts(run_id, "variants.json", scratch)).read_text())
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+
+
 def test_mlflow_groups_the_runs_and_has_the_comparison_itself(compared_template: Compared) -> None:
     client = mlflow.MlflowClient(compared_template.uri)
     experiment = client.get_experiment_by_name("digits-small_cnn-dirichlet")
@@ -218,24 +225,25 @@ def test_mlflow_groups_the_runs_and_has_the_comparison_itself(compared_template:
     assert {(run.data.tags["algorithm"], run.data.tags["seed"]) for run in runs} == {
         (label, str(seed)) for label in LABELS for seed in SEEDS
     }
-    assert {run.info.run_name for run in runs} == {f"{label}-s{seed}" for label in LABELS for seed in SEEDS}
+    assert {run.info.run_name for run in runs} == {f"both/{label}-s{seed}" for label in LABELS for seed in SEEDS}
     (summary,) = [run for run in of_id if run not in runs]
     assert (summary.info.run_name, summary.data.tags["flexfleet.kind"]) == ("both", "comparison")
     assert summary.info.run_id == compared_template.json["mlflow_run_id"]
-    full = compared_template.json["results"]["all_large"]["last"]["full"]
-    assert summary.data.metrics["full/all_large"] == full["mean"]
-    assert summary.data.metrics["full_std/all_large"] == full["std"]
-    for one in compared_template.json["results"]["all_large"]["reached"]:
-        assert summary.data.metrics[f"seeds_to_{one['accuracy']:g}/all_large"] == len(one["seeds"])
+    result = compared_template.json["results"]["all_large"]
+    row = rows_of(client, summary.info.run_id)[LABELS.index("all_large")]
+    assert (row["variant"], row["step"]) == ("all_large", LABELS.index("all_large") + 1)
+    assert (row["full"], row["full_std"]) == (result["last"]["full"]["mean"], result["last"]["full"]["std"])
+    for one in result["reached"]:
+        accuracy = f"{one['accuracy']:g}".replace(".", "_")
+        assert row[f"seeds_to_{accuracy}"] == len(one["seeds"])
         if one["seeds"]:
-            took = summary.data.metrics[f"seconds_simulated_to_{one['accuracy']:g}/all_large"]
-            assert took == one["seconds_simulated"]["mean"]
-    (one,) = [run for run in runs if run.info.run_name == "all_large-s0"]
-    assert (
-        one.data.metrics["final/uniformity"] == compared_template.json["results"]["all_large"]["runs"][0]["uniformity"]
-    )
-    assert summary.data.metrics["avg/all_large"] == summary.data.metrics["full/all_large"]
-    assert {file.path for file in client.list_artifacts(summary.info.run_id)} == set(comparison_report.FILES)
+            assert row[f"seconds_simulated_to_{accuracy}"] == one["seconds_simulated"]["mean"]
+    points = client.get_metric_history(summary.info.run_id, "variants/full")
+    assert [point.step for point in points] == [1, 2] and points[row["step"] - 1].value == row["full"]
+    (one,) = [run for run in runs if run.info.run_name == "both/all_large-s0"]
+    assert one.data.metrics["final/uniformity"] == result["runs"][0]["uniformity"]
+    files = {file.path for file in client.list_artifacts(summary.info.run_id)}
+    assert files == {*comparison_report.FILES, "variants.json"}
     assert {run.data.tags[PARENT] for run in runs} == {summary.info.run_id}
     assert PARENT not in summary.data.tags, "one level of nesting"
 

@@ -121,11 +121,11 @@ def test_cost_to_reach_accuracies() -> None:
         ("a", "60 %", "1 of 2", "3.0", "30.0", "4.50", "1.50"),
         ("a", "80 %", "0 of 2", NONE, NONE, NONE, NONE),
     )
-    found = comparison_report.metrics(c)
-    assert [found[f"seeds_to_{to}/a"] for to in ("0.4", "0.6", "0.8")] == [2, 1, 0]
-    assert (found["rounds_to_0.4/a"], found["seconds_simulated_to_0.4/a"]) == (1.5, 15)
-    assert found["seconds_simulated_to_0.4_std/a"] == pytest.approx(50**0.5)
-    assert found["seconds_simulated_to_0.6/a"] == 30 and "seconds_simulated_to_0.6_std/a" not in found
+    found = comparison_report.figures(c)["a"]
+    assert [found[f"seeds_to_{to}"] for to in ("0.4", "0.6", "0.8")] == [2, 1, 0]
+    assert (found["rounds_to_0.4"], found["seconds_simulated_to_0.4"]) == (1.5, 15)
+    assert found["seconds_simulated_to_0.4_std"] == pytest.approx(50**0.5)
+    assert found["seconds_simulated_to_0.6"] == 30 and "seconds_simulated_to_0.6_std" not in found
     assert not any(name.startswith(("rounds_to_0.8", "seconds_simulated_to_0.8")) for name in found)
 
 

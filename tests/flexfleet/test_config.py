@@ -17,7 +17,7 @@ from fl_engine.fleet.devices import FLEETS
 from fl_engine.remote.settings import NodePool
 from fl_engine.selection import Curiosity
 from flexfleet import config as configs
-from flexfleet.config import Config, flatten, load_config
+from flexfleet.config import flatten, load_config
 from flexfleet.experiments import tune_storage
 from flexfleet.worker.mailbox import folder_of
 from tests.harness.settings import refused, refused_at, written

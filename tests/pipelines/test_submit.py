@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fl_engine.algorithms.flexfl import FlexFL
 from fl_engine.core.errors import Unreachable
-from flexfleet.config import Config, load_config
+from flexfleet.config import load_config
 from flexfleet.config.dotted import SHORT
 from flexfleet.config.form import config_from, parameters_of
 from flexfleet.kubeflow.retarget import documents
