@@ -121,7 +121,7 @@ def begin(runs: Sequence[PlannedRun], id: str, tags: Mapping[str, str], run_id: 
     store = FolderStore(folder_of(runs).resolve()) if config.run.remote is None else open_store(config.run.remote)
     note = (
         f"Compares variants: {track.task_of(config)}. The table variants.json has a row for each variant. The steps of "
-        "the metrics variants/* are the numbers of these rows. To see one curve for each variant, group the runs of the "
+        "the metrics variants/* are the numbers of these rows. For one curve per variant, group the runs of the "
         "experiment by the tag algorithm."
     )
     about = {track.NOTE: note, track.COMPARISON: id, "flexfleet.store": store.uri(), **tags}

@@ -52,7 +52,7 @@ from flexfleet.pipeline.resume import Attempt, check_numerics
 from flexfleet.pipeline.run import need_packages, result
 from flexfleet.reports import plots
 from flexfleet.tracking import record as track
-from flexfleet.tracking.trackers import TOKEN, MLflow, ending, log_outcome
+from flexfleet.tracking.trackers import TOKEN, MLflow, ending, log_confusion, log_outcome
 
 LEVEL = "full"
 """Name of the full network in metrics, as in federated runs."""
@@ -234,6 +234,7 @@ def _finish(
         metrics = {"final/avg": evaluation.avg, "final/full": evaluation.full}
         files = [str(written), str(out / "central.svg")]
         log_outcome(mlflow.client, mlflow.run_id, metrics, {"model_sha256": found.model_sha256}, files)
+        log_confusion(mlflow.client, mlflow.run_id, out / "confusion.json")
         mlflow.finish("FINISHED")
     manifest_of(out).write(out / MANIFEST)  # write the manifest last, because it marks the training as finished
     return found

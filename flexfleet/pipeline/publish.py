@@ -2,8 +2,9 @@
 
 New versions of a registered model get the alias `candidate`. The command `flexfleet regress` sets the alias `champion`.
 
-The model `<name>` predicts with any level. Load it with mlflow.pyfunc.load_model("models:/<name>@candidate"). The model
-`<name>-<level>` contains the weights and the ONNX file of one level. Load it with fl_engine.models.export.load.
+The model `<name>` predicts with any level, and `<name>-<level>` with one level. Both are MLflow models: load them with
+mlflow.pyfunc.load_model("models:/<name>@candidate"). The folder of `<name>-<level>` also contains the files of the
+exported level, which fl_engine.models.export.load reads.
 """
 
 from __future__ import annotations
@@ -133,16 +134,18 @@ def register(
     log_outcome(client, run_id, values, {}, [])
     at = f"published/{model[:12]}"
     with tempfile.TemporaryDirectory() as scratch:
-        served = _pyfunc(data, folder, levels[-1], Path(scratch))
+        code = _code(levels[-1].model, Path(scratch) / "code")
         artifacts = client.get_run(run_id).info.artifact_uri
         for about in levels:
-            client.log_artifacts(run_id, str(folder / about.level), f"{at}/levels/{about.level}")
+            saved = _save(data, folder / about.level, code, Path(scratch) / about.level)
+            client.log_artifacts(run_id, str(saved), f"{at}/levels/{about.level}")
             card = described(about)
             if (precise := found[about.level]) is not None:
                 card += f"\n\n```\n{precisions.table([precise])}\n```"
             source = f"{artifacts}/{at}/levels/{about.level}"
             _version(client, f"{name}-{about.level}", source, run_id, model, card)
-        client.log_artifacts(run_id, str(served), f"{at}/model")
+        saved = _save(data, folder, code, Path(scratch) / "model", levels[-1].level)
+        client.log_artifacts(run_id, str(saved), f"{at}/model")
         known = ", ".join(about.level for about in levels)
         card = f'Predicts with any level: params={{"level": ...}} of {known}.'
         _version(client, name, f"{artifacts}/{at}/model", run_id, model, card)
@@ -175,31 +178,47 @@ def _give(client: Any, version: Any, alias: str) -> None:
     client.set_model_version_tag(version.name, version.version, given, "given")
 
 
-def _pyfunc(data: Data, folder: Path, largest: About, scratch: Path) -> Path:
-    from mlflow.models import ModelSignature
-    from mlflow.pyfunc import save_model
+def _save(data: Data, levels: Path, code: Sequence[str], out: Path, default: str | None = None) -> Path:
+    """Write an MLflow model into the folder `out`, and return this folder. `levels` is the folder of one exported
+    level. If `default` is a level's name, `levels` contains a folder for each level."""
+    from mlflow.models import Model, ModelSignature
+    from mlflow.pyfunc import FLAVOR_NAME, save_model
     from mlflow.types import DataType, ParamSchema, ParamSpec, Schema, TensorSpec
 
     positions = (-1, -1) if has_boxes(data.task) or has_maps(data.task) else (-1,) if has_sequences(data.task) else ()
-    samples = TensorSpec(np.dtype(exports.type_of(data)), (-1, *data.input_shape))
+    samples, params = np.dtype(exports.type_of(data)), [ParamSpec("level", DataType.string, default)]
     signature = ModelSignature(
-        Schema([samples]),
+        Schema([TensorSpec(samples, (-1, *data.input_shape))]),
         Schema([TensorSpec(np.dtype(np.float32), (-1, data.task.outputs, *positions))]),
-        ParamSchema([ParamSpec("level", DataType.string, largest.level)]),
+        ParamSchema(params) if default else None,
     )
-    code = scratch / "fl_engine"
-    shutil.copytree(Path(fl_engine.__file__).parent, code, ignore=shutil.ignore_patterns("__pycache__", "testing"))
+    example = np.zeros((1, *data.input_shape), samples)  # the samples of the run may be private
     # Hide MLflow's recommendation to use type hints, because the model has a signature.
     with warnings.catch_warnings(record=True):
         save_model(
-            scratch / "model",
+            out,
             python_model=str(SERVING),
-            code_paths=[str(code), *_own_code(largest.model, scratch / "own")],
-            artifacts={"levels": str(folder)},
+            code_paths=list(code),
+            artifacts={"levels": str(levels)},
             signature=signature,
+            input_example=(example, {"level": default}) if default else example,
             pip_requirements=[f"{package}=={metadata.version(package).partition('+')[0]}" for package in NEEDED],
         )
-    return scratch / "model"
+    if default is None:  # store the files of the level directly in the model's folder, where users expect them
+        saved = Model.load(str(out))
+        shutil.copytree(out / saved.flavors[FLAVOR_NAME]["artifacts"]["levels"]["path"], out, dirs_exist_ok=True)
+        shutil.rmtree(out / "artifacts")
+        saved.flavors[FLAVOR_NAME]["artifacts"]["levels"]["path"] = "."
+        saved.save(str(out / "MLmodel"))
+    return out
+
+
+def _code(model: str, scratch: Path) -> list[str]:
+    """Return paths of an archive of fl_engine, and of the source files that define a user's network."""
+    package = Path(fl_engine.__file__).parent
+    shutil.copytree(package, scratch / "fl_engine", ignore=shutil.ignore_patterns("__pycache__", "testing"))
+    archive = shutil.make_archive(str(scratch / "fl_engine"), "zip", scratch, "fl_engine")
+    return [archive, *_own_code(model, scratch / "own")]
 
 
 def _own_code(model: str, scratch: Path) -> list[str]:

@@ -142,7 +142,7 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> RunResult:
     written = outcome.write(out / "result.json")
     if config.tracking.mlflow is not None and run.mlflow_run_id is not None:
         from flexfleet.tracking.server import Client
-        from flexfleet.tracking.trackers import log_outcome
+        from flexfleet.tracking.trackers import log_confusion, log_outcome
 
         found = outcome.metrics
         metrics = {f"final/{name}": found[name] for name in ("avg", "full", *MEANS) if name in found}
@@ -155,6 +155,7 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> RunResult:
         pointers = out / dvc_remote.POINTERS if useful and config.publish.dvc else None
         client = Client(config.tracking.mlflow, config.run.patience_s)
         log_outcome(client, run.mlflow_run_id, metrics, tags, files, pointers)
+        log_confusion(client, run.mlflow_run_id, out / "confusion.json")
     manifest = manifest_of(out)
     if config.run.remote is not None:
         store.put("report.html", page.read_bytes())

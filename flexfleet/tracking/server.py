@@ -53,6 +53,7 @@ SETTINGS = {
 MLflow must not print links, because a link would contain the password of the address."""
 NOISY = {
     "alembic": logging.WARNING,
+    "mlflow.pyfunc": logging.WARNING,
     "mlflow.store.model_registry": logging.WARNING,
     "mlflow.tracking.fluent": logging.WARNING,
     "mlflow.store.db.utils": logging.CRITICAL,

@@ -20,6 +20,7 @@ from fl_engine.core.contracts import Tracker
 from fl_engine.core.errors import Refused, Stopped, Unreachable, masked
 from fl_engine.storage.outage import Outage
 from fl_engine.storage.store import sha256
+from flexfleet.files.artifacts import ConfusionFile
 from flexfleet.files.measure import levels_in, measure_in
 from flexfleet.files.progress import TERMINAL_S, Live, span
 from flexfleet.tracking.server import PARENT, Client, connect, first_calls
@@ -29,6 +30,8 @@ log = logging.getLogger("flexfleet")
 MOST_LEVELS = 5
 """Maximum number of levels whose metrics are logged separately."""
 NAME = "mlflow.runName"
+TABLES = "mlflow.loggedArtifacts"
+"""Tag with the list of tables that MLflow's UI shows."""
 TOKEN = "flexfleet.token"
 JOB = "kfp."
 """Prefix of MLflow tags about the last pipeline run that started or resumed the run."""
@@ -250,16 +253,7 @@ class MLflow:
         self.client.log_batch(self.run_id, metrics=[Metric(name, value, now, step) for step, value in new.items()])
 
     def table(self, columns: Sequence[str], lines: Iterable[Mapping[str, Any]], name: str) -> None:
-        """Log a table for MLflow's UI. Unlike MLflow's `log_table`, replace an existing table."""
-        with tempfile.TemporaryDirectory() as scratch:
-            with open(Path(scratch) / name, "w", encoding="utf-8") as file:
-                file.write(f'{{"columns": {json.dumps(list(columns))}, "data": [')
-                for i, line in enumerate(lines):
-                    file.write(",\n" * bool(i) + json.dumps([line.get(column) for column in columns]))
-                file.write("]}")
-            self.client.log_artifact(self.run_id, file.name)
-            tables = json.dumps([{"path": name, "type": "table"}])
-            self.client.set_tag(self.run_id, "mlflow.loggedArtifacts", tables)
+        log_table(self.client, self.run_id, columns, lines, name)
 
     def dataset(self, name: str, digest: str, source: str, context: str) -> None:
         """Log an input data set of the run. MLflow stores only 36 characters of the digest."""
@@ -361,3 +355,35 @@ def log_outcome(
         client.log_artifact(run_id, path)
     if folder is not None:
         client.log_artifacts(run_id, str(folder), folder.name)
+
+
+def log_table(
+    client: Client, run_id: str, columns: Sequence[str], lines: Iterable[Mapping[str, Any]], name: str
+) -> None:
+    """Log a table for MLflow's UI. Unlike MLflow's `log_table`, replace an existing table."""
+    with tempfile.TemporaryDirectory() as scratch:
+        with open(Path(scratch) / name, "w", encoding="utf-8") as file:
+            file.write(f'{{"columns": {json.dumps(list(columns))}, "data": [')
+            for i, line in enumerate(lines):
+                file.write(",\n" * bool(i) + json.dumps([line.get(column) for column in columns]))
+            file.write("]}")
+        client.log_artifact(run_id, file.name)
+    tables = json.loads(client.get_run(run_id).data.tags.get(TABLES, "[]"))
+    client.set_tag(
+        run_id,
+        TABLES,
+        json.dumps([each for each in tables if each["path"] != name] + [{"path": name, "type": "table"}]),
+    )
+
+
+def log_confusion(client: Client, run_id: str, path: Path) -> None:
+    """Log the file confusion.json of a run, and a table with the confusion matrix of its largest level."""
+    client.log_artifact(run_id, str(path))
+    found = ConfusionFile.read(path)
+    for matrix in list(found.levels.values())[-1:]:
+        # MLflow's UI does not show the values of columns whose names contain a dot.
+        names = [str(name).replace(".", "_") for name in found.names or range(len(matrix))]
+        lines = [
+            {"true class": name, **dict(zip(names, row, strict=True))} for name, row in zip(names, matrix, strict=True)
+        ]
+        log_table(client, run_id, ["true class", *names], lines, "confusion_matrix.json")

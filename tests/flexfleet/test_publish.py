@@ -161,7 +161,11 @@ def test_each_level_is_registered_and_loads(ran: Ran, tmp_path: Path, monkeypatc
     assert (Path(folder) / "model.onnx").is_file()
     images = ran.data.test_x[:5]
     with torch.no_grad():
-        assert torch.equal(export.load(folder)(images), export.load(ran.out / "export" / "M2")(images))
+        wanted = export.load(ran.out / "export" / "M2")(images)
+        assert torch.equal(export.load(folder)(images), wanted)
+    served = mlflow.pyfunc.load_model(folder)
+    assert torch.equal(torch.from_numpy(served.predict(images.numpy())), wanted)
+    assert served.metadata.signature.params is None and served.input_example.shape == (1, 1, 8, 8)
 
 
 @pytest.mark.long

@@ -115,9 +115,9 @@ def test_deleted_run_or_experiment_is_a_config_error(mlflow_uri: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------- a whole run in it
-def table_of(client: Any, run_id: str) -> dict[str, list[Any]]:
+def table_of(client: Any, run_id: str, name: str = "clients.json") -> dict[str, list[Any]]:
     with tempfile.TemporaryDirectory() as scratch:
-        found = json.loads(Path(client.download_artifacts(run_id, "clients.json", scratch)).read_text())
+        found = json.loads(Path(client.download_artifacts(run_id, name, scratch)).read_text())
     return {name: [row[i] for row in found["data"]] for i, name in enumerate(found["columns"])}
 
 
@@ -141,7 +141,12 @@ def test_a_run_is_one_flat_mlflow_run(flexfleet: Any, quick: Sequence[str], mlfl
     rounds = {(key, step) for key, step, _ in logged(mlflow_uri) if step > 0}
     assert {(key, step) for key in measured for step in (1, 2, 3)} <= rounds
     files = {file.path for file in client.list_artifacts(run_id)}
-    assert {"clients.json", "report.html", "pool.json", "result.json"} <= files
+    assert {"clients.json", "report.html", "pool.json", "result.json", "confusion.json"} <= files
+    assert len(table_of(client, run_id, "confusion_matrix.json")["true class"]) == 10
+    assert run.data.params["algorithm.kd_weight"] == "10.0" and run.data.params["model.norm"] == "batch"
+    assert run.info.run_name == "a" and "digits" in run.data.tags["mlflow.note.content"]
+    assert run.data.tags["rounds.stop"] == "3" and "run.backend" in run.data.tags and "mlflow.user" in run.data.tags
+    assert not [name for name in run.data.params if name.startswith(("run.", "kubernetes.", "agents.", "tracking."))]
     table = table_of(client, run_id)
     assert table["round"] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert {"client", "sent", "trained", "loss", "examples"} <= table.keys()
@@ -152,6 +157,7 @@ def test_a_run_is_one_flat_mlflow_run(flexfleet: Any, quick: Sequence[str], mlfl
     more = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*sets, "rounds.stop=4"])
     assert more.json["mlflow_run_id"] == run_id
     assert {step for key, step, _ in logged(mlflow_uri) if key == "avg"} == {1, 2, 3, 4}
+    assert client.get_run(run_id).data.tags["rounds.stop"] == "4"
     assert [entry for entry in logged(mlflow_uri) if entry[2] > 1 and entry[1] > 0] == []
     assert table_of(client, run_id)["round"] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
     assert client.get_run(run_id).data.metrics["final/avg"] == more.json["metrics"]["avg"], "the newest figures count"
