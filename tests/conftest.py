@@ -61,7 +61,7 @@ PRINT = builtins.print
 SET_FOR_GOOD = re.compile(
     "PYTEST_CURRENT_TEST|TORCHINDUCTOR_CACHE_DIR|KMP_.*|"  # pytest, torch, scikit-learn
     # flexfleet.tracking.server.Client
-    "MLFLOW_(ENABLE_ARTIFACTS_PROGRESS_BAR|SUPPRESS_PRINTING_URL_TO_STDOUT|DISABLE_TELEMETRY|HTTP_REQUEST_.*)"
+    "FLEXFLEET_MLFLOW_ANSWERED|MLFLOW_(ENABLE_ARTIFACTS_PROGRESS_BAR|SUPPRESS_PRINTING_URL_TO_STDOUT|DISABLE_TELEMETRY|HTTP_REQUEST_.*)"
 )
 """Variables that libraries set once for the whole process."""
 

@@ -48,7 +48,7 @@ from flexfleet.pipeline.partition import cut, fleet_of, held_out, most_of, simul
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.pretrain import need_proxy, settings_of
 from flexfleet.tracking import databases, dvc_remote
-from flexfleet.tracking.server import Client, check_address, first_calls
+from flexfleet.tracking.server import Client, check_address, check_server, first_calls
 
 
 def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _check_places(config: Config, algorithm: Algorithm) -> None:
     if privacy.is_private(algorithm) or config.run.apart:
         keys.check_folder(config)
     if config.tracking.mlflow is not None:
-        check_address(config.tracking.mlflow)
+        check_server(config.tracking.mlflow)
 
 
 def check_folders(config: Config) -> None:

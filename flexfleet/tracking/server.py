@@ -7,10 +7,12 @@ import os
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from fl_engine.core.errors import (
     printable,
 )
 from fl_engine.storage.outage import waiting
+from fl_engine.storage.store import sha256
 from flexfleet.config.dotted import platform_uri
 from flexfleet.files.progress import called_while_waiting, span
 from flexfleet.tracking import databases
@@ -42,6 +45,14 @@ HOST_AND_PORT = re.compile(r"[A-Za-z0-9._-]+:\d+(/.*)?")
 """Pattern of a server address in which `http://` is missing."""
 SILENT_S = 10.0
 """Seconds after which the first log line about a slow server is written."""
+ANSWER_S = 3.0
+"""Maximum seconds until a server answers the first request of a command."""
+ANSWERED = "FLEXFLEET_MLFLOW_ANSWERED"
+"""Environment variable with the digest of the address that has answered, and the process that sent the request. The
+processes that this process starts do not repeat the request, because they can make the server slow."""
+CURE = "Start the server, correct the address, or set tracking.mlflow=null"
+PROBE = "/api/2.0/mlflow/experiments/search?max_results=1"
+"""Path of the first request, which every MLflow server answers with a JSON object."""
 SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
@@ -79,6 +90,8 @@ class Client:
         for name, level in NOISY.items():
             logging.getLogger(name).setLevel(level)
         databases.check_spelling("tracking.mlflow", uri)
+        if not patience_s:  # a client with patience also waits for the first answer
+            _check_answer(uri)
         with first_calls(uri), explained(uri, "the connection"):
             _create_sqlite(uri)
             databases.check_connection(address(uri))
@@ -166,6 +179,76 @@ def check_address(uri: str) -> None:
         wrong = f"it has no scheme. Write http://{uri} for a server, or ./{uri} for a folder"
     if wrong is not None:
         raise ConfigError(f"tracking.mlflow = {masked(uri)!r} cannot be used: {wrong}", path="tracking.mlflow")
+
+
+def check_server(uri: str) -> None:
+    """Check an address before a run starts. Database files are not opened.
+
+    Raises:
+        ConfigError: The address is malformed, its server is not an MLflow server, or MLflow refuses the login.
+        UnreachableAddress: No server answers within ANSWER_S seconds.
+    """
+    check_address(uri)
+    if find_spec("mlflow") is not None:
+        _check_answer(uri)
+
+
+def _check_answer(uri: str) -> None:
+    """Send the first request to a server. MLflow itself would retry the request for minutes. Raises the errors of
+    `check_server`."""
+    kind = uri.partition("://")[0].partition("+")[0].lower()
+    ask = _ask if kind in ("http", "https") else databases.check_connection if kind in databases.KINDS else None
+    digest = sha256(address(uri).encode())
+    answered, _, process = os.environ.get(ANSWERED, "").partition(" ")
+    if ask is None or (answered == digest and process != str(os.getpid())):
+        return
+    failed: list[Exception] = []
+
+    def request() -> None:
+        try:
+            with explained(uri, "the connection"):
+                ask(address(uri))
+        except Exception as error:
+            failed.append(error)
+
+    import mlflow  # noqa: F401 - the import takes seconds, which are not part of the limit
+
+    with first_calls(uri):
+        thread = threading.Thread(target=request, daemon=True)
+        thread.start()
+        thread.join(ANSWER_S)
+        if thread.is_alive():
+            raise Unreachable(f"MLflow at {masked(uri)} does not answer within {ANSWER_S:g} s. {CURE}")
+        if failed:
+            raise failed[0]
+    os.environ[ANSWERED] = f"{digest} {os.getpid()}"
+
+
+def _ask(uri: str) -> None:
+    """List experiments. Raises Unreachable or Refused."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.utils.credentials import get_default_host_creds
+    from mlflow.utils.rest_utils import http_request
+
+    options = {"max_retries": 0, "timeout": ANSWER_S, "raise_on_status": False}
+    try:
+        answer = http_request(get_default_host_creds(uri.rstrip("/")), PROBE, "GET", **options)
+    except MlflowException as error:
+        if not is_away(error):
+            raise
+        reason = [*databases.causes(error)][-1]
+        why = getattr(reason, "strerror", None) or first_line(reason)
+        raise Unreachable(f"MLflow at {masked(uri)} does not answer: {why}. {CURE}") from error
+    status = f"HTTP status {answer.status_code}"
+    if answer.status_code in (429, 500, 502, 503, 504):
+        raise Unreachable(f"MLflow at {masked(uri)} does not answer: {status}. {CURE}")
+    if answer.status_code in (401, 403):
+        raise Refused(
+            f"{masked(uri)} refused the login: {status}. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
+            "MLFLOW_TRACKING_TOKEN. A server that does not know its own host name requires --allowed-hosts"
+        )
+    if answer.status_code != 200 or not answer.text.startswith("{"):
+        raise Refused(f"{masked(uri)} is not an MLflow server: it answers {PROBE} with {status}. Correct the address")
 
 
 def connect(uri: str, experiment: str) -> tuple[Client, str]:

@@ -101,7 +101,7 @@ def test_central_is_tracked_beside_federated_runs(flexfleet: Any, quick: Any, ml
     client = mlflow.MlflowClient(mlflow_uri)
     one, other = (client.get_run(done.json["mlflow_run_id"]) for done in (central, federated))
     assert one.info.experiment_id == other.info.experiment_id
-    assert (one.info.run_name, one.info.status) == ("central-s0", "FINISHED")
+    assert (one.info.run_name, one.info.status) == ("c", "FINISHED")
     assert (one.data.tags["algorithm"], one.data.tags["of"]) == ("central", "both")
     assert {"avg", "full", "train_loss", "final/full", "final/avg", "seconds_round"} <= set(one.data.metrics) & set(
         other.data.metrics

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import http.server
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import mlflow
 import pytest
 import requests
 
-from fl_engine.core.errors import ConfigError, Refused, Unreachable
+from fl_engine.core.errors import ConfigError, Refused, Unreachable, UnreachableAddress
 from flexfleet.tracking import server
 from flexfleet.tracking.server import address, check_address
 from flexfleet.tracking.trackers import MLflow
@@ -23,11 +26,20 @@ def test_address_is_tried_before_anything_trains(flexfleet: Any, quick: Sequence
     assert done.code == 2 and "tracking.mlflow" in done.err and not Path("runs").exists()
 
 
-def test_server_that_does_not_answer_ends_a_job_for_another_try(
-    flexfleet: Any, quick: Sequence[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("is_http", "error"), [(True, ConfigError), (False, UnreachableAddress)])
+def test_server_without_mlflow_is_found_within_seconds(is_http: bool, error: type[ConfigError]) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as found:
+        if is_http:
+            threading.Thread(target=found.handle_request, daemon=True).start()
+        began = time.monotonic()
+        with pytest.raises(ConfigError) as raised:
+            server.check_server(f"http://127.0.0.1:{found.server_port}")
+    assert type(raised.value) is error and raised.value.path == "tracking.mlflow"
+    assert "\n" not in str(raised.value) and time.monotonic() - began < 10
+
+
+def test_server_that_does_not_answer_ends_a_job_for_another_try(flexfleet: Any, quick: Sequence[str]) -> None:
     """A pod may start before MLflow's. Its Job (k8s/overlays/kind/run.yaml) ends for good only with exit code 2."""
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     done = flexfleet("run", "--run-id", "a", sets=[*quick, "tracking.mlflow=http://127.0.0.1:9"])
     assert done.code == 6 and "tracking.mlflow" in done.err
 
