@@ -96,7 +96,7 @@ def compare(
     from pathlib import Path
 
     from flexfleet.experiments.compare import PairsFile, collect
-    from flexfleet.experiments.comparison_report import metrics as figures
+    from flexfleet.experiments.comparison_report import figures
     from flexfleet.kubeflow.task_end import ending, patiently
 
     with ending("comparison_id"):
@@ -104,5 +104,6 @@ def compare(
         result = patiently(lambda: collect(file, [Path(run.path) for run in run_folders], out))
         shutil.copyfile(out / "comparison.html", page.path)
         shutil.copyfile(out / "comparison.md", table.path)
-        for name, value in figures(result).items():
-            metrics.log_metric(name, value)
+        for label, values in figures(result).items():
+            for name, value in values.items():
+                metrics.log_metric(f"{name}/{label}", value)
