@@ -150,7 +150,7 @@ def _report_rounds(read: NewRounds | None, total: Any, report: Report) -> dict[s
     """Report the new rounds, and return the last round of each run."""
     if read is None:
         return {}
-    from flexfleet.tracking.trackers import summary
+    from flexfleet.tracking.console import summary
 
     try:
         new = read()

@@ -42,8 +42,9 @@ from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.profile import peaks_of
 from flexfleet.pipeline.resume import Attempt, devices_decide
 from flexfleet.tracking import record as track
+from flexfleet.tracking.console import Console
 from flexfleet.tracking.prometheus import serving
-from flexfleet.tracking.trackers import Console, MLflow, Several, ending
+from flexfleet.tracking.trackers import MLflow, Several, ending
 
 log = logging.getLogger("flexfleet")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flexfleet.files.progress import counted_warnings
-from flexfleet.tracking.trackers import Console
+from flexfleet.tracking.console import Console
 
 log = logging.getLogger("flexfleet")
 

@@ -21,7 +21,8 @@ from flexfleet.files.artifacts import RunFile
 from flexfleet.pipeline import publish
 from flexfleet.tracking import server
 from flexfleet.tracking import trackers as tracking
-from flexfleet.tracking.trackers import Console, MLflow, log_outcome
+from flexfleet.tracking.console import Console
+from flexfleet.tracking.trackers import MLflow, log_outcome
 from tests.harness.mlflow_server import serving
 from tests.harness.settings import refused_at
 
