@@ -208,6 +208,8 @@ def _check_answer(uri: str) -> None:
         try:
             with explained(uri, "the connection"):
                 ask(address(uri))
+        except Unreachable as error:
+            failed.append(Unreachable(f"{error}. {CURE}"))
         except Exception as error:
             failed.append(error)
 
@@ -225,23 +227,15 @@ def _check_answer(uri: str) -> None:
 
 
 def _ask(uri: str) -> None:
-    """List experiments. Raises Unreachable or Refused."""
-    from mlflow.exceptions import MlflowException
+    """List experiments. Raises MLflow's errors, Unreachable or Refused."""
     from mlflow.utils.credentials import get_default_host_creds
     from mlflow.utils.rest_utils import http_request
 
     options = {"max_retries": 0, "timeout": ANSWER_S, "raise_on_status": False}
-    try:
-        answer = http_request(get_default_host_creds(uri.rstrip("/")), PROBE, "GET", **options)
-    except MlflowException as error:
-        if not is_away(error):
-            raise
-        reason = [*databases.causes(error)][-1]
-        why = getattr(reason, "strerror", None) or first_line(reason)
-        raise Unreachable(f"MLflow at {masked(uri)} does not answer: {why}. {CURE}") from error
+    answer = http_request(get_default_host_creds(uri.rstrip("/")), PROBE, "GET", **options)
     status = f"HTTP status {answer.status_code}"
     if answer.status_code in (429, 500, 502, 503, 504):
-        raise Unreachable(f"MLflow at {masked(uri)} does not answer: {status}. {CURE}")
+        raise Unreachable(f"MLflow at {masked(uri)} does not answer: {status}")
     if answer.status_code in (401, 403):
         raise Refused(
             f"{masked(uri)} refused the login: {status}. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
@@ -289,7 +283,10 @@ def explained(uri: str, what: str) -> Iterator[None]:
     except _errors() as error:
         server = f"MLflow at {masked(uri)}"
         if is_away(error):
-            raise Unreachable(f"{server} does not answer: {first_line(error)}") from error
+            reason = [*databases.causes(error)][-1]  # MLflow's own message repeats the whole request
+            raise Unreachable(
+                f"{server} does not answer: {getattr(reason, 'strerror', None) or first_line(reason)}"
+            ) from error
         raise Refused(f"{server} refused {what}: {first_line(error)}") from error
 
 
