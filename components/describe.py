@@ -23,8 +23,7 @@ WORDS = {"dataset": "data set", "model": "network", "algorithm": "algorithm"}
 PARAMS, FORM, ERRORS = ROOT / "params.yaml", ROOT / "pipelines" / "form.json", ROOT / "docs" / "reference" / "errors.md"
 ERRORS_HEAD = """# Errors
 
-An expected error is one line on stderr, `error: ...`. With `--json`, every error, also of usage and Ctrl-C, is one
-object on stdout:
+An expected error is one line on stderr, `error: ...`. With `--json`, every error is one object on stdout:
 
 ```json
 {"error": {"code": "config.out_of_range", "path": "partition.alpha", "message": "...", "exit_code": 2}}

@@ -156,7 +156,7 @@ class HarCNN(Chain, NormedNetwork):
 
     input_shape: tuple[int, int]
     norm: Norm = "static"
-    """batch: normalise with the statistics of the current batch; static: normalise with stored statistics."""
+    """batch: normalise with the statistics of the current batch; static: with stored statistics."""
 
     axes: ClassVar[tuple[str, ...]] = ("steps", "features")
     channels_of = HAR_CHANNELS | HAR_UNITS

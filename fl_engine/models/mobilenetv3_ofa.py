@@ -128,7 +128,7 @@ def _active(unit: nn.Sequential, swish: bool) -> nn.Sequential:
 @dataclass(frozen=True)
 class MobileNetV3OFA(StagedNetwork, ImageNetwork):
     norm: Norm = "static"
-    """batch: normalise with the statistics of the current batch; static: normalise with stored statistics."""
+    """batch: normalise with the statistics of the current batch; static: with stored statistics."""
 
     depths = dict.fromkeys(STAGES, LARGEST.depth)
     min_hw: ClassVar[int] = 17

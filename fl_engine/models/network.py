@@ -213,9 +213,9 @@ class NormedNetwork(ExitNetwork):
     """Network with batch norm. The heads of early exits may have convolutions."""
 
     norm: Norm = "batch"
-    """batch: normalise with the statistics of the current batch; static: normalise with stored statistics."""
+    """batch: normalise with the statistics of the current batch; static: with stored statistics."""
     exit_convs: Convs = ()
-    """Pairs [block, n]: the early exit after this block has n 3x3 convolutions; the default number is 0."""
+    """Pairs [block, n]: the early exit after this block has n 3x3 convolutions; the default is 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

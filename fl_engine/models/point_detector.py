@@ -38,7 +38,7 @@ class PointDetector(BasicStages):
 
     input_shape: tuple[int, int, int]
     norm: Norm = "batch"
-    """batch: normalise with the statistics of the current batch; static: normalise with stored statistics."""
+    """batch: normalise with the statistics of the current batch; static: with stored statistics."""
 
     published_input: ClassVar[tuple[int, ...]] = (3, 224, 224)
     published_outputs: ClassVar[int] = 16

@@ -30,7 +30,7 @@ from fl_engine.datasets import DATASETS
 from fl_engine.models import MODELS
 from fl_engine.models.build import FROM_DATA, INIT, WARM_START, model_kind
 from fl_engine.models.traced.family import ModuleFamily
-from flexfleet.config.schema import Config, moves
+from flexfleet.config.schema import UNSET, Config, moves
 
 SECTIONS: dict[str, Mapping[str, Any]] = {
     "model": MODELS, "algorithm": ALGORITHMS, "codec.down": CODECS, "codec.up": CODECS,
@@ -284,12 +284,14 @@ def _texts(kind: type) -> dict[str, str]:
 WIDTH = 120
 HEAD = """\
 All parameters with their defaults: FlexFL on scikit-learn's handwritten digits. `flexfleet run`, `dvc repro` and
-`python -m flexfleet.pipeline STEP` read this file, and `--set a.b=value` overrides a value.
-`flexfleet params WORD` explains options, e.g. `flexfleet params augment`. `make generated` writes this file."""
+`python -m flexfleet.pipeline STEP` read this file, and `--set a.b=value` overrides a value. `default` stands for the
+value in brackets, and is ignored if another network or algorithm that you choose does not have the option.
+`flexfleet params WORD` explains options, e.g. `flexfleet params heterofl`. `make generated` writes this file."""
 
 
 def params_yaml() -> str:
-    """Return the contents of params.yaml. Options of the default network and algorithm are commented out."""
+    """Return the contents of params.yaml. Options of the default network and algorithm have the value `default`. Their
+    values are comments, because another network or algorithm has other options and defaults."""
     config, section = Config(), ""
     lines = [*(f"# {line}" for line in HEAD.splitlines()), f"schema_version: {config.schema_version}"]
     for row in _section(config, ""):
@@ -307,20 +309,19 @@ def params_yaml() -> str:
             for tier in map(_plain, config.fleet.tiers):
                 lines.append(f"    - {in_yaml({name: each for name, each in tier.items() if each is not None})}")
         elif row.of or row.name == f"model.{INIT}":
-            lines += _line(text, row.meaning, "  # ")
+            lines += _line(f"{in_yaml(key)}: {UNSET}", row.meaning, "  ", f"({row.default})")
         else:
             lines += _line(text, row.meaning, "  " if section else "")
-        if row.name in (f"model.{INIT}", "algorithm.name"):
-            chosen = getattr(config, section)["name"]
-            lines.append(f"  # The options of {chosen}; `flexfleet params NAME` shows those of another.")
     return "\n".join(lines) + "\n"
 
 
-def _line(text: str, meaning: str, indent: str) -> list[str]:
-    """Return the lines for `key: value # meaning`. If `meaning` is long, it is written above the key."""
-    short = f"{indent}{text} # {meaning}" if meaning else f"{indent}{text}"
+def _line(text: str, meaning: str, indent: str, value: str = "") -> list[str]:
+    """Return the lines for `key: value # meaning`. If `meaning` is long, it is written above the key. `value` is a
+    comment that always stands beside the key."""
+    comment = f"{value} {meaning}".strip()
+    short = f"{indent}{text} # {comment}" if comment else f"{indent}{text}"
     if len(short) <= WIDTH:
         return [short]
-    # The description of a commented-out option is indented by two more spaces, so that the option stands out.
-    lead = f"{indent}  " if indent.endswith("# ") else f"{indent}# "
-    return [*textwrap.wrap(meaning, WIDTH, initial_indent=lead, subsequent_indent=lead), f"{indent}{text}"]
+    lead = f"{indent}# "
+    beside = f"{indent}{text} # {value}" if value else f"{indent}{text}"
+    return [*textwrap.wrap(meaning, WIDTH, initial_indent=lead, subsequent_indent=lead), beside]

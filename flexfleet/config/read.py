@@ -30,14 +30,14 @@ from fl_engine.core.types import Codec, Codecs
 from fl_engine.datasets import DATASETS
 from fl_engine.fleet.devices import Tier, named
 from fl_engine.models import MODELS
-from fl_engine.models.build import check_options
+from fl_engine.models.build import INIT, check_options
 from fl_engine.rounds import buffer
 from fl_engine.storage import code
 from fl_engine.storage.store import sha256
 from fl_engine.training import user_code
 from flexfleet.config.dotted import INSTEAD, applied, leaves, mapped, merged, parse_sets, platform_uri
 from flexfleet.config.explain import config_error
-from flexfleet.config.schema import PRIVATE, Config, TrackingConfig
+from flexfleet.config.schema import PRIVATE, UNSET, Config, TrackingConfig
 
 log = logging.getLogger("flexfleet")
 
@@ -145,11 +145,15 @@ def _unknown_names(values: Mapping[str, Any]) -> list[ConfigError]:
 
 def _filled_in(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Replace the name of a fleet by its tiers, so that run.json contains the tiers. Replace `run.devices=auto` by this
-    machine's device, and `tracking.mlflow=auto` by an address (see `_tracking_uri`)."""
-    sections = {
-        name: dict(values[name]) for name in ("fleet", "run", "tracking") if isinstance(values.get(name), Mapping)
-    }
-    fleet, run, tracking = (sections.get(name, {}) for name in ("fleet", "run", "tracking"))
+    machine's device, and `tracking.mlflow=auto` by an address (see `_tracking_uri`). Remove options of the network and
+    the algorithm whose value is UNSET."""
+    names = ("fleet", "run", "tracking", "model", "algorithm")
+    sections = {name: dict(values[name]) for name in names if isinstance(values.get(name), Mapping)}
+    fleet, run, tracking = (sections.get(name, {}) for name in names[:3])
+    for name, registry in (("model", MODELS), ("algorithm", ALGORITHMS)):
+        for option in _options_of(registry):
+            if sections.get(name, {}).get(option) == UNSET:
+                del sections[name][option]
     if isinstance(fleet.get("tiers"), str):
         fleet["tiers"] = adapter(tuple[Tier, ...]).dump_python(named(fleet["tiers"]), mode="json")
     if run.get("devices") in ("auto", ["auto"]):
@@ -168,6 +172,11 @@ def _tracking_uri() -> str | None:
         _log_untracked()
         return None
     return "sqlite:///mlflow.db"
+
+
+def _options_of(registry: Mapping[str, Any]) -> set[str]:
+    """Return the options of all registered components. A typo, or an option of the user's own class, is not in it."""
+    return {INIT, *(option.name for kind in registry.values() for option in fields(kind) if option.name != "name")}
 
 
 @cache

@@ -37,6 +37,10 @@ from fl_engine.remote.settings import AgentsConfig, KubernetesConfig
 from fl_engine.rounds.options import NORM_BOUND, EvaluateConfig, RoundsConfig
 from fl_engine.training.numerics import Precision, Strategy
 
+UNSET = "default"
+"""Value of an option of the network or algorithm that is not set. The option may belong to another registered network
+or algorithm, so that params.yaml remains valid if only the name is changed."""
+
 
 class DatasetConfig(Section):
     name: str = "digits"

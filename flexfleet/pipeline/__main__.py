@@ -14,7 +14,7 @@ STEPS: dict[str, tuple[str, dict[str, str]]] = {
     "model_pool": ("model_pool.model_pool", {"pretrain": "pretrain"}),
     "federate": ("federate.federate", {"partition": "partition", "pool": "model_pool"}),
     "retry": ("retry.federate_for_dvc", {"partition": "partition", "pool": "model_pool"}),
-    "evaluate": ("evaluate.evaluate", {"run": "federate", "partition": "partition", "pool": "model_pool"}),
+    "evaluate": ("dvc_plots.evaluate_for_dvc", {"run": "federate", "partition": "partition", "pool": "model_pool"}),
     "report": (
         "run.finish",
         {"run": "federate", "partition": "partition", "pretrain": "pretrain", "pool": "model_pool",
@@ -24,6 +24,7 @@ STEPS: dict[str, tuple[str, dict[str, str]]] = {
 }  # fmt: skip
 """Map each step to its function and to {option: earlier step}, where the option expects the output folder of that step.
 `retry` runs `federate` in another folder, because DVC deletes the output folder of a stage before it runs the stage.
+`evaluate` also writes the files that `dvc metrics` and `dvc plots` show.
 `share` runs `partition` and `pretrain` for a comparison."""
 
 

@@ -82,12 +82,31 @@ def changed(checkout: Repo) -> set[str]:
     return {name for name in checkout.status() if name in STAGES}
 
 
+def check_shown(checkout: Repo) -> None:
+    """Check what `dvc metrics show` and `dvc plots show` read from the outputs."""
+    metrics = checkout.metrics.show()[""]["data"]["work/evaluate/metrics.json"]["data"]
+    assert len(metrics) == 10 and {"avg", "full", "bytes_down", "bytes_up", "waste", "seconds_simulated"} <= set(
+        metrics
+    )
+    data = checkout.plots.show(onerror=raise_again)["workspace"]["sources"]["data"]
+    curves, samples = (data[f"work/evaluate/{name}.json"]["data"] for name in ("rounds", "samples"))
+    assert [row["round"] for row in curves] == [1, 2] and metrics["avg"] == curves[-1]["avg"]
+    assert curves[-1]["mb"] == pytest.approx((metrics["bytes_down"] + metrics["bytes_up"]) / 1e6)
+    right = [row["actual"] == row["predicted"] for row in samples["samples"]]
+    assert sum(right) / len(right) == pytest.approx(metrics["full"])
+
+
+def raise_again(result: Any, error: Exception, **_: Any) -> None:
+    raise error
+
+
 def test_repro_runs_what_a_change_concerns(checkout: Repo) -> None:
     root = Path.cwd()
     assert ran(checkout) == STAGES
     first = History.read(root / "work" / "federate" / "history.json")
     assert (root / "work" / "report" / "report.html").is_file()
     assert not (root / "work" / "federate.unfinished").exists()
+    check_shown(checkout)
 
     assert ran(checkout) == []
 

@@ -19,7 +19,7 @@ from fl_engine.datasets import DATASETS
 from fl_engine.fleet.devices import FLEETS
 from fl_engine.models import MODELS
 from flexfleet.cli import main as cli
-from flexfleet.config import Config, flatten, load_config
+from flexfleet.config import Config, flatten, load_config, parse
 from flexfleet.config.parameters import OWN_MODULE, everything, found, in_use
 from flexfleet.experiments import published_suites
 from flexfleet.files.new_files import algorithm_files
@@ -38,6 +38,15 @@ def test_every_parameter_of_the_schema_is_there_with_a_meaning() -> None:
     assert [path for path in paths if path not in known and path.removesuffix(".name") not in known] == []
     assert [row.name for row in ROWS if not row.of and len(row.meaning) <= 5] == []
     assert len(BY_NAME) == len(ROWS)
+
+
+@pytest.mark.parametrize("name", ["flexfl", "heterofl"])
+def test_option_default_leaves_the_algorithm_its_own_value(name: str) -> None:
+    unset = {"name": name, **dict.fromkeys(("kd_weight", "static_bn"), "default")}
+    assert parse({"algorithm": unset}) == parse({"algorithm": {"name": name}})
+    with pytest.raises(ConfigError) as caught:
+        parse({"algorithm": {"name": name, "kd_wait": "default"}})
+    assert (caught.value.code, caught.value.path) == ("config.unknown", "algorithm.kd_wait")
 
 
 def words_of(node: Any, schema: Any) -> Iterator[str]:
