@@ -220,6 +220,10 @@ def parser() -> argparse.ArgumentParser:
     terminal.add_short(c, ("dataset", "model", "algorithm"))
 
     c = add("check", runs.check, "check parameters, data, partition, fleet and pool without training")
+    c.add_argument(
+        "--connect", action="store_true",
+        help="also contact S3, MLflow, the DVC remote, the cluster and Kubeflow; exit code 6 if one cannot be used",
+    )  # fmt: skip
     terminal.add_short(c, SHORT)
 
     c = plain("init", listing.init, "write a params.yaml that explains every parameter, or files for a new algorithm")

@@ -7,11 +7,12 @@ import json
 import logging
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fl_engine.core.errors import ConfigError, Diverged, FlexfleetError, IntegrityError, masked
+from fl_engine.core.errors import ConfigError, Diverged, EnvironmentFailure, FlexfleetError, IntegrityError, masked
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import show
 
@@ -180,19 +181,34 @@ def _sample(args: argparse.Namespace, config: Config, needs_data: bool) -> tuple
     return tuple(map(int, sides)), args.classes
 
 
-def check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace) -> int:
     from flexfleet.files.progress import recorded_warnings
     from flexfleet.pipeline.check import check as examine
     from flexfleet.pipeline.check import check_folders
     from flexfleet.pipeline.prepare import resolved_of
+    from flexfleet.tracking.server import check_address
 
     with recorded_warnings() as warnings:
         resolved = resolved_of(args)
-        check_folders(resolved.config)
+        config = resolved.config
+        check_folders(config)
+        if args.connect and config.tracking.mlflow is not None:  # `connections` reports the server with all others
+            check_address(config.tracking.mlflow)
+            tracking = config.tracking.model_copy(update={"mlflow": None})
+            resolved = replace(resolved, config=config.model_copy(update={"tracking": tracking}))
         facts = examine(resolved)
     if warnings and args.json:
         facts["warnings"] = [each.getMessage() for each in warnings]
-    show(json.dumps(facts) if args.json else "ok: " + ", ".join(f"{k} {v}" for k, v in facts.items() if k != "ok"))
+    contacted = []
+    if args.connect:
+        from flexfleet.cli.connections import connections
+
+        contacted = connections(config)
+        facts |= {"ok": all(each.ok for each in contacted), "connections": [asdict(each) for each in contacted]}
+    hidden = ("ok", "connections")
+    text = ["ok: " + ", ".join(f"{k} {v}" for k, v in facts.items() if k not in hidden), *map(str, contacted)]
+    show(json.dumps(facts) if args.json else "\n".join(text))
+    return 0 if facts["ok"] else EnvironmentFailure.exit_code
 
 
 def report(args: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from logging.handlers import BufferingHandler
@@ -70,6 +71,15 @@ def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
         repo.pull(targets=[str(folder / f"{name}.dvc") for name in pointers])
         out.mkdir(parents=True)
         return [Path(shutil.move(folder / name, out / name)) for name in pointers]
+
+
+def probe(remote: str) -> None:
+    """Create and delete a file in the remote. Raises the errors of `push`."""
+    with _scratch(remote, EnvironmentFailure) as (repo, _):
+        store = repo.cloud.get_remote_odb("here")
+        file = store.fs.join(store.path, f"probe-{uuid.uuid4().hex[:8]}")
+        store.fs.pipe_file(file, b"flexfleet checks that it can write here")
+        store.fs.rm_file(file)
 
 
 def hand_on(path: Path, name: str, remote: str | None, pointer: Path) -> None:

@@ -83,6 +83,10 @@ class Cluster:
     """Number of pods with a node at a time; the others are unschedulable. None: no limit."""
     admits: Callable[[Resource], bool] = lambda job: True
     """Whether the queue of a Job admits it now; called repeatedly."""
+    nodes: list[Resource] | None = None
+    """Nodes that a client may list; None: it may not."""
+    denied: set[tuple[str, str]] = field(default_factory=set)
+    """(verb, kind) that a review of the client's rights denies."""
     lost: set[str] = field(default_factory=set)
     """Pods on lost nodes."""
     created: list[Resource] = field(default_factory=list)
@@ -94,6 +98,11 @@ class Cluster:
 
     # --------------------------------------------------------------------------------------------- API server
     def ask(self, method: str, path: str, query: dict[str, list[str]], body: Resource | None) -> tuple[int, Resource]:
+        if path.endswith("/selfsubjectaccessreviews"):
+            asked = (body or {})["spec"]["resourceAttributes"]
+            return 201, {"status": {"allowed": (asked["verb"], asked["resource"]) not in self.denied}}
+        if path == "/api/v1/nodes":
+            return (403, {"message": "nodes is forbidden"}) if self.nodes is None else (200, {"items": self.nodes})
         match = PATH.fullmatch(path)
         if match is None or match["kind"] not in KINDS or match["namespace"] != "flexfleet-clients":
             return 404, {"kind": "Status", "message": f"no {path}"}
@@ -109,7 +118,7 @@ class Cluster:
                 items = [o for o in found if has(o, labels) and is_so(o, fields)]
                 return 200, {"items": json.loads(json.dumps(items)), "metadata": {}}
             if verb == "create":
-                return self._create(kind, body or {})
+                return self._create(kind, body or {}, dry="dryRun" in query)
             one = self.objects.get((kind, name))
             if one is None:
                 return 404, {"kind": "Status", "message": f"{kind} {name} not found"}
@@ -130,8 +139,10 @@ class Cluster:
         one["spec"] |= spec
         return 200, one
 
-    def _create(self, kind: str, body: Resource) -> tuple[int, Resource]:
+    def _create(self, kind: str, body: Resource, dry: bool = False) -> tuple[int, Resource]:
         validate(kind, body)
+        if dry:
+            return 201, body
         name = body["metadata"]["name"]
         if (kind, name) in self.objects:
             return 409, {"kind": "Status", "reason": "AlreadyExists", "message": f"{kind} {name} already exists"}

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import boto3.session
 import pytest
@@ -36,7 +37,7 @@ KEYS = {
 }
 PLANTED = (b"pl4nted", b"AKPL4NTED")
 SIGNATURE = re.compile(rb"X-Amz-(?:Signature|Credential|Security-Token)=[^&\s\"'\\]{8}")
-UI, STUDY = f"https://me:{PASSWORD}@ui.example", f"postgresql://me:{PASSWORD}@host/studies"
+UI, STUDY = f"https://me:{PASSWORD}@ui.example", f"postgresql://me:{quote(PASSWORD)}@host/studies"
 
 
 def found_in(places: Mapping[str, bytes], secrets: Iterable[bytes] = PLANTED) -> list[str]:

@@ -25,6 +25,8 @@ RETRY_S = 60.0
 """Maximum seconds for which a request is retried while the API is unavailable."""
 QUOTA = "exceeded quota"
 """Substring of the API's error message for an exhausted ResourceQuota."""
+WHOLE = {"nodes": "node", "reviews": "self_subject_access_review"}
+"""Kinds of objects outside namespaces, like NOUNS."""
 NOUNS = {"configmaps": "config_map", "events": "event", "jobs": "job", "pods": "pod", "secrets": "secret"}
 """Map each kind of object to its name in the client's methods, for example `list_namespaced_job`."""
 
@@ -33,15 +35,17 @@ class Cluster:
     """Reads and writes the Kubernetes objects of one namespace as plain JSON. Every method raises EnvironmentFailure if
     the API rejects the request or is unreachable."""
 
-    def __init__(self, namespace: str) -> None:
-        self.namespace = namespace
+    def __init__(self, namespace: str, retry_s: float = RETRY_S) -> None:
+        """`retry_s` is the maximum number of seconds for which a request is retried."""
+        self.namespace, self._retry_s = namespace, retry_s
         self._client: Any = None
         self._accepted = False
         """True if the API has accepted the credentials at least once."""
 
-    def create(self, kind: str, body: Resource) -> Resource | None:
-        """Create an object. Return None if an object with this name already exists."""
-        return self._call("create", kind, absent=409, body=body)
+    def create(self, kind: str, body: Resource, dry_run: bool = False) -> Resource | None:
+        """Create an object. Return None if an object with this name already exists. With `dry_run`, the API checks the
+        request as usual, but does not store the object."""
+        return self._call("create", kind, absent=409, body=body, **({"dry_run": "All"} if dry_run else {}))
 
     def get(self, kind: str, name: str) -> Resource | None:
         """Return an object; None if the object does not exist."""
@@ -66,17 +70,18 @@ class Cluster:
 
     def _call(self, verb: str, kind: str, *, absent: int, **arguments: Any) -> Resource | None:
         """Call the API, with retries. Return None if the response has the HTTP status `absent`."""
-        return waiting(lambda: self._send(verb, kind, absent, arguments), RETRY_S)
+        return waiting(lambda: self._send(verb, kind, absent, arguments), self._retry_s)
 
     def _send(self, verb: str, kind: str, absent: int, arguments: dict[str, Any]) -> Resource | None:
-        from kubernetes.client import ApiException, BatchV1Api, CoreV1Api
+        from kubernetes.client import ApiException, AuthorizationV1Api, BatchV1Api, CoreV1Api
 
         what = f"{verb} {kind} {arguments.get('name', '')}".rstrip()
         try:
             self._client = self._client or _connect()
-            api = BatchV1Api(self._client) if kind == "jobs" else CoreV1Api(self._client)
-            call = getattr(api, f"{verb}_namespaced_{NOUNS[kind]}")
-            response = call(namespace=self.namespace, _preload_content=False, _request_timeout=(10, 60), **arguments)
+            api = {"jobs": BatchV1Api, "reviews": AuthorizationV1Api}.get(kind, CoreV1Api)(self._client)
+            where = {} if kind in WHOLE else {"namespace": self.namespace}
+            call = getattr(api, f"{verb}_{WHOLE[kind]}" if kind in WHOLE else f"{verb}_namespaced_{NOUNS[kind]}")
+            response = call(**where, _preload_content=False, _request_timeout=(10, 60), **arguments)
             found: Resource = json.loads(response.data)
             if not isinstance(found, dict):
                 raise ValueError(f"the response must be a JSON object, got {found!r:.100}")
