@@ -138,7 +138,11 @@ def kubectl(argv: list[str]) -> list[str]:
 
 
 def docker(argv: list[str]) -> list[str]:
-    assert argv[0] in ("build", "run", "buildx"), argv
+    assert argv[0] in ("build", "run", "buildx", "save", "load", "tag", "push", "image"), argv
+    if argv[:2] == ["image", "inspect"]:
+        return ["echo", f"{argv[2]}@sha256:{'0' * 64}"]
+    if argv[0] == "run" and "flexfleet" in argv:
+        return flexfleet(argv[argv.index("flexfleet") + 2 :])
     if argv[:2] == ["buildx", "imagetools"]:  # no registry is reached from here
         return ["echo", f"sha256:{'0' * 64}"]
     for option in ("--file", "--target"):
