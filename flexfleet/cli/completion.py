@@ -134,4 +134,5 @@ def _values() -> dict[tuple[str, str], Iterable[str]]:
         ("nightly", "suite"): nightly,
         ("fetch", "names"): list(LISTS["datasets"]()),
         ("submit", "pipeline"): names(),
+        ("export-pipeline", "pipeline"): names(),
     }
