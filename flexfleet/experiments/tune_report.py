@@ -256,6 +256,8 @@ def conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned:
         metrics = {f"best/{tuned.metric}": tuned.best_value}
         metrics |= {} if tuned.gain is None else {"held_out/gain": tuned.gain}
         log_outcome(parent.client, parent.run_id, metrics, {}, [str(folder / name) for name in FILES])
+        scores = {each.number: each.value for each in ended if each.value is not None}
+        parent.chart(f"trials/{tuned.metric}", scores)  # the step is the number of the trial
         parent.finish("FINISHED")
     return tuned
 

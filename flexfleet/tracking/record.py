@@ -77,8 +77,8 @@ def tracker(
 
 
 def origin(tags: Mapping[str, str]) -> dict[str, str]:
-    """Return MLflow's tags for the user and the source of an MLflow run with these `tags`. The source is the command or
-    the script that started the run."""
+    """Return the tags for user, source and git commit of an MLflow run that has these `tags`. The source is
+    the command or the script that started the run."""
     program, package = Path(sys.argv[0]), Path(__file__).parents[1]
     commands = {f"{JOB}job_id": "submit", STUDY: "tune", SUITE: "regress", COMPARISON: "compare"}
     command = next((word for tag, word in commands.items() if tag in tags), tags.get("flexfleet.kind", "run"))
@@ -88,7 +88,8 @@ def origin(tags: Mapping[str, str]) -> dict[str, str]:
     except (OSError, KeyError, ImportError):  # the user ID of a container can be unknown
         user = "unknown"
     source = f"flexfleet {command}" if ours else str(program)
-    return {"mlflow.user": user, "mlflow.source.name": source, "mlflow.source.type": "LOCAL"}
+    found = {"mlflow.user": user, "mlflow.source.name": source, "mlflow.source.type": "LOCAL", COMMIT: commit()}
+    return {key: value for key, value in found.items() if value}
 
 
 def commit() -> str | None:
@@ -164,7 +165,6 @@ def task_of(config: Config) -> str:
 
 
 def tags(config: Config, run_id: str, store: str) -> dict[str, str]:
-    at = commit()
     return {
         NOTE: f"Trains {task_of(config)} with {config.algorithm['name']} and the seed {config.seed}.",
         "algorithm": str(config.algorithm["name"]),
@@ -172,7 +172,6 @@ def tags(config: Config, run_id: str, store: str) -> dict[str, str]:
         "flexfleet.run_id": run_id,
         "flexfleet.store": store,
         "flexfleet.version": fl_engine.__version__,
-        **({COMMIT: at} if at else {}),
     }
 
 
