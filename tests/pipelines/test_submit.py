@@ -146,9 +146,9 @@ def test_submit_refuses_what_the_first_task_would_refuse(
 def test_submit_nightly_ignores_params_yaml(kubeflow: tuple[Any, str], flexfleet: Any, own_folder: None) -> None:
     server, host = kubeflow
     Path("params.yaml").write_text("algorithm: {kd_weight: 5}\nfleet: {tiers: '8:1:1'}\n")
-    flexfleet("submit", "nightly", "--host", host, sets=["run.remote=s3://b/n", "publish.onnx=false"]).ok()
+    flexfleet("submit", "nightly", "--host", host, sets=["run.remote=s3://bucket/n", "publish.onnx=false"]).ok()
     assert server.runs[0]["runtime_config"]["parameters"] == {
-        "mlflow_uri": "", "store_uri": "s3://b/n", "advanced": {"publish.onnx": False}
+        "mlflow_uri": "", "store_uri": "s3://bucket/n", "advanced": {"publish.onnx": False}
     }  # fmt: skip
 
 
