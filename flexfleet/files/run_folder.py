@@ -25,8 +25,8 @@ from flexfleet.files.artifacts import Artifact, RunFile, Strict, read_bytes
 MANIFEST = "manifest.json"
 FILES = ("*.json", "model.safetensors", "partition/**/*", "pretrain/**/*", "pool/**/*", "code/*")
 """Patterns of the files in a manifest."""
-UNFINISHED = (".lock", "partition", "pretrain", "pool", "run.json", "rounds", "code", "secret", "site")
-"""Entries in the folder of a run that has no results yet."""
+UNFINISHED = (".lock", "run.json", "central.json", "partition", "pretrain", "pool", "rounds", "code", "secret", "site")
+"""Entries in the folder of a run or central training that has no results yet."""
 
 
 @contextmanager

@@ -43,7 +43,7 @@ from flexfleet.config.options import network_options
 from flexfleet.config.run_names import check_name
 from flexfleet.files.artifacts import Artifact, ConfusionFile, EvaluationFile, RunResult, history_of
 from flexfleet.files.measure import Measure
-from flexfleet.files.run_folder import MANIFEST, check_free, check_same, folder_lock, manifest_of
+from flexfleet.files.run_folder import MANIFEST, UNFINISHED, check_free, check_same, folder_lock, manifest_of
 from flexfleet.files.signals import stop_on_signals, stopping_at_once
 from flexfleet.pipeline import warm_start
 from flexfleet.pipeline.evaluate import level_score
@@ -91,7 +91,8 @@ def central(resolved: Resolved, run_id: str, attempt: Attempt = Attempt()) -> Ru
         )
     need_packages(resolved)
     out = Path(config.run.store) / check_name(run_id, "run_id")
-    check_free(out, attempt.resume)
+    has_epochs = bool(Checkpoints(FolderStore(out.resolve())).commits())
+    check_free(out, attempt.resume, unfinished=() if has_epochs else UNFINISHED)
     if (out / "run.json").exists():
         raise ConfigError(f"{out} contains a federated run. Choose another --run-id")
     data, device = resolved.data, config.run.devices[0]
@@ -100,6 +101,8 @@ def central(resolved: Resolved, run_id: str, attempt: Attempt = Attempt()) -> Ru
     check_device(device)
     with folder_lock(out), stopping_at_once("the same command with --resume continues"):
         known = CentralFile.read(out / "central.json") if (out / "central.json").exists() else None
+        if known and not has_epochs and known.config != deciding(config):
+            known = None  # start again with this configuration
         numerics = Numerics(
             precision=choose_precision(config.run.precision, (device,), known.numerics if known else None)
         )

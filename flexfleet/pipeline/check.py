@@ -202,6 +202,10 @@ def check_form(form: Mapping[str, Any], check: Callable[[str], T]) -> T:
         message = "`store_uri` is empty. Enter s3://bucket/prefix, or a folder of a volume."
         errors.append(ConfigError(message, code="config.missing", path="store_uri"))
     dvc = next((value for name, value in advanced.items() if name.rpartition(":")[2].strip() == "publish.dvc"), None)
+    if isinstance(dvc, str) and dvc and "/" not in dvc:
+        message = f"publish.dvc must be s3://bucket/prefix or a folder of a volume in a pipeline, got {dvc!r}"
+        errors.append(ConfigError(message, path="publish.dvc"))
+        dvc = None
     errors += unusable(store, form["mlflow_uri"] or platform_uri(), dvc)
     if errors:
         raise together(errors)

@@ -60,6 +60,12 @@ def test_errors_of_form_and_servers_are_one_error(bucket: str, tmp_path: Path) -
     assert [error.path for error in found.value.errors] == ["algorithm.name", "publish.dvc"]
 
 
+def test_form_refuses_the_name_of_a_dvc_remote(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as found:
+        check_form(form(store_uri=str(tmp_path), advanced={"publish.dvc": "mine"}), lambda store: store)
+    assert found.value.path == "publish.dvc" and not Path("mine").exists()
+
+
 def test_address_with_a_password_gets_no_request(tmp_path: Path) -> None:
     with answering(200, "{}") as mlflow, pytest.raises(ConfigError):
         check_form(form(mlflow_uri=mlflow.url.replace("://", "://me:pw@")), lambda store: store)
