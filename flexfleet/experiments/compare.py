@@ -119,12 +119,7 @@ def begin(runs: Sequence[PlannedRun], id: str, tags: Mapping[str, str], run_id: 
     another task has started the MLflow run, `run_id` is its ID."""
     config = runs[0].config
     store = FolderStore(folder_of(runs).resolve()) if config.run.remote is None else open_store(config.run.remote)
-    note = (
-        f"Compares variants: {track.task_of(config)}. The table variants.json has a row for each variant. The steps of "
-        "the metrics variants/* are the numbers of these rows. For one curve per variant, group the runs of the "
-        "experiment by the tag algorithm."
-    )
-    about = {track.NOTE: note, track.COMPARISON: id, "flexfleet.store": store.uri(), **tags}
+    about = {track.COMPARISON: id, "flexfleet.store": store.uri(), **tags}
     return track.begin_parent(config, "comparison", id, store, about, run_id)
 
 

@@ -239,8 +239,7 @@ def passed_since(nightly: NightlyRun, mlflow: MLflow, most: int = HISTORY) -> li
 def begin(nightly: NightlyRun, tags: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
     """Start or continue the MLflow run of the nightly regression run, and add `tags`. Returns None if tracking is off.
     If another task has started the MLflow run, `run_id` is its ID."""
-    note = f"Nightly regression run of the suite {nightly.name}."
-    about = {track.NOTE: note, track.SUITE: nightly.name, **tags}
+    about = {track.SUITE: nightly.name, **tags}
     return track.begin_parent(nightly.config, "regression", nightly.id, nightly.store, about, run_id)
 
 

@@ -32,6 +32,14 @@ RUN_KEY = "site/run.json"
 COMMIT = "mlflow.source.git.commit"
 NOTE = "mlflow.note.content"
 """Tag with the description of an MLflow run."""
+NOTES = {
+    "regression": "Nightly regression run: {}.",
+    "comparison": (
+        "Compares variants: {}. The table variants.json has a row for each variant. The steps of the metrics "
+        "variants/* are the numbers of these rows. For one curve per variant, group child runs by the tag algorithm."
+    ),
+}
+"""Map the kind of an MLflow run with child runs to its description."""
 COMPARISON, STUDY, SUITE = "flexfleet.comparison", "flexfleet.study", "flexfleet.suite"
 """Tags with the ID of the comparison or study, or the name of the nightly suite, to which an MLflow run belongs."""
 
@@ -143,7 +151,7 @@ def begin_parent(
     off. If `run_id` is None, a token in `store` identifies the MLflow run."""
     if config.tracking.mlflow is None:
         return None
-    about = {"flexfleet.kind": kind, **tags}
+    about = {NOTE: NOTES[kind].format(task_of(config)), "flexfleet.kind": kind, **tags}
     if run_id is None:
         key = f"{kind}.token"
         if key not in store.list(key):
