@@ -142,7 +142,7 @@ def measured(name: str, settings: tuple[str, ...], bound: float | None, attack: 
     options = found.rounds.model_copy(update={"norm_bound": bound})
     ledger = Ledger(FolderStore(kept.with_suffix("")))
     run = Run(algorithm, site, options, found.run.devices)
-    rounds.federate(run, initial_state(resolved, site), backend, ledger, Memory())
+    rounds.federate(run, initial_state(resolved, site, out / "pool"), backend, ledger, Memory())
     rows = ledger.checkpoints.rows()
     refused = [line["client"] for row in rows for line in row.clients if "validate" in line.get("failure", "")]
     result = {
