@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fl_engine.aggregation.spool import Spooled
 from fl_engine.core.errors import ModelError
-from fl_engine.core.slicing import is_statistic, places
+from fl_engine.core.slicing import is_statistic, mesh, places
 from fl_engine.core.types import Keep, ParamLayout, Params, SubmodelSpec
 
 Region = tuple[slice | Tensor, ...]
@@ -96,11 +96,7 @@ class Regions:
             at = places(channels, axis, size, self._layout.groups)
             index.append(at)
             shape.append(at.stop if isinstance(at, slice) else len(at))
-        if all(isinstance(i, slice) for i in index):
-            return tuple(index), tuple(shape)
-        rows = [torch.arange(i.stop) if isinstance(i, slice) else i for i in index]
-        grid = [row.view([-1 if d == dim else 1 for d in range(len(rows))]) for dim, row in enumerate(rows)]
-        return tuple(grid), tuple(shape)
+        return mesh(index), tuple(shape)
 
 
 def change_of(tensor: Tensor, before: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Aggregations combine the updates of a round into one model. List a new aggregation in AGGREGATIONS.
+"""Aggregations combine the updates of a round into one model.
 
 `algorithm.aggregation.name` is a name in AGGREGATIONS, or a custom `AggregationRule` as `package.module:NAME`. The
 server's optimizer (`server_opt`) then moves the global model towards the aggregate.
@@ -29,10 +29,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fl_engine.aggregation.averaging import Kind, Region, Regions, StreamingMean, limited
-from fl_engine.aggregation.privacy import Private, Public
+from fl_engine.aggregation.privacy import Public
 from fl_engine.aggregation.spool import IN_MEMORY_BYTES, Spool
 from fl_engine.core.fields import STRICT, Positive
-from fl_engine.core.registry import Contract
 from fl_engine.core.types import ParamLayout, Params, SubmodelSpec
 
 CHUNK_BYTES = 32 * 2**20
@@ -105,14 +104,8 @@ class TrimmedMean:
         return Middle(old, layout, self.trim, self.clip)
 
 
-AGGREGATIONS: dict[str, type[AggregationRule]] = {
-    "mean": Mean,
-    "median": Median,
-    "trimmed_mean": TrimmedMean,
-    "private": Private,
-}
-
-Aggregation = Annotated[AggregationRule, Contract("aggregation", AGGREGATIONS, AggregationRule)]
+RULES: dict[str, type[AggregationRule]] = {"mean": Mean, "median": Median, "trimmed_mean": TrimmedMean}
+"""Aggregations that can merge the updates that another aggregation does not drop."""
 
 
 # --------------------------------------------------------------------------------------- median, trimmed mean

@@ -20,8 +20,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from fl_engine.aggregation import Aggregation
+from fl_engine.aggregation.judged import JudgesUpdates
 from fl_engine.aggregation.privacy import Public, check_start
-from fl_engine.aggregation.rules import Aggregate, Aggregation, Mean
+from fl_engine.aggregation.rules import Aggregate, Mean
 from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms.training import Training
 from fl_engine.core import costs, seeds
@@ -144,6 +146,8 @@ class PooledAlgorithm:
         self.check(fleet, pool, server)
         selection = self.selector(pool)
         check_start(self, selection, layout, pool)
+        if isinstance(self.aggregation, JudgesUpdates):
+            self.aggregation.check(self, server)
         sent = [m for m in pool if m.dispatched]
         full = all(layout.width(m.spec, group) == n for m in sent for group, n in layout.groups.items())
         if self.scaler and not type(self).scaler and full:  # Do not reject a scaler that is on by default.

@@ -118,6 +118,9 @@ class ServerContext(Protocol):
     def evaluate(self, spec: SubmodelSpec, params: Params) -> float:
         """Return the task's first metric on the server's data; NaN if the metric is undefined for this data."""
 
+    def loss(self, spec: SubmodelSpec, params: Params, most: int) -> float:
+        """Return the mean loss on at most `most` samples of the server, which are the same in each call."""
+
 
 class PreparationContext(ServerContext, Protocol):
     """Access to data and training on the server during a preparation. `train` and `data.train_x` use 80 % of the proxy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -70,6 +70,21 @@ def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: Submodel
     return out
 
 
+def put(part: Params, layout: ParamLayout, spec: SubmodelSpec, into: Params, have: SubmodelSpec) -> Params:
+    """Return a copy of `into`, which are weights of `have`, with the weights `part` of its sub-model `spec`."""
+    local = {name: _local(layout, name, spec, have) for name in (*layout.groups, *layout.choices)}
+    held = {group: layout.width(have, group) for group in layout.groups}
+    out = dict(into)
+    for name, tensor in part.items():
+        whole = into[name].clone()
+        axes = [
+            places(local, axis, size, held) for axis, size in zip(layout.slots[name].axes, whole.shape, strict=True)
+        ]
+        whole[mesh(axes)] = tensor.to(whole.dtype)
+        out[name] = whole
+    return out
+
+
 def _local(layout: ParamLayout, group: str, want: SubmodelSpec, have: SubmodelSpec) -> Keep:
     """Return, for each channel of `want`, its index in the list of the channels of `have`."""
     wanted, held = layout.indices(want, group), layout.indices(have, group)
@@ -110,6 +125,15 @@ def places(keep: Mapping[str, Keep], axis: Axis, size: int, held: Mapping[str, i
         start += long
     joined = torch.cat(found)
     return slice(0, size) if len(joined) == size else joined
+
+
+def mesh(axes: Sequence[slice | Tensor]) -> tuple[slice | Tensor, ...]:
+    """Return an index of the elements whose position along each axis is one of `axes`, like `numpy.ix_`. The index
+    contains only slices if `axes` does. The slices in `axes` must start at 0."""
+    if all(isinstance(axis, slice) for axis in axes):
+        return tuple(axes)
+    rows = [torch.arange(axis.stop) if isinstance(axis, slice) else axis for axis in axes]
+    return tuple(row.view([-1 if d == dim else 1 for d in range(len(rows))]) for dim, row in enumerate(rows))
 
 
 def entries(keep: Keep, axis: Axis, size: int) -> slice | Tensor:

@@ -6,6 +6,7 @@ The rules apply in this order. Each line begins with the stage of the failure.
     `validate`: The update's movement, and the mean of the client's last AVERAGED updates, exceed half of this bound.
     `straggle`: The update finished later than `deadline_s` on the simulated clock.
     `straggle`: More clients were selected than required (`over_provision`), and enough updates finished earlier.
+    `validate`: The aggregation drops the update (`aggregation.judged`).
     `quorum`: Fewer updates remain than `quorum` times the required number, so all updates are rejected.
 
 The rules do not depend on real time, so every backend rejects the same updates.
@@ -33,7 +34,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -172,9 +173,11 @@ def find_refused(
     options: RoundsConfig,
     history: MovementHistory = MovementHistory(),
     size: Moved = NOTHING,
+    judge: Callable[[Collection[int]], Mapping[int, str]] = lambda clients: {},
 ) -> dict[int, ClientFailure]:
     """Return the failures of all clients with a rejected update. Each received update has an entry in `moved` and in
-    `seconds`, which contains simulated seconds. `size` is the result of `size_sent`."""
+    `seconds`, which contains simulated seconds. `size` is the result of `size_sent`. `judge` maps each client whose
+    update the aggregation drops to the reason. Its argument contains the clients that no other rule rejects."""
     found: dict[int, ClientFailure] = {}
 
     def refuse(client: int, stage: Stage, reason: str, code: Code | None = None) -> None:
@@ -195,9 +198,12 @@ def find_refused(
     enough = plan.enough
     for _, client in left[enough:]:
         refuse(client, "straggle", f"{enough} updates finished earlier, enough for the round (rounds.over_provision)")
-    count, least = min(len(left), enough), math.ceil(options.quorum * enough - 1e-9)
+    for client, reason in judge([client for _, client in left[:enough]]).items():
+        refuse(client, "validate", reason, "judged")
+    left = [(second, client) for second, client in left[:enough] if client not in found]
+    count, least = len(left), math.ceil(options.quorum * enough - 1e-9)
     if count < least:
-        for _, client in left[:enough]:
+        for _, client in left:
             missing = f"rounds.quorum = {options.quorum:g} requires {least} of {enough} updates, got {count}"
             refuse(client, "quorum", f"{missing}. The model does not change")
     return found

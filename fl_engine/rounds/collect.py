@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from fl_engine.aggregation.judged import JudgesUpdates
 from fl_engine.core.contracts import Backend, Watcher
 from fl_engine.core.errors import ON_REQUEST, Stopped
 from fl_engine.core.slicing import index_of
@@ -70,7 +71,10 @@ def collect(run: Run, plan: RoundPlan, history: MovementHistory, clients: Client
     results = RoundResults() if mailbox is None else RoundResults(BESIDE_A_STORE)
     decoded, arrived, moved = 0.0, 0, dict[int, Moved]()
     options = run.options
+    rule = getattr(run.algorithm, "aggregation", None)
+    judges = rule if isinstance(rule, JudgesUpdates) else None
     merges_all = options.bound is options.deadline_s is None and options.over_provision == 1 and options.quorum == 0
+    merges_all = merges_all and judges is None
     size = acceptance.NOTHING
     if plan.assignments and history.count < acceptance.FIRST_ONES:
         size = acceptance.size_sent(plan)
@@ -85,7 +89,7 @@ def collect(run: Run, plan: RoundPlan, history: MovementHistory, clients: Client
     if mailbox is not None:
         mailbox.open_round(plan)
         if (closed := mailbox.closed(plan)) is not None:
-            results.times = dict(closed.times)
+            results.times, results.gains = dict(closed.times), closed.gains
             for client in sorted(closed.accepted):
                 add(mailbox.accepted(plan, client, closed))
             return Collected(results, acceptance.remember(history, closed.moved, size), 0.0, decoded)
@@ -107,10 +111,22 @@ def collect(run: Run, plan: RoundPlan, history: MovementHistory, clients: Client
     rest = plan if mailbox is None else use_stored(plan, mailbox, receive)
     waited = run_clients(run, plan, rest, clients, receive)
     seconds = {client: times.total for client, times in results.times.items()}
-    refused = acceptance.find_refused(plan, moved, seconds, options, history, size)
+
+    def judge(clients: Collection[int]) -> dict[int, str]:
+        if judges is None or not clients:
+            return {}
+        updates = (
+            (plan.assignment_of[r.client], r) for r in results if isinstance(r, ClientUpdate) and r.client in clients
+        )
+        results.gains = judges.gains(updates, run.site.layout, run.server)
+        lowest = judges.lowest(results.gains)
+        needed = f"algorithm.aggregation requires a gain of at least {lowest:.3g} on the server's data"
+        return {client: f"{needed}, got {gain:.3g}" for client, gain in results.gains.items() if not gain >= lowest}
+
+    refused = acceptance.find_refused(plan, moved, seconds, options, history, size, judge)
     if mailbox is not None:
         late = {client: results.times[client] for client in refused}
-        mailbox.close(plan, refused, moved, late)
+        mailbox.close(plan, refused, moved, late, results.gains)
     results.refuse(refused)
     give_back(model)
     return Collected(results, acceptance.remember(history, moved, size), waited, decoded)

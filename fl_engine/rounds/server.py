@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError, Diverged
 from fl_engine.core.samples import Data
 from fl_engine.core.types import LocalTask, Params, SubmodelSpec
@@ -54,6 +55,12 @@ class ServerSite:
     def evaluate(self, spec: SubmodelSpec, params: Params) -> float:
         data = self.data
         return evaluate(self.site.family, params, spec, data, data.test_x, data.test_y, self.device).value
+
+    def loss(self, spec: SubmodelSpec, params: Params, most: int) -> float:
+        data = self.data
+        chosen = torch.from_numpy(seeds.rng(0, "server/loss").permutation(len(data.test_y))[:most])
+        x, y = data.test_x[chosen], data.test_y[chosen]
+        return evaluate(self.site.family, params, spec, data, x, y, self.device).loss
 
 
 class PreparingServer(ServerSite):

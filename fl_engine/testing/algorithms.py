@@ -23,8 +23,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fl_engine.aggregation import Aggregation
 from fl_engine.aggregation.privacy import LEARN_NOTHING, Private
-from fl_engine.aggregation.rules import Aggregation, Mean, Median, TrimmedMean
+from fl_engine.aggregation.rules import Mean, Median, TrimmedMean
 from fl_engine.aggregation.server_opt import Average
 from fl_engine.algorithms import CONTRACT
 from fl_engine.codecs import Half

@@ -152,7 +152,7 @@ LISTS: Mapping[str, Callable[[], dict[str, str]]] = {
     "datasets": datasets,
     "fleets": fleets,
     "suites": suites,
-    "aggregations": partial(registered, "fl_engine.aggregation.rules", "AGGREGATIONS"),
+    "aggregations": partial(registered, "fl_engine.aggregation", "AGGREGATIONS"),
     "selections": partial(registered, "fl_engine.selection", "SELECTIONS"),
     "codecs": partial(registered, "fl_engine.codecs", "CODECS"),
     "backends": backends,

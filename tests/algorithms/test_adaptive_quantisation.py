@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.aggregation.rules import Median, Private, TrimmedMean
+from fl_engine.aggregation.privacy import Private
+from fl_engine.aggregation.rules import Median, TrimmedMean
 from fl_engine.algorithms.adagq import AdaGQ, distance, mean_bits, share_bits
 from fl_engine.algorithms.dadaquant import DAdaQuant, averaged, doubled, levels_of
 from fl_engine.codecs.qsgd import MOST_LEVELS, Qsgd

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from torch import nn
 
+from fl_engine.aggregation import Aggregation
 from fl_engine.aggregation.privacy import Private
-from fl_engine.aggregation.rules import Aggregation, Mean
+from fl_engine.aggregation.rules import Mean
 from fl_engine.algorithms import (
     ALGORITHMS,
     AdaptiveFL,

@@ -1,0 +1,99 @@
+"""Drop updates that make the model worse on the server's own data, before another aggregation merges the others.
+
+Zeno (Xie et al., Zeno: Distributed Stochastic Gradient Descent with Suspicion-based Fault-tolerance, ICML 2019,
+arXiv:1805.10032, Definition 2) ranks updates by the loss on a few samples of the server:
+
+    gain = loss(weights that were sent) - loss(weights of the update).
+
+Here both losses are computed with the assignment's sub-model. With the round's median gain m, an update is dropped if
+its gain is below m - MARGIN * |m|. The gain of an honest update is often negative, because a client's data differ from
+the server's data, but most honest gains have a similar size. The losses of a harmful update are 10 to 100 times larger.
+
+Departs from the paper: Zeno also subtracts a term for the length of the update, which `rounds.norm_bound` limits here.
+Zeno merges a fixed number of updates with the highest ranks, so it requires an upper bound for the number of Byzantine
+clients. As in Zeno++ (ICML 2020, arXiv:1903.07020), a threshold replaces this number.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal, Protocol, runtime_checkable
+
+from fl_engine.aggregation.privacy import Public
+from fl_engine.aggregation.rules import RULES, Aggregate, AggregationRule, Mean
+from fl_engine.core.clients import LARGEST_LOSS
+from fl_engine.core.contracts import Algorithm, KeepsClientState, ServerContext
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.fields import STRICT, Count
+from fl_engine.core.registry import Contract
+from fl_engine.core.slicing import put
+from fl_engine.core.types import Assignment, ClientUpdate, ParamLayout, Params
+
+MARGIN = 3.0
+"""With 1 instead of 3, HeteroFL without Byzantine clients loses 1.2 instead of 0.6 points on digits."""
+
+
+@runtime_checkable
+class JudgesUpdates(Protocol):
+    """An aggregation that drops updates before the merge."""
+
+    def check(self, algorithm: Algorithm, server: ServerContext) -> None:
+        """Raise ConfigError if the algorithm or the server's data do not allow to judge updates."""
+
+    def gains(
+        self, updates: Iterable[tuple[Assignment, ClientUpdate]], layout: ParamLayout, server: ServerContext
+    ) -> Mapping[int, float]:
+        """Map each client to the gain of its update. The method must be pure."""
+
+    def lowest(self, gains: Mapping[int, float]) -> float:
+        """Return the lowest gain of an update that is merged. `gains` contains at least one gain."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Drop updates that make the model worse on the server's data (after Zeno, ICML 2019), and merge the others."""
+
+    __pydantic_config__ = STRICT
+    name: Literal["judged"] = "judged"
+    rule: Annotated[AggregationRule, Contract("aggregation", RULES, AggregationRule)] = Mean()
+    """Aggregation of the updates that are not dropped."""
+    samples: Count = 256
+    """Maximum number of the server's samples on which updates are judged."""
+
+    def start(self, old: Params, layout: ParamLayout, public: Public) -> Aggregate:
+        return self.rule.start(old, layout, public)
+
+    def check(self, algorithm: Algorithm, server: ServerContext) -> None:
+        if isinstance(algorithm, KeepsClientState):
+            raise ConfigError(
+                "algorithm.aggregation cannot be judged, because the server cannot test updates without the parameters "
+                "that the clients keep. Choose median or trimmed_mean",
+                path="algorithm.aggregation",
+            )
+        try:
+            server.data  # noqa: B018
+        except ConfigError as error:
+            raise ConfigError(
+                f"algorithm.aggregation cannot be judged, because the server cannot test updates without data: {error}",
+                path="partition.proxy",
+            ) from error
+
+    def gains(
+        self, updates: Iterable[tuple[Assignment, ClientUpdate]], layout: ParamLayout, server: ServerContext
+    ) -> dict[int, float]:
+        before: dict[int, float] = {}
+        found = {}
+        for assignment, update in updates:
+            if assignment.level not in before:
+                before[assignment.level] = server.loss(assignment.spec, assignment.payload, self.samples)
+            weights = put(update.payload, layout, update.spec, assignment.payload, assignment.spec)
+            gain = before[assignment.level] - server.loss(assignment.spec, weights, self.samples)
+            found[update.client] = -LARGEST_LOSS if math.isnan(gain) else max(gain, -LARGEST_LOSS)
+        return found
+
+    def lowest(self, gains: Mapping[int, float]) -> float:
+        median = statistics.median_high(gains.values())  # if half of the clients are Byzantine, an honest gain
+        return median - MARGIN * abs(median)

@@ -1,0 +1,117 @@
+"""Updates that make the model worse on the server's data are dropped, in every backend and after a resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_engine.aggregation.judged import MARGIN, Judged
+from fl_engine.aggregation.rules import Median
+from fl_engine.algorithms import FedAvg, FedPer, FlexFL, HeteroFL
+from fl_engine.core.errors import ConfigError, Stopped
+from fl_engine.core.slicing import initial_params, put, take
+from fl_engine.core.types import FULL, SubmodelSpec
+from fl_engine.exchange.client import Site
+from fl_engine.rounds.fault_injection import fault_of, parse
+from fl_engine.rounds.options import RoundsConfig
+from fl_engine.rounds.run import Run
+from fl_engine.testing.rounds import federated
+from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, start_of, tiny_site
+from tests.harness.stores import MemoryStore
+
+BYZANTINE = "scale=0.34x300,always"
+ALL = replace(TRAINING, fraction=1.0)
+
+
+def with_proxy(algorithm: Any) -> Site:
+    site = tiny_site(algorithm)
+    count = len(site.data.train_y)
+    own = np.arange(count - 16, count)
+    return replace(site, partition=replace(site.partition, proxy_train=own, proxy_test=own[:0]))
+
+
+def run_of(algorithm: Any, faults: str | None = None) -> Run:
+    options = RoundsConfig(stop=3, evaluate_every=1000, commit_every=1, faults=faults)
+    return Run(algorithm, with_proxy(algorithm), options)
+
+
+def failures(rows: Any) -> set[int]:
+    return {line["client"] for row in rows for line in row.clients if "failure" in line}
+
+
+def gains(rows: Any) -> list[tuple[int, float, bool]]:
+    return [(line["client"], line["gain"], "failure" in line) for row in rows for line in row.clients]
+
+
+@given(st.data())
+def test_put_writes_only_the_elements_of_the_submodel(data: st.DataObject) -> None:
+    family = TinyNet()
+    layout, whole = family.layout(), initial_params(family, SEED)
+    keep = {}
+    for group, width in layout.groups.items():
+        keep[group] = tuple(sorted(data.draw(st.sets(st.integers(0, width - 1), min_size=1), label=group)))
+    spec = SubmodelSpec.of(keep)
+    part = {name: torch.full_like(t, 7.0) for name, t in take(whole, layout, spec).items()}
+    found = put(part, layout, spec, whole, FULL)
+    assert_same_bits(take(found, layout, spec), part)
+    changed = sum(int((found[name] != whole[name]).sum()) for name in whole)
+    assert changed == sum(t.numel() for t in part.values())
+
+
+def test_lowest_gain_is_three_medians_below_the_median() -> None:
+    assert MARGIN == 3
+    assert Judged().lowest({0: -0.2, 1: -0.1, 2: -9.0}) == pytest.approx(-0.8)
+    assert Judged().lowest({0: 0.5, 1: 0.1, 2: 0.2}) == pytest.approx(-0.4)
+    assert Judged().lowest({0: -0.1, 1: -9.0}) == pytest.approx(-0.4)  # half of the clients are Byzantine
+
+
+@pytest.mark.parametrize("kind", [FedAvg, FlexFL, HeteroFL])
+def test_harmful_updates_are_dropped(kind: Any) -> None:
+    run = run_of(kind(training=ALL, aggregation=Judged()), BYZANTINE)
+    harmful = {
+        client
+        for client in range(len(run.site.fleet))
+        if fault_of(parse(BYZANTINE), SEED, 0, client, len(run.site.fleet))
+    }
+    _, rows = federated(run, MemoryStore())
+    assert harmful and harmful <= failures(rows)
+    assert len(failures(rows) - harmful) <= 2
+    gains = {line["client"]: line["gain"] for line in rows[0].clients}
+    assert max(gains[client] for client in harmful) < min(gains[client] for client in gains.keys() - harmful)
+
+
+def test_other_rule_merges_the_updates_that_are_not_dropped() -> None:
+    judged, median = (
+        federated(run_of(FedAvg(training=ALL, aggregation=rule)), MemoryStore())[0].params
+        for rule in (Judged(rule=Median(), samples=1000), Median())
+    )
+    assert_same_bits(judged, median)
+
+
+def test_resumed_run_drops_the_same_updates() -> None:
+    run, stores = run_of(FedAvg(training=ALL, aggregation=Judged()), BYZANTINE), (MemoryStore(), MemoryStore())
+    whole, rows = federated(run, stores[0])
+    count = iter(range(1000))
+    with pytest.raises(Stopped):
+        federated(run, stores[1], should_stop=lambda: next(count) == 4)
+    resumed, again = federated(run, stores[1])
+    assert_same_bits(resumed.params, whole.params)
+    assert gains(again) == gains(rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "site_of", "path"),
+    [(FedAvg, tiny_site, "partition.proxy"), (FedPer, with_proxy, "algorithm.aggregation")],
+)
+def test_judged_is_refused_without_proxy_or_with_client_state(kind: Any, site_of: Any, path: str) -> None:
+    algorithm = kind(training=ALL, aggregation=Judged())
+    site = site_of(algorithm)
+    with pytest.raises(ConfigError) as error:
+        start_of(algorithm, site)
+    assert error.value.path == path
