@@ -79,7 +79,7 @@ def run_comparison(
         Stopped, KeyboardInterrupt: The user requested a stop, and all processes have stopped.
     """
     folder = folder_of(runs)
-    check_jobs(at_once)
+    check_jobs(at_once, runs[0].config.run.metrics_port)
     check_free(folder, resume, "--id")
     if central:
         read_central(central, runs)
@@ -98,10 +98,16 @@ def run_comparison(
             return tabulate(id, runs, {entry.name: entry.folder for entry in runs}, folder, to, mlflow, trained)
 
 
-def check_jobs(at_once: int) -> None:
-    """Raise ConfigError if the number of processes is less than 1."""
+def check_jobs(at_once: int, metrics_port: int | None = None) -> None:
+    """Raise ConfigError if the number of processes is less than 1, or if several processes would use the same port."""
     if at_once < 1:
         raise ConfigError(f"--jobs must be at least 1, got {at_once}", code="config.out_of_range")
+    if at_once > 1 and metrics_port is not None:
+        path = "run.metrics_port"
+        message = (
+            f"{path} must be null, because {at_once} parallel runs cannot use port {metrics_port}. Or use --jobs 1"
+        )
+        raise ConfigError(message, code="config.conflict", path=path)
 
 
 def in_one_experiment(runs: Sequence[PlannedRun]) -> list[PlannedRun]:

@@ -92,3 +92,9 @@ def test_port_in_use_is_refused_before_the_run_has_a_folder(port: int) -> None:
         run(port, run_id="a")
     assert error.value.path == "run.metrics_port"
     assert run(port, run_id="a").status == "finished"
+
+
+def test_parallel_runs_with_the_same_port_are_refused(flexfleet: Any) -> None:
+    argv = ("compare", "--algorithms", "flexfl,all_large", "--seeds", "0", "--jobs", "2", "--json")
+    done = flexfleet(*argv, sets=["run.metrics_port=9464"])
+    assert (done.code, done.json["error"]["path"]) == (2, "run.metrics_port")

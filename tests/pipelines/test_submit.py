@@ -240,12 +240,17 @@ def enabled(server: Any) -> list[str]:
     return [job["trigger"]["cron_schedule"]["cron"] for job in mine]
 
 
-def test_nightly_disables_old_recurring_run(kubeflow: tuple[Any, str], flexfleet: Any) -> None:
+def test_nightly_disables_old_recurring_run(
+    kubeflow: tuple[Any, str], flexfleet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server, host = kubeflow
     nightly(host, OLD)
     first, again = (flexfleet("nightly", "--host", host, "--name", NAME, "--json").json for _ in range(2))
     assert (first["made"], first["replaced"]) == (True, 1) and (again["made"], again["replaced"]) == (False, 0)
     assert enabled(server) == [NEW] and [job["recurring_run_id"] for job in server.recurring] == ["j1", "j2"]
+    monkeypatch.setenv("FLEXFLEET_SERVICE_ACCOUNT", "tasks")
+    assert flexfleet("nightly", "--host", host, "--name", NAME, "--json").json["replaced"] == 1
+    assert [job.get("service_account") for job in server.recurring] == [None, None, "tasks"]
 
 
 @pytest.mark.parametrize("call", ["POST recurringruns", "POST recurringruns/*"])
