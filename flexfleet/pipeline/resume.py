@@ -91,9 +91,9 @@ def fetch_run(store: Store, out: Path) -> None:
 
 
 def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
-    """Return the record (run.json) of the run in `out`. Return None if `out` does not contain run.json, or if the run
-    has no committed round and differs from `config`, so that it must start again. Raises ConfigError if a run with
-    committed rounds differs from `config`, or if `resume` is False."""
+    """Return the record (run.json) of the run in `out`. Return None if the run must start, because run.json is missing,
+    or because the run has no committed round and differs from `config`. Raises ConfigError if a run with committed
+    rounds differs from `config`, or if `resume` is False."""
     if not (out / "run.json").exists():
         return None
     known = RunFile.read(out / "run.json")
