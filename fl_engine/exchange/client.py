@@ -65,8 +65,7 @@ class Site:
     free: float | None = None
     """Measured free memory of the device, in % of the full model's parameters; None if the memory is simulated."""
     held: tuple[Ints, ...] = ()
-    """Indices of the samples on which each client evaluates (`Data.at`), which are not in `partition`; empty if clients
-    do not evaluate."""
+    """Indices of each client's evaluation samples (`Data.at`), not in `partition`; empty without evaluation."""
     most: int | None = None
     """Maximum sample count that a client may report; None if the server knows the counts. See `data.local_data`."""
 

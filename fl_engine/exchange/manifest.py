@@ -21,8 +21,7 @@ from fl_engine.storage.run_files import Record
 from fl_engine.storage.store import Pieces, canonical, laid_out, padded, sha256
 
 MANIFEST_BYTES = 2**15
-"""Maximum size of a manifest in bytes, excluding the description of the sub-model. The longest field is `reason` with
-at most 4096 characters."""
+"""Maximum size of a manifest in bytes, excluding the sub-model. The longest field, `reason`, has 4096 characters."""
 CHANNEL_BYTES = 8
 """Maximum length in bytes of a channel number in a manifest, including the comma."""
 HEADER_BYTES = 2**10

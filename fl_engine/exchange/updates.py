@@ -224,8 +224,7 @@ def _check_work(
 
 
 def fits_nobody(assignment: Assignment, rules: Rules | None, algorithm: Algorithm) -> bool:
-    """Return True if no sub-model of the assignment fits into the simulated free memory. Return False if clients
-    measure their free memory."""
+    """Return True if no sub-model of the assignment fits into the memory; False if clients measure their memory."""
     if rules is None or rules.seed is None or assignment.evaluates:
         return False
     device = rules.fleet[assignment.client]

@@ -23,8 +23,7 @@ from fl_engine.storage.s3 import S3Store
 from fl_engine.training.memory import Peaks
 
 UNTAKEN_S = 2 * MOST_S
-"""Minimum seconds until a silent worker loses a lease that it has not started. Idle workers poll every MOST_S
-seconds."""
+"""Minimum seconds until a silent worker loses a lease that it has not started. Idle workers poll within MOST_S s."""
 
 
 @dataclass

@@ -13,7 +13,6 @@ from pathlib import Path
 from threading import Thread
 
 from fl_engine.core.errors import EnvironmentFailure, first_line, masked
-from fl_engine.remote.kubernetes.survey import survey
 from fl_engine.storage.probe import upload_verb
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import Store
@@ -22,6 +21,7 @@ from flexfleet.files.run_folder import check_writable
 from flexfleet.files.terminal import expected
 from flexfleet.kubeflow.client import ENDPOINT, connected
 from flexfleet.pipeline import keys
+from flexfleet.pipeline.survey import survey
 from flexfleet.tracking import dvc_remote
 from flexfleet.tracking.server import SQLITE, Client, check_server
 

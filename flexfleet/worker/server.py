@@ -50,8 +50,7 @@ PROCESS, DONE = "FLEXFLEET_WORKER", "FLEXFLEET_WORKER_DONE"
 
 
 class Working:
-    """Sends heartbeats and polls messages while the main thread executes assignments. Replaces the process if the lease
-    is withdrawn or expires."""
+    """Sends heartbeats and polls messages during an assignment. Replaces the process if the lease ends."""
 
     def __init__(self, mailbox: WorkerMailbox, message: Message, lease: Lease, restart: Callable[[str], NoReturn]):
         self._mailbox, self._every, self._lease = mailbox, message.lease_s / HEARTBEATS, lease

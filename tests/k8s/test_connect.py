@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from fl_engine.core.errors import EnvironmentFailure
-from fl_engine.remote.kubernetes.survey import RIGHTS, survey
 from fl_engine.remote.settings import KubernetesConfig
 from fl_engine.storage.s3 import S3Store
+from flexfleet.pipeline.survey import RIGHTS, survey
 from tests.harness.moto_server import bucket as bucket  # a fixture
 from tests.harness.web import answering
 from tests.k8s.fake import Resource

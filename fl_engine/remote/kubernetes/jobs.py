@@ -93,8 +93,7 @@ def job_name(run: str, round: str | None, of: PodClass, number: int) -> str:
 
 
 def template(path: str | None) -> Resource:
-    """Read the template for the Jobs, by default `TEMPLATE`, and add the platform's settings from the environment.
-    Raises ConfigError if the template or a setting is not valid."""
+    """Read the Jobs' template (default: `TEMPLATE`), and add the platform's settings. Raises ConfigError."""
     file = Path(path) if path else TEMPLATE
     try:
         found: Resource = read_yaml(file.read_text("utf-8"))
@@ -111,8 +110,7 @@ def template(path: str | None) -> Resource:
 
 def _add_platform(pod: Resource, environment: Mapping[str, str]) -> None:
     """Add the settings that `flexfleet.kubeflow.retarget` passes to the coordinator's task."""
-    pull_secrets = [{"name": name} for name in object_names("FLEXFLEET_PULL_SECRETS", environment)]
-    if pull_secrets:
+    if pull_secrets := [{"name": name} for name in object_names("FLEXFLEET_PULL_SECRETS", environment)]:
         pod["imagePullSecrets"] = [*pod.get("imagePullSecrets", []), *pull_secrets]
     for name in object_names("FLEXFLEET_PRIORITY_CLASS", environment, most=1):
         pod["priorityClassName"] = name

@@ -119,8 +119,7 @@ class WorkerJob:
     written: float = -math.inf
     states: list[PodState] = field(default_factory=list)
     spent: set[int] = field(default_factory=set)
-    """Indices for which the Job starts no further pods. Empty until the first `update`, because results of ended pods
-    may still be unread."""
+    """Indices without further pods. Empty until the first `update`, because results of ended pods may be unread."""
     suspended: bool = False
     refused: str = ""
     """Message of the last event about pods that could not be created."""
