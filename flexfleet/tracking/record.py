@@ -61,7 +61,7 @@ def prepare(config: Config) -> None:
     """Create the experiment, and the SQLite file if it is missing, before parallel processes use them. Raises
     ConfigError if the address cannot be used."""
     if (uri := config.tracking.mlflow) is not None:
-        connect(uri, experiment(config))
+        connect(uri, experiment(config), config.run.patience_s)
 
 
 def tracker(

@@ -198,9 +198,7 @@ def _check_answer(uri: str) -> None:
     `check_server`."""
     kind = uri.partition("://")[0].partition("+")[0].lower()
     ask = _ask if kind in ("http", "https") else databases.check_connection if kind in databases.KINDS else None
-    digest = sha256(address(uri).encode())
-    answered, _, process = os.environ.get(ANSWERED, "").partition(" ")
-    if ask is None or (answered == digest and process != str(os.getpid())):
+    if ask is None or _has_answered(uri):
         return
     failed: list[Exception] = []
 
@@ -223,7 +221,13 @@ def _check_answer(uri: str) -> None:
             raise Unreachable(f"MLflow at {masked(uri)} does not answer within {ANSWER_S:g} s. {CURE}")
         if failed:
             raise failed[0]
-    os.environ[ANSWERED] = f"{digest} {os.getpid()}"
+    os.environ[ANSWERED] = f"{sha256(address(uri).encode())} {os.getpid()}"
+
+
+def _has_answered(uri: str) -> bool:
+    """Return whether the server has answered the process that started this process."""
+    digest, _, process = os.environ.get(ANSWERED, "").partition(" ")
+    return digest == sha256(address(uri).encode()) and process != str(os.getpid())
 
 
 def _ask(uri: str) -> None:
@@ -245,10 +249,13 @@ def _ask(uri: str) -> None:
         raise Refused(f"{masked(uri)} is not an MLflow server: it answers {PROBE} with {status}. Correct the address")
 
 
-def connect(uri: str, experiment: str) -> tuple[Client, str]:
+def connect(uri: str, experiment: str, patience_s: float = 0.0) -> tuple[Client, str]:
     """Connect to MLflow; return the client and the experiment's ID. If the experiment does not exist, it is created.
-    Raises ConfigError if the address cannot be used."""
-    client = Client(uri)
+
+    If the server has answered the process that started this process, such as a comparison, wait up to `patience_s`
+    seconds for the server. Raises ConfigError if the address cannot be used.
+    """
+    client = Client(uri, patience_s if _has_answered(uri) else 0.0)
     with first_calls(uri):
         known = client.get_experiment_by_name(experiment)
         if known is None:

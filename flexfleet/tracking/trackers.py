@@ -66,23 +66,24 @@ class MLflow:
         check: Callable[[], object] = lambda: None,
     ) -> None:
         self.uri = uri
-        self._client, self.experiment_id = connect(uri, experiment)
+        client, self.experiment_id = connect(uri, experiment, patience_s)
         with first_calls(uri):
             if not run_id and tags.get(TOKEN):  # an earlier process may not have stored the ID
-                found = self._client.search_runs([self.experiment_id], f"tags.`{TOKEN}` = '{tags[TOKEN]}'")
+                found = client.search_runs([self.experiment_id], f"tags.`{TOKEN}` = '{tags[TOKEN]}'")
                 run_id = str(found[0].info.run_id) if found else None
             if run_id is None:
-                run = self._client.create_run(self.experiment_id, tags={NAME: name, **tags})
+                run = client.create_run(self.experiment_id, tags={NAME: name, **tags})
             else:
-                run = self._client.get_run(run_id)
+                run = client.get_run(run_id)
                 known = run.data.tags  # a resumed run keeps its first parent
                 for key, value in tags.items():
                     if key.startswith(JOB) or (key == PARENT and PARENT not in known):
-                        self._client.set_tag(run_id, key, value)
+                        client.set_tag(run_id, key, value)
             self.run_id, self.experiment_id = str(run.info.run_id), str(run.info.experiment_id)
             self.parent: str | None = run.data.tags.get(PARENT, tags.get(PARENT))
-            self._client.update_run(self.run_id, status="RUNNING")
-            logged = self._client.get_metric_history(self.run_id, "seconds_round")
+            client.update_run(self.run_id, status="RUNNING")
+            logged = client.get_metric_history(self.run_id, "seconds_round")
+        self._client = Client(uri)  # rounds do not wait for MLflow, so this client has no patience
         self.client = Client(uri, patience_s, check)
         self._patience_s, self._check = patience_s, check
         self._last_step = max((int(m.step) for m in logged), default=0)
