@@ -20,7 +20,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import Annotated, Literal
 
 from fl_engine.aggregation.privacy import Public
 from fl_engine.aggregation.rules import RULES, Aggregate, AggregationRule, Mean
@@ -34,22 +34,6 @@ from fl_engine.core.types import Assignment, ClientUpdate, ParamLayout, Params
 
 MARGIN = 3.0
 """With 1 instead of 3, HeteroFL without Byzantine clients loses 1.2 instead of 0.6 points on digits."""
-
-
-@runtime_checkable
-class JudgesUpdates(Protocol):
-    """An aggregation that drops updates before the merge."""
-
-    def check(self, algorithm: Algorithm, server: ServerContext) -> None:
-        """Raise ConfigError if the algorithm or the server's data do not allow to judge updates."""
-
-    def gains(
-        self, updates: Iterable[tuple[Assignment, ClientUpdate]], layout: ParamLayout, server: ServerContext
-    ) -> Mapping[int, float]:
-        """Map each client to the gain of its update. The method must be pure."""
-
-    def lowest(self, gains: Mapping[int, float]) -> float:
-        """Return the lowest gain of an update that is merged. `gains` contains at least one gain."""
 
 
 @dataclass(frozen=True)
@@ -81,19 +65,21 @@ class Judged:
                 path="partition.proxy",
             ) from error
 
-    def gains(
+    def scores(
         self, updates: Iterable[tuple[Assignment, ClientUpdate]], layout: ParamLayout, server: ServerContext
     ) -> dict[int, float]:
         before: dict[int, float] = {}
+        """Map the ID of each payload to its loss. The clients of a level usually share a payload."""
         found = {}
         for assignment, update in updates:
-            if assignment.level not in before:
-                before[assignment.level] = server.loss(assignment.spec, assignment.payload, self.samples)
+            sent = id(assignment.payload)
+            if sent not in before:
+                before[sent] = server.loss(assignment.spec, assignment.payload, self.samples)
             weights = put(update.payload, layout, update.spec, assignment.payload, assignment.spec)
-            gain = before[assignment.level] - server.loss(assignment.spec, weights, self.samples)
+            gain = before[sent] - server.loss(assignment.spec, weights, self.samples)
             found[update.client] = -LARGEST_LOSS if math.isnan(gain) else max(gain, -LARGEST_LOSS)
         return found
 
-    def lowest(self, gains: Mapping[int, float]) -> float:
-        median = statistics.median_high(gains.values())  # if half of the clients are Byzantine, an honest gain
+    def lowest(self, scores: Mapping[int, float]) -> float:
+        median = statistics.median_high(scores.values())  # if half of the clients are Byzantine, an honest gain
         return median - MARGIN * abs(median)

@@ -21,8 +21,9 @@ old value. `trim: 0` is the plain mean over the n updates.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
 import torch
 from pydantic import Field
@@ -31,8 +32,9 @@ from torch import Tensor
 from fl_engine.aggregation.averaging import Kind, Region, Regions, StreamingMean, limited
 from fl_engine.aggregation.privacy import Public
 from fl_engine.aggregation.spool import IN_MEMORY_BYTES, Spool
+from fl_engine.core.contracts import Algorithm, ServerContext
 from fl_engine.core.fields import STRICT, Positive
-from fl_engine.core.types import ParamLayout, Params, SubmodelSpec
+from fl_engine.core.types import Assignment, ClientUpdate, ParamLayout, Params, SubmodelSpec
 
 CHUNK_BYTES = 32 * 2**20
 """Maximum size in bytes of all clients' values in a chunk of rows. Tensors are processed chunk by chunk."""
@@ -61,6 +63,22 @@ class AggregationRule(Protocol):
     def start(self, old: Params, layout: ParamLayout, public: Public) -> Aggregate:
         """Return an aggregate for a round that starts with the model `old`. `public` contains facts about the round
         that do not depend on clients' data."""
+
+
+@runtime_checkable
+class DropsUpdates(Protocol):
+    """An aggregation that gives each update a score, and drops the updates with low scores before the merge."""
+
+    def check(self, algorithm: Algorithm, server: ServerContext) -> None:
+        """Raise ConfigError if the algorithm or the server's data do not allow to compute scores."""
+
+    def scores(
+        self, updates: Iterable[tuple[Assignment, ClientUpdate]], layout: ParamLayout, server: ServerContext
+    ) -> Mapping[int, float]:
+        """Map each client to the score of its update. The method must be pure."""
+
+    def lowest(self, scores: Mapping[int, float]) -> float:
+        """Return the lowest score of an update that is merged. `scores` contains at least one score."""
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from fl_engine.aggregation import Aggregation
-from fl_engine.aggregation.judged import JudgesUpdates
 from fl_engine.aggregation.privacy import Public, check_start
-from fl_engine.aggregation.rules import Aggregate, Mean
+from fl_engine.aggregation.rules import Aggregate, DropsUpdates, Mean
 from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms.training import Training
 from fl_engine.core import costs, seeds
@@ -97,8 +96,7 @@ class PooledAlgorithm:
     training: Training = Training()
     weighting: Weighting = "examples"
     """Weight of a client in the mean. examples: its number of samples (FedAvg); uniform: 1; model_size: its number of
-    trained kernels; updates: its number of local steps; hybrid: kernels times steps. The aggregations median,
-    trimmed_mean and private weight all clients equally."""
+    trained kernels; updates: its number of local steps; hybrid: kernels times steps. Other aggregations ignore it."""
     static_bn: StaticBN = False
     """Before each evaluation, collect the batch norm statistics of each level in one pass over the training data
     (HeteroFL). false: use statistics of the test batch or stored statistics. `kept`: collect only if the network stores
@@ -146,7 +144,7 @@ class PooledAlgorithm:
         self.check(fleet, pool, server)
         selection = self.selector(pool)
         check_start(self, selection, layout, pool)
-        if isinstance(self.aggregation, JudgesUpdates):
+        if isinstance(self.aggregation, DropsUpdates):
             self.aggregation.check(self, server)
         sent = [m for m in pool if m.dispatched]
         full = all(layout.width(m.spec, group) == n for m in sent for group, n in layout.groups.items())

@@ -127,6 +127,24 @@ def places(keep: Mapping[str, Keep], axis: Axis, size: int, held: Mapping[str, i
     return slice(0, size) if len(joined) == size else joined
 
 
+def common(layout: ParamLayout, one: SubmodelSpec | None, other: SubmodelSpec) -> SubmodelSpec | None:
+    """Return the largest sub-model that both sub-models contain. Return None if there is none, or if `one` is None."""
+    if one is None or one == other:
+        return one
+    keep: dict[str, list[int]] = {}
+    for name in (*layout.groups, *layout.choices):
+        first, second = (layout.indices(spec, name) for spec in (one, other))
+        keep[name] = sorted(_positions(first) & _positions(second))
+    owners = layout.choices.items()
+    if not all(keep.values()) or any(owner and len(keep[choice]) != len(keep[owner]) for choice, owner in owners):
+        return None
+    return SubmodelSpec.of(keep, (b for b in layout.blocks if layout.has_block(one, b) and layout.has_block(other, b)))
+
+
+def _positions(keep: Keep) -> set[int]:
+    return set(range(keep)) if isinstance(keep, int) else set(keep)
+
+
 def mesh(axes: Sequence[slice | Tensor]) -> tuple[slice | Tensor, ...]:
     """Return an index of the elements whose position along each axis is one of `axes`, like `numpy.ix_`. The index
     contains only slices if `axes` does. The slices in `axes` must start at 0."""

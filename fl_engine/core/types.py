@@ -303,7 +303,7 @@ pod. An update can fail validation (validate), arrive too late (straggle), or be
 
 Code = Literal[
     "file", "schema", "assignment", "signature", "spec", "checksum", "names", "dtype", "shape", "encoding", "finite",
-    "statistics", "examples", "metrics", "norm", "judged", "unreadable",
+    "statistics", "examples", "metrics", "norm", "dropped", "unreadable",
 ]  # fmt: skip
 """Reason why an update failed validation (`exchange.updates`). The code `finite` also marks training that diverged."""
 

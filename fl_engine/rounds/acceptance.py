@@ -6,7 +6,7 @@ The rules apply in this order. Each line begins with the stage of the failure.
     `validate`: The update's movement, and the mean of the client's last AVERAGED updates, exceed half of this bound.
     `straggle`: The update finished later than `deadline_s` on the simulated clock.
     `straggle`: More clients were selected than required (`over_provision`), and enough updates finished earlier.
-    `validate`: The aggregation drops the update (`aggregation.judged`).
+    `validate`: The aggregation drops the update (`aggregation.rules.DropsUpdates`).
     `quorum`: Fewer updates remain than `quorum` times the required number, so all updates are rejected.
 
 The rules do not depend on real time, so every backend rejects the same updates.
@@ -173,10 +173,10 @@ def find_refused(
     options: RoundsConfig,
     history: MovementHistory = MovementHistory(),
     size: Moved = NOTHING,
-    judge: Callable[[Collection[int]], Mapping[int, str]] = lambda clients: {},
+    drop: Callable[[Collection[int]], Mapping[int, str]] = lambda clients: {},
 ) -> dict[int, ClientFailure]:
     """Return the failures of all clients with a rejected update. Each received update has an entry in `moved` and in
-    `seconds`, which contains simulated seconds. `size` is the result of `size_sent`. `judge` maps each client whose
+    `seconds`, which contains simulated seconds. `size` is the result of `size_sent`. `drop` maps each client whose
     update the aggregation drops to the reason. Its argument contains the clients that no other rule rejects."""
     found: dict[int, ClientFailure] = {}
 
@@ -198,8 +198,8 @@ def find_refused(
     enough = plan.enough
     for _, client in left[enough:]:
         refuse(client, "straggle", f"{enough} updates finished earlier, enough for the round (rounds.over_provision)")
-    for client, reason in judge([client for _, client in left[:enough]]).items():
-        refuse(client, "validate", reason, "judged")
+    for client, reason in drop([client for _, client in left[:enough]]).items():
+        refuse(client, "validate", reason, "dropped")
     left = [(second, client) for second, client in left[:enough] if client not in found]
     count, least = len(left), math.ceil(options.quorum * enough - 1e-9)
     if count < least:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from fl_engine.aggregation.judged import JudgesUpdates
+from fl_engine.aggregation.rules import DropsUpdates
 from fl_engine.core.contracts import Backend, Watcher
 from fl_engine.core.errors import ON_REQUEST, Stopped
 from fl_engine.core.slicing import index_of
@@ -72,9 +72,9 @@ def collect(run: Run, plan: RoundPlan, history: MovementHistory, clients: Client
     decoded, arrived, moved = 0.0, 0, dict[int, Moved]()
     options = run.options
     rule = getattr(run.algorithm, "aggregation", None)
-    judges = rule if isinstance(rule, JudgesUpdates) else None
+    dropping = rule if isinstance(rule, DropsUpdates) else None
     merges_all = options.bound is options.deadline_s is None and options.over_provision == 1 and options.quorum == 0
-    merges_all = merges_all and judges is None
+    merges_all = merges_all and dropping is None
     size = acceptance.NOTHING
     if plan.assignments and history.count < acceptance.FIRST_ONES:
         size = acceptance.size_sent(plan)
@@ -89,7 +89,7 @@ def collect(run: Run, plan: RoundPlan, history: MovementHistory, clients: Client
     if mailbox is not None:
         mailbox.open_round(plan)
         if (closed := mailbox.closed(plan)) is not None:
-            results.times, results.gains = dict(closed.times), closed.gains
+            results.times, results.scores = dict(closed.times), closed.scores
             for client in sorted(closed.accepted):
                 add(mailbox.accepted(plan, client, closed))
             return Collected(results, acceptance.remember(history, closed.moved, size), 0.0, decoded)
@@ -112,21 +112,20 @@ def collect(run: Run, plan: RoundPlan, history: MovementHistory, clients: Client
     waited = run_clients(run, plan, rest, clients, receive)
     seconds = {client: times.total for client, times in results.times.items()}
 
-    def judge(clients: Collection[int]) -> dict[int, str]:
-        if judges is None or not clients:
+    def drop(clients: Collection[int]) -> dict[int, str]:
+        if dropping is None or not clients:
             return {}
-        updates = (
-            (plan.assignment_of[r.client], r) for r in results if isinstance(r, ClientUpdate) and r.client in clients
-        )
-        results.gains = judges.gains(updates, run.site.layout, run.server)
-        lowest = judges.lowest(results.gains)
-        needed = f"algorithm.aggregation requires a gain of at least {lowest:.3g} on the server's data"
-        return {client: f"{needed}, got {gain:.3g}" for client, gain in results.gains.items() if not gain >= lowest}
+        received = (each for each in results if isinstance(each, ClientUpdate) and each.client in clients)
+        updates = ((plan.assignment_of[update.client], update) for update in received)
+        results.scores = dropping.scores(updates, run.site.layout, run.server)
+        lowest = dropping.lowest(results.scores)
+        needed = f"{type(dropping).__name__} requires a score of at least {lowest:.3g}"
+        return {client: f"{needed}, got {score:.3g}" for client, score in results.scores.items() if not score >= lowest}
 
-    refused = acceptance.find_refused(plan, moved, seconds, options, history, size, judge)
+    refused = acceptance.find_refused(plan, moved, seconds, options, history, size, drop)
     if mailbox is not None:
         late = {client: results.times[client] for client in refused}
-        mailbox.close(plan, refused, moved, late, results.gains)
+        mailbox.close(plan, refused, moved, late, results.scores)
     results.refuse(refused)
     give_back(model)
     return Collected(results, acceptance.remember(history, moved, size), waited, decoded)

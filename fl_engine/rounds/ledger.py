@@ -38,8 +38,8 @@ class Closed(Record):
     """Movements (`acceptance`) of all updates, including rejected updates."""
     times: dict[int, Times] = Field(default={})
     """Times of the rejected updates, stored because a resumed run does not read these updates again."""
-    gains: dict[int, float] = Field(default={})
-    """Gains of the updates that the aggregation has judged (`aggregation.judged`)."""
+    scores: dict[int, float] = Field(default={})
+    """Scores of the updates (`aggregation.rules.DropsUpdates`)."""
     checksum: str = ""
     """Checksum of all other fields."""
 
@@ -63,7 +63,7 @@ class RoundMailbox(Mailbox):
         refused: Mapping[int, ClientFailure] = MappingProxyType({}),
         moved: Mapping[int, Moved] = MappingProxyType({}),
         times: Mapping[int, Times] = MappingProxyType({}),
-        gains: Mapping[int, float] = MappingProxyType({}),
+        scores: Mapping[int, float] = MappingProxyType({}),
     ) -> Closed:
         """Store the set of results that the merge uses, and the rejected results with their `times`. Failures are
         stored in full, because a stopped client may still overwrite its stored failure."""
@@ -77,7 +77,7 @@ class RoundMailbox(Mailbox):
             metrics={client: known.metrics for client, known in seen.items() if known.metrics is not None},
             moved=dict(sorted(moved.items())),
             times=dict(sorted(times.items())),
-            gains=dict(sorted(gains.items())),
+            scores=dict(sorted(scores.items())),
         ).with_checksum()
         self.store.put(f"{round_folder(plan.round)}closed.json", closed.model_dump_json().encode())
         return closed

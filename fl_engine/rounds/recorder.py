@@ -36,8 +36,8 @@ class RoundResults:
         """Map each client to a tuple (bytes of the encoded weights, bytes of the decoded weights)."""
         self.times: dict[int, Times] = {}
         """Map each client to the times of its update, even if the update is rejected."""
-        self.gains: Mapping[int, float] = {}
-        """Map each client whose update was judged to the gain (`aggregation.judged`)."""
+        self.scores: Mapping[int, float] = {}
+        """Map each client to the score of its update, if the aggregation drops updates (`rules.DropsUpdates`)."""
         self.limited: dict[int, int] = {}
         """Map each client whose sample count was reduced by `limit` to the count that the client reported."""
 
@@ -121,8 +121,8 @@ def record_round(
             failures.append(head)
             log.warning("round %d: client %d failed (%s): %s", head.round + 1, head.client, head.stage, head.reason)
         line = _line(run.site.pool, assignment.level, head, results.times.get(head.client))
-        if head.client in results.gains:
-            line["gain"] = results.gains[head.client]
+        if head.client in results.scores:
+            line["score"] = results.scores[head.client]
         if head.client in results.limited:
             line |= {"examples": results.limited[head.client], "counted": line["examples"]}
         lines.append(line)

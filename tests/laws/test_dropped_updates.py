@@ -1,4 +1,4 @@
-"""Updates that make the model worse on the server's data are dropped, in every backend and after a resume."""
+"""Aggregations that drop updates: `judged` tests them on the server's data, and `multi_krum` compares them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_engine.aggregation.judged import MARGIN, Judged
+from fl_engine.aggregation.multi_krum import MultiKrum
 from fl_engine.aggregation.rules import Median
-from fl_engine.algorithms import FedAvg, FedPer, FlexFL, HeteroFL
+from fl_engine.algorithms import FedAvg, FederatedDropout, FedPer, FlexFL, HeteroFL
 from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.slicing import initial_params, put, take
-from fl_engine.core.types import FULL, SubmodelSpec
+from fl_engine.core.types import FULL, Assignment, Axis, ParamLayout, Slot, SubmodelSpec
 from fl_engine.exchange.client import Site
 from fl_engine.rounds.fault_injection import fault_of, parse
 from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.run import Run
 from fl_engine.testing.rounds import federated
-from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, start_of, tiny_site
+from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, start_of, tiny_site, update_of
 from tests.harness.stores import MemoryStore
 
 BYZANTINE = "scale=0.34x300,always"
@@ -45,8 +46,8 @@ def failures(rows: Any) -> set[int]:
     return {line["client"] for row in rows for line in row.clients if "failure" in line}
 
 
-def gains(rows: Any) -> list[tuple[int, float, bool]]:
-    return [(line["client"], line["gain"], "failure" in line) for row in rows for line in row.clients]
+def scores(rows: Any) -> list[tuple[int, float, bool]]:
+    return [(line["client"], line["score"], "failure" in line) for row in rows for line in row.clients]
 
 
 @given(st.data())
@@ -71,9 +72,16 @@ def test_lowest_gain_is_three_medians_below_the_median() -> None:
     assert Judged().lowest({0: -0.1, 1: -9.0}) == pytest.approx(-0.4)  # half of the clients are Byzantine
 
 
-@pytest.mark.parametrize("kind", [FedAvg, FlexFL, HeteroFL])
-def test_harmful_updates_are_dropped(kind: Any) -> None:
-    run = run_of(kind(training=ALL, aggregation=Judged()), BYZANTINE)
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        *((kind, Judged()) for kind in (FedAvg, FlexFL, HeteroFL, FederatedDropout)),
+        *((kind, MultiKrum(byzantine=0.45)) for kind in (FedAvg, FlexFL, HeteroFL)),
+    ],
+    ids=lambda each: getattr(each, "name", getattr(each, "__name__", "")),
+)
+def test_harmful_updates_are_dropped(kind: Any, rule: Any) -> None:
+    run = run_of(kind(training=ALL, aggregation=rule), BYZANTINE)
     harmful = {
         client
         for client in range(len(run.site.fleet))
@@ -81,9 +89,23 @@ def test_harmful_updates_are_dropped(kind: Any) -> None:
     }
     _, rows = federated(run, MemoryStore())
     assert harmful and harmful <= failures(rows)
-    assert len(failures(rows) - harmful) <= 2
-    gains = {line["client"]: line["gain"] for line in rows[0].clients}
-    assert max(gains[client] for client in harmful) < min(gains[client] for client in gains.keys() - harmful)
+    found = {client: score for client, score, _ in scores(rows[:1])}
+    assert max(found[client] for client in harmful) < min(found[client] for client in found.keys() - harmful)
+
+
+def test_multi_krum_equals_hand_computed_scores() -> None:
+    layout = ParamLayout({"w": 2}, {"w": Slot("all", (Axis("w"),))})
+    small, values = SubmodelSpec.of({"w": 1}), (0.0, 1.0, 3.0, 10.0)
+    assignment = Assignment(0, 0, FULL, {}, 0, 0)
+    updates = [
+        update_of(replace(assignment, client=client), spec, {"w": torch.tensor([value, 99.0 * client][:width])})
+        for client, (value, (spec, width)) in enumerate(zip(values, [(FULL, 2), (small, 1)] * 2, strict=True))
+    ]
+    rule: Any = MultiKrum(byzantine=0.25)
+    found = rule.scores(((assignment, update) for update in updates), layout, None)
+    # f = 1, so a score is the negative squared distance to the nearest other update.
+    assert found == {0: -1.0, 1: -1.0, 2: -4.0, 3: -49.0}
+    assert rule.lowest(found) == -4.0
 
 
 def test_other_rule_merges_the_updates_that_are_not_dropped() -> None:
@@ -102,7 +124,7 @@ def test_resumed_run_drops_the_same_updates() -> None:
         federated(run, stores[1], should_stop=lambda: next(count) == 4)
     resumed, again = federated(run, stores[1])
     assert_same_bits(resumed.params, whole.params)
-    assert gains(again) == gains(rows)
+    assert scores(again) == scores(rows)
 
 
 @pytest.mark.parametrize(
