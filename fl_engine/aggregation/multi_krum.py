@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Annotated, Literal
 
 import torch
@@ -30,7 +29,7 @@ from fl_engine.core.contracts import Algorithm, ServerContext
 from fl_engine.core.fields import STRICT
 from fl_engine.core.registry import Contract
 from fl_engine.core.slicing import common, is_statistic, take
-from fl_engine.core.types import Assignment, ClientUpdate, ParamLayout, Params
+from fl_engine.core.types import Assignment, ClientUpdate, ParamLayout, Params, SubmodelSpec
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,9 @@ class MultiKrum:
         self, updates: Iterable[tuple[Assignment, ClientUpdate]], layout: ParamLayout, server: ServerContext
     ) -> dict[int, float]:
         received = [update for _, update in updates]
-        shared = reduce(lambda one, other: common(layout, one, other), (update.spec for update in received))
+        shared: SubmodelSpec | None = received[0].spec
+        for update in received:
+            shared = common(layout, shared, update.spec)
         n, f = len(received), self._most(len(received))
         if shared is None or n - f < 3:
             return {update.client: 0.0 for update in received}

@@ -42,7 +42,8 @@ run is stored in <run.store>/<id>/<label>-s<seed>/.
 """
 
 EXPORT = """Write the YAML of a pipeline, adapted to the cluster that environment variables
-describe. Upload the file in Kubeflow's UI. `flexfleet submit` uploads the same YAML.
+describe. Upload the file in Kubeflow's UI. `flexfleet submit` uploads the same
+YAML.
 
   FLEXFLEET_IMAGE            image of the tasks and of the clients' pods
   FLEXFLEET_PULL_SECRETS     Secrets for the image's registry: name,name
@@ -240,7 +241,7 @@ def parser() -> argparse.ArgumentParser:
     terminal.add_short(c, ("model", "algorithm"))
 
     c = plain("list", listing.list_, "list algorithms, models, data sets, fleets, suites and other components")
-    c.add_argument("what", choices=tuple(listing.LISTS))
+    c.add_argument("what", choices=tuple(listing.LISTS), metavar="WHAT", help=", ".join(listing.LISTS))
 
     c = plain(
         "completion",

@@ -17,6 +17,7 @@ REASONS = {
     "clients_not_trained": "could not train",
     "clients_lost": "the worker was lost",
     "rejected/finite": "diverged",
+    "rejected/dropped": "dropped by the aggregation",
     "rejected/norm": "moved too far",
     "rejected/statistics": "moved too far",
 }

@@ -28,4 +28,5 @@ def test_nothing_but_show_prints_on_stdout() -> None:
         if (isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "sys.stdout.write"))
         and not any(each.arg == "file" and ast.unparse(each.value) != "sys.stdout" for each in node.keywords)
     ]
-    assert found == ["flexfleet.files.terminal"], "flexfleet.files.terminal.show"
+    # Ctrl-C can end `flexfleet.__main__` before `flexfleet.files.terminal.show` can be imported.
+    assert found == ["flexfleet.__main__", "flexfleet.files.terminal"]
