@@ -71,7 +71,8 @@ def test_connect_reports_each_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", kubeflow[1])
-    sets = [*quick[1:], "run.backend=kubernetes", "kubernetes.image=x", f"run.remote={bucket}"]
+    remote = f"{bucket}/connect"  # other tests leave objects in the bucket
+    sets = [*quick[1:], "run.backend=kubernetes", "kubernetes.image=x", f"run.remote={remote}"]
     with answering(200, "{}") as mlflow:
         done = flexfleet(
             "check", "--connect", "--json", sets=[*sets, f"tracking.mlflow={mlflow.url}", f"publish.dvc={tmp_path}/dvc"]
@@ -80,7 +81,7 @@ def test_connect_reports_each_server(
     assert done.code == 0 and found == dict.fromkeys(
         ["run.remote", "tracking.mlflow", "publish.dvc", "kubernetes", "kubeflow"], True
     )
-    assert cluster.created == [] and S3Store(bucket).list("") == [] and not (tmp_path / "dvc").exists()
+    assert cluster.created == [] and S3Store(remote).list("") == [] and not (tmp_path / "dvc").exists()
 
 
 def test_connect_reports_all_servers_if_some_fail(
