@@ -17,7 +17,7 @@ the bundled digits for 20 rounds without `rounds.norm_bound`. Changes are scaled
                 server's samples and the honest updates.
 
 Usage:
-    python -m benchmarks.attacks                           (all seeds: two hours on two cores; can be resumed)
+    python -m benchmarks.attacks                           (648 runs of about 10 s; finished runs are kept)
     python -m benchmarks.attacks --seeds 0 --json          (print the results as JSON)
     python -m benchmarks.attacks --only uphill:3,backdoor:1 --rules mean,judged --algorithms flexfl
 """

@@ -34,7 +34,7 @@ from fl_engine.core.types import Assignment, ClientUpdate, ParamLayout, Params, 
 
 @dataclass(frozen=True)
 class MultiKrum:
-    """Drop the fraction `byzantine` of the updates, which are far from the others (Blanchard et al., NeurIPS 2017)."""
+    """Drop the updates that are farthest from the others (Multi-Krum, NeurIPS 2017), and merge the rest."""
 
     __pydantic_config__ = STRICT
     name: Literal["multi_krum"] = "multi_krum"

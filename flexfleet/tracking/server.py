@@ -243,7 +243,7 @@ def _ask(uri: str) -> None:
     if answer.status_code in (401, 403):
         raise Refused(
             f"{masked(uri)} refused the login: {status}. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
-            "MLFLOW_TRACKING_TOKEN. The server must also allow its host name"
+            "MLFLOW_TRACKING_TOKEN. A server that restricts host names must also accept the one in this address"
         )
     if answer.status_code != 200 or not answer.text.startswith("{"):
         raise Refused(f"{masked(uri)} is not an MLflow server: it answers {PROBE} with {status}. Correct the address")

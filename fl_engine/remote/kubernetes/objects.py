@@ -255,7 +255,7 @@ class Objects:
         size = len(job.members) + more
         names = [f"{job.name}-{index}" for index in range(len(job.members), size)]
         members = [*job.members, *(Member.new(name, job.pods.name, pod=True) for name in names)]
-        self.write_secret(WorkerJob(job.body, job.pods, members))  # first, because the new pods read the Secret
+        self.write_secret(WorkerJob(job.body, job.pods, members))  # before new pods read the Secret
         patched = self._cluster.patch("jobs", job.name, {"spec": {"completions": size, "parallelism": size}})
         return job.members if patched is None else members
 
