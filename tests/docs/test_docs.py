@@ -101,13 +101,6 @@ def test_the_site_leads_to_every_guide_and_reference() -> None:
     assert pages - led_to == set()
 
 
-def test_files_named_by_the_reliability_pages_exist() -> None:
-    pages = "".join((ROOT / "docs" / page).read_text() for page in ("reliability.md", "guides/bad-clients.md"))
-    named = re.findall(r"`(tests/[\w/]+(?:\.py)?)`", pages)
-    assert len(named) > 15
-    assert [name for name in named if not (ROOT / name).exists()] == []
-
-
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_the_service_of_an_agent_is_valid_and_shut_in(tmp_path: Path) -> None:
     """It runs what its coordinator signs. systemd judges from 0 to 100, and calls what is above 50 exposed."""
