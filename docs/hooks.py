@@ -1,19 +1,33 @@
-"""Add the help of all commands, all parameters and the algorithms' docstrings to the site."""
+"""Add the help of all commands, all parameters and the algorithms' docstrings to the site, and draw its drawings."""
 
 from __future__ import annotations
 
 import argparse
 import html
 import os
+import re
+from pathlib import Path
 from typing import Any
 
+DRAWING = re.compile(r'<img alt="[^"]*" src="[./]*(drawings/\w+\.svg)" ?/?>')
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_uri.startswith("evidence/"):  # generated tables
+        page.meta["search"] = {"exclude": True}
+    elif page.file.src_uri.startswith("reference/"):
+        page.meta.setdefault("search", {"boost": 0.5})
     for make in (commands, parameters, algorithms):
         mark = f"<!-- {make.__name__} -->"
         if mark in markdown:
             markdown = markdown.replace(mark, make())
     return markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Insert each drawing into its page, because an `img` cannot follow the page's dark mode."""
+    docs = Path(__file__).parent
+    return DRAWING.sub(lambda found: f'<span class="drawing">{(docs / found[1]).read_text("utf-8")}</span>', html)
 
 
 def commands() -> str:
