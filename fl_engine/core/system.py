@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib
+import json
 import platform
 import sys
 from collections.abc import Iterator
@@ -78,6 +79,19 @@ def features() -> frozenset[str]:
 def parts() -> tuple[str, ...]:
     """Return the types of an Arm processor's cores, such as `0x41 0xd08` (Cortex-A72), or an empty tuple."""
     return tuple(sorted(set(map(" ".join, zip(_values("CPU implementer"), _values("CPU part"), strict=False)))))
+
+
+def install_command(extra: str) -> str:
+    """Return the pip command that adds an extra to this installation of flexfleet: a checkout, a wheel or a package
+    from an index."""
+    from importlib import metadata  # this import is slow and rarely required
+
+    checkout = Path(__file__).resolve().parents[2]
+    if (checkout / "pyproject.toml").is_file():
+        return f"pip install -e '{'.' if checkout == Path.cwd() else checkout}[{extra}]'"
+    found = next(iter(metadata.distributions(name="flexfleet")), None)
+    origin = found and found.read_text("direct_url.json")  # pip writes this file unless an index has the package
+    return f"pip install 'flexfleet[{extra}]{' @ ' + json.loads(origin)['url'] if origin else ''}'"
 
 
 def check_torch() -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import EnvironmentFailure, PartitionError
+from fl_engine.core.system import install_command
 from fl_engine.data.array_files import map_npy
 
 STARTS = 10
@@ -47,7 +48,8 @@ def clusters_of(features: NDArray[np.float32], count: int, seed: int, what: str)
         from sklearn.exceptions import ConvergenceWarning
         from threadpoolctl import threadpool_limits
     except ImportError as error:
-        raise EnvironmentFailure(f"{what} requires scikit-learn ({error}): pip install 'flexfleet[data]'") from error
+        message = f"{what} requires scikit-learn ({error}). Run `{install_command('data')}`"
+        raise EnvironmentFailure(message) from error
 
     wrong = np.flatnonzero(~np.isfinite(features).all(1))
     if len(wrong):

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data
+from fl_engine.core.system import install_command
 from fl_engine.data.downloads import RemoteFile, download_members
 from fl_engine.data.files import check_labels, damaged, require
 from fl_engine.data.transforms import as_tensors, byte_statistics
@@ -139,7 +140,7 @@ def _clients(path: Path, arrays: tuple[str, ...], read: Callable[..., Any], most
     try:
         import h5py
     except ImportError as error:
-        raise EnvironmentFailure(f"{path} requires h5py. Run `pip install 'flexfleet[hdf5]'`") from error
+        raise EnvironmentFailure(f"{path} requires h5py. Run `{install_command('hdf5')}`") from error
     found = {}
     try:
         with h5py.File(path, "r") as file:

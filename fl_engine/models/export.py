@@ -29,6 +29,7 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, brief
 from fl_engine.core.samples import Data, outputs_of
 from fl_engine.core.slicing import initial_params, is_statistic, runnable
+from fl_engine.core.system import install_command
 from fl_engine.core.types import FULL, Params, PoolModel, SubmodelSpec
 from fl_engine.models.build import FROM_DATA, build_model
 from fl_engine.storage.store import FolderStore, decode, encode, sha256
@@ -239,7 +240,7 @@ def write_onnx(network: RawNetwork, data: Data, path: Path) -> None:
         import onnxruntime  # noqa: F401
     except ImportError as error:
         raise EnvironmentFailure(
-            f"{error.name} is not installed. Run pip install 'flexfleet[export]', or set publish.onnx=false"
+            f"{error.name} is not installed. Run `{install_command('export')}`, or set publish.onnx=false"
         ) from error
     input_name = "images" if data.has_images else "samples"
     output_name = "logits" if isinstance(data.task, Classification) else "outputs"

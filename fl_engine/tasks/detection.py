@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fl_engine.core import boxes
 from fl_engine.core.errors import DataError, EnvironmentFailure, ModelError
+from fl_engine.core.system import install_command
 from fl_engine.core.task import Measured, Metric
 
 log = logging.getLogger(__name__)
@@ -270,7 +271,7 @@ def _scorer() -> tuple[Any, Any]:
     try:
         from faster_coco_eval import COCO, COCOeval_faster
     except ImportError as error:
-        raise EnvironmentFailure("mAP requires faster-coco-eval. Run pip install 'flexfleet[detection]'") from error
+        raise EnvironmentFailure(f"mAP requires faster-coco-eval. Run `{install_command('detection')}`") from error
     return COCO, COCOeval_faster
 
 

@@ -285,7 +285,7 @@ class Result:
         Args:
             level: Name of the level; None for the largest level.
             path: The folder. A missing folder is created.
-            onnx: True to write `model.onnx`, which requires flexfleet[export].
+            onnx: True to write `model.onnx`, which requires the extra `export`.
 
         Returns:
             The folder.

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fl_engine.core.errors import ConfigError
+from fl_engine.core.system import install_command
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import show
 
@@ -65,7 +66,7 @@ def doctor(args: argparse.Namespace) -> None:
     lines.append(f"  torch devices: {devices}; instructions for bfloat16: {bf16}")
     for extra, about in report["extras"].items():
         missing = ", ".join(about["missing"])
-        state = f"missing {missing}: pip install 'flexfleet[{extra}]'" if missing else "installed"
+        state = f"missing {missing}: {install_command(extra)}" if missing else "installed"
         lines.append(f"  {extra:10} {state}\n             {about['enables']}")
     width = max(map(len, report["data"]), default=0)
     for name, available in report["data"].items():

@@ -25,6 +25,7 @@ from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, holds_password, masked, together
 from fl_engine.core.fields import adapter
 from fl_engine.core.registry import check_names, resolve
+from fl_engine.core.system import install_command
 from fl_engine.core.text import check_plain, path_of, read_yaml
 from fl_engine.core.types import Codec, Codecs
 from fl_engine.datasets import DATASETS
@@ -181,7 +182,7 @@ def _options_of(registry: Mapping[str, Any]) -> set[str]:
 
 @cache
 def _log_untracked() -> None:
-    log.info("MLflow is not installed, so runs are not tracked. To track runs: pip install 'flexfleet[tracking]'")
+    log.info("MLflow is not installed, so runs are not tracked. To track runs: %s", install_command("tracking"))
 
 
 def algorithm(config: Config) -> Algorithm:

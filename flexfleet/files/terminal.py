@@ -285,4 +285,4 @@ def missing(module: str) -> str:
     """Return the error message for a module that is not installed."""
     package = module.partition(".")[0]
     extra = next((name for name, (modules, _) in EXTRAS.items() if package in modules), "all")
-    return f"{package} is not installed: pip install 'flexfleet[{extra}]'"
+    return f"{package} is not installed. Run `{system.install_command(extra)}`"

@@ -18,7 +18,7 @@ from fl_engine.datasets import tff
 from fl_engine.tasks import NextToken
 from tests.data.made import remote
 
-h5py = pytest.importorskip("h5py", reason="h5py is not installed: pip install 'flexfleet[hdf5]'")
+h5py = pytest.importorskip("h5py", reason="h5py is not installed: pip install -e '.[hdf5]'")
 
 
 def packed(files: tuple[str, ...], root: Path, archive: Path) -> RemoteFile:

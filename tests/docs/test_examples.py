@@ -33,7 +33,7 @@ MEASURE = "import time, flexfleet; print(flexfleet.__file__, time.process_time()
 @pytest.fixture(scope="session")
 def executed(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """By a notebook's name, its file with results; in the same folder, `<name>.measured` has what MEASURE said."""
-    nbformat = pytest.importorskip("nbformat", reason="notebooks need nbclient: pip install 'flexfleet[dev]'")
+    nbformat = pytest.importorskip("nbformat", reason="notebooks need nbclient: pip install -e '.[dev]'")
     out = tmp_path_factory.mktemp("executed")
     execute_for_the_site = run_path(str(ROOT / "docs" / "examples.py"))["execute"]
 
@@ -74,7 +74,7 @@ def test_a_notebook_runs(name: str, executed: Callable[[str], Path], installed: 
 
 
 def test_the_site_builds_without_a_dead_link(executed: Callable[[str], Path], tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs", reason="the site's builder is not installed: pip install 'flexfleet[docs]'")
+    pytest.importorskip("mkdocs", reason="the site's builder is not installed: pip install -e '.[docs]'")
     examples = [executed(name) for name in NOTEBOOKS]
     env = os.environ | {"EXECUTED_EXAMPLES": str(examples[0].parent)}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]

@@ -21,7 +21,7 @@ GUIDE = ROOT / "docs" / "guides" / "kubeflow.md"
 
 
 def test_rendered_pages_show_no_fence_or_table_as_text() -> None:
-    markdown = pytest.importorskip("markdown", reason="the site needs mkdocs: pip install 'flexfleet[docs]'")
+    markdown = pytest.importorskip("markdown", reason="the site needs mkdocs: pip install -e '.[docs]'")
     pytest.importorskip("pymdownx")
     extensions = ["admonition", "tables", "pymdownx.highlight", "pymdownx.superfences"]
     for page in PAGES:

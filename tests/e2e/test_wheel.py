@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,3 +49,11 @@ def test_the_wheel_runs_outside_the_checkout(installed: Path, quick: Sequence[st
     found = json.loads(command("-m", "flexfleet.cli.main", "run", "--json", "--run-id", "a", *sets))
     assert found["status"] == "finished"
     assert "<svg" in (tmp_path / found["report"]).read_text(), "the page's template came with the wheel"
+
+
+def test_install_command_of_wheel_names_the_wheel(installed: Path, wheel: Path) -> None:
+    code = "from fl_engine.core.system import install_command; print(install_command('privacy'), end='')"
+    command = run("-P", "-c", code, cwd=installed, PYTHONPATH=str(installed)).stdout
+    assert command.startswith("pip install 'flexfleet[privacy] @ ") and wheel.name in command
+    pip = ("-m", *shlex.split(command), "--dry-run", "--no-deps", "--no-index", "--ignore-installed")
+    assert run(*pip, cwd=installed).returncode == 0

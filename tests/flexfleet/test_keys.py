@@ -175,7 +175,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, quick: Sequence[str]) -> 
 @pytest.fixture
 def rounds(step: Step, prepared: Path, quick: Sequence[str]) -> Step:
     """Run two rounds of a private run."""
-    pytest.importorskip("dp_accounting", reason="pip install 'flexfleet[privacy]'")
+    pytest.importorskip("dp_accounting", reason="pip install -e '.[privacy]'")
 
     def run(out: Path, *argv: str, sets: Sequence[str] = ()) -> Any:
         given = ("--partition", f"{prepared}/partition", "--pool", f"{prepared}/pool", "--out", str(out), *argv)

@@ -220,7 +220,7 @@ def test_run_in_a_cluster_leaves_no_secret(
     cluster: Any, shown: Shown, no_drawings: None,
 ) -> None:  # fmt: skip
     """Includes the run's key and what follows from it: clients' keys, noise and the choice of clients."""
-    pytest.importorskip("dp_accounting", reason="pip install 'flexfleet[privacy]'")
+    pytest.importorskip("dp_accounting", reason="pip install -e '.[privacy]'")
     pods: dict[str, bytes] = {}
 
     def script(job: Any, index: int, before: int) -> str:

@@ -185,7 +185,7 @@ def flexfl(z: float = 1.0, selection: Any = UNIFORM, secret: bool = False, fract
 
 
 def spent(algorithm: Any, rounds: int) -> float:
-    pytest.importorskip("dp_accounting", reason="pip install 'flexfleet[privacy]'")
+    pytest.importorskip("dp_accounting", reason="pip install -e '.[privacy]'")
     found = epsilon(algorithm, FLEET, POOL, rounds)
     assert found is not None
     return found
@@ -206,7 +206,7 @@ def test_without_sampling_epsilon_is_the_gaussian_mechanisms(z: float, rounds: i
 def test_sampling_without_replacement_by_hand() -> None:
     """Wang et al. 2019, Theorem 27 at alpha = 2: log(1 + q^2 * min(4 * (exp(e) - 1), 2 * exp(e))), e the RDP of order 2
     of a sum that moves by 2C: 2 / (2 * (z/2)^2) = 4 / z^2."""
-    pytest.importorskip("dp_accounting", reason="pip install 'flexfleet[privacy]'")
+    pytest.importorskip("dp_accounting", reason="pip install -e '.[privacy]'")
     for k, eligible, z in ((10, 90, 2.0), (5, 1000, 1.0), (3, 12, 5.0)):
         assignments, rdp = privacy._one_round(z, (k, eligible))
         q, e = k / eligible, 4 / z**2

@@ -118,7 +118,7 @@ def test_levels_of_decoupled_have_noise_of_their_own() -> None:
 
 @pytest.mark.parametrize("name", ["flexfl", "decoupled"])
 def test_resumed_private_run_has_same_noise_and_epsilon(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("dp_accounting", reason="pip install 'flexfleet[privacy]'")
+    pytest.importorskip("dp_accounting", reason="pip install -e '.[privacy]'")
     algorithm = private(name)
     site = tiny_site(algorithm)
 
@@ -157,7 +157,7 @@ Asked = list[tuple[int, int, int]]
 @pytest.fixture
 def asked(tmp_path: Path) -> Callable[..., Asked]:
     """(round, client, the order's seed) of a run in `folder`; stopped in the middle of its `stop_in`-th round."""
-    pytest.importorskip("dp_accounting", reason="pip install 'flexfleet[privacy]'")
+    pytest.importorskip("dp_accounting", reason="pip install -e '.[privacy]'")
 
     def run(name: str, folder: str, key: bytes | None, stop: int = 6, stop_in: int = 0, **more: Any) -> Asked:
         algorithm = private(name) if key else without_fine_tuning(ALGORITHMS[name](training=TRAINING))  # type: ignore[call-arg]
