@@ -75,9 +75,10 @@ generated: setup
 	$(BIN)/python -m components.describe
 	$(BIN)/python -m pipelines.compile
 
-# Builds the documentation in site/. `.venv/bin/mkdocs serve` shows a live preview.
+# Builds the documentation in site/, without --quiet, which would hide the warnings that --strict counts.
+# `.venv/bin/mkdocs serve` shows a live preview.
 docs: setup
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 IMAGE ?= flexfleet:latest
 

@@ -77,7 +77,7 @@ def test_the_site_builds_without_a_dead_link(executed: Callable[[str], Path], tm
     pytest.importorskip("mkdocs", reason="the site's builder is not installed: pip install -e '.[docs]'")
     examples = [executed(name) for name in NOTEBOOKS]
     env = os.environ | {"EXECUTED_EXAMPLES": str(examples[0].parent)}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     for path in examples:

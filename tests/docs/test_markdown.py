@@ -30,6 +30,18 @@ def test_rendered_pages_show_no_fence_or_table_as_text() -> None:
         assert re.findall(r".*(?:```|\|-{3}).*", text) == [], page
 
 
+def test_make_docs_rejects_broken_links_and_anchors(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the site needs mkdocs: pip install -e '.[docs]'")
+    (arguments,) = re.findall(r"mkdocs (build.*)", (ROOT / "Makefile").read_text())
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/index.md").write_text("[a](missing.md) [b](#missing) [c](/missing) [d](missing/)")
+    changed = {"INHERIT": str(ROOT / "mkdocs.yml"), "docs_dir": "docs", "nav": ["index.md"], "hooks": [], "plugins": []}
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(changed))
+    command = [sys.executable, "-m", "mkdocs", *arguments.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "Aborted with 4 warnings in strict mode" in done.stdout + done.stderr
+
+
 def test_reference_pages_name_objects_that_exist() -> None:
     found = [each for page in PAGES for each in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
     assert found
