@@ -163,7 +163,8 @@ BRANCHED = (
     "tracking.mlflow=null",
 )
 """As in the paper on multi-branch networks, devices have enough memory, but differ in speed, bandwidth and uptime."""
-ALL, OORT, YOGI = "algorithm.eligible=all", "algorithm.selection={name: oort}", "algorithm.server={name: yogi}"
+ALL, YOGI = "algorithm.eligible=all", "algorithm.server={name: yogi}"
+OORT = "algorithm.selection={name: oort, share_limit: null}"  # as in the published code
 FULL_AND_BRANCHES: dict[str, tuple[str, ...]] = {
     "full=all_large": (ALL,),
     "full_oort=all_large": (ALL, OORT),

@@ -50,6 +50,7 @@ FADES = 0.9
 CORRELATIONS = (0.0, 0.5, 0.9)
 MUS = (0.0, 0.5, 1.0, 2.0, 1e6)
 PRINTED = (532, 313)
+OORT = Oort(model="largest", share_limit=None)
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,8 @@ def four(where: World, rounds: int) -> dict[str, Row]:
     rows: dict[str, tuple[Selector, Pool, float | None]] = {
         "random": (Uniform(model="largest"), whole, None),
         "mb_random": (Uniform(model="largest"), branches, 1.0),
-        "oort": (Oort(model="largest"), whole, None),
-        "mb_oort": (Oort(model="largest"), branches, 1.0),
+        "oort": (OORT, whole, None),
+        "mb_oort": (OORT, branches, 1.0),
     }
     return {name: simulated(where, *row, rounds=rounds) for name, row in rows.items()}
 
@@ -176,7 +177,7 @@ def measured(rounds: int, correlations: Sequence[float] = CORRELATIONS, mus: Seq
     by_correlation = {r: summary(four(world(correlated(r)), rounds)) for r in correlations}
     _, branches = pools()
     where = world(correlated(correlations[0]))
-    by_mu = {mu: simulated(where, Oort(model="largest"), branches, mu, rounds).uniformity for mu in mus}
+    by_mu = {mu: simulated(where, OORT, branches, mu, rounds).uniformity for mu in mus}
     return {
         **by_correlation[correlations[0]],
         "printed": dict(zip(("without", "with", "ratio"), (*PRINTED, PRINTED[1] / PRINTED[0]), strict=True)),

@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 
 from fl_engine.core.clients import LARGEST_LOSS
 from fl_engine.core.contracts import ClientContext, ClientMetric
@@ -67,9 +68,10 @@ class Oort:
     values. The probability of a candidate is proportional to its value. If too few clients are left in one of the two
     groups, clients of the other group fill the round.
 
-    Clients report sqrt(mean loss^2) as the metric `rms_loss`, and the server knows |B|. Because utilities are clipped,
-    a client cannot get a utility above `clip` by reporting a false loss. Over-commitment is the option
-    `rounds.over_provision` (1.3 in the paper and in FedScale, 1.1 in Oort's code).
+    Clients report sqrt(mean loss^2) as the metric `rms_loss`, and the server knows |B|. A false loss has two bounds
+    (Sec. 4.4): utilities are clipped, and a client is selected at most `share_limit` times as often as on average, plus
+    once. If the other clients cannot fill a round, the second bound does not apply in this round. Over-commitment is
+    the option `rounds.over_provision` (1.3 in the paper and in FedScale, 1.1 in Oort's code).
 
     The defaults are from FedScale, whose code the paper's authors maintain (fedscale/cloud/config_parser.py,
     thirdparty/oort/oort.py). The description of each option states the values in Oort's code (training/argParser.py)
@@ -87,6 +89,8 @@ class Oort:
       the scores of all other clients nearly equal. The bound `clip` is element floor((n - 1) * q) of the n sorted
       utilities, with q as the option `clip`, so it is never the largest of several utilities. In the code, the bound is
       the largest utility if there are few clients.
+    - `share_limit` replaces the maximum number of rounds per client (`blacklist_rounds`, no maximum by default). The
+      number depends on a run's length and fraction of clients.
     - T is a percentile over the clients that can be selected in this round. The code uses all clients and their first
       speeds.
     - The first round explores by the same rule as later rounds. The code draws the clients of the first round
@@ -109,6 +113,8 @@ class Oort:
     """Exponent alpha of T / t for slow clients (`round_penalty`). The paper also uses 2 (Sec. 7.1)."""
     clip: Fraction = 0.9
     """Quantile at which utilities are clipped (`clip_bound`). The paper and Oort's code use 0.95."""
+    share_limit: Annotated[float, Field(ge=1)] | None = 2.0
+    """Maximum number of a client's selections, as a multiple of the average (see above); null: no maximum."""
     cut_off: Share = 0.05
     """Cut-off confidence c (`cut_off_util`). Oort's code uses 0.7, and the paper uses 0.95."""
     cut_off_pool: NotNegative = 10.0
@@ -166,6 +172,10 @@ class Oort:
         count = min(count, len(candidates.clients))
         if count < 1:
             return []
+        if self.share_limit is not None:
+            average = context.round * count / len(candidates.clients)
+            below = candidates.selected <= self.share_limit * average
+            candidates = candidates.only(below) if below.sum() >= count else candidates
         candidates = candidates.only(rng.permutation(len(candidates.clients)))  # The permutation breaks ties at random.
         slow = self.slow(candidates.seconds, pacer.preferred(candidates.seconds))
         explored, fresh = np.flatnonzero(candidates.selected > 0), np.flatnonzero(candidates.selected == 0)

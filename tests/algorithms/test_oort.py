@@ -165,7 +165,7 @@ def test_estimated_time_of_an_assignment_by_hand() -> None:
 
 def test_the_round_is_divided_by_epsilon() -> None:
     """20 clients, the first ten asked before; 10 in round 0 and 55: 9 and 3 new ones."""
-    oort, fleet = NO_PACE, fleet_of(20)
+    oort, fleet = replace(NO_PACE, share_limit=None), fleet_of(20)
     tables = after(oort, [dict.fromkeys(range(10), 1.0)], 20)
     for round, new in ((0, 9), (1, 8), (55, 3)):
         found = asked(oort, tables, context(round, fleet, [5] * 20), 10)
@@ -242,6 +242,23 @@ def test_largest_lie_is_worth_the_clip() -> None:
     assert np.all(np.diff(with_lie[:19]) > 0.04), "the others still differ: they are not flattened"
     two = Oort().scores(np.asarray([3.0, 1e12]), np.ones(2), 1)
     assert two[0] == two[1], "also where few are known"
+
+
+def test_false_loss_is_selected_at_most_twice_as_often_as_average() -> None:
+    """Utilities differ by a factor of e^2 between most clients, so without a limit the liar has up to 3 times the
+    average."""
+    usual, fleet = np.exp(2 * np.random.default_rng(0).standard_normal(50)), fleet_of(50)
+
+    def selections(oort: Oort) -> Counter[int]:
+        tables, count = oort.init(fleet, FULL_ONLY), Counter[int]()
+        for round in range(100):
+            now = asked(oort, tables, context(round, fleet, [1] * 50), 5)
+            count.update(now)
+            for client in now:
+                tables = answer(oort, tables, round, client, LARGEST_LOSS if client == 0 else float(usual[client]))
+        return count
+
+    assert selections(NO_PACE)[0] <= 2 * 10 + 1 < selections(replace(NO_PACE, share_limit=None))[0]
 
 
 def test_results_of_a_round_by_hand() -> None:
