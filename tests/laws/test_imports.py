@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -50,6 +51,17 @@ def test_no_files_and_no_rooms_import_each_other_in_a_circle() -> None:
         if own := room(name):
             rooms.setdefault(own, set()).update({str(room(n)) for n in imports(path, functions=True)} - {"None", own})
     TopologicalSorter(rooms).prepare()
+
+
+def test_drawing_of_folders_shows_each_import_below() -> None:
+    found = re.findall(r'y="(\d+)"[^>]*class="room">(\w+)<', (ROOT / "docs/drawings/layers.svg").read_text())
+    row = {folder: int(y) for y, folder in found}
+    for name, path in MODULES.items():
+        own = str(room(name)).split(".")[-1]
+        if own in row:
+            below = {str(room(n)).split(".")[-1] for n in imports(path, functions=True)} - {"None", own}
+            assert all(row[each] > row[own] for each in below), f"{path}: {below}"
+    assert len(row) == len({room(name) for name in MODULES} - {None, "flexfleet.__main__"})
 
 
 @pytest.mark.parametrize("path", [p for p in ENGINE if "algorithms" in p.parts], ids=dotted)
