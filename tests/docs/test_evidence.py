@@ -3,17 +3,16 @@
 Before each table stands a comment that says where its cells come from:
 
     <!-- results: cifar10-dirichlet
-    rows: flexfl heterofl
-    columns: levels | last.avg | mb | paper
+    rows: flexfl,heterofl,cifar10-iid:flexfl
+    columns: levels|last.avg,last.full|mb|paper
     -->
 
-`rows`: the comparison's label of each row; `central` is its central training. `columns`: the figures of each cell but
-the first, which names the row; a cell of several figures has them parted by commas. `FIGURE in ID` is of another
-comparison, `FIGURE of NAME` of another label, in which * stands for the row's own. `behind.FIGURE` is how far the row
-is behind the highest. `paper` is a column that quotes a paper, and says so in its head. An empty cell says nothing, a
-dash that there is no such figure. A table that quotes papers alone has `<!-- paper -->`, one of
-docs/evidence/uniformity.json `<!-- uniformity -->`. The table of claims has `<!-- claims -->`; its last two columns are
-the seeds and the comparisons of a claim.
+`rows`: the comparison's label of each row; `ID:LABEL` is of another comparison. A comparison with * stands for all that
+match; the figures are the mean and deviation over them. `columns`: the figures of each cell but the first, which names
+the row; a cell of several figures has them parted by commas. `FIGURE in ID` is of another comparison, `FIGURE of NAME`
+of another label, in which * stands for the row's own. `paper` is a column that quotes a paper, and says so in its head.
+An empty cell says nothing, a dash that there is no such figure. The table of claims has `<!-- claims -->`; its last two
+columns are the seeds and the comparisons of a claim.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.uniformity import as_markdown
-from flexfleet.experiments.ranking import firsts, rows
 from flexfleet.files.measure import Measure
 from flexfleet.reports.finished_run import NONE
 
@@ -49,9 +48,19 @@ def tables(page: str) -> Iterator[tuple[str, list[list[str]]]]:
         yield found[1] or "", [line for line in lines if not all(set(cell) <= set("-: ") for cell in line)]
 
 
+def pooled(id: str, label: str, figure: str) -> list[Value] | None:
+    """The values of a comparison, or their mean and deviation over the comparisons that match `id`."""
+    found = [values(RESULTS[each]["comparison"], label, figure) for each in fnmatch.filter(RESULTS, id)]
+    if len(found) == 1:
+        return found[0]
+    return [(mean(of), stdev(of)) for of in zip(*([value for value, _ in each or ()] for each in found), strict=True)]
+
+
 def values(comparison: dict[str, Any], label: str, figure: str) -> list[Value] | None:
     """What a cell has to print; None if the results have no such figure."""
-    of = comparison["central"] if label == "central" else comparison["results"][label]
+    of = comparison["results"].get(label)
+    if of is None:
+        return None
     scale = Measure(comparison.get("metric", "accuracy")).scale
 
     def spread(found: dict[str, float | None] | None, scale: float = 1) -> list[Value] | None:
@@ -74,18 +83,14 @@ def values(comparison: dict[str, Any], label: str, figure: str) -> list[Value] |
             (one,) = [one for one in of["highest"] if one["share"] == int(percent)]
             return spread(one[which], scale)
         case ["last", which]:
-            return spread(of["full"] if label == "central" else of["last"][which], scale)
+            return spread(of["last"][which], scale)
         case ["to", percent, spent]:
             (one,) = [one for one in of["reached"] if math.isclose(one["accuracy"], float(percent) / 100)]
             return spread(one[spent])
         case ["reach", percent]:
             (one,) = [one for one in of["reached"] if math.isclose(one["accuracy"], float(percent) / 100)]
-            mb = one["mb_down"]["mean"] + one["mb_up"]["mean"]
-            return [(mb, None), (one["seconds_simulated"]["mean"], None)]
-        case ["phases", name]:
-            return spread(of["phases"][name], 1e-6 if name.startswith("bits") else 1) if of["phases"][name] else None
-        case ["level", level, metric]:
-            return [(100 * of["runs"][0]["levels"][level][metric], None)]
+            mb, seconds = spread(one["mb"]), spread(one["seconds_simulated"])
+            return None if mb is None or seconds is None else [*mb, *seconds]
         case [name]:
             return spread(of[name], 100 if name == "waste" or name.startswith(("local_", "clients_")) else 1)
     raise AssertionError(f"no figure is called {figure}")
@@ -103,25 +108,12 @@ def cell_of(cell: str, expected: list[list[Value] | None]) -> bool:
     if cell in ("", NONE):
         return not cell or not known
     left = NUMBER.findall(cell)
-    for mean, deviation in known:
-        if not left or not printed(left.pop(0), mean):
+    for value, deviation in known:
+        if not left or not printed(left.pop(0), value):
             return False
         if "±" in cell and (deviation is None or not left or not printed(left.pop(0), deviation)):
             return False
     return not left
-
-
-def behind(id: str, label: str, figure: str) -> str:
-    """What the comparison's table "Behind the highest" prints of a label, computed from its runs."""
-    comparison = RESULTS[id]["comparison"]
-    when, _, which = figure.rpartition("_")
-
-    def value(run: dict[str, Any]) -> Any:
-        return run["best"][which] if when == "best" else run[figure]
-
-    found = firsts({figure: {name: [value(run) for run in r["runs"]] for name, r in comparison["results"].items()}})
-    assert found is not None, f"{id} has too few seeds"
-    return rows(found, [label], Measure(comparison["metric"]))[0][1]
 
 
 def looked_up(written: str, id: str, row: str) -> list[list[Value] | None]:
@@ -130,9 +122,10 @@ def looked_up(written: str, id: str, row: str) -> list[list[Value] | None]:
     for each in written.split(","):
         figure, _, where = each.strip().partition(" in ")
         figure, _, name = figure.partition(" of ")
-        comparison = RESULTS[where or id]["comparison"]
-        label = name.replace("*", row) if name.replace("*", row) in comparison["results"] else row
-        found.append(values(comparison, label, figure))
+        where = where or id
+        known = RESULTS[fnmatch.filter(RESULTS, where)[0]]["comparison"]["results"]
+        label = name.replace("*", row) if name.replace("*", row) in known else row
+        found.append(pooled(where, label, figure))
     return found
 
 
@@ -149,8 +142,6 @@ def wrong(page: str) -> list[str]:
     for about, cells in tables(page):
         head, *body = cells
         title = " | ".join(head)
-        if about == "paper":
-            continue
         if about == "claims":
             lines += [f"{row[0]}: {row[-1]} has other seeds" for row in body if seeds(row[-1]) != row[-2]]
             continue
@@ -160,10 +151,10 @@ def wrong(page: str) -> list[str]:
             lines += [f"{title}: {row} is not in uniformity.json" for row in cells if row not in known]
             continue
         given = dict(re.findall(r"^(results|rows|columns): (.*)$", about, re.MULTILINE))
-        if given.keys() != {"results", "rows", "columns"} or given["results"] not in RESULTS:
+        if given.keys() != {"results", "rows", "columns"} or not fnmatch.filter(RESULTS, given["results"]):
             lines.append(f"{title}: no comment says which comparison the table is from")
             continue
-        labels, columns = given["rows"].split(), [each.strip() for each in given["columns"].split("|")]
+        labels, columns = given["rows"].split(","), given["columns"].split("|")
         if len(labels) != len(body) or any(len(row) != len(columns) + 1 for row in cells):
             lines.append(f"{title}: {len(labels)} rows and {len(columns)} columns are named, the table has others")
             continue
@@ -171,11 +162,10 @@ def wrong(page: str) -> list[str]:
             for column, cell, over in zip(columns, row, head[1:], strict=True):
                 if column == "paper":
                     lines += [] if "paper" in over else [f"{title}: {over} does not say that it quotes a paper"]
-                elif column.startswith("behind."):
-                    expected = behind(given["results"], name, column.removeprefix("behind."))
-                    lines += [] if cell == expected else [f"{title}: {said}, {over}: {cell} is not {expected}"]
-                elif not cell_of(cell, looked_up(column, given["results"], name)):
-                    lines.append(f"{title}: {said}, {over}: {cell} is not {column} of {name}")
+                else:
+                    id, _, label = name.rpartition(":")
+                    if not cell_of(cell, looked_up(column, id or given["results"], label)):
+                        lines.append(f"{title}: {said}, {over}: {cell} is not {column} of {name}")
     return lines
 
 
