@@ -1,4 +1,4 @@
-# make run     install, then run all steps of FlexFL and of FedAvg on the bundled digits
+# make run     install, then compare FlexFL with FedAvg on the bundled digits
 # make test    install, then run the short tests; `make test-all` runs the long tests
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,6 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # Always cache bytecode, because tests start hundreds of processes, which would each compile all modules.
 export PYTHONDONTWRITEBYTECODE :=
 export DVC_NO_ANALYTICS ?= 1
+TORCH_CPU ?= https://download.pytorch.org/whl/cpu
 
 .PHONY: setup run test test-all soak lint generated docs evidence bench bench-peers image e2e-containers lock sbom \
         test-python310
@@ -20,7 +21,14 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@# Python includes an old, slow pip. --no-compile is faster, because most of the 22,000 files are never imported.
 	$(BIN)/pip install --quiet --constraint constraints.txt --upgrade pip
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch
+	@# For Linux, PyPI's torch includes CUDA (3 GB). Without an NVIDIA GPU, prefer the CPU build if its index is
+	@# reachable, unless the user has chosen an index.
+	@from=; if [ "$$(uname -sm)" = "Linux x86_64" ] && ! [ -e /proc/driver/nvidia ] && ! command -v nvidia-smi >/dev/null \
+	    && ! $(BIN)/pip config list | grep -qE '^:env:.*index-url|\.index-url'; then \
+	    if timeout 9 $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(TORCH_CPU)/torch/", timeout=5)' 2>&-; \
+	    then from="--extra-index-url $(TORCH_CPU)"; \
+	    else echo "$(TORCH_CPU) is not reachable. torch comes from PyPI and may include CUDA (3 GB)"; fi; fi; \
+	set -x; $(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch $$from
 	@# setuptools prints long but irrelevant warnings for an editable installation.
 	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[all,dev]'
 	@$(BIN)/python -c 'import dvc.repo, flexfleet.pipeline.run, kfp, matplotlib.pyplot, optuna, sklearn'
@@ -29,11 +37,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 run: setup
-	$(BIN)/flexfleet run --run-id digits-flexfl --resume --set pretrain.reference=true
-	$(BIN)/flexfleet run --run-id digits-all-large --resume --set pretrain.reference=true \
-	    --set algorithm.name=all_large
-	$(BIN)/flexfleet report runs/digits-flexfl runs/digits-all-large --out runs/report.html
-	@echo "open MLflow: $(BIN)/mlflow ui --backend-store-uri sqlite:///mlflow.db"
+	@# With `capable`, FedAvg selects only devices that can hold the full model. FlexFL trains on all devices.
+	$(BIN)/flexfleet compare --algorithms flexfl,fedavg --set fedavg:algorithm.eligible=capable --jobs 2 \
+	    --id digits --resume
 
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 10
 

@@ -273,7 +273,8 @@ def _command(step: str, entry: PlannedRun, folder: Path, flags: Sequence[str]) -
     """Return the command `flexfleet <step>` for one run. If the run is finished, the command does nothing."""
     config, stdin = hand_over(entry.config, folder / f"{entry.name}.yaml")
     argv = (step, "--config", config, "--run-id", entry.name, "--resume", *flags)
-    return Command(entry.name, "flexfleet.cli.main", argv, folder / f"{entry.name}.log", stdin)
+    log_file = folder / f"{entry.name}.log"
+    return Command(entry.name, "flexfleet.cli.main", argv, log_file, stdin, has_rounds=step == "run")
 
 
 def run_one(entry: PlannedRun, shared: Path, tags: Mapping[str, str]) -> RunResult:

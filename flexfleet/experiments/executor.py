@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -28,6 +29,8 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 POLL_S = 0.05
 BEGINS = "$ "
 """Prefix of the log line that contains the command. The output of the command follows in the next lines."""
+ROUND = re.compile(rb"^\S+ (round (\d+)/(\d+)  .*)\n", re.MULTILINE)
+"""A log line with the metrics of a round (`tracking.console`), which begins with the time."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Command:
     """Text for the command's stdin. The text may contain secrets, because process lists and logs do not show stdin."""
     call: Callable[[], object] | None = None
     """Function that executes the same work in this process."""
+    has_rounds: bool = False
+    """Whether the command executes the rounds of one run, which are shown as progress."""
 
 
 Execute = Callable[[Sequence[Command], int], dict[str, int]]
@@ -74,7 +79,7 @@ def resumable(folder: Path, id: str) -> Iterator[None]:
 
 def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
     """Run the commands as processes, and return {command name: exit code}. Exit code 128 + n means that signal n ended
-    the process.
+    the process. While a run is trained, its first round and then one round in ten is logged.
 
     SIGTERM, SIGHUP (from a closed terminal) and Ctrl-C are forwarded to the running processes. After such a signal, no
     new process starts. Stopped or KeyboardInterrupt is raised when all processes have ended. After other errors, all
@@ -83,17 +88,20 @@ def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
     codes: dict[str, int] = {}
     waiting = list(commands)
     running: dict[Command, tuple[subprocess.Popen[bytes], float]] = {}
+    rounds: dict[Command, _Rounds] = {}
     watched, held = os.pipe()
     try:
         with _forwarding_signals(running) as received:
             while running or (waiting and not received):
                 while waiting and len(running) < at_once and not received:
                     command = waiting.pop(0)
+                    rounds[command] = _Rounds(command)
                     running[command] = (_start(command, watched), time.monotonic())
                     if received:  # the signal arrived before this process was added to `running`
                         running[command][0].send_signal(received[-1])
                 for command, (process, started) in list(running.items()):
                     code = process.poll()
+                    rounds[command].show()
                     if code is not None:
                         del running[command]
                         codes[command.name] = code if code >= 0 else 128 - code
@@ -184,6 +192,28 @@ def _start(command: Command, watched: int) -> subprocess.Popen[bytes]:
     with suppress(BrokenPipeError), process.stdin as stdin:  # the new process may have ended already
         stdin.write(command.stdin.encode())
     return process
+
+
+class _Rounds:
+    """Progress of a run: the lines about rounds that its process appends to its log file."""
+
+    def __init__(self, command: Command) -> None:
+        self._command, self._tenths = command, -1
+        self._read = command.log.stat().st_size if command.log.exists() else 0
+
+    def show(self) -> None:
+        """Log the new lines about the first round and about one round in ten."""
+        if not self._command.has_rounds:
+            return
+        with open(self._command.log, "rb") as file:
+            file.seek(self._read)
+            text = file.read()
+        self._read += text.rfind(b"\n") + 1  # the process may still be writing the last line
+        for line, number, total in ROUND.findall(text):
+            tenths = 10 * int(number) // int(total)
+            if tenths > self._tenths:
+                self._tenths = tenths
+                log.info("%s: %s", self._command.name, line.decode())
 
 
 def _log_end(command: Command, codes: dict[str, int], total: int, seconds: float) -> None:

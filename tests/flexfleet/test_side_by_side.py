@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from tests.harness.processes import ROOT, until
 JOB = """
 import os, signal, sys, time
 name, seconds, code = sys.argv[1:]
+for i in range(1, 41):
+    print(f"12:00:00 round {i}/40  avg {i}.0 %", flush=True)
 print(name, "begins", os.environ["OMP_NUM_THREADS"], "at", time.monotonic(), flush=True)
 if code == "patient":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
@@ -57,6 +60,16 @@ def test_commands_have_exit_codes_and_logs(job: Any) -> None:
         file.write(f"{executor.BEGINS}again\nKilled")
     assert executor.last_words(jobs[1].log) == "Killed", "not what an earlier attempt said"
     assert executor.side_by_side([], 3) == {}
+
+
+def test_progress_shows_first_round_and_every_tenth(job: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    run = replace(job("run"), has_rounds=True)
+    for _ in range(2):  # the second process appends to the log of the first
+        caplog.clear()
+        executor.side_by_side([run, job("share")], 2)
+        shown = re.findall(r"(\w+): round (\d+)/40  avg", caplog.text)
+        assert shown == [("run", str(number)) for number in (1, *range(4, 41, 4))]
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 9])
