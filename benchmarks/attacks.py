@@ -67,7 +67,10 @@ RULES = {
     "clip": "{name: mean, clip: 0.5}",
     "multi_krum": "{name: multi_krum, byzantine: 0.3}",
     "judged": "{name: judged}",
+    "geometric_median": "{name: geometric_median}",
+    "fltrust": "{name: fltrust}",
 }
+DEFAULT_RULES = tuple(RULES)[:6]
 ALGORITHMS = {**bound.ALGORITHMS, "fedopt": ("algorithm.name=fedopt",)}
 
 
@@ -112,10 +115,10 @@ class Attacked:
         updates = [result for result in honest if isinstance(result, ClientUpdate)]
         usual = statistics.median([self._norm(plan, each) for each in updates] or [1.0])
         for result in self._poisoned.run(algorithm, replace(plan, assignments=tuple(bad))):
-            yield self._changed(plan, result, updates, usual) if isinstance(result, ClientUpdate) else result
+            yield self._changed(algorithm, plan, result, updates, usual) if isinstance(result, ClientUpdate) else result
 
     def _changed(
-        self, plan: RoundPlan, update: ClientUpdate, honest: Sequence[ClientUpdate], usual: float
+        self, algorithm: Algorithm, plan: RoundPlan, update: ClientUpdate, honest: Sequence[ClientUpdate], usual: float
     ) -> ClientUpdate:
         if self.attack == "labels":
             return update
@@ -126,22 +129,25 @@ class Attacked:
         if self.attack == "direction":
             update = replace(update, payload=self._direction(plan, update))
         most = LENGTH * usual / max(self._norm(plan, update), 1e-9)
-        return self._scaled(
-            plan, update, most if self.attack != "adaptive" else self._accepted(plan, update, honest, most)
-        )
+        if self.attack == "adaptive":
+            most = self._accepted(algorithm, plan, update, honest, most)
+        return self._scaled(plan, update, most)
 
-    def _accepted(self, plan: RoundPlan, update: ClientUpdate, honest: Sequence[ClientUpdate], most: float) -> float:
+    def _accepted(
+        self, algorithm: Algorithm, plan: RoundPlan, update: ClientUpdate, honest: Sequence[ClientUpdate], most: float
+    ) -> float:
         """Return the largest factor with which `judged` accepts the update, at most `most`."""
         rule, layout = Judged(), self.site.layout
         pairs = [(plan.assignment_of[each.client], each) for each in honest]
         if not pairs:
             return most
-        lowest = 0.95 * rule.lowest(rule.scores(pairs, layout, self._server))
+        lowest = 0.95 * rule.lowest(rule.scores(pairs, layout, self._server, algorithm))
         low, high = 0.0, most
         for _ in range(8):
             middle = (low + high) / 2
             tried = self._scaled(plan, update, middle)
-            score = rule.scores([(plan.assignment_of[update.client], tried)], layout, self._server)[update.client]
+            pairs = [(plan.assignment_of[update.client], tried)]
+            score = rule.scores(pairs, layout, self._server, algorithm)[update.client]
             low, high = (middle, high) if score > lowest else (low, middle)
         return low
 
@@ -261,7 +267,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(CASES), help="attacks with numbers of Byzantine clients")
-    parser.add_argument("--rules", default=",".join(RULES))
+    parser.add_argument("--rules", default=",".join(DEFAULT_RULES), help="names in RULES")
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--json", action="store_true")

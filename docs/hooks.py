@@ -17,7 +17,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         page.meta["search"] = {"exclude": True}
     elif page.file.src_uri.startswith("reference/"):
         page.meta.setdefault("search", {"boost": 0.5})
-    for make in (commands, parameters, algorithms):
+    for make in (commands, parameters, aggregations, algorithms):
         mark = f"<!-- {make.__name__} -->"
         if mark in markdown:
             markdown = markdown.replace(mark, make())
@@ -68,10 +68,20 @@ def table(rows: Any) -> list[str]:
     return [*lines, ""]
 
 
+OPTIONS = "    options:\n      show_root_heading: false\n      heading_level: 3\n"
+
+
+def aggregations() -> str:
+    """Return the docstrings of the aggregations that have a file of their own, except `private`, which has a guide."""
+    from fl_engine.aggregation import AGGREGATIONS, privacy, rules
+
+    kinds = [kind for kind in AGGREGATIONS.values() if kind.__module__ not in (rules.__name__, privacy.__name__)]
+    return "\n".join(f"::: {kind.__module__}\n{OPTIONS}      members: [{kind.__name__}]\n" for kind in kinds)
+
+
 def algorithms() -> str:
     from fl_engine.algorithms import ALGORITHMS, PRESETS
 
-    options = "    options:\n      show_root_heading: false\n      heading_level: 3\n"
-    parts = [f"## `{name}`\n\n::: {kind.__module__}\n{options}" for name, kind in sorted(ALGORITHMS.items())]
+    parts = [f"## `{name}`\n\n::: {kind.__module__}\n{OPTIONS}" for name, kind in sorted(ALGORITHMS.items())]
     presets = "".join(f"- `{name}`: {preset.meaning}\n" for name, preset in sorted(PRESETS.items()))
     return "\n".join([*parts, "## Presets\n", presets])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from fl_engine.aggregation.fltrust import FLTrust
 from fl_engine.aggregation.judged import Judged
 from fl_engine.aggregation.multi_krum import MultiKrum
 from fl_engine.aggregation.privacy import Private
@@ -14,6 +15,7 @@ AGGREGATIONS: dict[str, type[AggregationRule]] = {
     **RULES,
     "judged": Judged,
     "multi_krum": MultiKrum,
+    "fltrust": FLTrust,
     "private": Private,
 }
 

@@ -120,14 +120,19 @@ def limited(payload: Params, spec: SubmodelSpec, old: Params, regions: Regions, 
     kind = regions.fit(payload, spec)
     if clip is None or (norm := norm_of(payload, kind, old, regions, lambda name: not is_statistic(name))) <= clip:
         return payload
-    region, clipped = regions.of(kind), {}
+    return scaled(payload, kind, old, regions, clip / norm)
+
+
+def scaled(payload: Params, kind: Kind, old: Params, regions: Regions, factor: float) -> Params:
+    """Return the update with its weight change multiplied by `factor`. Running statistics are not scaled."""
+    region, out = regions.of(kind), {}
     for name, tensor in payload.items():
         if is_statistic(name):
-            clipped[name] = tensor
+            out[name] = tensor
             continue
         before = old[name][region[name]]
-        clipped[name] = change_of(tensor, before).mul_(clip / norm).add_(before).to(tensor)
-    return clipped
+        out[name] = change_of(tensor, before).mul_(factor).add_(before).to(tensor)
+    return out
 
 
 class StreamingMean:

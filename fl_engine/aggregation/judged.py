@@ -51,22 +51,14 @@ class Judged:
         return self.rule.start(old, layout, public)
 
     def check(self, algorithm: Algorithm, server: ServerContext) -> None:
-        if isinstance(algorithm, KeepsClientState):
-            raise ConfigError(
-                "algorithm.aggregation cannot be judged, because the server cannot test updates without the parameters "
-                "that the clients keep. Choose median or trimmed_mean",
-                path="algorithm.aggregation",
-            )
-        try:
-            server.data  # noqa: B018
-        except ConfigError as error:
-            raise ConfigError(
-                f"algorithm.aggregation cannot be judged, because the server cannot test updates without data: {error}",
-                path="partition.proxy",
-            ) from error
+        check_server_tests(self.name, algorithm, server)
 
     def scores(
-        self, updates: Iterable[tuple[Assignment, ClientUpdate]], layout: ParamLayout, server: ServerContext
+        self,
+        updates: Iterable[tuple[Assignment, ClientUpdate]],
+        layout: ParamLayout,
+        server: ServerContext,
+        algorithm: Algorithm,
     ) -> dict[int, float]:
         before: dict[int, float] = {}
         """Map the ID of each payload to its loss. The clients of a level usually share a payload."""
@@ -83,3 +75,20 @@ class Judged:
     def lowest(self, scores: Mapping[int, float]) -> float:
         median = statistics.median_high(scores.values())  # if half of the clients are Byzantine, an honest gain
         return median - MARGIN * abs(median)
+
+
+def check_server_tests(name: str, algorithm: Algorithm, server: ServerContext) -> None:
+    """Raise ConfigError if the server cannot test updates for the aggregation `name`."""
+    if isinstance(algorithm, KeepsClientState):
+        raise ConfigError(
+            f"algorithm.aggregation cannot be {name}, because the server cannot test updates without the parameters "
+            "that the clients keep. Choose median or trimmed_mean",
+            path="algorithm.aggregation",
+        )
+    try:
+        server.data  # noqa: B018
+    except ConfigError as error:
+        raise ConfigError(
+            f"algorithm.aggregation cannot be {name}, because the server cannot test updates without data: {error}",
+            path="partition.proxy",
+        ) from error

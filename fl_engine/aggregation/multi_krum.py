@@ -50,7 +50,11 @@ class MultiKrum:
         return None
 
     def scores(
-        self, updates: Iterable[tuple[Assignment, ClientUpdate]], layout: ParamLayout, server: ServerContext
+        self,
+        updates: Iterable[tuple[Assignment, ClientUpdate]],
+        layout: ParamLayout,
+        server: ServerContext,
+        algorithm: Algorithm,
     ) -> dict[int, float]:
         received = [update for _, update in updates]
         shared: SubmodelSpec | None = received[0].spec

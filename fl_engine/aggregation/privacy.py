@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal
@@ -44,6 +44,9 @@ from fl_engine.core.types import Device, ParamLayout, Params, Pool, RoundPlan, S
 from fl_engine.selection import ByCapacity, ResourceTable, Uniform
 from fl_engine.selection.capacity import able, dispatched, eligible, round_size
 
+Reference = Callable[[SubmodelSpec, Params, int], Params]
+"""Function that trains the given weights of a sub-model on at most the given number of the server's samples."""
+
 
 @dataclass(frozen=True)
 class Public:
@@ -57,12 +60,16 @@ class Public:
     """256-bit secret for the noise in this round and in this part of the model; None without a secret key."""
     moving: bool = False
     """True if `models` define only widths, and the channels change in every round (FedRolex, Federated Dropout)."""
+    reference: Reference | None = None
+    """Function that trains on the server's data. Private aggregates do not use this function."""
 
     @staticmethod
-    def of(plan: RoundPlan, pool: Pool, *, moving: bool = False, part: str = "") -> Public:
+    def of(
+        plan: RoundPlan, pool: Pool, *, moving: bool = False, part: str = "", reference: Reference | None = None
+    ) -> Public:
         """Return the public facts of a round. `part` names a separately aggregated model, which gets separate noise."""
         seed = None if plan.noise_seed is None else _derived(plan.noise_seed, f"{plan.round} {part}")
-        return Public(len(plan.assignments), tuple(m.spec for m in pool if m.dispatched), seed, moving)
+        return Public(len(plan.assignments), tuple(m.spec for m in pool if m.dispatched), seed, moving, reference)
 
 
 # -------------------------------------------------------------------------------------------------- the noise

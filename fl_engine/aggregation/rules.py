@@ -30,6 +30,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fl_engine.aggregation.averaging import Kind, Region, Regions, StreamingMean, limited
+from fl_engine.aggregation.geometric_median import GeometricMedian
 from fl_engine.aggregation.privacy import Public
 from fl_engine.aggregation.spool import IN_MEMORY_BYTES, Spool
 from fl_engine.core.contracts import Algorithm, ServerContext
@@ -73,7 +74,11 @@ class DropsUpdates(Protocol):
         """Raise ConfigError if the algorithm or the server's data do not allow to compute scores."""
 
     def scores(
-        self, updates: Iterable[tuple[Assignment, ClientUpdate]], layout: ParamLayout, server: ServerContext
+        self,
+        updates: Iterable[tuple[Assignment, ClientUpdate]],
+        layout: ParamLayout,
+        server: ServerContext,
+        algorithm: Algorithm,
     ) -> Mapping[int, float]:
         """Map each client to the score of its update. The method must be pure."""
 
@@ -122,7 +127,12 @@ class TrimmedMean:
         return Middle(old, layout, self.trim, self.clip)
 
 
-RULES: dict[str, type[AggregationRule]] = {"mean": Mean, "median": Median, "trimmed_mean": TrimmedMean}
+RULES: dict[str, type[AggregationRule]] = {
+    "mean": Mean,
+    "median": Median,
+    "trimmed_mean": TrimmedMean,
+    "geometric_median": GeometricMedian,
+}
 """Aggregations that can merge the updates that another aggregation does not drop."""
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 from fl_engine.aggregation.privacy import Public
@@ -96,7 +97,7 @@ class Decoupled(PooledAlgorithm):
         aggregates = {}
         for level, m in enumerate(state.pool):
             part = replace(plan, assignments=tuple(each for each in plan.assignments if each.level == level))
-            public = Public.of(part, (m,), part=m.name)
+            public = Public.of(part, (m,), part=m.name, reference=partial(self.reference, server, plan.round))
             aggregates[m.name] = self.aggregation.start(old[m.name], state.layout, public)
         for result in results:
             assignment = plan.assignment_of[result.client]

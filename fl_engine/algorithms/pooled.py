@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from fl_engine.aggregation import Aggregation
@@ -270,13 +271,21 @@ class PooledAlgorithm:
             steps = min(max(1.0, update.metrics["steps"]), most)
         return weight_of(self.weighting, state.layout, update.payload, update.num_examples, steps)
 
+    def reference(self, server: ServerContext, round: int, spec: SubmodelSpec, params: Params, most: int) -> Params:
+        """Return `params`, the weights of `spec`, after the training of a client on at most `most` samples of the
+        server. Raises Diverged if training diverges."""
+        seed = seeds.derive(0, "reference", round)
+        task = self.local_task(Assignment(round, -1, spec, {}, seed, 0), spec)
+        return server.train_on_sample(task, params, most)
+
     def merge(self, state: Any, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext) -> Any:
         """Aggregate the updates, apply the server's optimizer and return the new state. The selection learns from
         updates and failures. By default, each parameter is averaged over the clients that trained it.
 
         Raises ModelError if a weight is not positive and finite, or if an update does not match its sub-model.
         """
-        public = Public.of(plan, state.pool, moving=self.moving)
+        reference = partial(self.reference, server, plan.round)
+        public = Public.of(plan, state.pool, moving=self.moving, reference=reference)
         aggregate = self.aggregation.start(state.params, state.layout, public)
         selection, tables = self.selector(state.pool), state.tables
         for result in results:

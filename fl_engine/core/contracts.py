@@ -115,6 +115,10 @@ class ServerContext(Protocol):
         This method is pure. Raises ConfigError if the server does not have data, and Diverged if training diverges.
         """
 
+    def train_on_sample(self, task: LocalTask, params: Params, most: int) -> Params:
+        """Like `train`, but use at most `most` samples, which are the same in each call. A repeated call returns the
+        stored result, until a call with another `task.seed`."""
+
     def evaluate(self, spec: SubmodelSpec, params: Params) -> float:
         """Return the task's first metric on the server's data; NaN if the metric is undefined for this data."""
 

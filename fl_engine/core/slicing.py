@@ -16,7 +16,7 @@ from fl_engine.core.contracts import ModelFamily, TakesTokens
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samples import outputs_of
 from fl_engine.core.task import Task, has_maps
-from fl_engine.core.types import FULL, Axis, Keep, ParamLayout, Params, Pool, SubmodelSpec
+from fl_engine.core.types import FULL, HEAD, Axis, Keep, ParamLayout, Params, Pool, SubmodelSpec
 
 
 class _Undrawn(TorchFunctionMode):
@@ -186,6 +186,11 @@ def index_of(pool: Pool, layout: ParamLayout, spec: SubmodelSpec) -> int | None:
         if layout.form(model.spec) == form:
             return i
     return None
+
+
+def all_classes(spec: SubmodelSpec) -> SubmodelSpec:
+    """Return the sub-model with all outputs of the output layer."""
+    return SubmodelSpec.of({group: kept for group, kept in spec.kept.items() if group != HEAD}, spec.blocks)
 
 
 def is_statistic(name: str) -> bool:

@@ -32,10 +32,9 @@ from fl_engine.core import clients, costs
 from fl_engine.core.clients import STATE, Shapes, kept_by_clients, with_prefix
 from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.errors import ClientError, FlexfleetError, IntegrityError, ModelError
-from fl_engine.core.slicing import contains, largest, shapes, take
+from fl_engine.core.slicing import all_classes, contains, largest, shapes, take
 from fl_engine.core.task import Task
 from fl_engine.core.types import (
-    HEAD,
     Assignment,
     ClientFailure,
     ClientResult,
@@ -215,7 +214,7 @@ def _check_work(
         task = rules.algorithm.task(assignment, context)
     except (ClientError, ModelError) as error:
         raise Rejected("spec", f"no sub-model fits into {free:g} % of free memory: {error}") from error
-    if _without_classes(spec) != _without_classes(task.spec):
+    if all_classes(spec) != all_classes(task.spec):
         raise Rejected("spec", f"the update is not for the sub-model that fits into {free:g} % of free memory")
     work = {"steps": float(costs.steps(task, samples)), "macs": costs.macs(rules.family, task, samples)}
     for name, count in work.items():
@@ -234,10 +233,6 @@ def fits_nobody(assignment: Assignment, rules: Rules | None, algorithm: Algorith
     except (ClientError, ModelError):
         return True
     return False
-
-
-def _without_classes(spec: SubmodelSpec) -> SubmodelSpec:
-    return SubmodelSpec.of({group: kept for group, kept in spec.kept.items() if group != HEAD}, spec.blocks)
 
 
 def _expected(rules: Rules, spec: SubmodelSpec, assignment: Assignment) -> Header:

@@ -31,6 +31,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, ValidationError
 
+from fl_engine.aggregation.fltrust import FLTrust
 from fl_engine.aggregation.privacy import is_private
 from fl_engine.core.contracts import Algorithm, KeepsClientState, RemembersChanges
 from fl_engine.core.errors import ConfigError, IntegrityError, brief
@@ -149,6 +150,8 @@ def check(algorithm: Algorithm, options: RoundsConfig) -> None:
     name = type(algorithm).__name__
     if is_private(algorithm):
         _refuse("a private aggregation requires updates from a single round")
+    if isinstance(getattr(algorithm, "aggregation", None), FLTrust):
+        _refuse("fltrust gives stale updates the same length as other updates")
     if isinstance(algorithm, KeepsClientState):
         _refuse(f"the clients of {name} store a state between rounds")
     if isinstance(algorithm, RemembersChanges) and algorithm.remembers_changes:

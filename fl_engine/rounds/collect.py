@@ -117,7 +117,7 @@ def collect(run: Run, plan: RoundPlan, history: MovementHistory, clients: Client
             return {}
         received = (each for each in results if isinstance(each, ClientUpdate) and each.client in clients)
         updates = ((plan.assignment_of[update.client], update) for update in received)
-        results.scores = dropping.scores(updates, run.site.layout, run.server)
+        results.scores = dropping.scores(updates, run.site.layout, run.server, run.algorithm)
         lowest = dropping.lowest(results.scores)
         needed = f"{type(dropping).__name__} requires a score of at least {lowest:.3g}"
         return {client: f"{needed}, got {score:.3g}" for client, score in results.scores.items() if not score >= lowest}

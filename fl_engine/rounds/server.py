@@ -42,8 +42,26 @@ class ServerSite:
         own = _proxy(parts.proxy_train, parts.proxy_test)
         return self.site.data.part(own, own)
 
+    @cached_property
+    def _references(self) -> dict[LocalTask, tuple[Params, Params]]:
+        """Map each task of the last seed to its initial and trained weights."""
+        return {}
+
     def train(self, task: LocalTask, params: Params) -> Params:
-        x, y = self.data.train_x.to(self.device), self.data.train_y.to(self.device)
+        return self._trained(task, params, self.data.train_x, self.data.train_y)
+
+    def train_on_sample(self, task: LocalTask, params: Params, most: int) -> Params:
+        for other in [other for other in self._references if other.seed != task.seed]:
+            del self._references[other]
+        start, trained = self._references.get(task, ({}, {}))
+        if start.keys() != params.keys() or not all(torch.equal(start[name], params[name]) for name in params):
+            chosen = self._chosen(len(self.data.train_y), most)
+            trained = self._trained(task, params, self.data.train_x[chosen], self.data.train_y[chosen])
+            self._references[task] = params, trained
+        return trained
+
+    def _trained(self, task: LocalTask, params: Params, x: torch.Tensor, y: torch.Tensor) -> Params:
+        x, y = x.to(self.device), y.to(self.device)
         # Restore the parameters' order, which files do not preserve, because sums depend on the order.
         ordered = {name: params[name] for name in self.site.layout.slots if name in params}
         job = local.TrainingJob(task, ordered, self.data.normalise(x), y)
@@ -58,9 +76,13 @@ class ServerSite:
 
     def loss(self, spec: SubmodelSpec, params: Params, most: int) -> float:
         data = self.data
-        chosen = torch.from_numpy(seeds.rng(0, "server/loss").permutation(len(data.test_y))[:most])
+        chosen = self._chosen(len(data.test_y), most)
         x, y = data.test_x[chosen], data.test_y[chosen]
         return evaluate(self.site.family, params, spec, data, x, y, self.device).loss
+
+    @staticmethod
+    def _chosen(samples: int, most: int) -> torch.Tensor:
+        return torch.from_numpy(seeds.rng(0, "server/loss").permutation(samples)[:most])
 
 
 class PreparingServer(ServerSite):

@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_engine.aggregation import Aggregation
+from fl_engine.aggregation.geometric_median import GeometricMedian
 from fl_engine.aggregation.privacy import LEARN_NOTHING, Private
 from fl_engine.aggregation.rules import Mean, Median, TrimmedMean
 from fl_engine.aggregation.server_opt import Average
@@ -319,7 +320,9 @@ class AlgorithmSuite(Suite):
 
     # --- whole runs
     @pytest.mark.parametrize(
-        "aggregation", [TrimmedMean(clip=0.5), Private(noise_multiplier=0.01)], ids=lambda a: a.name
+        "aggregation",
+        [TrimmedMean(clip=0.5), GeometricMedian(), Private(noise_multiplier=0.01)],
+        ids=lambda a: a.name,
     )
     def test_two_rounds_with_other_aggregations(
         self, algorithm: Algorithm, family: ModelFamily, aggregation: Aggregation

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fl_engine.aggregation.averaging import StreamingMean
+from fl_engine.aggregation.geometric_median import GeometricMedian, Weiszfeld
 from fl_engine.aggregation.privacy import Private, Public
 from fl_engine.aggregation.rules import Aggregate, Mean, Median, Middle, TrimmedMean
 from fl_engine.aggregation.spool import Spool
@@ -121,9 +122,9 @@ NORMED = ParamLayout({}, {n: Slot(None, (Axis(None),)) for n in ("w", "norm.runn
 """A layer and its batch norm's statistics."""
 
 
-@pytest.mark.parametrize("kind", [Mean, Median, TrimmedMean])
+@pytest.mark.parametrize("kind", [Mean, Median, TrimmedMean, GeometricMedian])
 @pytest.mark.parametrize("moved", [0.5, 4.0], ids=["within", "beyond"])
-def test_a_clip_is_of_weights_alone(kind: type[Mean] | type[Median] | type[TrimmedMean], moved: float) -> None:
+def test_a_clip_is_of_weights_alone(kind: Any, moved: float) -> None:
     """Running statistics that go from 0 and 1 to those of the data neither count nor are scaled."""
     old = {"w": torch.zeros(4), "norm.running_mean": torch.zeros(4), "norm.running_var": torch.ones(4)}
     update = {"w": torch.full((4,), moved / 2).double(), "norm.running_mean": torch.full((4,), 30.0)}
@@ -164,7 +165,9 @@ GOOD = {name: torch.ones_like(t) for name, t in take(model(0), LAYOUT, HALF).ite
 
 
 @pytest.mark.parametrize(
-    "aggregation", [Mean(), Mean(clip=1.0), Median(), Median(clip=1.0), Private()], ids=lambda a: a.name
+    "aggregation",
+    [Mean(), Mean(clip=1.0), Median(), Median(clip=1.0), GeometricMedian(), Private()],
+    ids=lambda a: a.name,
 )
 def test_misfitting_update_is_refused_without_a_trace(aggregation: Any) -> None:
     public = Public(1, (FULL,), bytes(32))
@@ -196,6 +199,33 @@ def test_feddyn_refuses_robust_aggregations(aggregation: Any) -> None:
         start_of(algorithm, site)
     assert error.value.path == "algorithm.aggregation"
     start_of(DepthFL(training=TRAINING, aggregation=aggregation, alpha=0.0), site)
+
+
+@pytest.mark.parametrize("far", [3.0, 1e6])
+def test_geometric_median_is_where_diagonals_cross(far: float) -> None:
+    """The geometric median of a quadrilateral's corners is the intersection of its diagonals, here the origin."""
+    layout, old = ParamLayout({}, {"w": Slot(None, (Axis(None),))}), {"w": torch.tensor([0.5, 0.5])}
+    corners = [Update({"w": torch.tensor(at)}, FULL) for at in ([-1.0, 0.0], [far, 0.0], [0.0, -1.0], [0.0, 2.0])]
+    found = add_all(GeometricMedian().start(old, layout, NOTHING), corners).result()
+    torch.testing.assert_close(found["w"], torch.zeros(2), atol=0.05, rtol=0)
+
+
+def test_geometric_median_of_sub_models_equals_hand_result() -> None:
+    layout, old = ParamLayout({"w": 3}, {"w": Slot("all", (Axis("w"),))}), {"w": torch.full((3,), 0.5)}
+    given = [Update({"w": torch.tensor(values)}, SubmodelSpec.of({"w": len(values)}), 1e9 * len(values)) for values in (
+        [0.0], [0.0, 5.0], [10.0, 5.0, 7.0])]  # fmt: skip
+    found = add_all(GeometricMedian().start(old, layout, NOTHING), given).result()
+    torch.testing.assert_close(found["w"], torch.tensor([0.0, 5.0, 7.0]), atol=0.1, rtol=0)
+
+
+@settings(max_examples=10)
+@given(given=st.lists(updates(), min_size=2, max_size=8), data=st.data())
+def test_geometric_median_ignores_order_and_file(given: list[Update], data: st.DataObject) -> None:
+    found = add_all(GeometricMedian().start(model(0), LAYOUT, NOTHING), given).result()
+    assert_same_bits(add_all(Weiszfeld(model(0), LAYOUT, held_bytes=0), given).result(), found)
+    other = add_all(Weiszfeld(model(0), LAYOUT), data.draw(st.permutations(given))).result()
+    for name, tensor in found.items():
+        torch.testing.assert_close(other[name], tensor, atol=1e-4, rtol=1e-4)
 
 
 def mean_of(old: Params, given: list[Update]) -> Params:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fl_engine.aggregation.fltrust import FLTrust
 from fl_engine.aggregation.privacy import Private
 from fl_engine.algorithms import ALGORITHMS, Decoupled, DepthFL, FedAvg, FedPer, FlexFL, HeteroFL
 from fl_engine.backends import InProcess
@@ -173,6 +174,7 @@ def test_pending_updates_are_merged_without_waiting(new_store: Any, dying: Any, 
         (SOME["all_large"], {"mode": "synchronous"}, "rounds.buffer"),
         (FedPer(training=ASKED), {}, "rounds.mode"),
         (FedAvg(training=ASKED, aggregation=Private(clip=1.0)), {}, "rounds.mode"),
+        (FedAvg(training=ASKED, aggregation=FLTrust()), {}, "rounds.mode"),
         (DepthFL(training=ASKED), {}, "rounds.mode"),
     ],
 )

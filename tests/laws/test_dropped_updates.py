@@ -1,4 +1,4 @@
-"""Aggregations that drop updates: `judged` tests them on the server's data, and `multi_krum` compares them."""
+"""Aggregations that drop updates: `judged` and `fltrust` use the server's data, and `multi_krum` compares updates."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fl_engine.aggregation.fltrust import FLTrust
 from fl_engine.aggregation.judged import MARGIN, Judged
 from fl_engine.aggregation.multi_krum import MultiKrum
+from fl_engine.aggregation.privacy import Public
 from fl_engine.aggregation.rules import Median
-from fl_engine.algorithms import FedAvg, FederatedDropout, FedPer, FlexFL, HeteroFL
+from fl_engine.algorithms import Decoupled, FedAvg, FederatedDropout, FedPer, FlexFL, HeteroFL
 from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.slicing import initial_params, put, take
 from fl_engine.core.types import FULL, Assignment, Axis, ParamLayout, Slot, SubmodelSpec
@@ -27,6 +29,7 @@ from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, st
 from tests.harness.stores import MemoryStore
 
 BYZANTINE = "scale=0.34x300,always"
+REVERSED = "flip=0.34,always"
 ALL = replace(TRAINING, fraction=1.0)
 
 
@@ -47,7 +50,9 @@ def failures(rows: Any) -> set[int]:
 
 
 def scores(rows: Any) -> list[tuple[int, float, bool]]:
-    return [(line["client"], line["score"], "failure" in line) for row in rows for line in row.clients]
+    return [
+        (line["client"], line["score"], "failure" in line) for row in rows for line in row.clients if "score" in line
+    ]
 
 
 @given(st.data())
@@ -102,10 +107,31 @@ def test_multi_krum_equals_hand_computed_scores() -> None:
         for client, (value, (spec, width)) in enumerate(zip(values, [(FULL, 2), (small, 1)] * 2, strict=True))
     ]
     rule: Any = MultiKrum(byzantine=0.25)
-    found = rule.scores(((assignment, update) for update in updates), layout, None)
+    found = rule.scores(((assignment, update) for update in updates), layout, None, None)
     # f = 1, so a score is the negative squared distance to the nearest other update.
     assert found == {0: -1.0, 1: -1.0, 2: -4.0, 3: -49.0}
     assert rule.lowest(found) == -4.0
+
+
+def test_fltrust_equals_hand_computed_mean() -> None:
+    layout, old = ParamLayout({"w": 2}, {"w": Slot("all", (Axis("w"),))}), {"w": torch.zeros(2)}
+
+    def reference(spec: SubmodelSpec, start: Any, samples: int) -> Any:
+        return {"w": torch.tensor([3.0, 4.0]) if spec == FULL else torch.tensor([9.0])}
+
+    rule = FLTrust().start(old, layout, Public(4, (FULL,), None, reference=reference))
+    for values in ([6.0, 8.0], [0.0, 100.0], [-3e6, -4e6], [2.0]):  # cosines 1, 0.8, -1 and 1
+        rule.add({"w": torch.tensor(values)}, FULL if len(values) == 2 else SubmodelSpec.of({"w": 1}), 1e9)
+    # The scaled changes are (3, 4), (0, 5) and (9).
+    torch.testing.assert_close(rule.result()["w"], torch.tensor([(3 + 9) / 2.8, (4 + 0.8 * 5) / 1.8]))
+
+
+@pytest.mark.parametrize("kind", [FedAvg, FlexFL, HeteroFL, Decoupled])
+def test_fltrust_drops_reversed_updates(kind: Any) -> None:
+    run = run_of(kind(training=ALL, aggregation=FLTrust()), REVERSED)
+    last = federated(run, MemoryStore())[1][-1:]
+    reversed_ones = [client for client, _, _ in scores(last) if fault_of(parse(REVERSED), SEED, 2, client, 20)]
+    assert reversed_ones and set(reversed_ones) <= failures(last)
 
 
 def test_other_rule_merges_the_updates_that_are_not_dropped() -> None:
@@ -116,23 +142,25 @@ def test_other_rule_merges_the_updates_that_are_not_dropped() -> None:
     assert_same_bits(judged, median)
 
 
-def test_resumed_run_drops_the_same_updates() -> None:
-    run, stores = run_of(FedAvg(training=ALL, aggregation=Judged()), BYZANTINE), (MemoryStore(), MemoryStore())
+@pytest.mark.parametrize("rule", [Judged(), FLTrust()], ids=lambda rule: rule.name)
+def test_resumed_run_drops_the_same_updates(rule: Any) -> None:
+    run, stores = run_of(FedAvg(training=ALL, aggregation=rule), BYZANTINE), (MemoryStore(), MemoryStore())
     whole, rows = federated(run, stores[0])
     count = iter(range(1000))
     with pytest.raises(Stopped):
         federated(run, stores[1], should_stop=lambda: next(count) == 4)
-    resumed, again = federated(run, stores[1])
+    resumed, again = federated(replace(run), stores[1])
     assert_same_bits(resumed.params, whole.params)
     assert scores(again) == scores(rows)
 
 
+@pytest.mark.parametrize("rule", [Judged(), FLTrust()], ids=lambda rule: rule.name)
 @pytest.mark.parametrize(
     ("kind", "site_of", "path"),
     [(FedAvg, tiny_site, "partition.proxy"), (FedPer, with_proxy, "algorithm.aggregation")],
 )
-def test_judged_is_refused_without_proxy_or_with_client_state(kind: Any, site_of: Any, path: str) -> None:
-    algorithm = kind(training=ALL, aggregation=Judged())
+def test_refused_without_proxy_or_with_client_state(kind: Any, site_of: Any, path: str, rule: Any) -> None:
+    algorithm = kind(training=ALL, aggregation=rule)
     site = site_of(algorithm)
     with pytest.raises(ConfigError) as error:
         start_of(algorithm, site)
