@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
@@ -40,6 +41,11 @@ def test_make_docs_rejects_broken_links_and_anchors(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", *arguments.split()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and "Aborted with 4 warnings in strict mode" in done.stdout + done.stderr
+
+
+def test_drawing_is_part_of_its_page() -> None:
+    insert = run_path(str(ROOT / "docs" / "hooks.py"))["on_page_content"]
+    assert "<img" not in insert('<p><img alt="x" src="../drawings/idea.svg" /></p>'), "an image ignores dark mode"
 
 
 def test_reference_pages_name_objects_that_exist() -> None:
