@@ -70,6 +70,9 @@ lint: setup
 	$(BIN)/ruff check --preview --select PLW1514 fl_engine flexfleet components pipelines benchmarks
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[bf]*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
 	@# Outside the checkout, so that mypy and Pyright find the packages in the same way as a user's editor.
 	@# Pyright needs Node, which it would download.
 	at=$$(mktemp -d) && cp tests/typing/users_script.py $$at && cd $$at && $(abspath $(BIN))/mypy --strict . && \

@@ -28,7 +28,8 @@ def test_the_wheel_holds_what_it_should(wheel: Path) -> None:
     assert {"fl_engine/remote/kubernetes/worker-job.yaml", "flexfleet/kubeflow/compiled/tune.yaml"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any("__pycache__" in name or name.startswith("tests/") for name in names)
-    assert "License-Expression: Apache-2.0" in metadata
+    assert "License-Expression: Apache-2.0" in metadata and "Project-URL: Repository, https://" in metadata
+    assert f"version: {fl_engine.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert "flexfleet = flexfleet.__main__:main" in entry_points
     for extra in ("engine", "pipeline", "tracking", "data", "tune", "testing", "dev", "all"):
         assert f"Provides-Extra: {extra}" in metadata
