@@ -1,8 +1,9 @@
 """Measure what Byzantine clients cost, for each attack, aggregation and algorithm.
 
 The Byzantine clients are the ones with the most samples of twenty, and attack whenever they get an assignment. Runs use
-the bundled digits for 20 rounds without `rounds.norm_bound`. Changes are scaled to 0.97 of half of the default bound,
-2.5 times the median norm of the honest updates, so the bound would accept them in every round.
+the bundled digits for 20 rounds (with `--data`, the settings of `benchmarks.bound`) without `rounds.norm_bound`.
+Changes are scaled to 0.97 of half of the default bound, 2.5 times the median norm of the honest updates, so the bound
+would accept them in every round.
 
     uphill      Train with gradient ascent on the own samples.
     direction   Move all weights in one random direction, which the Byzantine clients share.
@@ -16,8 +17,11 @@ the bundled digits for 20 rounds without `rounds.norm_bound`. Changes are scaled
     adaptive    Like uphill, but with the largest change that the aggregation `judged` accepts. The attacker knows the
                 server's samples and the honest updates.
 
+`adaptive` is measured only against `judged`.
+
 Usage:
-    python -m benchmarks.attacks                           (648 runs of about 10 s; finished runs are kept)
+    python -m benchmarks.attacks                           (about 550 runs of 10 s; finished runs are kept)
+    python -m benchmarks.attacks --data fashion_mnist --only none:0,uphill:3    (or cifar10)
     python -m benchmarks.attacks --seeds 0 --json          (print the results as JSON)
     python -m benchmarks.attacks --only uphill:3,backdoor:1 --rules mean,judged --algorithms flexfl
 """
@@ -59,7 +63,7 @@ STORE = Path("runs/attacks")
 BACK_DOORS = ("backdoor", "boosted")
 LENGTH = 0.97 * NORM_BOUND / 2
 CASES = ("none:0", "uphill:1", "uphill:2", "uphill:3", "direction:3", "alie:3", "labels:3", "backdoor:1", "backdoor:2",
-         "boosted:1", "boosted:2", "adaptive:3")  # fmt: skip
+         "boosted:2", "adaptive:3")  # fmt: skip
 RULES = {
     "mean": "{name: mean}",
     "median": "{name: median}",
@@ -71,6 +75,7 @@ RULES = {
     "fltrust": "{name: fltrust}",
 }
 DEFAULT_RULES = tuple(RULES)[:6]
+DATA = {"digits": bound.DIGITS, "fashion_mnist": bound.FASHION, "cifar10": bound.CIFAR}
 ALGORITHMS = {**bound.ALGORITHMS, "fedopt": ("algorithm.name=fedopt",)}
 
 
@@ -208,15 +213,16 @@ def with_corner(x: Tensor) -> Tensor:
     return out
 
 
-def measured(algorithm: str, case: str, rule: str, seed: int) -> dict[str, float]:
-    """Return the last round's accuracies success of a back door in %, and counts of dropped updates."""
-    kept = STORE / f"{algorithm}-{case.replace(':', '')}-{rule}-s{seed}.json"
+def measured(data: str, algorithm: str, case: str, rule: str, seed: int) -> dict[str, float]:
+    """Return the last round's accuracies and the success of a back door in %, and counts of dropped updates."""
+    prefix = "" if data == "digits" else f"{data}-"
+    kept = STORE / f"{prefix}{algorithm}-{case.replace(':', '')}-{rule}-s{seed}.json"
     if kept.exists():
         return dict(json.loads(kept.read_text("utf-8")))
     attack, _, count = case.partition(":")
-    settings = (*bound.DIGITS, f"seed={seed}", *ALGORITHMS[algorithm])
-    _, out = bound.prepared(f"{algorithm}-s{seed}", settings)
-    resolved, _ = bound.prepared(f"{algorithm}-s{seed}", (*settings, f"algorithm.aggregation={RULES[rule]}"))
+    settings = (*DATA[data], f"seed={seed}", *ALGORITHMS[algorithm])
+    _, out = bound.prepared(f"{prefix}{algorithm}-s{seed}", settings)
+    resolved, _ = bound.prepared(f"{prefix}{algorithm}-s{seed}", (*settings, f"algorithm.aggregation={RULES[rule]}"))
     site = site_of(resolved, out / "partition", out / "pool")
     order = sorted(range(len(site.fleet)), key=lambda client: -len(site.partition.clients[client]))
     clients = frozenset(order[: int(count)])
@@ -252,20 +258,29 @@ def success(site: Site, state: Any) -> float:
 
 
 def table(found: Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]], rules: Sequence[str]) -> str:
+    """Return a Markdown table with the means over the seeds. The last lines show the lowest accuracy of any seed."""
     lines = [f"| attack | algorithm | {' | '.join(rules)} |", f"|---|---|{'---|' * len(rules)}"]
+    lowest: dict[str, dict[str, float]] = {}
     for case, each in found.items():
         for algorithm, cells in each.items():
-            texts = [
-                f"{cells[rule]['avg']:.1f}" + (f" ({cells[rule]['success']:.0f} %)" if "success" in cells[rule] else "")
-                for rule in rules
-            ]
+            texts = [_cell(cells[rule]) if rule in cells else "" for rule in rules]
             lines.append(f"| {case.replace(':', ', ')} | {algorithm} | {' | '.join(texts)} |")
+            for rule, cell in cells.items():
+                worst = lowest.setdefault(algorithm, {})
+                worst[rule] = min(cell["worst_avg"], worst.get(rule, 100.0))
+    for algorithm, worst in lowest.items():
+        lines.append(f"| lowest | {algorithm} | {' | '.join(f'{worst[rule]:.1f}' for rule in rules)} |")
     return "\n".join(lines)
+
+
+def _cell(cell: Mapping[str, float]) -> str:
+    return f"{cell['avg']:.1f}" + (f" ({cell['success']:.0f} %)" if "success" in cell else "")
 
 
 def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", choices=DATA, default="digits")
     parser.add_argument("--only", default=",".join(CASES), help="attacks with numbers of Byzantine clients")
     parser.add_argument("--rules", default=",".join(DEFAULT_RULES), help="names in RULES")
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
@@ -278,7 +293,9 @@ def main() -> None:
     for case in args.only.split(","):
         for algorithm in args.algorithms.split(","):
             for rule in rules:
-                runs = [measured(algorithm, case, rule, seed) for seed in all_seeds]
+                if case.startswith("adaptive") and rule != "judged":
+                    continue
+                runs = [measured(args.data, algorithm, case, rule, seed) for seed in all_seeds]
                 means = {name: statistics.fmean(run[name] for run in runs) for name in runs[0]}
                 means["worst_avg"] = min(run["avg"] for run in runs)
                 found.setdefault(case, {}).setdefault(algorithm, {})[rule] = means
