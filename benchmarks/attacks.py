@@ -17,10 +17,10 @@ would accept them in every round.
     adaptive    Like uphill, but with the largest change that the aggregation `judged` accepts. The attacker knows the
                 server's samples and the honest updates.
 
-`adaptive` is measured only against `judged`.
+`adaptive` is measured only against `judged` and `judged_trimmed`, in which a trimmed mean merges the other updates.
 
 Usage:
-    python -m benchmarks.attacks                           (about 550 runs of 10 s; finished runs are kept)
+    python -m benchmarks.attacks                           (650 runs of 10 s; finished runs are kept)
     python -m benchmarks.attacks --data fashion_mnist --only none:0,uphill:3    (or cifar10)
     python -m benchmarks.attacks --seeds 0 --json          (print the results as JSON)
     python -m benchmarks.attacks --only uphill:3,backdoor:1 --rules mean,judged --algorithms flexfl
@@ -71,10 +71,11 @@ RULES = {
     "clip": "{name: mean, clip: 0.5}",
     "multi_krum": "{name: multi_krum, byzantine: 0.3}",
     "judged": "{name: judged}",
+    "judged_trimmed": "{name: judged, rule: {name: trimmed_mean, trim: 0.3}}",
     "geometric_median": "{name: geometric_median}",
     "fltrust": "{name: fltrust}",
 }
-DEFAULT_RULES = tuple(RULES)[:6]
+DEFAULT_RULES = tuple(RULES)[:7]
 DATA = {"digits": bound.DIGITS, "fashion_mnist": bound.FASHION, "cifar10": bound.CIFAR}
 ALGORITHMS = {**bound.ALGORITHMS, "fedopt": ("algorithm.name=fedopt",)}
 
@@ -257,23 +258,38 @@ def success(site: Site, state: Any) -> float:
     return evaluate(site.family, state.params, FULL, data, x, y).value
 
 
-def table(found: Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]], rules: Sequence[str]) -> str:
-    """Return a Markdown table with the means over the seeds. The last lines show the lowest accuracy of any seed."""
+Cell = Mapping[str, float]
+"""Means over the seeds of the results of `measured`, the lowest avg and the highest success of any seed."""
+Found = Mapping[str, Mapping[str, Mapping[str, Cell]]]
+"""Map each attack, algorithm and aggregation to its cell."""
+
+
+def table(found: Found, rules: Sequence[str]) -> str:
+    """Return a Markdown table with avg, and the success of back doors, as means over the seeds."""
     lines = [f"| attack | algorithm | {' | '.join(rules)} |", f"|---|---|{'---|' * len(rules)}"]
-    lowest: dict[str, dict[str, float]] = {}
     for case, each in found.items():
         for algorithm, cells in each.items():
-            texts = [_cell(cells[rule]) if rule in cells else "" for rule in rules]
+            texts = [_text(cells[rule]) if rule in cells else "" for rule in rules]
             lines.append(f"| {case.replace(':', ', ')} | {algorithm} | {' | '.join(texts)} |")
-            for rule, cell in cells.items():
-                worst = lowest.setdefault(algorithm, {})
-                worst[rule] = min(cell["worst_avg"], worst.get(rule, 100.0))
-    for algorithm, worst in lowest.items():
-        lines.append(f"| lowest | {algorithm} | {' | '.join(f'{worst[rule]:.1f}' for rule in rules)} |")
     return "\n".join(lines)
 
 
-def _cell(cell: Mapping[str, float]) -> str:
+def worst_table(found: Found, rules: Sequence[str]) -> str:
+    """Return a Markdown table with the lowest avg, and the highest success, over the algorithms and seeds."""
+    lines = [f"| attack | {' | '.join(rules)} |", f"|---|{'---|' * len(rules)}"]
+    for case, each in found.items():
+        texts = []
+        for rule in rules:
+            cells = [cells[rule] for cells in each.values() if rule in cells]
+            worst = {"avg": min((cell["worst_avg"] for cell in cells), default=0.0)}
+            if cells and "worst_success" in cells[0]:
+                worst["success"] = max(cell["worst_success"] for cell in cells)
+            texts.append(_text(worst) if cells else "")
+        lines.append(f"| {case.replace(':', ', ')} | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def _text(cell: Cell) -> str:
     return f"{cell['avg']:.1f}" + (f" ({cell['success']:.0f} %)" if "success" in cell else "")
 
 
@@ -289,19 +305,25 @@ def main() -> None:
     args = parser.parse_args()
     bound.STORE = STORE / "prepared"
     rules, all_seeds = args.rules.split(","), [int(seed) for seed in args.seeds.split(",")]
-    found: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    found: dict[str, dict[str, dict[str, Cell]]] = {}
     for case in args.only.split(","):
         for algorithm in args.algorithms.split(","):
             for rule in rules:
-                if case.startswith("adaptive") and rule != "judged":
+                if case.startswith("adaptive") and not rule.startswith("judged"):
                     continue
                 runs = [measured(args.data, algorithm, case, rule, seed) for seed in all_seeds]
                 means = {name: statistics.fmean(run[name] for run in runs) for name in runs[0]}
                 means["worst_avg"] = min(run["avg"] for run in runs)
+                if "success" in means:
+                    means["worst_success"] = max(run["success"] for run in runs)
                 found.setdefault(case, {}).setdefault(algorithm, {})[rule] = means
                 if not args.json:
                     print(f"{case} {algorithm} {rule}: {means}", flush=True)
-    print(json.dumps({"seeds": all_seeds, "attacks": found}) if args.json else table(found, rules))
+    print(
+        json.dumps({"seeds": all_seeds, "attacks": found})
+        if args.json
+        else f"{table(found, rules)}\n\n{worst_table(found, rules)}"
+    )
 
 
 if __name__ == "__main__":
