@@ -30,7 +30,7 @@ ENCODING = {"seconds_encode": ENGINE_BOUNDS["seconds"]}
 """Bounds of the additional metric that an update contains if a codec has encoded the update."""
 LINE_KEYS = (
     "round", "client", "sent", "trained", "examples", "counted", "level", "elapsed", "seconds_simulated",
-    "seconds_compute", "seconds_communication", "staleness", "failure",
+    "seconds_compute", "seconds_communication", "staleness", "failure", "code",
 )  # fmt: skip
 """Keys of a client's line in the run's history that are not metrics. Metrics must not have these names."""
 MOST_METRICS = 32

@@ -171,7 +171,7 @@ def _checked(run: Run, plan: RoundPlan, result: ClientResult, times: dict[int, T
     """Inject the client's fault into the result. Set the level and the elapsed time of an update, and record the times
     in `times`. If the client goes offline on the simulated clock before it finishes, return a failure (dropout)."""
     assignment = plan.assignment_of[result.client]
-    result = fault_injection.inject(run.fault(assignment), assignment, result, run.rules)
+    result = run.inject_fault(result, assignment)
     if isinstance(result, ClientFailure):
         return result
     took = run.times(result, assignment, begin)

@@ -6,6 +6,8 @@
     `scale=0.02x100`: The change of the weights is multiplied by 100.
     `flip=0.02`: The change of the weights has the opposite sign.
     `corrupt=0.01`: The file of the update is damaged.
+    `uphill=0.1`: The client trains with gradient ascent (`poisoning`).
+    `backdoor=0.1`: The client trains a back door (`poisoning`).
     `always`: Faults affect the same clients in every round. Without `always`, each assignment's fault is random.
 
 An assignment has at most one fault. Faults depend only on the seed, the round and the client, so all backends and
@@ -14,6 +16,10 @@ resumed runs have the same faults.
 The coordinator injects the faults. Clients train honestly, and the store contains the honest updates. Validation,
 deadlines and aggregation do not distinguish faulty updates from honest updates. If uploads use a codec, faulty weights
 are encoded again. QSGD cannot encode NaN, so with QSGD the fault `nan` is reported as a failed training.
+
+For `uphill` and `backdoor`, the coordinator trains the client again from the same weights. The change of the weights is
+scaled to the norm of the client's honest change, or, with `uphill=0.1x2`, to twice this norm. The faulty update has the
+metrics of the honest update.
 """
 
 from __future__ import annotations
@@ -33,12 +39,16 @@ from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.text import need_plain
 from fl_engine.core.types import Assignment, ClientFailure, ClientResult, ClientUpdate, Params, RoundPlan
 from fl_engine.exchange import coding
+from fl_engine.exchange.client import Site
 from fl_engine.exchange.manifest import Rejected, pack_result
 from fl_engine.exchange.updates import Rules, decode_and_check, read_update
+from fl_engine.rounds.poisoning import Poison, train_poisoned
 
-Kind = Literal["drop", "slow", "nan", "scale", "flip", "corrupt"]
+Kind = Literal["drop", "slow", "nan", "scale", "flip", "corrupt", "uphill", "backdoor"]
 WITH_FACTOR: tuple[Kind, ...] = ("slow", "scale")
-CHANGE_WEIGHTS: tuple[Kind, ...] = ("nan", "scale", "flip")
+POISONED: tuple[Kind, ...] = get_args(Poison)
+"""Kinds of faults for which a client is trained again. Their factor is optional."""
+CHANGE_WEIGHTS: tuple[Kind, ...] = ("nan", "scale", "flip", *POISONED)
 REJECTED: tuple[Kind, ...] = ("nan", "corrupt")
 """Kinds of faults whose updates always fail validation."""
 ALWAYS = "always"
@@ -57,15 +67,19 @@ class Faults:
     always: bool = False
     """True if faults affect the same clients in every round."""
 
+    @property
+    def kinds(self) -> set[Kind]:
+        return {fault.kind for fault in self.faults}
+
 
 def parse(text: str | None) -> Faults:
     """Parse the option's value, such as `drop=0.2,slow=0.1x5,always`. Raises ValueError for an invalid value."""
     words = [word.strip() for word in text.split(",")] if text and text.strip() else []
     found = tuple(_fault(word) for word in words if word != ALWAYS)
-    if len({fault.kind for fault in found}) < len(found):
-        raise ValueError(f"rounds.faults must contain each kind of fault at most once, got {text!r}")
+    if len(Faults(found).kinds) < len(found):
+        raise ValueError("each kind of fault must occur at most once")
     if sum(fault.share for fault in found) > 1 + 1e-9:
-        raise ValueError(f"the fractions in rounds.faults must add up to 1 or less, got {text!r}")
+        raise ValueError("the fractions must add up to 1 or less")
     return Faults(found, ALWAYS in words)
 
 
@@ -73,16 +87,18 @@ def _fault(word: str) -> Fault:
     name, _, value = word.partition("=")
     kinds: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
     if name not in kinds:
-        raise ValueError(f"rounds.faults: unknown kind {name!r}{nearest(name, (*kinds, ALWAYS))}")
+        raise ValueError(f"unknown kind of fault {name!r}{nearest(name, (*kinds, ALWAYS))}")
     kind, (share, sign, times) = kinds[name], value.partition("x")
     try:
         need_plain([value])
         fault = Fault(kind, float(share), float(times) if sign else 1.0)
-        if bool(sign) != (kind in WITH_FACTOR) or not 0 <= fault.share <= 1 or not 0 < fault.times < math.inf:
+        factor_fits = kind in POISONED or bool(sign) == (kind in WITH_FACTOR)
+        if not factor_fits or not 0 <= fault.share <= 1 or not 0 < fault.times < math.inf:
             raise ValueError
     except ValueError:
-        wanted = f"{kind}=<fraction>" + ("x<factor>, with a factor above 0 and" if kind in WITH_FACTOR else " with")
-        raise ValueError(f"rounds.faults: expected {wanted} a fraction from 0 to 1, got {word!r}") from None
+        factor = "[x<factor>]" if kind in POISONED else "x<factor>" if kind in WITH_FACTOR else ""
+        wanted = f"{kind}=<fraction>{factor} with a fraction from 0 to 1{' and a factor above 0' if factor else ''}"
+        raise ValueError(f"expected {wanted}") from None
     return fault
 
 
@@ -121,10 +137,19 @@ def run_with_faults(
     yield from backend.run(algorithm, rest)
 
 
-def inject(fault: Fault | None, assignment: Assignment, result: ClientResult, rules: Rules) -> ClientResult:
-    """Return the faulty result that the server receives instead of the honest `result`."""
+def inject(
+    fault: Fault | None,
+    algorithm: Algorithm,
+    result: ClientResult,
+    assignment: Assignment,
+    site: Site,
+    device: str = "cpu",
+) -> ClientResult:
+    """Return the faulty result that the server receives instead of the honest `result`. `device` is the torch device of
+    the server."""
     if fault is None or isinstance(result, ClientFailure):
         return result
+    rules = replace(site.rules, algorithm=algorithm, seed=None)  # clients may have measured their free memory
     try:
         if fault.kind == "corrupt":
             manifest, value = pack_result(result, assignment)
@@ -132,6 +157,15 @@ def inject(fault: Fault | None, assignment: Assignment, result: ClientResult, ru
             content = bytes(value)
             damaged = content[:-1] + bytes([content[-1] ^ 1])
             return read_update(manifest, lambda limit: damaged, assignment, rules)
+        if fault.kind == "uphill" or fault.kind == "backdoor":
+            observed = replace(site, free=result.metrics["free"])  # so that the client prunes the same sub-model
+            poisoned = train_poisoned(fault.kind, algorithm, assignment, observed, device)
+            if isinstance(poisoned, ClientFailure):
+                return poisoned
+            length = _length(assignment, poisoned, rules)
+            times = fault.times * _length(assignment, result, rules) / length if length else 1.0
+            fault = replace(fault, times=times)
+            result = replace(result, spec=poisoned.spec, payload=poisoned.payload)
         if fault.kind in CHANGE_WEIGHTS:
             return decode_and_check(_changed(fault, assignment, result, rules), assignment, rules)
         return result
@@ -145,11 +179,24 @@ def inject(fault: Fault | None, assignment: Assignment, result: ClientResult, ru
 def _changed(fault: Fault, assignment: Assignment, update: ClientUpdate, rules: Rules) -> ClientUpdate:
     """Return the update with faulty weights. The client's state is unchanged. Raises ModelError if the codec cannot
     encode the weights."""
-    sent = take(assignment.payload, rules.layout, update.spec, have=assignment.spec)
+    sent = _sent(assignment, update, rules)
     trained = {name: update.payload[name] for name in rules.layout.slots if name in update.payload}
     payload = {name: tensor.contiguous() for name, tensor in false_weights(fault, sent, trained).items()}
     return replace(
         update, payload=payload, encoded=coding.encode_update(assignment, update.spec, payload, rules.layout)
+    )
+
+
+def _sent(assignment: Assignment, update: ClientUpdate, rules: Rules) -> Params:
+    return take(assignment.payload, rules.layout, update.spec, have=assignment.spec)
+
+
+def _length(assignment: Assignment, update: ClientUpdate, rules: Rules) -> float:
+    """Return the L2 norm of the change of the weights, without running statistics."""
+    sent = _sent(assignment, update, rules)
+    weights = {name: tensor for name, tensor in update.payload.items() if not is_statistic(name)}
+    return math.hypot(
+        *(float(torch.dist(tensor.contiguous(), sent[name].contiguous())) for name, tensor in weights.items())
     )
 
 

@@ -47,7 +47,7 @@ class RoundsConfig(Section):
     """Minimum fraction of the required updates that a merge needs. With fewer updates, the model does not change."""
     faults: str | None = None
     """Simulated dropouts, stragglers and Byzantine clients, each with a fraction of all assignments, for example
-    drop=0.2,slow=0.1x5,nan=0.02,scale=0.02x100,flip=0.02,corrupt=0.01; null: no faults."""
+    drop=0.2,slow=0.1x5,nan=0.02,scale=0.02x100,flip=0.02,corrupt=0.01,uphill=0.02,backdoor=0.02; null: no faults."""
 
     @property
     def bound(self) -> float | None:

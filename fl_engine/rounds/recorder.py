@@ -168,7 +168,7 @@ def _line(pool: Pool, level: int, head: ClientResult, took: Times | None) -> dic
         line["trained"] = sent if head.level is None else pool[head.level].name
         line |= {"examples": head.num_examples, **head.metrics}
     else:
-        line["failure"] = f"{head.stage}: {head.reason}"
+        line |= {"failure": f"{head.stage}: {head.reason}", "code": head.code or head.stage}
     if took is not None:
         line["seconds_simulated"] = took.total
         line |= {"seconds_compute": took.compute, "seconds_communication": took.communication}

@@ -16,7 +16,6 @@ from fl_engine.core.contracts import Backend
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.types import Assignment, ClientFailure, ClientUpdate, LocalTask, Params
 from fl_engine.exchange.client import accept, deliver, train
-from fl_engine.rounds import fault_injection
 from fl_engine.rounds.collect import Clients
 from fl_engine.rounds.ledger import Ledger
 from fl_engine.rounds.loop import load_progress
@@ -94,7 +93,7 @@ def replay(run: Run, initial: Any, backend: Backend, ledger: Ledger, round: int,
     work = accept(run.algorithm, assignment, run.site)
     (result,) = [work] if isinstance(work, ClientFailure) else train([work], run.site, run.devices[0])
     result = deliver(run.algorithm, result, assignment, run.site)
-    update = fault_injection.inject(run.fault(assignment), assignment, result, run.rules)
+    update = run.inject_fault(result, assignment)
     if isinstance(work, ClientFailure) or isinstance(update, ClientFailure):
         raise ConfigError(f"client {assignment.client} failed in the replay of round {round + 1}: {result}")
     for name in SAME:

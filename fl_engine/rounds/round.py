@@ -18,7 +18,7 @@ from fl_engine.core.types import Params, RoundContext, RoundPlan
 from fl_engine.exchange import coding
 from fl_engine.exchange.manifest import Rejected
 from fl_engine.exchange.updates import check_state
-from fl_engine.rounds import at_clients, buffer
+from fl_engine.rounds import at_clients, buffer, poisoning
 from fl_engine.rounds.acceptance import MovementHistory
 from fl_engine.rounds.buffer import PendingUpdate
 from fl_engine.rounds.checks import check_finite, check_merged, check_planned
@@ -136,6 +136,8 @@ def _scores(run: Run, state: Any) -> dict[str, float]:
         found[f"loss/{name}"] = score.loss
     if not all(map(isfinite, found.values())):  # Files omit infinite and NaN values, so add a marker.
         found["diverged"] = 1.0
+    if "backdoor" in run.faults.kinds:
+        found["backdoor_success"] = poisoning.backdoor_success(run.site, state, run.devices)
     return found | _of_devices(run, scores)
 
 

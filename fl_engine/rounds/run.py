@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from fl_engine.aggregation import privacy
@@ -13,10 +13,9 @@ from fl_engine.core.clients import header, kept_by_clients
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.costs import Epochs
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.types import Assignment, ClientUpdate, Codecs, Device, Header, RoundContext
+from fl_engine.core.types import Assignment, ClientResult, ClientUpdate, Codecs, Device, Header, RoundContext
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.updates import Rules
 from fl_engine.fleet import trace
 from fl_engine.fleet.devices import Took, simulated_seconds
 from fl_engine.fleet.trace import Trace
@@ -100,8 +99,12 @@ class Run:
         if assignment.evaluates:
             return None
         return fault_injection.fault_of(
-            self._faults, self.site.seed, assignment.round, assignment.client, len(self.site.fleet)
+            self.faults, self.site.seed, assignment.round, assignment.client, len(self.site.fleet)
         )
+
+    def inject_fault(self, result: ClientResult, assignment: Assignment) -> ClientResult:
+        fault, device = self.fault(assignment), self.devices[0]
+        return fault_injection.inject(fault, self.algorithm, result, assignment, self.site, device)
 
     def times(self, update: ClientUpdate, assignment: Assignment, begin: float) -> Times | None:
         """Return the simulated times of an assignment and the measured seconds of the client. `begin` is the start of
@@ -132,10 +135,5 @@ class Run:
         return header(kept_by_clients(self.algorithm, self.site.family, self.site.pool))
 
     @cached_property
-    def rules(self) -> Rules:
-        """Rules for validating updates, including the rules of the algorithm."""
-        return replace(self.site.rules, algorithm=self.algorithm)
-
-    @cached_property
-    def _faults(self) -> Faults:
+    def faults(self) -> Faults:
         return fault_injection.parse(self.options.faults)

@@ -34,6 +34,7 @@ from fl_engine.fleet.trace_files import Tracing
 from fl_engine.models.build import INIT
 from fl_engine.models.onnx_precisions import OnnxPrecision
 from fl_engine.remote.settings import AgentsConfig, KubernetesConfig
+from fl_engine.rounds import fault_injection
 from fl_engine.rounds.options import NORM_BOUND, EvaluateConfig, RoundsConfig
 from fl_engine.training.numerics import Precision, Strategy
 
@@ -335,6 +336,7 @@ class Config(Section):
                 "partition.folders must be the folder that contains the clients' data folders if partition.rule=local "
                 f"and run.backend={self.run.backend}"
             )
+        faults = fault_injection.parse(self.rounds.faults)
         needs = {
             "noise.labels=0": self.noise.labels == 0,
             "partition.server_classes=[]": not p.server_classes,
@@ -342,6 +344,7 @@ class Config(Section):
             "partition.features=null": p.features is None,
             "pretrain.reference=false": not self.pretrain.reference,
             "dataset.train_samples=null": self.dataset.train_samples is None,
+            "rounds.faults without uphill and backdoor": faults.kinds.isdisjoint(fault_injection.POISONED),
         }
         if wrong := [setting for setting, is_set in needs.items() if not is_set]:
             raise ValueError(f"partition.rule=local requires {', '.join(wrong)}, because only the clients have samples")

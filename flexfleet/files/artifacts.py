@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_serializer,
+    model_serializer,
+    model_validator,
+)
 
 from fl_engine.codecs import codecs_of
 from fl_engine.core.errors import FlexfleetError, IntegrityError, brief
@@ -196,12 +207,18 @@ class RunFile(Artifact):
 
 class History(Artifact):
     """Contents of history.json: the metrics of every round, and the checksum of the model. The entries of clients are
-    validated but not stored in memory, because a round can have ten thousand clients. Rounds are counted from 1 in the
-    file and from 0 in `rounds`."""
+    validated and counted but not stored in memory, because a round can have ten thousand clients. Rounds are counted
+    from 1 in the file and from 0 in `rounds`."""
 
     rounds: tuple[Row, ...]
     model_sha256: str
     seconds: float
+    _results: Counter[tuple[int, str]] = PrivateAttr(default_factory=Counter)
+
+    @property
+    def results(self) -> Mapping[tuple[int, str], int]:
+        """Map each tuple (client, code of the failure) to its number of results. Merged updates have the code ""."""
+        return self._results
 
     @field_serializer("rounds")
     def _counted(self, rows: tuple[Row, ...]) -> list[Row]:
@@ -209,23 +226,31 @@ class History(Artifact):
 
     @classmethod
     def of(cls, value: bytes, name: str) -> History:
+        results = Counter[tuple[int, str]]()
         try:
-            return cls.model_validate(json.loads(value.decode(), object_hook=_without_clients))
+            found = json.loads(value.decode(), object_hook=partial(_without_clients, results))
+            history = cls.model_validate(found)
         except ValueError as error:
             reason = brief(error) if isinstance(error, ValidationError) else error
             raise IntegrityError(f"{name} is not a valid History file: {reason}") from error
+        history._results = results
+        return history
 
 
 def _from_one(row: Row) -> Row:
     return row.model_copy(update={"round": row.round + 1})
 
 
-def _without_clients(value: dict[str, Any]) -> dict[str, Any] | Row:
-    """Parse a round of history.json, and drop its entries for clients. Return other objects unchanged."""
+def _without_clients(results: Counter[tuple[int, str]], value: dict[str, Any]) -> dict[str, Any] | Row:
+    """Parse a round of history.json, and drop its entries for clients after counting them in `results`. Return other
+    objects unchanged."""
     is_round = value.keys() >= {"round", "metrics", "clients"}
     if not is_round:
         return value
     row = Row.model_validate(value)
+    for line in row.clients:
+        stage = str(line.get("failure", "")).partition(":")[0]  # files of older versions have no codes
+        results[line["client"], line.get("code", stage)] += 1
     return row.model_copy(update={"round": row.round - 1, "clients": ()})
 
 
@@ -371,6 +396,7 @@ class RunResult(Artifact):
     - kept_by_clients: Parameters that differ between clients and have their initial values in the evaluated model.
     - by_owner: Accuracy of each level on the devices' classes, and on the server's classes.
     - label_noise: Fraction of wrong labels.
+    - backdoor_success: Success rate of the back door after the last round (`rounds.faults`).
     - precision: Metrics of each exported level in each precision, or the reason why this precision was rejected.
     """
     bytes: dict[str, int]

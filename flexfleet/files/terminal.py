@@ -161,7 +161,8 @@ def _read(path: str, text: str) -> Any:
 def add_faults(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--faults", dest="rounds.faults", action=_Given, default=argparse.SUPPRESS, metavar="LIST",
-        help="clients that misbehave on purpose: drop=0.2,slow=0.1x5,nan=0.02,scale=0.02x100,flip=0.02,corrupt=0.01",
+        help="clients that misbehave on purpose, such as drop=0.2,slow=0.1x5; faults: drop, slow, nan, scale, flip, "
+        "corrupt, uphill, backdoor",
     )  # fmt: skip
 
 

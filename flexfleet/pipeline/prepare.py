@@ -41,6 +41,7 @@ from fl_engine.models.build import build_model, model_kind
 from fl_engine.models.traced.family import ModuleFamily
 from fl_engine.preparation import assumed
 from fl_engine.preparation.weights import giver
+from fl_engine.rounds import fault_injection, poisoning
 from fl_engine.training import batches, evaluation
 from flexfleet import config as configs
 from flexfleet.config import Config, cut_seed, flatten, moves
@@ -106,6 +107,8 @@ class Resolved:
                 raise ConfigError(f"algorithm.mask_labels must be false, because {why}")
         training = self.config.training
         batches.check(training.sampler, training.augment, data.task, data.normalise(data.train_x[:1]))
+        if "backdoor" in fault_injection.parse(self.config.rounds.faults).kinds:
+            poisoning.check(data)
         return family
 
     @cached_property

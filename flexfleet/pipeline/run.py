@@ -192,6 +192,7 @@ def result(
         precise = precisions.of_run(out, list(evaluation.levels), history.model_sha256)
         metrics |= {} if noise is None else {"label_noise": noise}
         metrics |= {"precision": precisions.to_json(precise)} if precise else {}
+        metrics |= {name: measured[-1][name] for name in ("backdoor_success",) if name in measured[-1]}
         metrics["updates"] = {"merged": tally.merged, "failed": tally.failed, "reasons": dict(tally.failures)}
     return RunResult(
         run_id=run_id,

@@ -11,7 +11,7 @@ from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore
 from flexfleet.files.artifacts import ConfusionFile
 from flexfleet.files.measure import Measure, decimals
-from flexfleet.reports import plots, precisions
+from flexfleet.reports import failures, plots, precisions
 from flexfleet.reports.finished_run import NONE, FinishedRun, differences, labels, measure_of, plain
 from flexfleet.reports.page import Drawing, Table, render
 
@@ -117,6 +117,8 @@ def _part(i: int, names: Sequence[str], runs: Sequence[FinishedRun]) -> dict[str
         "confusion": _confusion(run),
         "precisions": precisions.as_table(run.precisions, NONE) if run.precisions else None,
         "refusals": precisions.refusals(run.precisions),
+        "failures": failures.as_table(run),
+        "codes": failures.meanings(run),
         "apoz": {layer.group: layer for layer in run.apoz.layers},
         "partition_of": None if owner == names[i] else owner,
         "draw": {name: Drawing(svg) if svg else None for name, svg in drawings.items()},

@@ -25,6 +25,10 @@ from tests.harness.prepared import prepare
 from tests.harness.web import answering
 
 KUBERNETES = "run.backend=kubernetes"
+TABLE = (
+    "dataset={name: fl_engine.testing.kinds:TABLE, train_samples: null, test_samples: null}",
+    "model={name: fl_engine.testing.kinds:TinyMLP}",
+)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +46,7 @@ KUBERNETES = "run.backend=kubernetes"
         (["agents.endpoint=minio:9000"], "agents.endpoint"),
         (["kubernetes.endpoint=http://"], "kubernetes.endpoint"),
         ([KUBERNETES, "run.remote=s3://runs/all"], "kubernetes.image"),
+        ([*TABLE, "rounds.faults=backdoor=0.1"], "rounds.faults"),
     ],
 )
 def test_check_refuses_impossible_value(flexfleet: Any, quick: Sequence[str], sets: list[str], path: str) -> None:

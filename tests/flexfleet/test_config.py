@@ -94,6 +94,7 @@ class Odd(FedAvg):
         (["evaluate.on=clients", "partition.proxy_shared=true"], "partition.proxy_shared"),
         (["partition.folders=a"], "partition.folders"),
         (["partition.rule=local", "run.backend=kubernetes"], "partition.rule"),
+        (["partition.rule=local", "partition.folders=a", "rounds.faults=uphill=0.1"], "partition.rule"),
         (["rounds.over_provision=9"], "training.fraction"),
         (["tune.space={training.lr: {low: 2, high: 1}}"], "tune.space.training.lr"),
     ],

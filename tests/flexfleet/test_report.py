@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from fl_engine.core.errors import ConfigError, IntegrityError
+from flexfleet.reports import failures
 from flexfleet.reports import report as r
-from flexfleet.reports.finished_run import NEEDED, differences, load, load_all
+from flexfleet.reports.finished_run import NEEDED, NONE, differences, load, load_all
 from tests.harness.run_folders import write_run
 
 pytestmark = pytest.mark.pictures
@@ -79,6 +80,26 @@ def test_page_has_the_numbers_of_the_run_folders(html: str) -> None:
     assert (all_large["avg %"], all_large["best"]) == ("72.00", "72.00/72.00 (3)")
     assert (all_large["MB down"], all_large["MB up"], all_large["waste %"]) == ("12.00", "6.00", "50.00")
     assert all_large["failed"] == "4"
+
+
+def test_failures_are_counted_by_client_and_code(tmp_path: Path) -> None:
+    sizes = {"fleet": {"tiers": [{"name": "weak", "share": 1.0, "memory": 50.0}]}, "partition": {"clients": 23}}
+    run = write_run(tmp_path / "a", "flexfl", **sizes)
+    assert failures.as_table(load(run)) is None
+    file = run / "history.json"
+    history = json.loads(file.read_text())
+    norm, late = {"failure": "validate: norm: far", "code": "norm"}, {"failure": "straggle: of an older version"}
+    history["rounds"][0]["clients"] = [{"client": client, **norm} for client in range(23)]
+    history["rounds"][1]["clients"] = [{"client": 21, **norm}, {"client": 22}]
+    history["rounds"][2]["clients"] = [{"client": 21, **late}]
+    file.write_text(json.dumps(history))
+    table = failures.as_table(load(run))
+    assert table is not None
+    lines = [tuple(cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row) for row in table.rows]
+    assert len(lines) == 21
+    assert lines[0] == ("21", "weak", "3 of 3", "norm 2, straggle 1")
+    assert lines[-1] == ("3 more clients", NONE, "3 of 4", "norm 3")
+    assert "moved too far" in page_of([run], tmp_path)
 
 
 def test_report_lists_differences_beside_the_algorithm(html: str, two: list[Path]) -> None:

@@ -62,7 +62,8 @@ def test_pods_give_the_bits_of_one_process(
 
 
 def test_faults_are_those_of_one_process(runs: Runs) -> None:
-    sets = ("training.fraction=1.0", "rounds.faults='drop=0.2,slow=0.2x2,nan=0.2,flip=0.2,corrupt=0.2,always'")
+    faults = "drop=0.2,slow=0.1x2,nan=0.1,flip=0.2,corrupt=0.1,uphill=0.1,backdoor=0.2,always"
+    sets = ("training.fraction=1.0", f"rounds.faults='{faults}'")
     assert model(runs.start("struck", *sets)) == model(runs.alone("here", *sets))
     assert {failure.partition(":")[0] for failure in failures(runs.rows("struck")[0]).values()} >= {"drop"}
 

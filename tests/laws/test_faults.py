@@ -17,6 +17,7 @@ from fl_engine.codecs import Half
 from fl_engine.core.types import ClientFailure, ClientResult, ClientUpdate, Codecs, Params, RoundPlan
 from fl_engine.exchange import coding
 from fl_engine.rounds import fault_injection
+from fl_engine.rounds.acceptance import measure_movement
 from fl_engine.rounds.fault_injection import Fault, false_weights, fault_of, parse
 from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.run import Run
@@ -24,7 +25,7 @@ from fl_engine.storage.store import encode
 from fl_engine.testing import rounds
 from fl_engine.testing.tiny import TRAINING, assert_same_results, context_of, start_of, tiny_site
 
-ALL = "drop=0.2,slow=0.1x5,nan=0.1,scale=0.1x100,flip=0.1,corrupt=0.1"
+ALL = "drop=0.2,slow=0.1x5,nan=0.1,scale=0.1x100,flip=0.1,corrupt=0.1,uphill=0.1,backdoor=0.1x2"
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,7 @@ ALL = "drop=0.2,slow=0.1x5,nan=0.1,scale=0.1x100,flip=0.1,corrupt=0.1"
     [
         "dorp=0.1", "drop", "drop=0_1", "drop=\u0660.\u0665", "slow=0.1x1_0", "drop=0.1x5", "slow=0.1", "slow=0.1x0",
         "flip=1.5", "flip=nan", "scale=0.1xinf", "drop=0.6,flip=0.6", "drop=0.1,drop=0.1", "drop=0.1,,",
+        "uphill=0.1x", "backdoor=0.1x-1",
     ],
 )  # fmt: skip
 def test_wrong_list_of_faults_is_refused(text: str) -> None:
@@ -70,7 +72,7 @@ def test_false_weights_by_hand() -> None:
 def results(run: Run, plan: RoundPlan, backend: InProcess | Processes) -> list[ClientResult]:
     found = fault_injection.run_with_faults(faults_of(run, plan), run.algorithm, plan, backend)
     pairs = ((plan.assignment_of[result.client], result) for result in found)
-    arrived = [fault_injection.inject(run.fault(a), a, result, run.rules) for a, result in pairs]
+    arrived = [run.inject_fault(result, assignment) for assignment, result in pairs]
     return sorted(arrived, key=lambda result: result.client)
 
 
@@ -89,7 +91,7 @@ def run_of(algorithm: Any, text: str | None, codecs: Codecs = Codecs()) -> tuple
 @pytest.mark.parametrize("codecs", [Codecs(), Codecs(Half(), Half())], ids=["plain", "half"])
 def test_every_backend_meets_the_same_faults(tmp_path: Path, codecs: Codecs) -> None:
     algorithm = FlexFL(training=replace(TRAINING, fraction=1.0))
-    run, plan = run_of(algorithm, ALL, codecs)
+    run, plan = run_of(algorithm, f"{ALL},always", codecs)
     here = results(run, plan, InProcess(run.site))
     workers = Processes(run.site, ("cpu",))
     try:
@@ -106,15 +108,19 @@ def test_every_backend_meets_the_same_faults(tmp_path: Path, codecs: Codecs) -> 
         seen.add(kind)
         if kind in ("none", "slow"):
             assert_same_results([result], [before])
-        elif kind in ("scale", "flip"):
+        elif kind in ("scale", "flip", "uphill", "backdoor"):
             assert isinstance(result, ClientUpdate)
             assert _change(result, before.payload) > 0
+            if kind in ("uphill", "backdoor"):
+                assignment, layout = plan.assignment_of[result.client], run.site.layout
+                norms = [measure_movement(update, assignment, layout).weights for update in (result, before)]
+                assert norms[0] == pytest.approx(fault.times * norms[1], rel=1e-3)
             assert {n: t.shape for n, t in result.travels.items()} == {n: t.shape for n, t in before.travels.items()}
         else:
             wanted = {"drop": "drop: the client", "nan": "validate: finite: ", "corrupt": "validate: checksum: "}
             assert isinstance(result, ClientFailure)
             assert f"{result.stage}: {result.reason}".startswith(wanted[kind])
-    assert seen == {"none", "drop", "slow", "nan", "scale", "flip", "corrupt"}
+    assert seen == {"none", "drop", "slow", "nan", "scale", "flip", "corrupt", "uphill", "backdoor"}
 
 
 @pytest.mark.parametrize("share", ["drop=0.5", "drop=1", "nan=0.5", "scale=1x3"])
@@ -143,7 +149,7 @@ def test_a_run_killed_anywhere_applies_each_fault_once(
     codecs: Codecs, memory_store: Any, new_store: Any, killed_at_writes: Any
 ) -> None:
     """The store keeps honest updates, which a resumed run reads again."""
-    run, _ = run_of(FlexFL(training=replace(TRAINING, fraction=1.0, epochs=1)), ALL, codecs)
+    run, _ = run_of(FlexFL(training=replace(TRAINING, fraction=1.0, epochs=1)), f"{ALL},always", codecs)
 
     def federated(store: Any, keep_updates: bool = True) -> bytes:
         options = run.options.model_copy(update={"keep_updates": keep_updates, "stop": 2})
