@@ -70,7 +70,7 @@ class FlexfleetError(Exception):
     Attributes:
         exit_code: Exit code of a command that fails with this error.
 
-    Example:
+    Examples:
         >>> try:
         ...     flexfleet.run(options={"partition.alpha": -1.0})
         ... except flexfleet.FlexfleetError as error:

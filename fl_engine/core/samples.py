@@ -146,7 +146,7 @@ class Data:
     Raises:
         DataError: if samples are of an unsupported kind, are not finite, or do not fit the targets, `mean` or `std`.
 
-    Example:
+    Examples:
         >>> Data("mine", Classification(10), train_x, train_y, test_x, test_y, mean=(0.5,), std=(0.25,))
     """
 

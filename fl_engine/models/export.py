@@ -294,7 +294,7 @@ def load(folder: str | Path) -> RawNetwork:
 
     Raises IntegrityError if files are missing, damaged or from different exports.
 
-    Example:
+    Examples:
         load(mlflow.artifacts.download_artifacts("models:/<name>-<level>@champion"))
     """
     about = read(folder)

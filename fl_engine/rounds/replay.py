@@ -40,7 +40,7 @@ class ClientRound:
         update: Update of the client. `update.payload` contains the weights that the server decodes.
         change: `update.payload` minus `start`, for all tensors that have the same shape in both.
 
-    Example:
+    Examples:
         >>> flexfleet.load("runs/a").replay(round=2, client=7).change["fc.weight"]
     """
 

@@ -71,7 +71,7 @@ def from_arrays(
         DataError: The arrays are not valid samples and targets, or their lengths differ. Also raised if `task` is None
             and the targets fit several tasks, for example a matrix of zeros and ones.
 
-    Example:
+    Examples:
         >>> data = flexfleet.from_arrays(x, y, test=(test_x, test_y))
     """
     x, y = _arrays(x, y, name)
@@ -118,7 +118,7 @@ def from_clients(
     Raises:
         DataError: As in `from_arrays`. Also raised if the samples of the clients differ in shape or type.
 
-    Example:
+    Examples:
         >>> data = flexfleet.from_clients([(x0, y0), (x1, y1)])
     """
     if not isinstance(parts, Iterable):

@@ -33,7 +33,7 @@ STOP = _Stop()
 class Round:
     """Results of a round, passed to `Callback.on_round`.
 
-    Example:
+    Examples:
         >>> def on_round(self, round): print(round.number, round.metrics["avg"])
     """
 
@@ -54,7 +54,7 @@ class Round:
 class Callback:
     """Base class of callbacks. Override the methods that you need.
 
-    Example:
+    Examples:
         >>> class Enough(flexfleet.Callback):
         ...     def on_round(self, round):
         ...         return flexfleet.STOP if round.metrics.get("avg", 0) > 0.9 else None

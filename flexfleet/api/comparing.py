@@ -73,7 +73,7 @@ def compare(
         RunsFailed: Some runs failed. The error is raised after all other runs have ended. With jobs=1, an error in your
             own code ends the comparison at once.
 
-    Example:
+    Examples:
         >>> flexfleet.compare(["flexfl", "heterofl"], seeds=(0, 1, 2), rounds=20).table
     """
     if resume and id is None:
@@ -103,7 +103,7 @@ class Comparison:
         runs: Map (label, seed) to the `Result` of the run.
         report: Path of the HTML page with tables and curves.
 
-    Example:
+    Examples:
         >>> comparison = flexfleet.compare(["flexfl", "heterofl"], rounds=20)
         >>> comparison.paired("flexfl", "heterofl")
     """
@@ -151,7 +151,7 @@ class Comparison:
         Raises:
             ConfigError: The metric or one of the labels does not exist.
 
-        Example:
+        Examples:
             >>> comparison.paired("flexfl", "heterofl", "full").p
         """
         if metric not in FIGURES:
@@ -175,7 +175,7 @@ def load_comparison(comparison: str | Path | Comparison) -> Comparison:
     Raises:
         ConfigError: The folder does not contain a finished comparison.
 
-    Example:
+    Examples:
         >>> flexfleet.load_comparison("runs/compare-a").table
     """
     if isinstance(comparison, Comparison):
@@ -192,7 +192,7 @@ class Paired:
     """Differences between two variants of a comparison in one metric. There is one difference a - b for each seed. The
     two runs with the same seed use the same data and partition, unless the variants' settings for these differ.
 
-    Example:
+    Examples:
         >>> print(comparison.paired("flexfl", "heterofl"))
     """
 

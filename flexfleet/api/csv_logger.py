@@ -20,7 +20,7 @@ class CSVLogger(Callback):
     Args:
         path: Path of the CSV file. An existing file is replaced. If None, `metrics.csv` in the run's folder is used.
 
-    Example:
+    Examples:
         >>> flexfleet.run(callbacks=[flexfleet.CSVLogger("metrics.csv")])
     """
 

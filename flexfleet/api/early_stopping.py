@@ -30,7 +30,7 @@ class EarlyStopping(Callback):
     Raises:
         ConfigError: An argument is wrong.
 
-    Example:
+    Examples:
         >>> flexfleet.run(rounds=500, callbacks=[flexfleet.EarlyStopping("avg", patience=20)])
     """
 

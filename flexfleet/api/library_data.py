@@ -45,7 +45,7 @@ def from_folder(
         DataError: A class folder does not contain images, an image cannot be read, or the image sizes differ.
         EnvironmentFailure: Pillow is not installed.
 
-    Example:
+    Examples:
         >>> data = flexfleet.from_folder("photos", size=32)
     """
     try:
@@ -111,7 +111,7 @@ def from_torch(
         DataError: An item is not a pair (sample, target), or the transform of the data set is random. For random
             augmentation, use `training.augment`.
 
-    Example:
+    Examples:
         >>> data = flexfleet.from_torch(torchvision.datasets.MNIST(root, transform=ToTensor()))
     """
     if folder is not None and isinstance(test, float | int):
@@ -148,7 +148,7 @@ def from_huggingface(
     Raises:
         DataError: A column does not exist, or the samples differ in shape.
 
-    Example:
+    Examples:
         >>> data = flexfleet.from_huggingface(datasets.load_dataset("mnist")["train"])
     """
     x, y = _column(train, image), _column(train, label)

@@ -73,7 +73,7 @@ class Result:
         levels: Table with size, multiply-adds, bytes and score of each sub-model.
         params: A copy of the global model's state_dict.
 
-    Example:
+    Examples:
         >>> result = flexfleet.run(rounds=5)
         >>> result.metrics["avg"], result.history
     """
@@ -210,7 +210,7 @@ class Result:
         Raises:
             ConfigError: The client does not exist, or the clients have their own data (`partition.rule=local`).
 
-        Example:
+        Examples:
             >>> x, y = result.client_data(3)
         """
         if self._config.partition.rule == LOCAL:
@@ -261,7 +261,7 @@ class Result:
             ConfigError: The level does not exist, proxy data are required but missing, or the code of the network or
                 data set has changed.
 
-        Example:
+        Examples:
             >>> result.model("M1")(data.test_x).argmax(1)
         """
         with self._resolved(("model", "dataset")) as resolved:
@@ -294,7 +294,7 @@ class Result:
             ConfigError: The level does not exist or was not evaluated, or the network cannot be exported.
             EnvironmentFailure: The packages for ONNX are not installed.
 
-        Example:
+        Examples:
             >>> result.export("M1", "device/M1")
         """
         folder = path_of(path)
@@ -329,7 +329,7 @@ class Result:
         Raises:
             ConfigError: The client does not exist, or the algorithm does not have personal models.
 
-        Example:
+        Examples:
             >>> x, y = result.client_data(3)
             >>> (result.personal(3)(x).argmax(1) == y).float().mean()
         """
@@ -362,7 +362,7 @@ class Result:
         Raises:
             ConfigError: The run is not finished, the task does not have classes, or the level is not reported.
 
-        Example:
+        Examples:
             >>> result.confusion("M1")
         """
         if self._result is None:
@@ -401,7 +401,7 @@ class Result:
         Raises:
             FlexfleetError: The run cannot be resumed. The errors of `flexfleet.run` are also raised.
 
-        Example:
+        Examples:
             >>> result.resume(rounds=20)
         """
         folder = self.folder if self.folder.name != ".." else self.folder.resolve()
@@ -438,7 +438,7 @@ class Result:
             IntegrityError: The run's files or data have changed.
             EnvironmentFailure: This machine cannot produce bit-identical results.
 
-        Example:
+        Examples:
             >>> result.replay(round=2, client=7).change
         """
         for name, value in (("round", round), ("client", client)):
@@ -462,7 +462,7 @@ def load(run: str | Path | Result) -> Result:
         ConfigError: The run does not exist.
         IntegrityError: A file has changed since the run finished.
 
-    Example:
+    Examples:
         >>> flexfleet.load("runs/a").history
     """
     return Result(run.folder if isinstance(run, Result) else find_folder(run, "run.json"))

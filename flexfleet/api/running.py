@@ -70,7 +70,7 @@ def run(
         FlexfleetError: An argument, the data or the environment is wrong (ConfigError, DataError, ...). Most errors
             are raised before training starts.
 
-    Example:
+    Examples:
         >>> result = flexfleet.run("digits", algorithm="heterofl", rounds=5)
     """
     given = locals()

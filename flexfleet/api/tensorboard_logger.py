@@ -25,7 +25,7 @@ class TensorBoardLogger(Callback):
     Raises:
         EnvironmentFailure: TensorBoard is not installed.
 
-    Example:
+    Examples:
         >>> flexfleet.run(callbacks=[flexfleet.TensorBoardLogger("tb")])
         >>> # tensorboard --logdir tb
     """

@@ -71,7 +71,7 @@ def tune(
         ConfigError: An argument is invalid.
         EnvironmentFailure: Optuna is not installed.
 
-    Example:
+    Examples:
         >>> study = flexfleet.tune("fedprox", space={"algorithm.mu": (0.001, 1.0)}, trials=20)
     """
     if resume and id is None:
@@ -131,7 +131,7 @@ class Study:
             default.
         report: Path of the HTML page.
 
-    Example:
+    Examples:
         >>> study = flexfleet.tune("heterofl", space={"training.lr": (0.01, 0.5)})
         >>> flexfleet.run(config=study.config)
     """
@@ -189,7 +189,7 @@ def load_study(study: str | Path | Study) -> Study:
     Raises:
         ConfigError: The folder does not contain a finished study.
 
-    Example:
+    Examples:
         >>> flexfleet.load_study("runs/tune-a").best
     """
     return Study(study.folder if isinstance(study, Study) else find_folder(study, "tune.json"))

@@ -25,7 +25,7 @@ class WandbLogger(Callback):
     Raises:
         EnvironmentFailure: wandb is not installed.
 
-    Example:
+    Examples:
         >>> flexfleet.run(callbacks=[flexfleet.WandbLogger("my-project", mode="offline")])
     """
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+import flexfleet
 from flexfleet.kubeflow.retarget import documents, names, shipped
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +58,11 @@ def test_reference_pages_name_objects_that_exist() -> None:
         except ModuleNotFoundError:
             module, _, attribute = name.rpartition(".")
             assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_python_reference_lists_the_public_names() -> None:
+    found = re.findall(r"^::: flexfleet\.(\w+)$", (ROOT / "docs/reference/python.md").read_text(), re.MULTILINE)
+    assert sorted(found) == sorted(set(flexfleet.__all__) - {"__version__"})
 
 
 def test_kubeflow_guide_names_nodes_and_artifacts_that_exist() -> None:

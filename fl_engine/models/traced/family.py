@@ -111,7 +111,7 @@ def from_module(build: Build, *, whole: bool = False) -> type[ModelFamily]:
     Raises:
         ModelError: `build` cannot create a module. The class raises ModelError if the module cannot be trained or cut.
 
-    Example:
+    Examples:
         >>> flexfleet.run(model=flexfleet.from_module(MyNet, whole=True), algorithm="all_large")
     """
     if not makes_module(build):
