@@ -73,8 +73,8 @@ def compare(args: argparse.Namespace) -> None:
     if args.json:
         show(comparison.model_dump_json())
     else:
-        show(table(comparison))
-        show(f"page: {comparison_runs.folder_of(runs) / 'comparison.html'}")
+        show(table(comparison, brief=True))
+        show(f"page: {comparison_runs.folder_of(runs) / 'comparison.html'} (all tables: comparison.md)")
         show_tracked(runs[0].config)
 
 

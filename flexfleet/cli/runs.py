@@ -27,8 +27,6 @@ log = logging.getLogger("flexfleet")
 
 def run(args: argparse.Namespace) -> int:
     from flexfleet.config.run_names import new_name
-    from flexfleet.files.measure import Measure
-    from flexfleet.files.run_status import tally_in
     from flexfleet.pipeline.prepare import resolved_of
     from flexfleet.pipeline.run import run as run_all
 
@@ -50,8 +48,6 @@ def run(args: argparse.Namespace) -> int:
             show(precisions.table(found))
         show(f"report: {result.report}")
         show_tracked(config)
-        avg = Measure(resolved.data.task.metric.name).with_unit(result.metrics["avg"])
-        show(f"{run_id} {result.status}: avg {avg}, {tally_in(out)}")
     return 0 if result.status == "finished" else Diverged.exit_code
 
 

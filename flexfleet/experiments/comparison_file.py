@@ -101,6 +101,8 @@ class Figures(Strict, Generic[T]):
     mb_down: T
     mb_up: T
     waste: T
+    clients_failed: T | None = None
+    """Number of failed updates of all rounds."""
     seconds: T
     seconds_simulated: T | None
     uniformity: T | None = None
@@ -151,6 +153,8 @@ class Summary(Figures[Spread]):
     """Map the parameters in `ComparisonFile.varied` to the values of this variant."""
     at: dict[str, Any] = Field(default={})
     """Map factors (`flexfleet compare --over`) to the values of this variant."""
+    kept_by_clients: tuple[str, ...] = ()
+    """Model parameters that differ between clients. In the evaluated model, they have their initial values."""
     levels: tuple[float, ...]
     """Sizes of the reported models in percent of the full model, as means over the seeds."""
     last: LabelScore

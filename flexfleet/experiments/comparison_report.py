@@ -14,13 +14,15 @@ from fl_engine.datasets import stored_data
 from fl_engine.storage.store import FolderStore
 from flexfleet.config.comparison_runs import PlannedRun
 from flexfleet.experiments import ranking
+from flexfleet.experiments.comparison_answer import answer, rows_of_interest
 from flexfleet.experiments.comparison_file import Central, ComparisonFile, Figures, further
-from flexfleet.experiments.comparison_tables import REFERENCE, differences, factors, tables
+from flexfleet.experiments.comparison_tables import COST, REFERENCE, differences, factors, tables
 from flexfleet.experiments.summarise import Runs, clock, read, summarise
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
-from flexfleet.reports.finished_run import NONE, plain
-from flexfleet.reports.page import PageSection, Table, escaped
+from flexfleet.reports.figure import colours_of
+from flexfleet.reports.finished_run import plain
+from flexfleet.reports.page import NONE, PageSection, Table, escaped
 from flexfleet.reports.page import page as html_page
 from flexfleet.tracking.trackers import MLflow, log_outcome
 
@@ -81,7 +83,7 @@ def tabulate(
             "called": {name: shown for name, shown in shown_names.items() if shown != name},
         }
     )
-    store, drawings = FolderStore(out), draw(runs, central)
+    store, drawings = FolderStore(out), draw(runs, rows_of_interest(comparison), central)
     store.put("comparison.md", markdown(comparison).encode())
     for name, drawing in drawings.items():
         store.put(name, (drawing + "\n").encode())
@@ -99,7 +101,7 @@ def title(c: ComparisonFile) -> str:
     dataset, model, rule, clients = map(values, BRIEF)
     seconds = c.settings.get("rounds.stop_simulated_s")
     length = f"{c.rounds} rounds" if seconds is None else f"{seconds:g} simulated s, up to {c.rounds} rounds"
-    return f"{c.id}: {model} on {dataset}, {clients} clients ({rule}), {length}"
+    return f"{model} on {dataset}, {clients} clients ({rule}), {length}"
 
 
 def common(c: ComparisonFile) -> str:
@@ -152,29 +154,32 @@ def variants(c: ComparisonFile) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------ files
-def text(c: ComparisonFile) -> str:
-    """Format the tables as text for the terminal."""
-    parts = [f"{table.title}\n" + "".join(f"  {line}\n" for line in table.text().splitlines()) for table in tables(c)]
-    return "\n".join([title(c), "", *parts, *variants(c), *notes(c)])
+def text(c: ComparisonFile, brief: bool = False) -> str:
+    """Format the answer and the tables as text. With `brief`, only the metric and the cost are shown."""
+    found = tables(c)
+    shown = [found[0], *(table for table in found if table.title == COST)] if brief else found
+    parts = [f"{table.heading}\n" + "".join(f"  {line}\n" for line in table.text().splitlines()) for table in shown]
+    return "\n".join([f"{answer(c).sentence}.", title(c), "", *parts, *variants(c), *(() if brief else notes(c))])
 
 
 def markdown(c: ComparisonFile) -> str:
-    parts = [f"**{table.title}**\n\n{table.markdown()}\n" for table in tables(c)]
+    parts = [f"**{table.heading}**\n\n{table.markdown()}\n" for table in tables(c)]
     points = [f"- {escaped(line)}" for line in (*variants(c), *notes(c))]
-    return "\n".join([f"## {escaped(title(c))}", "", *parts, *points, "", "![curves](comparison.svg)", ""])
+    head = [f"## {escaped(answer(c).sentence)}", "", escaped(title(c)), ""]
+    return "\n".join([*head, *parts, *points, "", "![curves](comparison.svg)", ""])
 
 
-def draw(runs: Runs, central: Central | None = None) -> dict[str, str]:
+def draw(runs: Runs, two: Sequence[str], central: Central | None = None) -> dict[str, str]:
     """Map file names to SVG figures. One figure plots the test metrics over the rounds. If clients evaluated their
-    models, a second figure plots the clients' metrics."""
+    models, a second figure plots the clients' metrics. `two` are the labels of the rows of interest."""
     measure = next(iter(runs.values()))[0].measure
     reference = None if central is None else (REFERENCE, central.full.mean)
     curves, clocks = _curves(runs, "avg", "full"), _clocks(runs, "full")
-    drawings = {"comparison.svg": plots.comparison(curves, "comparison", measure, reference, clocks)}
+    drawings = {"comparison.svg": plots.comparison(curves, two, "comparison", measure, reference, clocks)}
     clients, tenth = _curves(runs, "on_clients/mean", "on_clients/p10"), "on_clients/p10"
     if all(mean for _, mean, _ in clients):
         names = ("mean of the clients", "10th percentile")
-        drawings[CLIENTS_FILE] = plots.comparison(clients, "clients", measure, None, _clocks(runs, tenth), names)
+        drawings[CLIENTS_FILE] = plots.comparison(clients, two, "clients", measure, None, _clocks(runs, tenth), names)
     return drawings
 
 
@@ -189,7 +194,12 @@ def _clocks(runs: Runs, key: str) -> dict[str, list[float]]:
 
 def page(c: ComparisonFile, drawings: Mapping[str, str]) -> str:
     measure, (first, *others) = Measure(c.metric), tables(c)
-    explained = "Curves are means over the seeds. avg is solid, and full is dashed. 1 MB is 1e6 bytes."
+    others.sort(key=lambda table: table.title != COST)  # Show the cost first, because only this table is not folded.
+    two = rows_of_interest(c)
+    explained = (
+        f"Curves are means over the seeds. avg is solid, and full is dashed. Coloured: {' and '.join(two)}, the first "
+        "variant and the best of the others. The vertical axis covers the last two thirds of the rounds."
+    )
     sections = [
         PageSection(first.title, first),
         PageSection("Curves", drawings={"": drawings["comparison.svg"]}, lines=[explained]),
@@ -197,8 +207,8 @@ def page(c: ComparisonFile, drawings: Mapping[str, str]) -> str:
     if clients := drawings.get(CLIENTS_FILE):
         explained = "The mean over the clients is solid, and the 10th percentile is dashed."
         title_of_clients = "Curves of the clients' models on their own held-out samples"
-        sections.append(PageSection(title_of_clients, drawings={"": clients}, lines=[explained]))
-    sections += [PageSection(table.title, table) for table in others]
+        sections.append(PageSection(title_of_clients, drawings={"": clients}, lines=[explained], folded=True))
+    sections += [PageSection(table.title, table, folded=table.title != COST) for table in others]
     head = ("run", "seed", "last round", "avg", "full", "best round", "avg", "full", "model sha256")
     rows = [
         (
@@ -216,12 +226,12 @@ def page(c: ComparisonFile, drawings: Mapping[str, str]) -> str:
     ]
     settings = Table("", ("parameter", "value"), [(key, plain(value)) for key, value in c.settings.items()])
     sections += [
-        PageSection("What the columns mean", lines=notes(c)),
-        PageSection("Runs", Table("", head, rows), lines=[common(c), *variants(c)]),
-        PageSection("Settings of all runs", settings),
+        PageSection("What the columns mean", lines=notes(c), folded=True),
+        PageSection("Runs", Table("", head, rows), lines=[common(c), *variants(c)], folded=True),
+        PageSection("Settings of all runs", settings, folded=True),
     ]
-    colours = {label: plots.PALETTE[i % len(plots.PALETTE)] for i, label in enumerate(c.labels)}
-    return html_page("comparison", title(c), sections, colours={REFERENCE: plots.GREY} | colours)
+    colours = colours_of((*c.labels, REFERENCE), two)
+    return html_page("comparison", answer(c), sections, [title(c)], colours)
 
 
 # ------------------------------------------------------------------------------------------------- MLflow

@@ -6,6 +6,7 @@ Options are all parameters of a run, including the defaults of the algorithm and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,10 +18,12 @@ from flexfleet.config.options import options_of
 from flexfleet.experiments import ranking
 from flexfleet.experiments.comparison_file import ComparisonFile, Spread, Summary, further, further_of
 from flexfleet.files.measure import Measure, decimals
-from flexfleet.reports.finished_run import NONE, plain
-from flexfleet.reports.page import Table
+from flexfleet.reports.finished_run import plain
+from flexfleet.reports.page import NONE, Table
 
 REFERENCE = "central training"
+COST = "Cost of all rounds"
+"""Title of the table with bytes, waste and time."""
 OWNERS = {
     "avg devices'": "avg_device_classes",
     "full devices'": "full_device_classes",
@@ -61,16 +64,17 @@ def tables(c: ComparisonFile) -> list[Table]:
         "MB down": lambda r: fine(r.mb_down),
         "MB up": lambda r: fine(r.mb_up),
         "waste %": lambda r: cell(r.waste, 100),
+        "failed clients": failed,
         "simulated s": lambda r: seconds(r.seconds_simulated),
         "real s": lambda r: seconds(r.seconds),
     }
-    found.append(_table(c, "Cost of all rounds", cost))
+    found.append(_table(c, COST, cost))
     if any(getattr(r, name) is not None for r in labels for name in timing.UNIFORMITY):
         title = "Uniformity of the clients' finishing times in a round, s (0: all finish at the same time)"
         found.append(
             _table(c, title, {head: _seconds(n) for head, n in zip(UNIFORMITY, timing.UNIFORMITY, strict=True)})
         )
-    found = [_with_factors(c, table) for table in (*found, *_to_reach(c, measure))]
+    found = [_with_factors(c, table.varying()) for table in (*found, *_to_reach(c, measure))]
     return [*found, as_table(c.differences, c.labels)] if c.differences else found
 
 
@@ -100,7 +104,7 @@ def _with_factors(c: ComparisonFile, table: Table) -> Table:
         return tuple(plain(c.results[label].at[name]) if label in c.results else NONE for name in names)
 
     rows = tuple((row[0], *at(row[0]), *row[1:]) for row in table.rows)
-    return Table(table.title, (table.head[0], *names, *table.head[1:]), rows)
+    return replace(table, head=(table.head[0], *names, *table.head[1:]), rows=rows)
 
 
 # ------------------------------------------------------------------------------------------------ the tables
@@ -238,6 +242,11 @@ def cell(s: Spread | None, scale: float = 1, digits: int = 2) -> str:
 def fine(s: Spread | None, digits: int = 2) -> str:
     """Format like `cell`, with more decimals for small means, so that at least two significant digits are shown."""
     return cell(s, digits=decimals(0.0 if s is None else s.mean, digits))
+
+
+def failed(r: Summary) -> str:
+    """Format the number of failed clients in all rounds."""
+    return "0" if r.clients_failed is not None and not r.clients_failed.mean else cell(r.clients_failed, digits=1)
 
 
 def seconds(s: Spread | None) -> str:

@@ -19,8 +19,9 @@ from fl_engine.storage.store import FolderStore, sha256
 from flexfleet.config.form import check_count
 from flexfleet.experiments import compare, nightly_gate, published_suites
 from flexfleet.experiments.executor import RunsFailed, resumable
-from flexfleet.experiments.nightly_gate import PROCESSES, Folders, NightlyFigures, Verdict, measure
+from flexfleet.experiments.nightly_gate import PROCESSES, Folders, NightlyFigures, measure
 from flexfleet.experiments.nightly_suite import FOLDER, NightlyRun, nightly_run
+from flexfleet.experiments.nightly_verdict import Verdict
 from flexfleet.files.artifacts import History, RunFile
 from flexfleet.files.run_folder import check_free
 from flexfleet.pipeline import publish

@@ -27,22 +27,19 @@ from pydantic import Field, model_validator
 from flexfleet.experiments import summarise
 from flexfleet.experiments.comparison_file import MB
 from flexfleet.experiments.nightly_suite import METRICS, NightlyRun
+from flexfleet.experiments.nightly_verdict import HIGHER, PASSED, REFERENCE, Check, Verdict, table
 from flexfleet.files.artifacts import Artifact, Strict
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
 from flexfleet.reports.finished_run import FinishedRun, load
-from flexfleet.reports.page import PageSection, Table, page
+from flexfleet.reports.page import PageSection, page
 from flexfleet.tracking import record as track
 
-HIGHER = ("avg", "full")
-"""Metrics for which higher values are better. The thresholds of these metrics are absolute, not relative."""
 OF_MACHINE = ("peak_mb_rounds", "pace")
 """Metrics that depend on the machine. These metrics are compared only between runs on identical machines."""
 Z = 4.0
 """Number of standard errors by which a metric may be worse. Without a regression, about 1 of 30,000 comparisons exceeds
 the limit. With 30 comparisons per run, about 1 of 1,000 nightly regression runs fails by chance."""
-REFERENCE, PASSED = "reference", "passed runs"
-COLUMNS = ("case / algorithm", "figure", "before", "of", "tonight", "limit")
 
 PROCESSES, TASKS = "processes of their own", "tasks of a graph"
 MEMORY = ("peak_mb", "peak_mb_rounds")
@@ -87,68 +84,6 @@ class NightlyFigures(Artifact):
                 if len(values) != len(self.seeds):
                     raise ValueError(f"{metric} of {label} must have {len(self.seeds)} values, one for each seed")
         return self
-
-
-class Check(Strict):
-    """Comparison of one metric of one variant with earlier values."""
-
-    label: str
-    metric: str
-    measured: str = "accuracy"
-    """Main metric of the task, from which avg, full, rounds and mb are computed."""
-    against: str
-    """REFERENCE or PASSED."""
-    before: float
-    now: float
-    worse_by: float
-    """Amount by which the metric is worse than the earlier value; negative if the metric is better."""
-    allowed: float
-    """Largest difference that passes."""
-    limit: float
-    """Worst value that passes."""
-    failed: bool
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """Table row that describes this check, with a cell for each of the columns COLUMNS."""
-        shown = Measure(self.measured).with_unit if self.metric in HIGHER else "{:.4g}".format
-        figure = METRICS[self.metric].replace("accuracy", self.measured)
-        return self.label, figure, shown(self.before), self.against, shown(self.now), shown(self.limit)
-
-
-class Verdict(Artifact):
-    """Contents of regression.json."""
-
-    suite: str
-    id: str
-    passed: bool
-    checks: tuple[Check, ...]
-    since: str
-    """Text that names the last nightly regression run that passed, or the reference, and the commits since then."""
-    commits: tuple[str, ...]
-    """Lines `hash subject` for these commits, newest first; empty if the code is not in a git checkout."""
-    notes: tuple[str, ...]
-    report: str
-    mlflow_run_id: str | None
-
-    @property
-    def failed(self) -> list[Check]:
-        return [check for check in self.checks if check.failed]
-
-    def text(self, every: bool = False) -> str:
-        """Format the verdict with a table of the failed checks, or of all checks if `every` is True."""
-        checks = self.checks if every else self.failed
-        worse = sum(check.worse_by > 0 for check in self.checks)
-        head = f"failed: {len(self.failed)} of {len(self.checks)} comparisons"
-        if self.passed:
-            head = f"passed: {len(self.checks)} comparisons, {worse} of them worse within their limits"
-        lines = [table(checks).text(left=len(COLUMNS))] if checks else []
-        return "\n".join([head, *lines, *self.notes, f"report: {self.report}"])
-
-    def markdown(self) -> str:
-        head = f"## {self.suite}: {'passed' if self.passed else 'FAILED'}"
-        since = [f"Since the {self.since}:\n", *(f"- {line}" for line in self.commits)] if self.commits else []
-        return "\n".join([head, "", table(self.failed or self.checks).markdown(), "", *self.notes, "", *since, ""])
 
 
 # ------------------------------------------------------------------------------------------------- measure
@@ -292,10 +227,6 @@ def notes(figures: NightlyFigures, checks: Sequence[Check], passed: int) -> tupl
     return tuple(lines)
 
 
-def table(checks: Sequence[Check]) -> Table:
-    return Table("Figures", COLUMNS, [check.cells for check in checks])
-
-
 def html(verdict: Verdict, now: NightlyFigures, others: Mapping[str, NightlyFigures]) -> str:
     """Return the contents of regression.html. `others` maps names to earlier metrics, which are also plotted."""
     drawings: dict[str, str] = {}
@@ -309,18 +240,18 @@ def html(verdict: Verdict, now: NightlyFigures, others: Mapping[str, NightlyFigu
             for name, each in {"tonight": now, **others}.items()
             if label in each.labels
         ]
-        drawings[label] = plots.comparison(curves, f"curve-{len(drawings)}", Measure(figures.metric))
-    machine = ", ".join(f"{key} {value}" for key, value in now.machine.items())
+        name = f"curve-{len(drawings)}"
+        drawings[label] = plots.comparison(curves, ("tonight", "reference"), name, Measure(figures.metric))
     explained = (
         "Values are means over the seeds. A metric fails if its value is worse than its limit. A run that does not "
         "reach the accuracy counts with one round more than the longest run, and with proportionally more MB."
     )
     sections = [PageSection("What is worse", table(verdict.failed))] if verdict.failed else []
     sections += [
-        PageSection("Commits since then", lines=[f"The {verdict.since}", *verdict.commits]),
         PageSection("Curves", drawings=drawings),
-        PageSection("All figures", table(verdict.checks), lines=[explained, *verdict.notes, f"Machine: {machine}"]),
+        PageSection("Commits since then", lines=[f"The {verdict.since}", *verdict.commits], folded=not verdict.failed),
+        PageSection("All figures", table(verdict.checks), lines=[explained, *verdict.notes], folded=True),
+        PageSection("Machine", lines=[f"{key}: {value}" for key, value in now.machine.items()], folded=True),
     ]
-    title = f"{verdict.suite}: {'passed' if verdict.passed else 'failed'}"
-    about = f"{verdict.id}, {now.when}, commit {now.commit or 'unknown'}, seeds {', '.join(map(str, now.seeds))}"
-    return page("nightly regression run", title, sections, [about])
+    about = f"{now.when}, commit {now.commit or 'unknown'}, seeds {', '.join(map(str, now.seeds))}"
+    return page("nightly regression run", verdict.answer, sections, [about])

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from flexfleet.files.artifacts import Strict
 from flexfleet.files.measure import Measure
-from flexfleet.reports.finished_run import NONE, plain
+from flexfleet.reports.finished_run import plain
+from flexfleet.reports.page import NONE
 
 LEVEL = 0.05
 """Significance level of the tests. The confidence level of intervals is 1 - LEVEL."""

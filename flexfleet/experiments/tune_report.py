@@ -18,18 +18,18 @@ from pydantic import Field
 
 from fl_engine.core.errors import BadInput, Diverged
 from fl_engine.storage.store import FolderStore
-from flexfleet.config import Config, algorithm, public
+from flexfleet.config import Config, public
 from flexfleet.config.form import write_config
 from flexfleet.experiments import tune_storage, tune_worker
 from flexfleet.experiments.ranking import LEVEL, tested
-from flexfleet.experiments.tune_space import applied, listed, named, shown, symbols, unchanged
+from flexfleet.experiments.tune_space import applied, importance, listed, named, same, shown, symbols, unchanged
 from flexfleet.experiments.tune_worker import DIVERGED, DONE, INFEASIBLE, is_default, trials_in
 from flexfleet.files.artifacts import Artifact, Strict
 from flexfleet.files.measure import Measure
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.reports import plots
-from flexfleet.reports.finished_run import NONE
-from flexfleet.reports.page import PageSection, Table, escaped
+from flexfleet.reports.answer import Answer, Metric, Tile, count, p_value
+from flexfleet.reports.page import NONE, PageSection, Table, escaped
 from flexfleet.reports.page import page as html_page
 from flexfleet.tracking.trackers import log_outcome
 
@@ -98,20 +98,45 @@ def finite(figures: Figures) -> list[float] | None:
 
 # ------------------------------------------------------------------------------------------------- sentences
 def headline(tuned: Tuned) -> str:
-    """Return a sentence that states the gain over the default, followed by the best setting if it is better."""
-    return f"{gained(tuned)}: {listed(tuned.best, tuned.symbols)}" if tuned.better else gained(tuned)
-
-
-def gained(tuned: Tuned) -> str:
-    if tuned.better and tuned.gain is not None:
-        return f"{points(tuned, tuned.gain)} over the default"
+    """Return a sentence that compares the best setting with the default. If the best setting is better, the sentence
+    lists its values."""
+    metric, seeds = Metric(tuned.measure), len(tuned.held_out["seeds"])
+    best, default = finite(tuned.held_out["best"]), finite(tuned.held_out["default"])
+    test = tested(best, default) if best and default else None
+    how = f"{p_value(test.p) if test else 'not tested'}, {count(seeds, 'held-out seed')}"
+    trials, gain = count(tuned.trials["complete"], "complete trial"), tuned.gain
     if tuned.better:
-        why = "the default diverges" if tuned.held_out["seeds"] else "not compared on held-out seeds"
-        return f"{tuned.metric} {tuned.measure.with_unit(tuned.best_value)}, {why}"
+        value = mean(best) if best else tuned.best_value
+        reached = f"The best of {trials} reaches {tuned.metric} {metric.score(value)}"
+        if gain is not None:
+            reached += f", {metric.gap(gain)} the default ({how})"
+        else:
+            reached += ", and the default diverges" if seeds else "; not compared on held-out seeds"
+        return f"{reached}: {listed(tuned.best, tuned.symbols)}"
     found = "Nothing better than the default was found"
-    if tuned.gain is None or tuned.gain <= 0:
-        return found
-    return f"{found}: {points(tuned, tuned.gain)} on the held-out seeds may be noise; add seeds to tune.held_out"
+    if not gain:
+        return found + (": the best setting diverges on a held-out seed" if best is None else f" in {trials}")
+    if gain < 0:
+        return f"{found}: the best of {trials} is {metric.gap(gain)} it ({how})"
+    return f"{found}: {points(tuned, gain)} may be noise ({how}); add seeds to tune.held_out"
+
+
+def answer(tuned: Tuned) -> Answer:
+    """Return the sentence and the tiles with which the page begins. A study does not count bytes or clients."""
+    counts, shown = tuned.trials, tuned.measure.with_unit
+    default = "" if tuned.default_value is None else f"default {shown(tuned.default_value)}"
+    seeds, failed = ", ".join(map(str, tuned.held_out["seeds"])), counts["infeasible"] + counts["diverged"]
+    gain = NONE if tuned.gain is None else points(tuned, tuned.gain)
+    return Answer(
+        tuned.id,
+        headline(tuned),
+        [
+            Tile(f"{tuned.metric} {tuned.measured}, best trial", shown(tuned.best_value), default),
+            Tile("gain over the default", gain, f"held-out seeds {seeds}" if seeds else "no held-out seeds"),
+            Tile("complete trials", str(counts["complete"]), f"{counts['pruned']} pruned"),
+            Tile("failed trials", str(failed), f"{counts['infeasible']} infeasible, {counts['diverged']} diverged"),
+        ],
+    )
 
 
 def points(tuned: Tuned, gain: float) -> str:
@@ -152,7 +177,7 @@ def parameters(tuned: Tuned) -> Table:
         default, best = (shown(values[path]) if path in values else NONE for values in (tuned.default, tuned.best))
         searched, importance = _searched(tuned.space[path]), f"{tuned.importance[path]:.0%}"
         rows.append((named(path, tuned.symbols), default, best, searched, importance))
-    return Table("Parameters", ("parameter", "default", "best", "searched", "importance"), rows)
+    return Table("Parameters", ("parameter", "default", "best", "searched", "importance"), rows).varying()
 
 
 def _searched(range: Mapping[str, Any]) -> str:
@@ -182,8 +207,8 @@ def held_out(tuned: Tuned) -> Table:
 # ------------------------------------------------------------------------------------------------- files
 def text(tuned: Tuned, folder: Path) -> str:
     """Format a summary for the terminal."""
-    same = "" if tuned.better else " (the default)"
-    return "\n".join([headline(tuned), *_lines(tuned), f"settings: {folder / 'params.yaml'}{same}"])
+    default = "" if tuned.better else " (the default)"
+    return "\n".join([f"{headline(tuned)}.", *_lines(tuned), f"settings: {folder / 'params.yaml'}{default}"])
 
 
 def markdown(tuned: Tuned) -> str:
@@ -198,12 +223,11 @@ def page(tuned: Tuned) -> str:
     logarithmic = [path for path, r in tuned.space.items() if r["log"] and r["high"] >= 10 * r["low"]]
     labels = {path: named(path, tuned.symbols) for path in tuned.space}
     drawings = plots.study(complete, tuned.importance, logarithmic, labels, measure=tuned.measure)
-    sections = [PageSection("Parameters", parameters(tuned), lines=_lines(tuned))]
+    sections = [PageSection(parameters(tuned).title, parameters(tuned), lines=_lines(tuned))]
     if tuned.held_out["seeds"]:
-        sections.append(PageSection(held_out(tuned).title, held_out(tuned)))
+        sections.append(PageSection(held_out(tuned).title, held_out(tuned), folded=True))
     sections.append(PageSection("Trials", drawings=drawings))
-    setting = [listed(tuned.best, tuned.symbols)] if tuned.better else []
-    return html_page("study", f"{tuned.id}: {gained(tuned)}", sections, setting)
+    return html_page("study", answer(tuned), sections)
 
 
 # ------------------------------------------------------------------------------------------- the comparison
@@ -215,9 +239,9 @@ def conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned:
     complete = [trial for trial, each in zip(trials, ended, strict=True) if each.outcome == "complete"]
     best = _best(config, complete, ended)
     setting = config if is_default(best) else applied(config, best.params)
-    same = _same(setting, config)
+    equal = same(setting, config)
     of_default = of_best = _held_out(config, config, study, folder, "default", "default")
-    if not same:  # the name contains the trial's number, because a later trial may become the best
+    if not equal:  # the name contains the trial's number, because a later trial may become the best
         of_best = _held_out(config, setting, study, folder, "best", f"best-t{best.number}")
     held: dict[Literal["seeds", "default", "best"], Figures] = {
         "seeds": [*config.tune.held_out], "default": of_default, "best": of_best,
@@ -226,9 +250,9 @@ def conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned:
     default = {path: value for path, value in values.items() if isinstance(value, bool | int | float | str)}
     default_value = next((t.value for t in complete if is_default(t)), None)
     if config.tune.held_out:
-        better = not same and beats(of_best, of_default)
+        better = not equal and beats(of_best, of_default)
     else:
-        better = not same and (default_value is None or best.value > default_value)
+        better = not equal and (default_value is None or best.value > default_value)
     counts, b, d = Counter(each.outcome for each in ended), finite(of_best), finite(of_default)
     tuned = Tuned(
         id=study.study_name,
@@ -299,24 +323,6 @@ def beats(best: Figures, default: Figures) -> bool:
         return b is not None
     test = tested(b, d)
     return test is not None and test.mean > 0 and test.p < LEVEL
-
-
-def importance(study: Any, complete: Sequence[Any], space: Mapping[str, Any]) -> dict[str, float]:
-    """Map each parameter to its importance; 0 if there are fewer than four trials, or if all values are equal."""
-    import optuna
-
-    complete = [t for t in complete if all(p in t.params for p in space)]  # ignore trial 0 if it is outside the space
-    varied = {p for p in space if len({repr(t.params.get(p)) for t in complete}) > 1}
-    shares = dict.fromkeys(space, 0.0)
-    if len(complete) > 3 and varied and len({t.value for t in complete}) > 1:
-        shares |= optuna.importance.get_param_importances(study, params=sorted(varied))
-    return {path: float(share) for path, share in shares.items()}
-
-
-def _same(setting: Config, config: Config) -> bool:
-    """Return whether both configurations result in the same runs. An omitted option counts as its default value."""
-    whole = setting.model_copy(update={"algorithm": config.algorithm})
-    return whole == config and algorithm(setting) == algorithm(config)
 
 
 def _held_out(config: Config, setting: Config, study: Any, folder: Path, name: str, prefix: str) -> Figures:

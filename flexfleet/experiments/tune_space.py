@@ -186,3 +186,21 @@ def excess(pool: Pool, config: Config, family: ModelFamily) -> dict[str, float]:
     pairs = zip(levels, tiers, strict=True)
     # A level whose size equals the free memory does not fit.
     return {f"size/{device.tier}": 100 * level + 1e-9 - device.most for level, device in pairs if level < 1}
+
+
+def importance(study: Any, complete: Sequence[Any], space: Mapping[str, Any]) -> dict[str, float]:
+    """Map each parameter to its importance; 0 if there are fewer than four trials, or if all values are equal."""
+    import optuna
+
+    complete = [t for t in complete if all(p in t.params for p in space)]  # ignore trial 0 if it is outside the space
+    varied = {p for p in space if len({repr(t.params.get(p)) for t in complete}) > 1}
+    shares = dict.fromkeys(space, 0.0)
+    if len(complete) > 3 and varied and len({t.value for t in complete}) > 1:
+        shares |= optuna.importance.get_param_importances(study, params=sorted(varied))
+    return {path: float(share) for path, share in shares.items()}
+
+
+def same(setting: Config, config: Config) -> bool:
+    """Return whether both configurations result in the same runs. An omitted option counts as its default value."""
+    whole = setting.model_copy(update={"algorithm": config.algorithm})
+    return whole == config and algorithm(setting) == algorithm(config)

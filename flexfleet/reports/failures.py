@@ -9,8 +9,8 @@ from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
 from fl_engine.rounds.recorder import STAGES
 from flexfleet.files.run_status import QUORUM, REASONS
-from flexfleet.reports.finished_run import NONE, FinishedRun
-from flexfleet.reports.page import Table
+from flexfleet.reports.finished_run import FinishedRun
+from flexfleet.reports.page import NONE, Table
 
 MOST = 20
 """Maximum number of clients that have a row of their own."""

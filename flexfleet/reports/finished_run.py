@@ -32,7 +32,6 @@ NEEDED = ("run.json", "history.json", "evaluation.json", "pool/pool.json", "part
 """Files that the folder of a finished run must contain."""
 COMPARED = (Moves.RESULT, Moves.LENGTH, Moves.ANSWERS)
 """Kinds of parameters that should have the same value in compared runs. Parameters of the algorithm are excluded."""
-NONE = "\N{EN DASH}"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from flexfleet.reports.answer import Answer
+from flexfleet.reports.figure import GREY
+
+NONE = "\N{EN DASH}"
+"""Cell without a value."""
+
 
 class Drawing(str):
     """An SVG element. Templates insert SVG elements unchanged and escape all other strings."""
@@ -21,6 +27,13 @@ class Table:
     title: str
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
+    equal: str = ""
+    """Columns that are omitted because they are equal in all rows, with their values."""
+
+    @property
+    def heading(self) -> str:
+        """Title, and the omitted columns with their values."""
+        return "; ".join(filter(None, [self.title, f"equal in all rows: {self.equal}" if self.equal else ""]))
 
     def text(self, left: int = 1) -> str:
         """Return the table as text with aligned columns. The first `left` columns are left-aligned."""
@@ -30,6 +43,16 @@ class Table:
             cells = (c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
             lines.append("  ".join(cells).rstrip())
         return "\n".join(lines)
+
+    def varying(self) -> Table:
+        """Omit columns without values. If there are several rows, also omit columns that are equal in all rows."""
+        kinds, one = [set(column) for column in zip(*self.rows, strict=True)], len(self.rows) == 1
+        kept = [i for i, values in enumerate(kinds) if not i or len(values) > 1 or (one and values != {NONE})]
+        if len(kept) < 2:
+            return self
+        omitted = [(self.head[i], *values) for i, values in enumerate(kinds) if i not in kept and values != {NONE}]
+        head, *rows = (tuple(row[i] for i in kept) for row in (self.head, *self.rows))
+        return Table(self.title, head, rows, ", ".join(map(" ".join, omitted)))
 
     def markdown(self) -> str:
         rule = ("---", *("--:" for _ in self.head[1:]))
@@ -46,6 +69,13 @@ class PageSection:
     drawings: Mapping[str, str] = field(default_factory=dict)
     """Map the caption of each figure to its SVG element."""
     lines: Sequence[str] = ()
+    folded: bool = False
+    """True if the page shows only the title until a reader opens the section."""
+
+
+def unbroken(words: str) -> str:
+    """Replace the spaces before percent signs and around equals signs with spaces at which lines do not break."""
+    return re.sub(r" (?=[%=])|(?<==) ", "\N{NO-BREAK SPACE}", words)
 
 
 def escaped(words: str) -> str:
@@ -55,7 +85,7 @@ def escaped(words: str) -> str:
 
 def page(
     kind: str,
-    title: str,
+    answer: Answer,
     sections: Iterable[PageSection],
     lines: Sequence[str] = (),
     colours: Mapping[str, str] = MappingProxyType({}),
@@ -63,10 +93,11 @@ def page(
     """Return the HTML page of a comparison, a study or a nightly regression run (`kind`).
 
     Args:
-        lines: Sentences that are shown below the title.
-        colours: Map the first cell of a table row to the colour of the row's marker.
+        lines: Sentences that are shown below the answer.
+        colours: Map the first cell of a table row to the colour of the row's marker. Names of grey rows are not bold.
     """
-    return render("page.html", kind=kind, title=title, sections=list(sections), lines=lines, colours=colours)
+    shown = list(sections)
+    return render("page.html", kind=kind, answer=answer, sections=shown, lines=lines, colours=colours, grey=GREY)
 
 
 def render(name: str, filters: Mapping[str, Callable[..., Any]] = MappingProxyType({}), **values: Any) -> str:
@@ -77,5 +108,5 @@ def render(name: str, filters: Mapping[str, Callable[..., Any]] = MappingProxyTy
     templates = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    templates.filters |= {"drawing": Drawing, **filters}
+    templates.filters |= {"drawing": Drawing, "unbroken": unbroken, **filters}
     return str(templates.get_template(name).render(**values))

@@ -19,19 +19,28 @@ from fl_engine.data import heat_map
 from fl_engine.storage.checkpoints import Row
 from flexfleet.files.artifacts import Apoz, PoolFile
 from flexfleet.files.measure import ACCURACY, Measure
-from flexfleet.reports.figure import PLAIN, drawing, inline, line, name_axes, put_legend, style, whole
+from flexfleet.reports.figure import (
+    FEW,
+    GREY,
+    PALETTE,
+    PLAIN,
+    drawing,
+    focus,
+    inline,
+    label_ends,
+    line,
+    line_width,
+    looks_of,
+    name_axes,
+    put_legend,
+    style,
+    thinned,
+    whole,
+)
 
-PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")
-"""Colours of Okabe and Ito's palette. Yellow is omitted, because it has too little contrast on white."""
-MARKS = ("", "o", "s", "^", "D", "v", "P", "X")
-FEW = 8
-"""Curves with fewer points than this number always have markers."""
-GREY = "#7a828c"
-MOST_BANDS = 6
-"""A figure with more variants than this number has no bands, because so many bands would hide each other."""
+MOST_LABELS = 12
+"""If a figure has more lines than this number, only the lines of interest have labels."""
 MOST_BARS = 120
-MOST_POINTS = 1000
-"""Maximum number of plotted points of a curve. If a curve has more points, only every k-th point is plotted."""
 
 
 # ------------------------------------------------------------------------------------------- several runs
@@ -51,6 +60,7 @@ def curve(runs: Sequence[Sequence[Row]], key: str) -> Points:
 
 def comparison(
     curves: Sequence[tuple[str, Points, Points]],
+    interest: Sequence[str],
     name: str = "comparison",
     measure: Measure = ACCURACY,
     reference: tuple[str, float] | None = None,
@@ -59,55 +69,66 @@ def comparison(
 ) -> str:
     """Plot four panels: avg and full over the rounds, and full over the MB sent and over the simulated time.
 
-    For each variant, a line shows the mean over the seeds. If there are at most MOST_BANDS variants, bands show the
-    range over the seeds.
+    For each variant, a line shows the mean over the seeds. Bands show the range over the seeds of the variants of
+    interest.
 
     Args:
         curves: Tuple (label, points of avg, points of full) for each variant.
+        interest: Labels of the variants that are coloured. All other variants are grey.
         reference: Name and value of a horizontal line, or None.
         clocks: Map each variant's label to the simulated seconds at the points of full. If empty, the last panel is
             omitted.
         names: Names under which the two metrics are shown.
     """
-    timed = any(clocks.values())
-    bands = len(curves) <= MOST_BANDS and any(len(point[2]) > 1 for _, _, full in curves for point in full)
+    timed, bands = any(clocks.values()), any(len(point[2]) > 1 for _, _, full in curves for point in full)
+    looks = looks_of({label: len(full) for label, _, full in curves}, interest)
+    labelled = [label for label, _, _ in curves if len(curves) <= MOST_LABELS or label in interest]
 
     def paint(figure: Any) -> None:
         from matplotlib.patches import Patch
 
         left, *others = figure.subplots(1, 3 if timed else 2, sharey=True)
-        looks = looks_of([len(full) for _, _, full in curves])
-        for look, (label, avg, full) in zip(looks, curves, strict=True):
+        ends: dict[Any, list[tuple[float, float, str, str]]] = {axes: [] for axes in (left, *others)}
+        means = []
+        for label, avg, full in curves:
+            look = looks[label]
             columns: tuple[Sequence[float], ...] = ([point[1] for point in full], clocks.get(label, ()))
             panels: list[tuple[Any, Points, Sequence[float], str]] = [
-                (left, avg, [point[0] for point in avg], "-"),
                 (left, full, [point[0] for point in full], "--"),
+                (left, avg, [point[0] for point in avg], "-"),
                 *((axes, full, x, "--") for axes, x in zip(others, columns, strict=False)),
             ]
             for axes, points, x, dash in panels:
                 if not points or not x:
                     continue
                 seeds = measure.scale * np.array([point[2] for point in points])
+                mean = seeds.mean(axis=1)
+                means.append(mean)
                 thin = {"linewidth": look["linewidth"] - (0.5 if dash == "--" else 0)}
-                axes.plot(*thinned(x, seeds.mean(axis=1)), linestyle=dash, **look | thin)
-                if bands and seeds.shape[1] > 1:
+                axes.plot(*thinned(x, mean), linestyle=dash, **look | thin)
+                if seeds.shape[1] > 1 and label in interest:
                     low, high = seeds.min(axis=1), seeds.max(axis=1)
+                    means.append(high)
                     axes.fill_between(*thinned(x, low, high), color=look["color"], alpha=0.13, linewidth=0)
+                if label in labelled and (dash == "-" or axes is not left):
+                    ends[axes].append((x[-1], mean[-1], label, look["color"]))
+        kinds = dict(zip(names, (line(color=GREY), line(color=GREY, linestyle="--", linewidth=1.2)), strict=True))
+        if reference is not None:
+            means.append([measure.scale * reference[1]] * 3)
+            for axes in (left, *others):
+                axes.axhline(measure.scale * reference[1], color=GREY, linestyle=":", linewidth=1.2)
+            kinds[reference[0]] = line(color=GREY, linestyle=":", linewidth=1.2)
+        focus(left, means)
         name_axes(left, "round", measure.title, whole_x=True)
         for axes, title in zip(others, ("MB sent, down + up", "simulated seconds"), strict=False):
             name_axes(axes, title, "")
             axes.set_xlim(left=0)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:.3g}")
-        handles = {label: line(**look) for look, (label, _, _) in zip(looks, curves, strict=True)}
-        looks_of_names = (line(color=GREY), line(color=GREY, linestyle="--", linewidth=1.2))
-        kinds = dict(zip(names, looks_of_names, strict=True))
-        if reference is not None:
-            for axes in (left, *others):
-                axes.axhline(measure.scale * reference[1], color=GREY, linestyle=":", linewidth=1.2)
-            kinds[reference[0]] = line(color=GREY, linestyle=":", linewidth=1.2)
+        for axes, own in ends.items():
+            label_ends(axes, own)
         if bands:
             kinds["range of seeds"] = Patch(color=GREY, alpha=0.25, linewidth=0)
-        put_legend(figure, [*handles.values(), *kinds.values()], [*handles, *kinds])
+        put_legend(figure, [*kinds.values()], [*kinds])
 
     clock = " and over the simulated time" if timed else ""
     alt = f"Test {measure.name} over the rounds, and against the megabytes sent{clock}: a line for each variant"
@@ -163,7 +184,7 @@ def study(
 
     paints = {
         "Values of the trials in the order in which they ran, and the best so far": history,
-        "Importance of the parameters": shares,
+        **({"Importance of the parameters": shares} if any(importances.values()) else {}),
         **{f"Values of the trials over {labels[path]}": slice(path) for path in names},
     }
     return {
@@ -227,16 +248,18 @@ def of_levels(
     having = {level: [r for r in rows if f"{measure.name}/{level}" in r.metrics] for level in reversed(levels)}
 
     def paint(figure: Any) -> None:
-        axes, handles = figure.add_subplot(), []
-        shown = {level: own for level, own in having.items() if own}
-        for level, own in shown.items():
+        axes, lines, ends = figure.add_subplot(), [], []
+        for level, own in having.items():
             marker = "o" if len(own) < FEW else ""
-            look = {"color": colours[level], "marker": marker, "linewidth": _line_width(len(own))}
+            look = {"color": colours[level], "marker": marker, "linewidth": line_width(len(own))}
             values = [measure.scale * r.metrics[f"{measure.name}/{level}"] for r in own]
-            axes.plot(*thinned([r.round + 1 for r in own], values), **look)
-            handles.append(line(**look))
+            if own:
+                axes.plot(*thinned([r.round + 1 for r in own], values), **look)
+                ends.append((own[-1].round + 1, values[-1], level, colours[level]))
+            lines.append(values)
+        focus(axes, lines)
         name_axes(axes, along, measure.title, whole_x=True)
-        put_legend(figure, handles, list(shown))
+        label_ends(axes, ends)
 
     return drawing(name, f"Test {measure.name} over the {along}s, a line for each level", 3.2, paint)
 
@@ -303,30 +326,5 @@ def level_colours(levels: Sequence[str]) -> dict[str, str]:
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
-    places = np.linspace(0.82, 0, max(len(levels), 2))[-len(levels) :]
+    places = np.linspace(0.65, 0, max(len(levels), 2))[-len(levels) :]
     return dict(zip(levels, map(to_hex, colormaps["viridis"](places)), strict=True))
-
-
-def looks_of(points: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a line style for each curve. `points` contains the number of points of each curve. There are 49 styles,
-    from seven colours and seven markers. The markers include "no marker" unless a curve has fewer than FEW points."""
-    marks = MARKS[1:] if any(0 < n < FEW for n in points) else MARKS[:-1]
-    return [
-        {
-            "color": PALETTE[i % len(PALETTE)],
-            "linewidth": _line_width(n),
-            "marker": marks[i // len(PALETTE) % len(marks)],
-            "markevery": max(1, min(n, MOST_POINTS) // 10),
-        }
-        for i, n in enumerate(points)
-    ]
-
-
-def thinned(*columns: Sequence[float]) -> list[Sequence[float]]:
-    """Select at most MOST_POINTS points from the columns (x, y, ...) of a curve."""
-    step = math.ceil(len(columns[0]) / MOST_POINTS) or 1
-    return [column[::step] for column in columns]
-
-
-def _line_width(points: int) -> float:
-    return 1.8 if points <= 100 else 1.3

@@ -12,28 +12,90 @@ from fl_engine.storage.store import FolderStore
 from flexfleet.files.artifacts import ConfusionFile
 from flexfleet.files.measure import Measure, decimals
 from flexfleet.reports import failures, plots, precisions
-from flexfleet.reports.finished_run import NONE, FinishedRun, differences, labels, measure_of, plain
-from flexfleet.reports.page import Drawing, Table, render
+from flexfleet.reports.answer import Answer, Metric, Standing, compared, count, interest, named, tiles
+from flexfleet.reports.figure import colours_of
+from flexfleet.reports.finished_run import FinishedRun, differences, labels, measure_of, plain
+from flexfleet.reports.page import NONE, Drawing, Table, render
 
 CLASSES = 26
 """Maximum number of classes for which a confusion matrix is shown. Larger matrices would not be readable."""
 
 
 def table(runs: Sequence[FinishedRun]) -> str:
-    """Return a text table with one row for each run."""
+    """Return the answer and a text table with one row for each run, without columns that are equal in all rows."""
     unit = f" {runs[0].measure.unit}".rstrip()
-    scored = (f"avg{unit}", f"full{unit}", f"best avg/full{unit} (round)")
-    timed = any(r.uniformity is not None for r in runs)
-    head = ("run", "algorithm", "rounds", *scored, "MB", "waste %", *(("uniformity s",) if timed else ()), "seconds")
+    head = ("run", "algorithm", "rounds", f"avg{unit}", f"full{unit}", f"best avg/full{unit} (round)", "MB", "waste %")
     rows = []
     for r in runs:
         scores = (r.measure.number(r.evaluation.avg), r.measure.number(r.evaluation.full), _best(r))
-        even = (short_seconds(r.uniformity),) if timed else ()
-        costs = (mb(r.total("bytes_down") + r.total("bytes_up")), percent(r.waste), *even, f"{r.history.seconds:,.1f}")
-        rows.append((r.file.run_id, r.pool.algorithm, str(len(r.rows)), *scores, *costs))
-    lines = [Table("Runs", head, rows).text(left=2)]
-    lines += [f"{r.file.run_id}: {r.tally.problem()}" for r in runs if r.tally.status != "finished"]
+        costs = (mb(r.total("bytes_down") + r.total("bytes_up")), percent(r.waste))
+        times = (short_seconds(r.uniformity), f"{r.history.seconds:,.1f}")
+        rows.append((r.file.run_id, r.pool.algorithm, str(len(r.rows)), *scores, *costs, *times))
+    shown = Table("", (*head, "uniformity s", "seconds"), rows).varying()
+    lines = [f"{answer(runs).sentence}.", shown.text(left=2)]
+    lines += [f"{r.file.run_id}: {r.tally.problem()}" for r in runs if len(runs) > 1 and r.tally.status != "finished"]
     return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------- the answer
+def answer(runs: Sequence[FinishedRun]) -> Answer:
+    """Return the sentence and the tiles with which the terminal and the page begin. Runs are compared only if they
+    differ in nothing but the algorithm."""
+    named_runs = dict(zip(labels(runs), runs, strict=True))
+    metric = _metric(runs)
+    standings = [_standing(label, named_runs[label], metric) for label in rows_of_interest(runs)]
+    main, other = standings[0], standings[1] if len(standings) > 1 else None
+    failed = [label for label, run in named_runs.items() if run.tally.status != "finished"]
+    if failed and len(runs) == 1:
+        sentence = f"{main.label} did not train a model ({runs[0].tally.status}): {runs[0].tally.problem()}"
+    elif failed:
+        sentence = f"{len(failed)} of {len(runs)} runs did not train a model: {', '.join(failed)}"
+    elif other is not None and not differences(runs):
+        sentence = compared(main, other, metric, seeds=1)
+    else:
+        reached = f"{main.name} reaches {metric.score(main.value)} after {count(main.rounds, 'round')}"
+        apart = "; the runs differ in more than the algorithm, so they are not compared"
+        sentence = reached + (apart if len(runs) > 1 else f" with {main.shown[1]}; {_failures(runs[0])}")
+    return Answer(", ".join(run.file.run_id for run in runs), sentence, tiles(metric, main, other))
+
+
+def _failures(run: FinishedRun) -> str:
+    return str(run.tally) if run.tally.failed else "no update failed"
+
+
+def rows_of_interest(runs: Sequence[FinishedRun]) -> tuple[str, ...]:
+    metric = _metric(runs)
+    return interest({label: _value(run, metric) for label, run in zip(labels(runs), runs, strict=True)})
+
+
+def _metric(runs: Sequence[FinishedRun]) -> Metric:
+    on_clients = all(run.evaluation.on_clients is not None for run in runs)
+    return Metric(measure_of(runs), on_clients, any(run.evaluation.kept_by_clients for run in runs))
+
+
+def _value(run: FinishedRun, metric: Metric) -> float:
+    of = run.evaluation
+    return of.on_clients.all.mean if metric.on_clients and of.on_clients is not None else of.avg
+
+
+def _standing(label: str, run: FinishedRun, metric: Metric) -> Standing:
+    value, sent, tally = _value(run, metric), run.total("bytes_down") + run.total("bytes_up"), run.tally
+    shown = (
+        metric.measure.with_unit(value),
+        f"{mb(sent)} MB",
+        f"{run.history.seconds:,.1f} s",
+        f"{tally.failed} of {tally.merged + tally.failed}",
+    )
+    timed = all("seconds_simulated" in row.metrics for row in run.rows if row.metrics["clients_trained"])
+    simulated = sum(row.metrics.get("seconds_simulated", 0) for row in run.rows) if timed else 0
+    notes = (
+        f"full model {metric.measure.with_unit(run.evaluation.full)}",
+        f"{percent(run.waste)} % of the sent weights wasted",
+        f"{short_seconds(simulated)} s on the simulated clock" if simulated else "",
+        f"{count(run.total('clients_pruned'), 'model')} pruned on devices",
+    )
+    name = named(label, run.pool.algorithm, run.config.get("algorithm.eligible"))
+    return Standing(label, name, value, len(run.rows), sent, shown, notes)
 
 
 def percent(share: float) -> str:
@@ -69,28 +131,50 @@ FILTERS = {"percent": percent, "mb": mb, "plain": plain, "short_seconds": short_
 
 def _page(runs: Sequence[FinishedRun]) -> str:
     names, measure = labels(runs), measure_of(runs)
+    two = rows_of_interest(runs)
     curves = [
         (name, plots.curve([run.rows], "avg"), plots.curve([run.rows], "full"))
         for name, run in zip(names, runs, strict=True)
     ]
-    titles = dict.fromkeys(f"{run.dataset} · {run.pool.model}" for run in runs)
+    further = [Measure(name) for name in dict.fromkeys(name for run in runs for name in run.evaluation.further)]
     return render(
         "report.html",
         FILTERS,
-        title=", ".join(titles),
+        kind="report",
+        answer=answer(runs),
+        lines=dict.fromkeys(f"{run.dataset} · {run.pool.model}" for run in runs),
         measure=measure,
-        further=[Measure(name) for name in dict.fromkeys(name for run in runs for name in run.evaluation.further)],
-        parts=[_part(i, names, runs) for i in range(len(runs))],
+        further=further,
+        summary=_summary(names, runs, further),
+        parts=[_part(i, names, runs, two) for i in range(len(runs))],
         differences=differences(runs),
-        curves=Drawing(plots.comparison(curves, measure=measure)),
-        by_algorithm=names == [run.pool.algorithm for run in runs],
+        curves=Drawing(plots.comparison(curves, two, measure=measure)),
         any_timed=any(run.uniformity is not None for run in runs),
         dash=NONE,
     )
 
 
-def _part(i: int, names: Sequence[str], runs: Sequence[FinishedRun]) -> dict[str, Any]:
-    """Return the values that the template shows for run `i`."""
+def _summary(names: Sequence[str], runs: Sequence[FinishedRun], further: Sequence[Measure]) -> Table:
+    """Return the table of all runs on the page. It has a column for the algorithm unless the names are algorithms."""
+    unit, rows = f" {runs[0].measure.unit}".rstrip(), []
+    by_algorithm = list(names) == [run.pool.algorithm for run in runs]
+    scores = (f"avg{unit}", f"full{unit}", "best avg/full (round)", *(f"full {m.column}" for m in further))
+    costs = ("MB down", "MB up", "waste %", "uniformity s", "seconds", "pruned", "failed")
+    for name, r in zip(names, runs, strict=True):
+        of, m = r.evaluation, r.measure
+        rows.append((
+            name, *(() if by_algorithm else (r.pool.algorithm,)), plain(r.config.get("seed")), str(len(r.rows)),
+            m.number(of.avg), m.number(of.full), _best(r),
+            *(m.number(of.further[m.name]["full"]) if m.name in of.further else NONE for m in further),
+            mb(r.total("bytes_down")), mb(r.total("bytes_up")), percent(r.waste), short_seconds(r.uniformity),
+            f"{r.history.seconds:,.1f}", *(f"{r.total(f'clients_{kind}'):.0f}" for kind in ("pruned", "failed")),
+        ))  # fmt: skip
+    first = ("algorithm",) if by_algorithm else ("run", "algorithm")
+    return Table("", (*first, "seed", "rounds", *scores, *costs), rows).varying()
+
+
+def _part(i: int, names: Sequence[str], runs: Sequence[FinishedRun], two: Sequence[str]) -> dict[str, Any]:
+    """Return the values that the template shows for run `i`. `two` are the labels of the rows of interest."""
     run, levels = runs[i], [level.name for level in runs[i].pool.levels]
     colours, counts = plots.level_colours(levels), run.partition.class_counts
     # If runs have the same partition, plot it only for the first of them.
@@ -110,8 +194,8 @@ def _part(i: int, names: Sequence[str], runs: Sequence[FinishedRun]) -> dict[str
     return {
         "label": names[i],
         "run": run,
-        "colour": plots.PALETTE[i % len(plots.PALETTE)],
-        "best": _best(run),
+        "colour": colours_of(names, two)[names[i]],
+        "grey": names[i] not in two,
         "level_colours": colours,
         "best_of_level": {level: _best_of(run.rows, f"{run.measure.name}/{level}") for level in run.evaluation.levels},
         "confusion": _confusion(run),

@@ -30,7 +30,7 @@ from typing import Any
 from scipy.stats import ttest_rel
 
 from flexfleet.files.measure import Measure
-from flexfleet.reports.finished_run import NONE
+from flexfleet.reports.page import NONE
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "evidence.md").read_text()

@@ -17,7 +17,7 @@ from flexfleet.experiments.comparison_file import ComparisonFile, Spread, spread
 from flexfleet.experiments.comparison_tables import cell, differences
 from flexfleet.experiments.tune_report import Tuned, beats, text
 from flexfleet.files.measure import highest
-from flexfleet.reports.finished_run import NONE
+from flexfleet.reports.page import NONE
 from tests.harness.comparisons import summary
 
 

@@ -10,7 +10,7 @@ import pytest
 from fl_engine.core.errors import ConfigError
 from flexfleet.api.comparing import Paired, paired
 from flexfleet.experiments import comparison_file, comparison_report
-from flexfleet.experiments.comparison_file import ComparisonFile, OneRun
+from flexfleet.experiments.comparison_file import ComparisonFile, LabelScore, OneRun, Spread, known_spread
 from flexfleet.experiments.ranking import FEWEST, First, firsts, holm, notes, rows
 from flexfleet.files.measure import Measure
 from tests.harness.comparisons import summary
@@ -74,8 +74,12 @@ def compared(**full: list[float]) -> ComparisonFile:
         about = {"run_id": f"r{seed}", "model_sha256": "0" * 64, "mlflow_run_id": None, "seconds_simulated": None}
         return OneRun(seed=seed, avg=value, full=value, best=best, **zero, **about)
 
+    def last(values: list[float]) -> LabelScore:
+        mean = known_spread(values)
+        return LabelScore(round=Spread(mean=5, std=None), avg=mean, full=mean)
+
     results = {
-        label: summary(label, runs=tuple(run(seed, value) for seed, value in enumerate(values)))
+        label: summary(label, runs=tuple(run(seed, value) for seed, value in enumerate(values)), last=last(values))
         for label, values in full.items()
     }
     seeds = tuple(range(len(next(iter(full.values())))))

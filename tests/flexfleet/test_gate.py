@@ -13,7 +13,8 @@ import yaml
 
 from fl_engine.core.errors import ConfigError
 from flexfleet.experiments import nightly_gate, nightly_suite
-from flexfleet.experiments.nightly_gate import OF_MACHINE, PASSED, REFERENCE, Check, LabelFigures, NightlyFigures, judge
+from flexfleet.experiments.nightly_gate import OF_MACHINE, LabelFigures, NightlyFigures, judge
+from flexfleet.experiments.nightly_verdict import HIGHER, PASSED, REFERENCE, Check
 
 DIGITS = nightly_suite.FOLDER / "digits.yaml"
 THRESHOLDS = nightly_suite.load(DIGITS).thresholds
@@ -128,7 +129,7 @@ def tonight(reference: NightlyFigures, rng: np.random.Generator, other_bits: boo
             if metric in OF_MACHINE:
                 again = again * rng.normal(1, MACHINE_NOISE, 3)
             elif other_bits and metric in OTHER_BITS:
-                scale = 1.0 if metric in nightly_gate.HIGHER else again
+                scale = 1.0 if metric in HIGHER else again
                 again = again + scale * rng.normal(0, OTHER_BITS[metric], 3)
             values[metric] = tuple(again.tolist())
         labels[label] = of.model_copy(update={"values": values})

@@ -16,7 +16,8 @@ import yaml
 
 from fl_engine.core import allowed
 from flexfleet.experiments import nightly, nightly_suite
-from flexfleet.experiments.nightly_gate import PASSED, REFERENCE, NightlyFigures, Verdict
+from flexfleet.experiments.nightly_gate import NightlyFigures
+from flexfleet.experiments.nightly_verdict import PASSED, REFERENCE, Verdict
 from flexfleet.tracking.trackers import MLflow
 from tests.harness.processes import fork_server, refused
 from tests.harness.settings import refused_at

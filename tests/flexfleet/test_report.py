@@ -13,7 +13,8 @@ import pytest
 from fl_engine.core.errors import ConfigError, IntegrityError
 from flexfleet.reports import failures
 from flexfleet.reports import report as r
-from flexfleet.reports.finished_run import NEEDED, NONE, differences, load, load_all
+from flexfleet.reports.finished_run import NEEDED, differences, load, load_all
+from flexfleet.reports.page import NONE
 from tests.harness.run_folders import write_run
 
 pytestmark = pytest.mark.pictures
@@ -61,23 +62,25 @@ def page_of(runs: Sequence[Path], tmp_path: Path) -> str:
 
 # ----------------------------------------------------------------------------------------------------- numbers
 def test_table_has_the_numbers_of_the_run_folders(two: list[Path]) -> None:
-    head, flexfl, all_large = r.table(load_all(two)).splitlines()
+    sentence, head, flexfl, all_large = r.table(load_all(two)).splitlines()
+    assert sentence == f"{r.answer(load_all(two)).sentence}."
     cells = ["|".join(re.split(r"  +", line.strip())) for line in (head, flexfl, all_large)]
-    assert cells[0] == "run|algorithm|rounds|avg %|full %|best avg/full % (round)|MB|waste %|seconds"
-    assert cells[1] == "a|flexfl|3|65.00|75.00|70.00/80.00 (2)|10.50|25.00|6.0"
-    assert cells[2] == "b|all_large|3|72.00|72.00|72.00/72.00 (3)|18.00|50.00|6.0"
+    assert cells[0] == "run|algorithm|avg %|full %|best avg/full % (round)|MB|waste %"
+    assert cells[1] == "a|flexfl|65.00|75.00|70.00/80.00 (2)|10.50|25.00"
+    assert cells[2] == "b|all_large|72.00|72.00|72.00/72.00 (3)|18.00|50.00"
     assert len({len(head), len(flexfl), len(all_large)}) == 1
 
 
 def test_page_has_the_numbers_of_the_run_folders(html: str) -> None:
-    lines = html[html.index('id="summary"') : html.index("</table>")].split("<tr>")[2:]
+    summary = html[html.index('id="summary"') :]
+    lines = summary[: summary.index("</table>")].split("<tr>")[2:]
     flexfl, all_large, _ = (dict(re.findall(r'data-of="([^"]+)">([^<]*)<', line)) for line in lines)
     assert flexfl == {
-        "algorithm": "flexfl", "seed": "0", "rounds": "3", "avg %": "65.00", "full %": "75.00",
-        "best": "70.00/80.00 (2)", "MB down": "6.00", "MB up": "4.50", "waste %": "25.00", "seconds": "6.0",
-        "pruned": "2", "failed": "1",
+        "algorithm": "flexfl", "seed": "0", "avg %": "65.00", "full %": "75.00",
+        "best avg/full (round)": "70.00/80.00 (2)", "MB down": "6.00", "MB up": "4.50", "waste %": "25.00", "pruned": "2", "failed": "1",
     }  # fmt: skip
-    assert (all_large["avg %"], all_large["best"]) == ("72.00", "72.00/72.00 (3)")
+    assert "Equal in all rows: rounds 3, seconds 6.0." in summary
+    assert (all_large["avg %"], all_large["best avg/full (round)"]) == ("72.00", "72.00/72.00 (3)")
     assert (all_large["MB down"], all_large["MB up"], all_large["waste %"]) == ("12.00", "6.00", "50.00")
     assert all_large["failed"] == "4"
 

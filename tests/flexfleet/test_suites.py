@@ -20,7 +20,7 @@ from flexfleet.experiments.comparison_file import ComparisonFile
 from flexfleet.files.artifacts import RunResult
 from flexfleet.pipeline.check import check
 from flexfleet.pipeline.prepare import Resolved
-from flexfleet.reports.finished_run import NONE
+from flexfleet.reports.page import NONE
 
 Write = Callable[[str, str], str]
 

@@ -55,7 +55,8 @@ def summary(algorithm: str, **found: Any) -> Summary:
     """A label of one level, without runs. All figures but those of `found` are 0."""
     zero = dict.fromkeys(("mb_down", "mb_up", "waste", "seconds"), NOTHING)
     empty: dict[str, Any] = {"seconds_simulated": None, "reached": (), "reached_avg": (), "runs": (), "settings": {}}
-    return Summary(algorithm=algorithm, levels=(100.0,), last=SCORE, best=SCORE, **{**zero, **empty, **found})
+    scores = {"last": SCORE, "best": SCORE}
+    return Summary(algorithm=algorithm, levels=(100.0,), **{**scores, **zero, **empty, **found})
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 
 from components.nightly_tasks import gate
 from flexfleet.experiments import nightly as step
-from flexfleet.experiments.nightly_gate import REFERENCE, Verdict
+from flexfleet.experiments.nightly_verdict import REFERENCE, Verdict
 from pipelines.nightly import nightly
 from tests.harness.web import Server, answering
 
