@@ -77,7 +77,8 @@ def test_page_has_the_numbers_of_the_run_folders(html: str) -> None:
     flexfl, all_large, _ = (dict(re.findall(r'data-of="([^"]+)">([^<]*)<', line)) for line in lines)
     assert flexfl == {
         "algorithm": "flexfl", "seed": "0", "avg %": "65.00", "full %": "75.00",
-        "best avg/full (round)": "70.00/80.00 (2)", "MB down": "6.00", "MB up": "4.50", "waste %": "25.00", "pruned": "2", "failed": "1",
+        "best avg/full (round)": "70.00/80.00 (2)", "MB down": "6.00", "MB up": "4.50",
+        "waste %": "25.00", "pruned": "2", "failed": "1",
     }  # fmt: skip
     assert "Equal in all rows: rounds 3, seconds 6.0." in summary
     assert (all_large["avg %"], all_large["best avg/full (round)"]) == ("72.00", "72.00/72.00 (3)")

@@ -203,6 +203,6 @@ def test_suite_with_a_central_reference(
     last = [RunResult.read(Path(f"runs/one/central-s{seed}/result.json")).metrics["full"] for seed in (0, 1)]
     assert found.central.settings["central.epochs"] == 2 and found.central.full.mean == pytest.approx(sum(last) / 2)
     table = Path("runs/one/comparison.md").read_text()
-    assert f"| central training | 100 | {NONE} | {100 * sum(last) / 2:.2f} ± " in table
+    assert f"| central training | {NONE} | {100 * sum(last) / 2:.2f} ± " in table
     assert ">central training<" in Path("runs/one/comparison.svg").read_text()
     assert flexfleet(*argv, "--resume", sets=sets).json == done.json
