@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fl_engine.backends.in_process import InProcess
@@ -48,11 +48,8 @@ class Surroundings:
     patience_s: float = 600.0
 
     def remote(self, provisioner: Provisioner, lock: RunLock) -> WorkerBackend:
-        run = RemoteRun(self.run_id, self.site.fleet, self.mailbox, provisioner, self.site_sums)
-        code = None if self.code is None else self.code[1]
-        return WorkerBackend(
-            replace(run, code=code, memory=self.memory, check=lock.check, should_stop=self.should_stop)
-        )
+        more = (None if self.code is None else self.code[1], self.memory, lock.check, self.should_stop)
+        return WorkerBackend(RemoteRun(self.run_id, self.site.fleet, self.mailbox, provisioner, self.site_sums, *more))
 
 
 @contextmanager

@@ -7,11 +7,11 @@ and their normalisation. A simulation on one machine reads the same folders and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from fl_engine.core import seeds
 from fl_engine.core.errors import DataError, IntegrityError, PartitionError, brief
 from fl_engine.core.samples import Data
 from fl_engine.core.task import label_word
+from fl_engine.core.types import Device
 from fl_engine.data.partition import Partition
 from fl_engine.data.partition_rules import Ints, split_proxy
 from fl_engine.data.transforms import fingerprint
@@ -104,6 +105,35 @@ def natural(name: str) -> tuple[tuple[tuple[int, int, str], ...], str]:
     """Return a sort key that puts weak-2 before weak-10. Different names have different keys."""
     parts = re.findall(r"[0-9]+|[^0-9]+", name)
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts), name
+
+
+class Invited(Protocol):
+    """An invited device."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tier(self) -> str | None: ...
+
+
+def assign_clients(before: Mapping[str, int], members: Iterable[Invited], fleet: Sequence[Device]) -> dict[str, int]:
+    """Map the name of each device to its client.
+
+    Devices in `before` retain their client. Each new device gets the first free client of its tier. New devices are
+    sorted by name in natural order, so weak-2 precedes weak-10. Devices without a tier come last, and may get a client
+    of any tier. If no client is free, the device is omitted.
+    """
+    by_name = {member.name: member for member in members}
+    found = {name: client for name, client in before.items() if name in by_name and client < len(fleet)}
+    free = [device for device in fleet if device.client not in found.values()]
+    new = [member for name, member in by_name.items() if name not in found]
+    for member in sorted(new, key=lambda m: (m.tier is None, natural(m.name))):
+        own = next((device for device in free if member.tier in (None, device.tier)), None)
+        if own is not None:
+            found[member.name] = own.client
+            free.remove(own)
+    return found
 
 
 def joined(server: Data, partition: Partition, parts: Sequence[Data]) -> tuple[Data, Partition]:

@@ -153,15 +153,6 @@ def encode_update(assignment: Assignment, spec: SubmodelSpec, trained: Params, l
     return encode(codec, change, seeds.derive(assignment.seed, "codec up", assignment.round, assignment.client))
 
 
-def decode_update(
-    codec: Codec, tensors: Params, expected: Header, assignment: Assignment, spec: SubmodelSpec, layout: ParamLayout
-) -> Params:
-    """Decode an update, and return the trained weights. Raises IntegrityError if `tensors` is not a valid encoding."""
-    received, part = take(assignment.payload, layout, spec, have=assignment.spec), coded(expected)
-    change = decode(codec, tensors, expected)
-    return {name: received[name] + t if name in part else t for name, t in change.items()}
-
-
 def add_sizes(pool: Pool, family: ModelFamily, run: Codecs) -> Pool:
     """Return a copy of the pool with each level's encoded sizes in bytes. `run` contains the default codecs."""
     types = {name: t.dtype for name, t in blank(family).state_dict().items()}

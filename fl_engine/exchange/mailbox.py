@@ -189,9 +189,9 @@ class Mailbox:
             spec = SubmodelSpec.from_json(stored.spec)
             codecs = None if stored.codecs is None else codecs_of(stored.codecs)
             if codecs is not None and codecs.down is not None:
-                header = {name: (_dtype(dtype), shape) for name, (dtype, shape) in stored.header.items()}
+                header = {name: (getattr(torch, dtype), shape) for name, (dtype, shape) in stored.header.items()}
                 payload = coding.decode(codecs.down, payload, header)
-        except (ModelError, ConfigError, IntegrityError) as error:
+        except (ModelError, ConfigError, IntegrityError, AttributeError) as error:
             raise IntegrityError(f"{name} must be a valid assignment: {error}") from error
         same = {name: getattr(stored, name) for name in SAME}
         return Assignment(**same, spec=spec, payload=payload, memory=memory, codecs=codecs)
@@ -293,10 +293,3 @@ class Mailbox:
 
 def _folder(plan: RoundPlan) -> str:
     return round_folder(plan.round, plan.evaluates)
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise IntegrityError(f"the data type must be a torch.dtype, got {name!r}")
-    return found

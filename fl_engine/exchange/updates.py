@@ -138,7 +138,8 @@ def read_update(manifest: ResultManifest, payload: Read, assignment: Assignment,
         check_state(state, rules.client_state)
         weights, decoding = _weights(weights, spec, assignment, expected, rules.layout)
         _check_count(manifest.num_examples, assignment.client, rules.samples, rules.most)
-        _check_metrics(manifest.metrics, clients.bounds_of(rules.algorithm, codec is not None))
+        if wrong := clients.out_of_bounds(manifest.metrics, clients.bounds_of(rules.algorithm, codec is not None)):
+            raise Rejected("metrics", wrong)
         _check_work(spec, assignment, manifest.num_examples, manifest.metrics, rules)
     update = ClientUpdate(assignment.round, assignment.client, spec, weights, manifest.num_examples, manifest.metrics)
     return replace(update, state=state, encoded=encoded, seconds_decode=decoding)
@@ -160,10 +161,12 @@ def _weights(
         raise Rejected(*wrong)
     if codec is not None:
         started = time.monotonic()
+        received, part = take(assignment.payload, layout, spec, have=assignment.spec), coding.coded(expected)
         try:
-            tensors = coding.decode_update(codec, tensors, expected, assignment, spec, layout)
+            change = coding.decode(codec, tensors, expected)
         except IntegrityError as error:
             raise Rejected("encoding", str(error)) from error
+        tensors = {name: received[name] + t if name in part else t for name, t in change.items()}
         decoding = time.monotonic() - started
     _check_numbers(tensors)
     return tensors, decoding
@@ -177,16 +180,13 @@ def _check_header(value: bytes, tensors: int) -> None:
         raise Rejected("schema", f"a header of {len(entries)} bytes is too large for {tensors} tensors")
 
 
-def _check_metrics(metrics: Mapping[str, float], bounds: Mapping[str, tuple[float, float]]) -> None:
-    if wrong := clients.out_of_bounds(metrics, bounds):
-        raise Rejected("metrics", wrong)
-
-
 def _check_evaluation(manifest: ResultManifest, spec: SubmodelSpec, assignment: Assignment, rules: Rules) -> None:
     if spec != assignment.spec:
         raise Rejected("spec", "the update is not for the sub-model that was sent for evaluation")
     _check_count(manifest.num_examples, assignment.client, rules.held, rules.most)
-    _check_metrics(manifest.metrics, {} if rules.task is None else clients.evaluation_bounds(rules.task))
+    bounds = {} if rules.task is None else clients.evaluation_bounds(rules.task)
+    if wrong := clients.out_of_bounds(manifest.metrics, bounds):
+        raise Rejected("metrics", wrong)
 
 
 def _check_count(count: int, client: int, known: Sequence[int], most: int | None) -> None:

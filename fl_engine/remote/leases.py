@@ -81,7 +81,7 @@ class OpenRound:
     def assigned(self, present: Sequence[Worker], now: float) -> Iterator[tuple[Worker, list[int]]]:
         """Yield tuples (free worker, clients whose assignments the worker gets). The waiting assignments are
         distributed evenly over the free workers, at most `room` to each. Workers with the fewest failures come first,
-        then workers with the latest heartbeat. The caller must create the lease before it requests the next tuple."""
+        then workers with the latest heartbeat. The clients are removed from `waiting`."""
         free = [w for w in present if w.held is None and w.rests_until <= now]
         good = [w for w in present if not w.failures]
 
@@ -104,6 +104,8 @@ class OpenRound:
             clients = list(islice(suited, max(1, min(self.provisioner.room, share))))
             if first := [client for client in clients if client in self.alone][:1]:
                 clients = first
+            for client in clients:
+                self.waiting.remove(client)
             if clients:
                 yield worker, clients
 
@@ -130,8 +132,9 @@ def why_ended(worker: Worker, r: OpenRound, lost: Lost | None = None) -> Lost | 
         if held.alone and held.taken:
             r.killed.update(held.clients)
         return Lost(f"{worker.name} was restarted", failed)
-    if worker.is_gone and held.taken:
-        return Lost(f"{worker.name} has ended", _interrupted_too_often(worker, held.clients, r))
+    if heartbeat is not None and worker.is_gone and (held.taken or worker.heartbeat_at > held.since):
+        why = "has ended" if heartbeat.state == "gone" else f"accepts no assignments now: {printable(heartbeat.error)}"
+        return Lost(f"{worker.name} {why}", _interrupted_too_often(worker, held.clients, r), not held.taken)
     if worker.polled_at - held.since > (deadline_s := r.provisioner.options.deadline_s):
         return Lost(f"{worker.name} has sent no result after {deadline_s:g} s", held.taken, untaken=not held.taken)
     silent = worker.polled_at - held.heartbeat_at

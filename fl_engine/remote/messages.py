@@ -23,12 +23,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from typing import Annotated, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from fl_engine.core.errors import ConfigError, IntegrityError, brief, masked
+import fl_engine
+from fl_engine.core.errors import ConfigError, IntegrityError, brief, masked, printable
 from fl_engine.core.fields import Index
 from fl_engine.data.local_data import FORM
 from fl_engine.storage.run_files import Sum
@@ -50,8 +52,9 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
 Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){8,64}$")]
 Worker = Annotated[str, Field(pattern=r"^[0-9a-f-]{16,36}$")]
 """ID of a process, which is the UID of its pod or a random number."""
-State = Literal["idle", "working", "failed", "gone"]
-"""State of a worker. `failed`: the worker could not execute the assignments. `gone`: the process is ending."""
+State = Literal["idle", "working", "failed", "paused", "gone"]
+"""State of a worker. `failed`: the worker could not execute the assignments. `paused`: the limits of the device's owner
+allow no assignments now. `gone`: the process is ending."""
 
 
 def _is_small(upload: Upload) -> Upload:
@@ -80,6 +83,8 @@ N = TypeVar("N", bound="Signed")
 
 
 class Signed(Note):
+    version: str = Field(default=fl_engine.__version__, max_length=40)
+    """Version of flexfleet that wrote the JSON."""
     signature: str = Field(default="", max_length=64)
     """HMAC-SHA256 of all other fields."""
 
@@ -179,11 +184,11 @@ class Heartbeat(Signed):
     lease: Hex | None = None
     """ID of the worker's current lease, or of the lease that failed."""
     error: str = Field(default="", max_length=500)
+    """Reason for the states `failed` and `paused`."""
     numerics: str = Field(default="", max_length=300)
     """Description of numerical differences between this machine and the coordinator."""
     requests: int = Field(default=0, ge=0, le=MOST)
     """Number of requests to the store since the process started."""
-    version: str = Field(default="", max_length=40)
     at: float = Field(default=0.0, ge=0, le=4e9)
     """Unix time of the heartbeat on the device's clock."""
 
@@ -255,6 +260,17 @@ def _server(address: str) -> str:
     return f"{parts.scheme}://{parts.hostname}:{port}"
 
 
+def check_version(value: bytes, name: str, by_device: bool) -> None:
+    """Raise IntegrityError if another version of flexfleet wrote the message or heartbeat of the worker `name`."""
+    found, own = re.search(rb'"version":"([0-9A-Za-z.+-]{1,40})"', value), fl_engine.__version__
+    if found is not None and (other := found[1].decode()) != own:
+        worker, coordinator = (other, own) if by_device else (own, other)
+        raise IntegrityError(
+            f"{name} has flexfleet {worker}, its coordinator has flexfleet {coordinator}. Install {coordinator} on the "
+            "device: pip install --constraint constraints.txt '.[engine]'. For pods, change kubernetes.image"
+        )
+
+
 def read_message(value: bytes, key: str, invited: str) -> Message:
     """Parse a message, and check its signature with the device's `key`. Until the coordinator has read the first
     heartbeat, messages are signed with `invited` and must have no lease. Raises IntegrityError if a check fails."""
@@ -271,9 +287,8 @@ def read_heartbeat(value: bytes, name: str) -> Heartbeat:
     """Parse a heartbeat without checking its signature. Raises IntegrityError if the heartbeat is not valid."""
     try:
         heartbeat = Heartbeat.model_validate_json(value)
-    except (ValidationError, ValueError) as error:
-        text = brief(error) if isinstance(error, ValidationError) else str(error)
-        raise IntegrityError(f"{name}/{HEARTBEAT} is not a valid heartbeat: {text[:300]}") from error
+    except ValueError as error:
+        raise IntegrityError(f"{name}/{HEARTBEAT} is not a valid heartbeat: {printable(str(error))[:300]}") from error
     if heartbeat.name != name:
         raise IntegrityError(f"{name}/{HEARTBEAT} must be a heartbeat of {name}, got {heartbeat.name}")
     return heartbeat

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from fl_engine.core.errors import ConfigError, IntegrityError, Refused
 from fl_engine.core.types import Device
-from fl_engine.data.local_data import natural
+from fl_engine.data.local_data import assign_clients
 from fl_engine.remote import messages
 from fl_engine.remote.messages import HEARTBEAT, HEARTBEAT_BYTES, MESSAGE, MESSAGE_BYTES, Heartbeat, Invitation, Message
 from fl_engine.remote.settings import URL_S
@@ -118,21 +119,22 @@ class Mailboxes:
 
     def last(self, member: Member) -> Message | None:
         """Return the last message; None if no valid message with the coordinator's signature exists."""
-        try:
-            message = Message.model_validate_json(self.home.get(f"{member.name}/{MESSAGE}", MESSAGE_BYTES))
-        except (IntegrityError, ValueError):
-            return None
-        return message if message.is_signed_with(member.key) or message.is_signed_with(member.invited) else None
+        with suppress(IntegrityError):
+            value = self.home.get(f"{member.name}/{MESSAGE}", MESSAGE_BYTES)
+            return messages.read_message(value, member.key, member.invited)
+        return None
 
     def heartbeat(self, member: Member) -> Heartbeat | None:
-        """Return the last heartbeat; None if it cannot be read. Raises IntegrityError if the signature is not valid."""
+        """Return the last heartbeat; None if it cannot be read. Raises IntegrityError if it is not valid."""
         try:
             value = self.home.get(f"{member.name}/{HEARTBEAT}", HEARTBEAT_BYTES)
         except (IntegrityError, Refused):  # the heartbeat is missing, too long or unreadable
             return None
+        messages.check_version(value, member.name, by_device=True)
         found = messages.read_heartbeat(value, member.name)
         if not member.signed(found):
-            raise IntegrityError(f"the heartbeat of {member.name} must be signed with the worker's key")
+            need = "A device that has lost its folder needs another invitation"
+            raise IntegrityError(f"the heartbeat of {member.name} must be signed with the worker's key. {need}")
         return found
 
     def invite(self, registry: Registry, stem: str, tier: str | None) -> Invitation:
@@ -167,25 +169,6 @@ class DeviceClients(Record):
     """The mapping of devices to clients, which is stored only if devices have their own data."""
 
     clients: dict[str, int]
-
-
-def assign_clients(before: Mapping[str, int], members: Iterable[Member], fleet: Sequence[Device]) -> dict[str, int]:
-    """Map the name of each device to its client.
-
-    Devices in `before` retain their client. Each new device gets the first free client of its tier. New devices are
-    sorted by name in natural order, so weak-2 precedes weak-10. Devices without a tier come last, and may get a client
-    of any tier. If no client is free, the device is omitted.
-    """
-    by_name = {member.name: member for member in members}
-    found = {name: client for name, client in before.items() if name in by_name and client < len(fleet)}
-    free = [device for device in fleet if device.client not in found.values()]
-    new = [member for name, member in by_name.items() if name not in found]
-    for member in sorted(new, key=lambda m: (m.tier is None, natural(m.name))):
-        own = next((device for device in free if member.tier in (None, device.tier)), None)
-        if own is not None:
-            found[member.name] = own.client
-            free.remove(own)
-    return found
 
 
 def clients_of_devices(store: Store, members: Iterable[Member], fleet: Sequence[Device]) -> dict[str, int]:

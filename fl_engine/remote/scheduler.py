@@ -120,7 +120,6 @@ class WorkerBackend:
         if new := self.workers.refresh():
             r.own = self._clients()
             self._adopt(r, new)
-        self.workers.renew()
         self.workers.poll_due()
         # Check for lost workers before reading results. In the other order, a worker that writes its result and ends
         # between the two steps would count as lost.
@@ -129,8 +128,9 @@ class WorkerBackend:
         yield from self._results(r)
         self._end_leases(r, lost)
         self._give_up(r)
-        for worker, clients in r.assigned(self.workers.present, time.monotonic()):
-            self._lease(worker, r, clients, secrets.token_hex(8))
+        free = list(r.assigned(self.workers.present, time.monotonic()))
+        self._lease_all(r, [(w, clients, secrets.token_hex(8), len(clients) == 1) for w, clients in free])
+        self.workers.renew()
         present = {worker.process: worker.member.tier for worker in self.workers.present}
         away = [w for w in self.workers.by_name.values() if w.away and w.held is None]
         silent = frozenset(w.name for w in away if w.heartbeat is not None and not w.is_gone)
@@ -141,6 +141,7 @@ class WorkerBackend:
 
     def _adopt(self, r: OpenRound, workers: Sequence[Worker]) -> None:
         """Adopt the leases that an earlier coordinator created for this round, and send new URLs to the workers."""
+        adopted = []
         for worker in workers:
             worker.held, message, lease = None, worker.message, worker.message.lease
             if lease is None or (message.run, message.site) != (self._run.run_id, self._site) or not message.worker:
@@ -152,57 +153,59 @@ class WorkerBackend:
             clients = [c for c in given.clients if c in r.waiting and given.assignments.get(c) == sums[c]]
             if not clients or worker.process not in ("", message.worker):
                 continue
+            for client in clients:
+                r.waiting.remove(client)
             r.killed.update(dict.fromkeys(clients, given.failures))
             worker.process = message.worker
-            held = self._lease(worker, r, clients, lease.id)
-            held.alone = len(given.clients) == 1
-            heartbeat = worker.heartbeat
-            held.taken = heartbeat is not None and heartbeat.lease == lease.id
+            adopted.append((worker, clients, lease.id, len(given.clients) == 1))
             who = ", ".join(map(str, clients))
             log.info("round %d, client %s: %s already has this assignment", r.plan.round + 1, who, worker.name)
+        self._lease_all(r, adopted)
 
-    def _lease(self, worker: Worker, r: OpenRound, clients: Sequence[int], id: str) -> Held:
-        for client in clients:
-            r.waiting.remove(client)
-        self.workers.send(worker, self._run.lease(r, clients, id), run=self._run.run_id, site=self._site)
-        now = time.monotonic()
-        worker.held = Held(id, worker.process, list(clients), len(clients) == 1, now, now)
-        return worker.held
+    def _lease_all(self, r: OpenRound, leases: Sequence[tuple[Worker, list[int], str, bool]]) -> None:
+        """Send a lease to each worker. `leases` contains tuples (worker, clients, ID of the lease, `Held.alone`)."""
+
+        def send(given: tuple[Worker, list[int], str, bool]) -> None:
+            worker, clients, id, alone = given
+            self.workers.send(worker, self._run.lease(r, clients, id), run=self._run.run_id, site=self._site)
+            taken, now = worker.heartbeat is not None and worker.heartbeat.lease == id, time.monotonic()
+            worker.held = Held(id, worker.process, clients, alone, now, now, taken)
+
+        for _ in self.workers.overlapped(send, leases):
+            pass
 
     def _results(self, r: OpenRound) -> Iterator[ClientResult]:
         """Yield the results of current leases. Results of ended leases are ignored."""
         folder = f"{round_folder(r.plan.round, r.plan.evaluates)}leases/"
         store = self._mailbox.store
         there = set(store.list(folder))
-        for worker in list(self.workers.by_name.values()):
-            if (held := worker.held) is None:
-                continue
+        holders = [(worker, worker.held) for worker in self.workers.by_name.values() if worker.held is not None]
+        found = [(w, held, c) for w, held in holders for c in held.clients if f"{folder}{held.lease}/{c}.json" in there]
+
+        def received(given: tuple[Worker, Held, int]) -> ClientResult:
+            worker, held, client = given
             key = result_key(worker.member.key, self._site, held.lease)
-            box = Mailbox(store, self._mailbox.rules, lambda _, key=key: key, lease=held.lease)  # type: ignore[misc]
-            clients = [c for c in held.clients if f"{folder}{held.lease}/{c}.json" in there]
+            result = Mailbox(store, self._mailbox.rules, lambda _: key, lease=held.lease).receive(r.plan, client)
+            if isinstance(result, ClientUpdate):
+                self._mailbox.put_result(r.plan, result)
+            return result
 
-            def received(client: int, box: Mailbox = box) -> ClientResult:
-                result = box.receive(r.plan, client)
-                if isinstance(result, ClientUpdate):
-                    self._mailbox.put_result(r.plan, result)
-                return result
-
-            results = overlapped(store, box.held_by(r.plan, clients), received, clients)
-            for client, result in zip(clients, results, strict=True):
-                if isinstance(result, ClientFailure) and not self._counts(result, r):
-                    self._rest(worker)
-                    self._lost(r, worker, [result], counts=True)
-                    continue
-                held.clients.remove(client)
-                if not held.clients:
-                    worker.held = None
-                worker.failures, worker.why, r.result_at = 0, "", time.monotonic()
-                r.worked_at = r.result_at
-                r.results[worker.name, self._provisioner.pool(client)] += 1
-                last = f"{self._run.run_id}, round {r.plan.round + 1}, client {client}"[:300]
-                worker.count(results=worker.message.account.results + 1, last=last)
-                r.open_.discard(client)
-                yield result
+        results = overlapped(store, self._mailbox.held_by(r.plan, [client for *_, client in found]), received, found)
+        for (worker, held, client), result in zip(found, results, strict=True):
+            if isinstance(result, ClientFailure) and not self._counts(result, r):
+                self._rest(worker)
+                self._lost(r, worker, [result], counts=True)
+                continue
+            held.clients.remove(client)
+            if not held.clients:
+                worker.held = None
+            worker.failures, worker.why, r.result_at = 0, "", time.monotonic()
+            r.worked_at = r.result_at
+            r.results[worker.name, self._provisioner.pool(client)] += 1
+            last = f"{self._run.run_id}, round {r.plan.round + 1}, client {client}"[:300]
+            worker.count(results=worker.message.account.results + 1, last=last)
+            r.open_.discard(client)
+            yield result
 
     def _counts(self, failure: ClientFailure, r: OpenRound) -> bool:
         """Return True if the assignment would fail on every worker, so a retry is useless."""
@@ -243,8 +246,7 @@ class WorkerBackend:
                 r.lost[failure.client] += 1
         worker.count(lost=worker.message.account.lost + len(failures))
         if not held.clients:  # every client of the lease has a result or has failed
-            worker.held = None
-            self.workers.send(worker, None)
+            worker.held, worker.written_at = None, -math.inf
         again = [failure for failure in failures if r.lost[failure.client] < self._provisioner.options.attempts]
         if again:
             who = ", ".join(str(failure.client) for failure in again)

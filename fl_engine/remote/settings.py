@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from fl_engine.core.fields import Count, Fraction, Moves, Positive, Section, ServerAddress, UserPath
 from fl_engine.core.text import quantity
 
 URL_S = 604_800
 """Maximum validity of a URL in seconds (seven days, AWS Signature Version 4)."""
+LONGEST_LEASE_S = 3600
 
 
 class AgentsConfig(Section):
     """For run.backend=agents: enrolled devices execute the clients' assignments (docs/guides/agents.md)."""
 
-    lease_s: Positive = 60.0
+    lease_s: Annotated[Positive, Field(le=LONGEST_LEASE_S)] = 60.0
     """Seconds without a heartbeat after which a lease ends. A device sends six heartbeats in this time."""
-    deadline_s: Count = 3600
+    deadline_s: Annotated[Count, Field(le=URL_S - LONGEST_LEASE_S)] = 3600
     """Seconds after which an assignment without a result is leased to another device."""
     attempts: Count = 3
     """Number of failed attempts on different devices after which a client counts as failed."""
@@ -29,14 +30,6 @@ class AgentsConfig(Section):
     observe: Annotated[Literal["simulated", "cgroup"], Moves.RESULT] = "simulated"
     """cgroup: a client prunes its model to the free memory of its device (docs/guides/agents.md). simulated: free
     memory is computed from `fleet` and the seed, so results are equal on every machine."""
-
-    @model_validator(mode="after")
-    def _urls_live_as_long(self) -> AgentsConfig:
-        if self.deadline_s + self.lease_s > URL_S:
-            raise ValueError(
-                f"agents.deadline_s + agents.lease_s must be at most {URL_S}, because URLs expire after {URL_S} s"
-            )
-        return self
 
 
 LEASE_S = 60

@@ -6,19 +6,21 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from fl_engine.core.errors import IntegrityError
-from fl_engine.remote.messages import HEARTBEAT_BYTES, Heartbeat, Lease, Message, pause
+from fl_engine.core.errors import IntegrityError, printable
+from fl_engine.remote.messages import MESSAGE_BYTES, Heartbeat, Lease, Message, pause
 from fl_engine.remote.provisioner import Provisioner
 from fl_engine.remote.registry import Member
 from fl_engine.storage.overlapping import overlapped
 from fl_engine.storage.run_lock import HEARTBEAT_S
 
 log = logging.getLogger("flexfleet")
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 REFRESH_S = 2.0
 """Minimum seconds between two searches for newly invited devices."""
@@ -74,11 +76,14 @@ class Worker:
     """Error message of the last failed assignment; empty if a later assignment has a result."""
     held: Held | None = None
     former: deque[str] = field(default_factory=lambda: deque(maxlen=8))
+    invalid: bool = False
+    """True if a warning about an invalid heartbeat has been logged."""
     second_reported: bool = False
     seen: tuple[str, int] | None = None
     """Process id and number of the last valid heartbeat."""
     polled_at: float = -math.inf
-    written_at: float = 0.0
+    written_at: float = -math.inf
+    """Time of the last message to the worker; -inf if the message is outdated, so that `Workers.renew` replaces it."""
 
     @property
     def name(self) -> str:
@@ -86,7 +91,8 @@ class Worker:
 
     @property
     def is_gone(self) -> bool:
-        return self.heartbeat is not None and self.heartbeat.state == "gone"
+        """Return whether the process has ended, or its owner's limits allow no assignments."""
+        return self.heartbeat is not None and self.heartbeat.state in ("gone", "paused")
 
     def count(self, **account: Any) -> None:
         """Update the worker's counters, which the next message contains."""
@@ -124,16 +130,15 @@ class Workers:
 
     def refresh(self, at_once: bool = False) -> list[Worker]:
         """Add new workers, remove revoked workers, and return the new workers. `at_once` overrides the interval."""
-        self.check_lock()
         # The names of enrolled devices are stored in the registry, so each refresh costs requests.
         every = min(REFRESH_S, self._lease_s / 12) if self._provisioner.strangers else 0.0
         if not at_once and time.monotonic() - self._refreshed < every:
             return []
         self._refreshed = time.monotonic()
-        names, new = set(self._provisioner.names()), []
-        for name in names - self.by_name.keys():
-            with suppress(IntegrityError, KeyError):  # the worker was revoked in the meantime
-                new.append(self._add(self._provisioner.member(name)))
+        names = set(self._provisioner.names())
+        new = [w for w in self.overlapped(self._found, sorted(names - self.by_name.keys())) if w is not None]
+        self.by_name |= {worker.name: worker for worker in new}
+        self.poll(new)
         for name in self.by_name.keys() - names:
             worker = self.by_name[name]
             worker.revoked = True
@@ -143,27 +148,45 @@ class Workers:
                 del self.by_name[name]
         return new
 
-    def _add(self, member: Member) -> Worker:
-        """Add a worker. The new message repeats the previous lease, because the worker may still execute this lease."""
-        before, now = self._mailboxes.last(member), time.monotonic()
-        message = self._mailboxes.write(member, before, lease_s=self._lease_s, revoked=False)
-        worker = Worker(member, message, now, away=True, written_at=now)
-        self.by_name[member.name] = worker
-        self.poll(worker)
-        if worker.heartbeat is not None:
-            worker.heartbeat_at = now  # its arrival time is unknown, so use the current time
-            worker.away = worker.is_gone
-        return worker
+    def overlapped(self, work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+        """Yield `work(item)` for each item, in order. `work` sends small requests about different workers."""
+        self.check_lock()
+        return overlapped(self._mailboxes.home, MESSAGE_BYTES // 4, work, items)
 
-    def poll(self, worker: Worker) -> None:
-        """Poll for a new heartbeat."""
+    def _found(self, name: str) -> Worker | None:
+        """Return a new worker; None if it was revoked in the meantime. Its first message will be due at once."""
+        try:
+            member = self._provisioner.member(name)
+        except (IntegrityError, KeyError):
+            return None
+        is_new = member.id is None and not member.pod  # the messages to a new device contain no lease
+        last = None if is_new else self._mailboxes.last(member)
+        return Worker(member, last or Message(name=name, number=0), time.monotonic(), away=True)
+
+    def poll(self, workers: Sequence[Worker]) -> None:
+        for worker, found in zip(workers, self.overlapped(self._heartbeat, workers), strict=True):
+            self._receive(worker, found)
+
+    def _heartbeat(self, worker: Worker) -> Heartbeat | None:
+        """Return the worker's last heartbeat; None if it cannot be read. Enroll the first device."""
         worker.polled_at = time.monotonic()
         try:
             found = self._mailboxes.heartbeat(worker.member)
         except IntegrityError as error:
-            log.debug("%s", error)
+            log.log(logging.DEBUG if worker.invalid else logging.WARNING, "%s", error)
+            worker.invalid = True
+            return None
+        if found is not None and worker.member.id is None and not worker.member.pod:
+            worker.member = worker.member.model_copy(update={"id": found.id})
+            self._provisioner.enroll(worker.member)
+        return found
+
+    def _receive(self, worker: Worker, found: Heartbeat | None) -> None:
+        """Update the worker's state if the heartbeat is new."""
+        if found is None or worker.seen == (found.worker, found.number):
             return
-        if found is None or worker.seen == (found.worker, found.number) or not self._is_own(worker, found):
+        if not worker.member.pod and worker.member.id != found.id:
+            self._report_second(worker, "a second device uses the same invitation and does not get assignments")
             return
         worker.seen = found.worker, found.number
         if found.worker != worker.process:
@@ -172,25 +195,16 @@ class Workers:
                 return
             worker.former.append(worker.process)
             worker.process = found.worker
-        worker.heartbeat, worker.heartbeat_at, worker.away = found, worker.polled_at, found.state == "gone"
+        if found.state == "paused" and not worker.is_gone:
+            log.info("%s accepts no assignments now: %s", worker.name, printable(found.error))
+        worker.heartbeat, worker.heartbeat_at = found, worker.polled_at
+        worker.away = worker.is_gone
         if found.numerics and found.numerics not in self.numerics:
             self.numerics.add(found.numerics)
             text = "%s differs numerically from the coordinator (%s), so results depend on the choice of worker"
             log.warning(text, worker.name, found.numerics)
         if worker.held is not None and (found.lease, found.worker) == (worker.held.lease, worker.held.worker):
             worker.held.taken, worker.held.heartbeat_at = True, worker.polled_at
-
-    def _is_own(self, worker: Worker, found: Heartbeat) -> bool:
-        """Return whether the heartbeat is from the mailbox's device. Enroll the first device; warn about any other."""
-        member = worker.member
-        if member.pod or member.id == found.id:
-            return True
-        if member.id is None:
-            worker.member = member.model_copy(update={"id": found.id})
-            self._provisioner.enroll(worker.member)
-            return True
-        self._report_second(worker, "a second device uses the same invitation and does not get assignments")
-        return False
 
     def _report_second(self, worker: Worker, what: str) -> None:
         """Warn once that a mailbox has two users. Ignore pods, because Kubernetes may replace a pod before it ends."""
@@ -202,7 +216,6 @@ class Workers:
 
     def poll_due(self) -> None:
         """Poll all heartbeats that are due. Poll workers with a lease most often, and absent workers least often."""
-        self.check_lock()
         now, every = time.monotonic(), self._lease_s / 12
 
         def interval(w: Worker) -> float:
@@ -210,25 +223,21 @@ class Workers:
                 return every
             return pause(now - w.heartbeat_at, max(AWAY_S, every), min(STARTS_S, every)) if w.away else every * 4
 
-        due = [w for w in self.by_name.values() if now - w.polled_at >= interval(w)]
-        for _ in overlapped(self._mailboxes.home, HEARTBEAT_BYTES, self.poll, due):
-            pass
+        self.poll([w for w in self.by_name.values() if now - w.polled_at >= interval(w)])
         for w in self.by_name.values():
             if w.held is None and not w.away:
-                w.away = self._provisioner.lost(w.name, w.process) is not None
-            if w.held is None and now - w.heartbeat_at > IDLE_S:
-                w.away = True
+                w.away = now - w.heartbeat_at > IDLE_S or self._provisioner.lost(w.name, w.process) is not None
 
     def renew(self) -> None:
-        """Write a new message to each worker if the last message is older than SIGN_S seconds."""
-        for worker in self.by_name.values():
-            if time.monotonic() - worker.written_at > SIGN_S and not worker.revoked:
-                self.send(worker, worker.message.lease if worker.held else None)
+        """Write a new message to each worker if its last message is older than SIGN_S seconds, or is outdated."""
+        due = [w for w in self.by_name.values() if time.monotonic() - w.written_at > SIGN_S and not w.revoked]
+        for _ in self.overlapped(lambda w: self.send(w, w.message.lease if w.held else None), due):
+            pass
 
     def dismiss(self) -> None:
         """Write a final message to each worker, because the run is over."""
         names = set(self._provisioner.names())
         for worker in self.by_name.values():
-            worker.held = None
-            worker.revoked = worker.name not in names
-            self.send(worker, None, run="", site="")
+            worker.held, worker.revoked = None, worker.name not in names
+        for _ in self.overlapped(lambda w: self.send(w, None, run="", site=""), self.by_name.values()):
+            pass

@@ -37,13 +37,14 @@ def overlapped(store: Store, size: int, work: Callable[[T], R], items: Iterable[
         return
     # Use daemon threads, because Python waits at exit for the threads of a ThreadPoolExecutor.
     jobs: SimpleQueue[tuple[T, Future[R]] | None] = SimpleQueue()
-    threads = [Thread(target=_serve, args=(jobs, work), daemon=True, name="requests") for _ in range(at_once)]
-    for thread in threads:
-        thread.start()
+    threads: list[Thread] = []
     pending: deque[Future[R]] = deque()
     waits = True
     try:
         for item in items:
+            if len(threads) < at_once:
+                threads.append(Thread(target=_serve, args=(jobs, work), daemon=True, name="requests"))
+                threads[-1].start()
             pending.append(Future())
             jobs.put((item, pending[-1]))
             while pending and (len(pending) == at_once or pending[0].done()):

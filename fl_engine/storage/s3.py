@@ -21,9 +21,9 @@ from fl_engine.core.errors import Busy, ConfigError, EnvironmentFailure, Integri
 from fl_engine.core.text import is_address
 from fl_engine.storage import proxies
 from fl_engine.storage.outage import waiting
-from fl_engine.storage.s3_settings import OWN, SIGNING, connect, endpoint_of
+from fl_engine.storage.s3_settings import AT_ONCE, OWN, SIGNING, connect, endpoint_of
 from fl_engine.storage.store import FolderStore, Store, Value, check_size, sha256
-from fl_engine.storage.urls import AT_ONCE, FIXED, Upload, Verb, md5, whole
+from fl_engine.storage.urls import FIXED, Upload, Verb, md5, whole
 
 if TYPE_CHECKING:
     from botocore.exceptions import ClientError

@@ -9,6 +9,9 @@ from typing import Any
 from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.text import is_http
 
+AT_ONCE = 64
+"""Maximum number of overlapping requests (`overlapping`). boto3 keeps this number of connections. A coordinator sends
+small requests to a thousand devices' mailboxes; fewer large requests overlap (`overlapping.AT_ONCE_BYTES`)."""
 OWN = "FLEXFLEET_"
 """Prefix of boto3's environment variables that apply only to the run store."""
 SIGNING = "FLEXFLEET_SIGNING_"
@@ -38,6 +41,7 @@ def connect(endpoint: str | None, settings: str, tries: int, timeouts: tuple[flo
         retries={"mode": "standard", "total_max_attempts": tries},
         connect_timeout=timeouts[0],
         read_timeout=timeouts[1],
+        max_pool_connections=AT_ONCE,
         s3={"addressing_style": "path"} if named else {},
         # Disable boto3's newer checksums, which only Amazon's servers support. This module verifies data with SHA-256
         # and MD5 instead.

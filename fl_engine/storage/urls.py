@@ -36,7 +36,7 @@ SENDS = 3
 PIECE = 2**20
 """Maximum bytes per read from a response's body."""
 AT_ONCE = 8
-"""Maximum number of overlapping requests (`overlapping`). boto3 and urllib3 keep this number of connections."""
+"""Maximum number of overlapping requests of a device (`overlapping`). urllib3 keeps this number of connections."""
 ANSWER_BYTES = 2**16
 """Maximum bytes of an error response that are read, because a hostile server may send an endless response."""
 REFUSED = "CERTIFICATE_VERIFY_FAILED"

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -272,9 +273,19 @@ def expected(error: BaseException) -> FlexfleetError | None:
     if isinstance(error, ModuleNotFoundError):
         return EnvironmentFailure(missing(str(error.name)))
     if isinstance(error, OSError):
-        return EnvironmentFailure(f"{error.filename or 'system'}: {error.strerror or error}")
+        return EnvironmentFailure(_full_folder(error) or f"{error.filename or 'system'}: {error.strerror or error}")
     if out_of_memory(error):
         return EnvironmentFailure(f"not enough memory: {first_line(error)}")
+    return None
+
+
+def _full_folder(error: OSError) -> str | None:
+    """Return the error message if the folder of temporary files is full, otherwise None. A failed write does not name
+    its file. If no folder is writable when Python searches for one, Python does not report why."""
+    folder = tempfile.tempdir or os.environ.get("TMPDIR") or "/tmp"
+    is_inside = error.filename is None or str(error.filename).startswith(folder)
+    if (error.errno in (errno.ENOSPC, errno.EDQUOT) and is_inside) or "No usable temporary directory" in str(error):
+        return f"{folder} cannot be written: {error.strerror}. Free disk space, or set TMPDIR to another folder"
     return None
 
 

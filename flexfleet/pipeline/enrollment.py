@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.core.errors import ConfigError, IntegrityError, nearest, printable
-from fl_engine.remote.messages import Account
+from fl_engine.remote.messages import MESSAGE_BYTES, Account
 from fl_engine.remote.registry import Mailboxes, Registry
 from fl_engine.storage import probe
+from fl_engine.storage.overlapping import overlapped
 from fl_engine.storage.s3 import S3Store, open_store
 from fl_engine.storage.store import FolderStore, Store
 from flexfleet.config import Config
@@ -92,19 +93,20 @@ def _plain(tier: str) -> str:
 def status(config: Config) -> list[dict[str, Any]]:
     """Return a row for each invited device. The values `state` and `seen` (a time on the device's clock) are read from
     the last heartbeat. `answers` is the number of results. Raises EnvironmentFailure if the store does not respond."""
-    registry = keys.shared_place(config, REGISTRY, hasty=True)
-    mailboxes, rows = Mailboxes(_home(config, hasty=True)), list[dict[str, Any]]()
-    for member in map(Registry(registry).member, Registry(registry).names()):
-        heartbeat, wrong = None, None
+    registry = Registry(keys.shared_place(config, REGISTRY, hasty=True))
+    mailboxes = Mailboxes(_home(config, hasty=True))
+
+    def row(name: str) -> dict[str, Any]:
+        member, heartbeat, wrong = registry.member(name), None, None
         try:
             heartbeat = mailboxes.heartbeat(member)
             if heartbeat is not None and member.id not in (None, heartbeat.id):
                 heartbeat, wrong = None, "another device uses its invitation"
         except IntegrityError as error:
-            wrong = f"{printable(str(error))}; a device that has lost its folder needs another invitation"
+            wrong = printable(str(error))
         message = mailboxes.last(member)
         account = Account() if message is None else message.account
-        row: dict[str, Any] = {
+        found: dict[str, Any] = {
             "name": member.name,
             "tier": member.tier,
             "state": "unknown" if wrong else "never seen",
@@ -119,7 +121,8 @@ def status(config: Config) -> list[dict[str, Any]]:
         }
         if heartbeat is not None:
             seen = datetime.fromtimestamp(heartbeat.at, timezone.utc).isoformat(timespec="seconds")
-            row |= {"state": heartbeat.state, "seen": seen, "version": printable(heartbeat.version)}
-            row |= {"said": printable(heartbeat.error) or None, "requests": heartbeat.requests}
-        rows.append(row)
-    return rows
+            found |= {"state": heartbeat.state, "seen": seen, "version": printable(heartbeat.version)}
+            found |= {"said": printable(heartbeat.error) or None, "requests": heartbeat.requests}
+        return found
+
+    return list(overlapped(mailboxes.home, MESSAGE_BYTES // 4, row, registry.names()))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fl_engine.core.errors import FlexfleetError, Stopped
 from fl_engine.core.text import path_of
-from flexfleet.files import terminal
+from flexfleet.files import owner_limits, terminal
 from flexfleet.files.signals import stopping_at_once
 
 
@@ -27,6 +27,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--device", metavar="NAME", help="torch device for training, for example cuda (default: the CPU)"
     )  # fmt: skip
+    owner_limits.add_options(p)
     p.add_argument("--once", action="store_true", help="end after one assignment")
 
 
@@ -48,9 +49,9 @@ def serve(args: argparse.Namespace) -> int:
             run(args)
     except Stopped:
         return 143
-    except FlexfleetError as error:
+    except (FlexfleetError, OSError) as error:
         if where := os.environ.get("FLEXFLEET_TERMINATION_LOG"):  # Kubernetes shows this file
-            Path(where).write_text(str(error)[:2000], "utf-8")
+            Path(where).write_text(str(terminal.expected(error))[:2000], "utf-8")
         raise
     return 0
 

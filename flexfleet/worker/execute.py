@@ -45,6 +45,8 @@ class Prepared:
     site: Site
     numerics: str
     """Value for `Heartbeat.numerics`."""
+    epochs: int | None = None
+    """Maximum number of epochs that the device's owner allows; None without a limit."""
 
 
 def prepare(message: AssignmentMessage, store: Store, pod: bool) -> Prepared:
@@ -110,16 +112,19 @@ def execute(
         turns = [message.clients[first : first + at_once] for first in range(0, len(message.clients), at_once)]
     for clients in turns:
         if message.observe == "cgroup":
-            site = replace(site, free=_free(message, site.pool, len(clients), room))
-        _train(prepared.algorithm, site, mailbox, message, clients)
+            free = _free(message, site.pool, len(clients), room)
+            prepared = replace(prepared, site=replace(site, free=free))
+        _train(prepared, mailbox, message, clients)
 
 
-def _train(
-    algorithm: Algorithm, site: Site, mailbox: Mailbox, message: AssignmentMessage, clients: Sequence[int]
-) -> None:
+def _train(prepared: Prepared, mailbox: Mailbox, message: AssignmentMessage, clients: Sequence[int]) -> None:
     """Read the clients' assignments from the mailbox, train in parallel if possible, and write the results."""
+    algorithm, site, most = prepared.algorithm, prepared.site, prepared.epochs
     assignments = mailbox.assignments(message.round, clients, message.evaluates)
     groups, failures = accept_all(algorithm, assignments.values(), site)
+    epochs = max((work.task.epochs for group in groups for work in group), default=0)
+    if most is not None and epochs > most:
+        raise ClientError(f"the number of epochs must be at most {most} (--epochs of the device's owner), got {epochs}")
     results = chain(failures, (one for group in groups for one in train(group, site, message.device)))
 
     def put(result: ClientResult) -> None:

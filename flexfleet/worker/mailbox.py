@@ -14,7 +14,6 @@ from pathlib import Path
 import platformdirs
 from pydantic import ValidationError
 
-import fl_engine
 from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure, IntegrityError, brief, masked, printable
 from fl_engine.core.text import path_of
 from fl_engine.remote import messages
@@ -22,6 +21,7 @@ from fl_engine.remote.messages import AssignmentMessage, Heartbeat, Hex, Invitat
 from fl_engine.storage.s3 import open_store
 from fl_engine.storage.store import FolderStore, Store
 from fl_engine.storage.urls import Upload, UrlStore
+from flexfleet.files.owner_limits import Limits
 
 log = logging.getLogger("flexfleet")
 
@@ -53,8 +53,8 @@ class WorkerDevice(Note):
 class WorkerMailbox:
     """A thread-safe mailbox of a worker. `process` is an ID that does not change if the process replaces itself."""
 
-    def __init__(self, place: FolderStore, device: WorkerDevice, process: str) -> None:
-        self.device, self.process = device, process
+    def __init__(self, place: FolderStore, device: WorkerDevice, process: str, limits: Limits | None = None) -> None:
+        self.device, self.process, self.limits = device, process, limits or Limits()
         self.requests = 0
         self.lease: str | None = None
         """ID of the lease whose assignments the worker executes."""
@@ -82,7 +82,8 @@ class WorkerMailbox:
             writes = {} if device.heartbeat is None else {messages.HEARTBEAT: device.heartbeat}
             urls = {messages.MESSAGE: device.message or ""}
             folder = device.folder
-            self._made = known, UrlStore(urls, writes, within_s) if folder is None else open_store(folder)
+            store = UrlStore(urls, writes, within_s) if folder is None else open_store(folder)
+            self._made = known, self.limits.counted(store)
         return self._made[1]
 
     def read(self) -> Message:
@@ -94,11 +95,16 @@ class WorkerMailbox:
         with self._lock:
             self.requests, store = self.requests + 1, self._store()
         value = store.get(messages.MESSAGE, messages.MESSAGE_BYTES)
+        messages.check_version(value, self.device.name, by_device=False)
         with self._lock:
             try:
                 message = messages.read_message(value, self.device.key, self.device.invited)
             except IntegrityError:
-                self._check_enrolled(value)
+                # The signature is not checked, because anyone who can write the message can also delete it.
+                enrolled = re.search(rb'"enrolled":"([0-9a-f]{16})"', value)
+                if enrolled is not None and enrolled[1].decode() != messages.short(self.device.id):
+                    cure = "Use a separate invitation for each device"
+                    raise ClientError(f"another device has enrolled as {self.device.name}. {cure}") from None
                 raise
             if message.name != self.device.name or message.number < self.device.number:
                 raise IntegrityError(f"expected a new message for {self.device.name}, got a message for {message.name}")
@@ -116,17 +122,6 @@ class WorkerMailbox:
         if message.revoked:
             raise ClientError(f"the invitation of {message.name} was revoked. Request a new invitation")
         return message if message.worker == self.process else message.model_copy(update={"lease": None})
-
-    def _check_enrolled(self, value: bytes) -> None:
-        """Raise ClientError if the message reports that another device has enrolled. The signature of the message is
-        not checked, because anyone who can write the message can also delete it."""
-        try:
-            enrolled = Message.model_validate_json(value).enrolled
-        except ValidationError:
-            return
-        if enrolled not in ("", messages.short(self.device.id)):
-            name = self.device.name
-            raise ClientError(f"another device has enrolled as {name}. Use a separate invitation for each device")
 
     def check_own(self, assignment: AssignmentMessage) -> None:
         """Raise ConfigError if the assignment contains an address outside the device's own store."""
@@ -152,7 +147,6 @@ class WorkerMailbox:
                     error=printable(error)[:500],
                     numerics=self.numerics[:300],
                     requests=min(self.requests, messages.MOST),
-                    version=fl_engine.__version__[:40],
                     at=time.time(),
                 ).signed(device.key)
                 length = device.heartbeat.size if device.heartbeat and device.heartbeat.verb == "PUT" else 0

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NoReturn
 
 from fl_engine.backends.in_process import check_device
@@ -25,7 +26,9 @@ from fl_engine.storage import code
 from fl_engine.storage.outage import waiting
 from fl_engine.storage.store import FolderStore
 from fl_engine.training import cgroup
+from flexfleet.files.owner_limits import Limits
 from flexfleet.files.run_folder import folder_lock
+from flexfleet.files.terminal import expected
 from flexfleet.worker.execute import Prepared, execute, prepare
 from flexfleet.worker.mailbox import HEARTBEATS, WorkerMailbox, device_of
 
@@ -110,9 +113,13 @@ class Server:
     def serve(self, silence_s: float, once: bool) -> None:
         """Execute assignments until no new message arrives for `silence_s` seconds, or until one lease has ended if
         `once` is set. Raises ClientError if the device was revoked."""
-        began = last_new = time.monotonic()
+        limits, began = self._mailbox.limits, time.monotonic()
+        last_new = began
         number, about, sent = -1, None, -math.inf
         while True:
+            if limits.wait(lambda why: self._mailbox.send_heartbeat("paused", why)):
+                began = last_new = time.monotonic()
+                sent = -math.inf
             message = self._read()
             now = time.monotonic()
             if message is not None:
@@ -122,6 +129,9 @@ class Server:
                     sent = -math.inf
                 lease = message.lease
                 if lease is not None and lease.id != self._done:
+                    limits.need = max(limits.need, sum(upload.size for upload in lease.assignment.writes.values()))
+                    if limits.closed():
+                        continue
                     ok = self._execute(message, lease)
                     if once:
                         if not ok:
@@ -161,7 +171,7 @@ class Server:
             try:
                 waiting(lambda: self._train(message, lease), PATIENCE_S)
             except (FlexfleetError, OSError, MemoryError) as problem:
-                error = f"{type(problem).__name__}: {problem}"
+                error = f"{type(problem).__name__}: {expected(problem)}"
                 log.warning("%s, round %d: %s", message.run, lease.assignment.round + 1, error)
             except Exception as problem:  # A bug in flexfleet or in the user's code must not end the worker.
                 error = f"{type(problem).__name__}: {problem}"
@@ -180,10 +190,11 @@ class Server:
             assigned = assigned.model_copy(update={"device": self._device})
             lease = lease.model_copy(update={"assignment": assigned})
         self._mailbox.check_own(assigned)
-        store = assigned.open()
+        store = self._mailbox.limits.counted(assigned.open(), bounded=True)
         if self._prepared is None or self._prepared[0] != message.site:
             self._prepared = None  # Free memory before loading the next site.
-            self._prepared = message.site, prepare(assigned, store, pod)
+            prepared = replace(prepare(assigned, store, pod), epochs=self._mailbox.limits.epochs)
+            self._prepared = message.site, prepared
         prepared = self._prepared[1]
         self._mailbox.numerics = prepared.numerics
         # A pod must have a memory limit, but a device may run without a limit.
@@ -206,14 +217,18 @@ def run(args: argparse.Namespace) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         flags = [f"--{name}" for name in ("once", "quiet", "verbose") if getattr(args, name)]
-        named = [f"--{name}={value}" for name in ("folder", "device") if (value := getattr(args, name))]
+        options = ("folder", "device", "hours", "mb_per_day", "epochs")
+        named = [f"--{name.replace('_', '-')}={value}" for name in options if (value := getattr(args, name))]
+        limits.save()
         code.clear()  # Delete the code last, because the main thread may still import from it.
         command = [sys.executable, "-m", "flexfleet.worker", f"--invite={args.invite}", *named, *flags]
         os.execv(sys.executable, command)
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with folder_lock(folder):
-        mailbox = WorkerMailbox(FolderStore(folder, 0o600), device, process)
+        place = FolderStore(folder, 0o600)
+        limits = Limits(place, args)
+        mailbox = WorkerMailbox(place, device, process, limits)
         log.info("%s is waiting for assignments (folder %s)", device.name, folder)
         try:
             Server(mailbox, restart, args.device).serve(POD_SILENCE_S if device.pod else SILENCE_S, args.once)
@@ -223,4 +238,5 @@ def run(args: argparse.Namespace) -> None:
             raise
         finally:  # Even after a signal, send the heartbeat, so that the coordinator reassigns the lease at once.
             mailbox.send_heartbeat("gone")
+            limits.save()
             log.info("sent %d requests to the store", mailbox.requests)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+import fl_engine
 from fl_engine.core.errors import ClientError, EnvironmentFailure, IntegrityError
 from fl_engine.remote.messages import HEARTBEAT, MESSAGE, AssignmentMessage, Heartbeat, Lease, Message
 from fl_engine.remote.registry import Mailboxes, Registry
@@ -89,6 +90,14 @@ def test_older_message_is_not_obeyed(place: Place) -> None:
     for each in (device, place.device()):
         with pytest.raises(IntegrityError):
             each.read()
+
+
+def test_message_of_another_version_names_both(place: Place) -> None:
+    device = place.device()
+    place.home.put(f"weak-1/{MESSAGE}", place.write(device).model_copy(update={"version": "9.8.7"}).text())
+    with pytest.raises(IntegrityError) as refused:
+        device.read()
+    assert "9.8.7" in str(refused.value) and fl_engine.__version__ in str(refused.value)
 
 
 def test_lease_of_another_process_is_not_obeyed(place: Place) -> None:

@@ -17,12 +17,12 @@ from fl_engine.algorithms import FlexFL
 from fl_engine.core.errors import DataError, PartitionError
 from fl_engine.core.samples import Data
 from fl_engine.core.types import ClientFailure, ClientResult, Device
-from fl_engine.data.local_data import Form, Unknown, joined, of_client, of_server
+from fl_engine.data.local_data import Form, Unknown, assign_clients, joined, of_client, of_server
 from fl_engine.data.partition import Partition
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import ResultManifest, key_of, sign
-from fl_engine.remote.registry import Member, assign_clients
+from fl_engine.remote.registry import Member
 from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import fl_engine
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.types import Device
 from fl_engine.remote import messages
@@ -30,6 +31,7 @@ from fl_engine.remote.settings import AgentsConfig
 from fl_engine.remote.workers import Held, Worker, Workers
 from tests.harness.played import played_clock
 from tests.harness.stores import MemoryStore
+from tests.laws.test_overlapping import Waiting
 
 INVITED, ID = "ab" * 32, "1d" * 16
 KEY = enrolled_key(INVITED, ID)
@@ -59,7 +61,7 @@ class Coordinator:
         told = Heartbeat(**{**HONEST, "id": id, **claims}).signed(enrolled_key(self.key, id))
         before = known.heartbeat
         self.mailboxes.home.put(f"weak-1/{HEARTBEAT}", told.text() if value is None else value)
-        self.workers.poll(known)
+        self.workers.poll([known])
         return known.heartbeat is not before
 
 
@@ -170,3 +172,25 @@ def test_second_device_with_an_invitation_is_reported_once(caplog: pytest.LogCap
     assert coordinator.registry.member("weak-1").id == ID
     assert [record.getMessage().count("invite --revoke weak-1") for record in caplog.records] == [1]
     assert coordinator.accepts(worker, number=2), "the first one is still obeyed"
+
+
+@pytest.mark.parametrize("is_valid", [True, False])
+def test_device_of_another_version_gets_no_assignments(caplog: pytest.LogCaptureFixture, is_valid: bool) -> None:
+    coordinator = Coordinator()
+    known = coordinator.meet()
+    more = {} if is_valid else {"state": "of a later version"}
+    told = Heartbeat.model_construct(**{**HONEST, "version": "9.8.7", **more})
+    for _ in range(2):
+        assert not coordinator.accepts(known, told.model_dump_json().encode())
+    (text,) = (record.getMessage() for record in caplog.records if "9.8.7" in record.getMessage())
+    assert known.away and fl_engine.__version__ in text and "weak-1" in text
+
+
+def test_devices_are_greeted_and_checked_together() -> None:
+    """The store responds only if requests for three devices have arrived."""
+    coordinator = Coordinator(Waiting(together=3))
+    for _ in range(2):
+        coordinator.mailboxes.invite(coordinator.registry, "weak", None)
+    coordinator.workers.refresh()
+    assert list(coordinator.workers.by_name) == ["weak-1", "weak-2", "weak-3"]
+    coordinator.workers.poll(list(coordinator.workers.by_name.values()))
