@@ -267,7 +267,7 @@ def check_version(value: bytes, name: str, by_device: bool) -> None:
         worker, coordinator = (other, own) if by_device else (own, other)
         raise IntegrityError(
             f"{name} has flexfleet {worker}, its coordinator has flexfleet {coordinator}. Install {coordinator} on the "
-            "device: pip install --constraint constraints.txt '.[engine]'. For pods, change kubernetes.image"
+            "device: pip install -c constraints.txt '.[engine]'. For pods, change kubernetes.image"
         )
 
 

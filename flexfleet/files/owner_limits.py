@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fl_engine.core.errors import ClientError, EnvironmentFailure, TooLarge
-from fl_engine.storage.store import FolderStore, Store, Value
+
+if TYPE_CHECKING:  # importing the store imports torch
+    from fl_engine.storage.store import FolderStore, Store, Value
 
 log = logging.getLogger("flexfleet")
 
@@ -139,7 +141,7 @@ class Limits:
     def counted(self, store: Store, bounded: bool = False) -> Store:
         """Return the store with its bytes counted. If `bounded` is True, the store is the store of an assignment, and a
         request for more bytes than are left raises ClientError."""
-        return store if self._most is None else cast(Store, _Counted(store, self, bounded))
+        return store if self._most is None else cast("Store", _Counted(store, self, bounded))
 
 
 class _Counted:
