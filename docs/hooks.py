@@ -40,6 +40,11 @@ def on_page_content(html: str, **_: Any) -> str:
     return DRAWING.sub(lambda found: f'<span class="drawing">{(docs / found[1]).read_text("utf-8")}</span>', html)
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """Remove the mark that lets the theme's script ask api.github.com for the repository's stars."""
+    return output.replace(' data-md-component="source"', "")
+
+
 def commands() -> str:
     from flexfleet.cli.main import parser
 
