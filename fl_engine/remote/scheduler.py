@@ -128,7 +128,7 @@ class WorkerBackend:
         yield from self._results(r)
         self._end_leases(r, lost)
         self._give_up(r)
-        free = list(r.assigned(self.workers.present, time.monotonic()))
+        free = r.assigned(self.workers.present, time.monotonic())
         self._lease_all(r, [(w, clients, secrets.token_hex(8), len(clients) == 1) for w, clients in free])
         self.workers.renew()
         present = {worker.process: worker.member.tier for worker in self.workers.present}
@@ -171,8 +171,7 @@ class WorkerBackend:
             taken, now = worker.heartbeat is not None and worker.heartbeat.lease == id, time.monotonic()
             worker.held = Held(id, worker.process, clients, alone, now, now, taken)
 
-        for _ in self.workers.overlapped(send, leases):
-            pass
+        list(self.workers.overlapped(send, leases))
 
     def _results(self, r: OpenRound) -> Iterator[ClientResult]:
         """Yield the results of current leases. Results of ended leases are ignored."""

@@ -231,13 +231,11 @@ class Workers:
     def renew(self) -> None:
         """Write a new message to each worker if its last message is older than SIGN_S seconds, or is outdated."""
         due = [w for w in self.by_name.values() if time.monotonic() - w.written_at > SIGN_S and not w.revoked]
-        for _ in self.overlapped(lambda w: self.send(w, w.message.lease if w.held else None), due):
-            pass
+        list(self.overlapped(lambda w: self.send(w, w.message.lease if w.held else None), due))
 
     def dismiss(self) -> None:
         """Write a final message to each worker, because the run is over."""
         names = set(self._provisioner.names())
         for worker in self.by_name.values():
             worker.held, worker.revoked = None, worker.name not in names
-        for _ in self.overlapped(lambda w: self.send(w, None, run="", site=""), self.by_name.values()):
-            pass
+        list(self.overlapped(lambda w: self.send(w, None, run="", site=""), self.by_name.values()))

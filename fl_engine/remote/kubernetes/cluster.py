@@ -83,6 +83,8 @@ class Cluster:
             call = getattr(api, f"{verb}_{WHOLE[kind]}" if kind in WHOLE else f"{verb}_namespaced_{NOUNS[kind]}")
             response = call(**where, _preload_content=False, _request_timeout=(10, 60), **arguments)
             found: Resource = json.loads(response.data)
+            if not isinstance(found, dict):
+                raise ValueError(f"the response must be a JSON object, got {found!r:.100}")
         except ApiException as error:
             refusal = self._refusal(error, what)
             if error.status == absent and not isinstance(refusal, Unreachable):
