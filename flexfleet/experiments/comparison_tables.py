@@ -115,8 +115,8 @@ def _metric(c: ComparisonFile, measure: Measure) -> Table:
         "full last": lambda r: _score(r.last.full, measure),
         "avg at best": lambda r: _score(r.best.avg, measure),
         "full at best": lambda r: _score(r.best.full, measure),
-        "best round": lambda r: cell(r.best.round, digits=1),
-        "last round": lambda r: cell(r.last.round, digits=1),
+        "best round": lambda r: count(r.best.round),
+        "last round": lambda r: count(r.last.round),
     }
     if any(r.local for r in c.results.values()):
         columns |= {"local avg": _share("local_avg"), "local full": _share("local_full")}
@@ -126,8 +126,8 @@ def _metric(c: ComparisonFile, measure: Measure) -> Table:
             "levels %": "100",
             "full last": _score(c.central.full, measure),
             "full at best": _score(c.central.best, measure),
-            "best round": cell(c.central.best_epoch, digits=1),
-            "last round": f"{c.central.settings['central.epochs']:.1f}",
+            "best round": count(c.central.best_epoch),
+            "last round": f"{c.central.settings['central.epochs']}",
         }
     for name in further(c):
         own = Measure(name)
@@ -201,7 +201,7 @@ def _to_reach(c: ComparisonFile, measure: Measure) -> list[Table]:
                     label,
                     f"{measure.scale * one.accuracy:g} {measure.unit}".rstrip(),
                     f"{len(one.seeds)} of {len(c.seeds)}",
-                    cell(one.rounds, digits=1),
+                    count(one.rounds),
                     seconds(one.seconds_simulated if on_the_clock else one.seconds),
                     fine(one.mb_down),
                     fine(one.mb_up),
@@ -244,9 +244,14 @@ def fine(s: Spread | None, digits: int = 2) -> str:
     return cell(s, digits=decimals(0.0 if s is None else s.mean, digits))
 
 
+def count(s: Spread | None) -> str:
+    """Format a number of rounds or clients like `cell`, with a decimal only if it is a mean over several seeds."""
+    return cell(s, digits=0 if s is None or s.std is None else 1)
+
+
 def failed(r: Summary) -> str:
     """Format the number of failed clients in all rounds."""
-    return "0" if r.clients_failed is not None and not r.clients_failed.mean else cell(r.clients_failed, digits=1)
+    return "0" if r.clients_failed is not None and not r.clients_failed.mean else count(r.clients_failed)
 
 
 def seconds(s: Spread | None) -> str:

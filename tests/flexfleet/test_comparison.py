@@ -118,7 +118,7 @@ def test_cost_to_reach_accuracies() -> None:
     assert table.head == ("algorithm", "to reach", "seeds", "rounds", "simulated s", "MB down", "MB up")
     assert table.rows == (
         ("a", "40 %", "2 of 2", "1.5 ± 0.7", "15.0 ± 7.1", "1.50 ± 0.00", "0.50 ± 0.00"),
-        ("a", "60 %", "1 of 2", "3.0", "30.0", "4.50", "1.50"),
+        ("a", "60 %", "1 of 2", "3", "30.0", "4.50", "1.50"),
         ("a", "80 %", "0 of 2", NONE, NONE, NONE, NONE),
     )
     found = comparison_report.figures(c)["a"]
