@@ -1,7 +1,6 @@
-"""Add the notebooks of examples/ to the site as pages. Building the site executes them, so pages have results.
+"""Add the notebooks of examples/ to the site as pages, with their stored outputs.
 
-`mkdocs serve` shows notebooks without results, so that changes appear immediately. EXECUTED_EXAMPLES names a folder
-with executed notebooks.
+`python docs/examples.py` executes all notebooks and stores their outputs.
 """
 
 from __future__ import annotations
@@ -18,20 +17,18 @@ TIMEOUT_S = 600
 FENCE = "~" * 6
 NOTEBOOKS = re.compile(r"\(\.\./((?:\.\./)*)examples/(\w+)\.ipynb\)")
 """A link to a notebook on a page in docs/."""
+TABLE_STYLE = re.compile(r"<style.*?</style>| border=\"1\" class=\"dataframe\"| style=\"[^\"]*\"", re.DOTALL)
+"""How pandas styles the table of a DataFrame."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-serving = False
-
-
-def on_startup(command: str, **_: Any) -> None:
-    global serving
-    serving = command == "serve"
 
 
 def on_files(files: Any, config: Any) -> Any:
+    import nbformat
     from mkdocs.structure.files import File
 
     for path in sorted(EXAMPLES.glob("*.ipynb")):
-        files.append(File.generated(config, f"examples/{path.stem}.md", content=page(results(path), path.name)))
+        content = page(nbformat.read(path, as_version=4), path.name)
+        files.append(File.generated(config, f"examples/{path.stem}.md", content=content))
     return files
 
 
@@ -40,27 +37,21 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return NOTEBOOKS.sub(r"(\1examples/\2.md)", markdown)
 
 
-def results(path: Path) -> Any:
-    """Return the notebook, executed if the site is built."""
-    import nbformat
-
-    done = os.environ.get("EXECUTED_EXAMPLES")
-    if serving or done:
-        return nbformat.read(Path(done) / path.name if done and not serving else path, as_version=4)
-    with TemporaryDirectory() as folder:
-        return execute(path, Path(folder))
-
-
 def execute(path: Path, folder: Path, **environment: str) -> Any:
-    """Execute all cells in a new kernel with the working directory `folder`. Raises CellExecutionError if a cell
-    fails."""
+    """Execute all cells in a new kernel with the working directory `folder`, and return the notebook without log lines
+    and progress (stderr). Raises CellExecutionError if a cell fails."""
     import nbformat
     from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
     where = {"metadata": {"path": str(folder)}}
-    client = NotebookClient(notebook, kernel_name="python3", timeout=TIMEOUT_S, allow_errors=False, resources=where)
+    options = {"coalesce_streams": True, "record_timing": False}  # without details that depend on time
+    client = NotebookClient(notebook, kernel_name="python3", timeout=TIMEOUT_S, resources=where, **options)
     client.execute(env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    notebook.metadata.language_info = {"name": "python"}  # without the version of the executing Python
     return notebook
 
 
@@ -84,8 +75,9 @@ def shown(output: Any) -> str:
     data = output.get("data", {})
     if "image/png" in data:
         return f'<img alt="{_alt(data)}" src="data:image/png;base64,{"".join(data["image/png"].split())}">'
-    if "text/html" in data:  # without empty lines, which would end the block
-        return "<div>" + "\n".join(line for line in data["text/html"].splitlines() if line.strip()) + "</div>"
+    if "text/html" in data:  # a table in the style of the site, without empty lines, which would end the block
+        text = TABLE_STYLE.sub("", data["text/html"])
+        return "<div>" + "\n".join(line for line in text.splitlines() if line.strip()) + "</div>"
     return _text(data.get("text/plain", ""))
 
 
@@ -95,3 +87,11 @@ def _text(text: str) -> str:
 
 def _alt(data: Any) -> str:
     return re.sub(r'[<>"&]', "", data.get("text/plain", "a figure"))
+
+
+if __name__ == "__main__":
+    import nbformat
+
+    for path in sorted(EXAMPLES.glob("*.ipynb")):
+        with TemporaryDirectory() as folder:
+            nbformat.write(execute(path, Path(folder)), path)

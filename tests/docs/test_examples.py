@@ -4,7 +4,6 @@ and the site, which shows their results, builds without a dead link."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,7 +34,7 @@ def executed(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
     """By a notebook's name, its file with results; in the same folder, `<name>.measured` has what MEASURE said."""
     nbformat = pytest.importorskip("nbformat", reason="notebooks need nbclient: pip install -e '.[dev]'")
     out = tmp_path_factory.mktemp("executed")
-    execute_for_the_site = run_path(str(ROOT / "docs" / "examples.py"))["execute"]
+    execute_and_clean = run_path(str(ROOT / "docs" / "examples.py"))["execute"]
 
     @cache
     def execute(name: str) -> Path:
@@ -44,7 +43,7 @@ def executed(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
         nbformat.write(notebook, out / f"{name}.ipynb")
         folder = tmp_path_factory.mktemp(name)
         env = {"PYTHONPATH": str(installed), "IPYTHONDIR": str(folder)}
-        done = execute_for_the_site(out / f"{name}.ipynb", folder, **env)
+        done = execute_and_clean(out / f"{name}.ipynb", folder, **env)
         (measured,) = done.cells.pop()["outputs"]
         (out / f"{name}.measured").write_text(measured["text"])
         nbformat.write(done, out / f"{name}.ipynb")
@@ -53,18 +52,19 @@ def executed(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return execute
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_is_stored_without_results(name: str) -> None:
-    for cell in code(ROOT / "examples" / f"{name}.ipynb"):
-        assert cell["outputs"] == [] and cell["execution_count"] is None
-        assert cell["metadata"] == {}, "no cell is tagged: none is skipped, and none may fail"
+def shape(cell: dict[str, Any]) -> list[Any]:
+    """The kinds of a cell's outputs, and the number of rows of each table. Numbers and pixels depend on the machine."""
+    outputs = [(each["output_type"], each.get("data", {})) for each in cell["outputs"]]
+    return [(kind, sorted(data), "".join(data.get("text/html", "")).count("<tr")) for kind, data in outputs]
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs(name: str, executed: Callable[[str], Path], installed: Path) -> None:
     path = executed(name)
     cells = code(path)
-    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    stored = code(ROOT / "examples" / path.name)
+    assert list(map(shape, cells)) == list(map(shape, stored)), "run docs/examples.py to store new outputs"
+    assert not any(cell["metadata"] for cell in stored), "no cell is tagged: none is skipped, and none may fail"
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2, "it shows pictures"
     assert not any(output["output_type"] == "error" for output in outputs)
@@ -73,16 +73,14 @@ def test_a_notebook_runs(name: str, executed: Callable[[str], Path], installed: 
     assert float(seconds) < SECONDS
 
 
-def test_the_site_builds_without_a_dead_link(executed: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_site_builds_without_a_dead_link(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="the site's builder is not installed: pip install -e '.[docs]'")
-    examples = [executed(name) for name in NOTEBOOKS]
-    env = os.environ | {"EXECUTED_EXAMPLES": str(examples[0].parent)}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    for path in examples:
-        shown = (tmp_path / "site/examples" / path.stem / "index.html").read_text()
-        assert "data:image/png;base64," in shown and "<table" in shown, f"{path.stem} with its pictures and tables"
+    for name in NOTEBOOKS:
+        shown = (tmp_path / "site/examples" / name / "index.html").read_text()
+        assert "data:image/png;base64," in shown and "<table" in shown, f"{name} with its pictures and tables"
     commands = (tmp_path / "site/reference/commands/index.html").read_text()
     assert "flexfleet regress" in commands and "--update" in commands
     assert "kd_weight" in (tmp_path / "site/reference/algorithms/index.html").read_text()
