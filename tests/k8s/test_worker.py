@@ -208,7 +208,9 @@ def test_assignments_side_by_side_share_the_free_memory(
         lease, all_of = Lease(id="ab" * 8, seconds=60, assignment=given), Prepared(FlexFL(), site, "")
         execute(lease, "ab" * 32, "site", MemoryStore(), all_of, lambda base: next(looks) if base == 10 else 0)
 
-    monkeypatch.setattr(execution, "_train", lambda _a, site, _b, _g, clients: trained.append((clients, site.free)))
+    monkeypatch.setattr(
+        execution, "_train", lambda prepared, _b, _g, clients: trained.append((clients, prepared.site.free))
+    )
     train(given)
     assert [client for clients, _ in trained for client in clients] == [5, 1, 2, 8]
     assert [(len(clients), free) for clients, free in trained] == [
