@@ -30,16 +30,17 @@ def trained(flexfleet: Any, own_folder: None) -> list[dict[str, Any]]:
 @pytest.mark.long
 def test_central_training_is_a_row_of_the_tables(flexfleet: Any, trained: list[dict[str, Any]]) -> None:
     words = ("compare", "--algorithms", "all_large", "--id", "both", "--central", "runs/c0", "runs/c1")
-    done = flexfleet(*words, sets=[*SETS, *ROUNDS]).ok()
+    flexfleet(*words, sets=[*SETS, *ROUNDS]).ok()
     found = ComparisonFile.read(Path("runs/both/comparison.json")).central
     assert found is not None and found.seeds == (0, 1) and found.settings["central.epochs"] == 2
     a, b = (each["metrics"]["full"] for each in trained)
     assert found.full.mean == pytest.approx((a + b) / 2)
-    rows = [line for line in done.out.splitlines() if line.startswith("  central training")]
+    page = Path("runs/both/comparison.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| central training |")]
     assert len(rows) == 2 and f"{50 * (a + b):.2f} ± " in rows[0]
     last = [each["metrics"]["highest"]["100"]["full"] for each in trained]
     assert f"{50 * sum(last):.2f} ± " in rows[1]
-    assert "central training: the full network, 2 epochs" in done.out
+    assert "central training: the full network, 2 epochs" in page
     assert "central training" in Path("runs/both/comparison.html").read_text()
 
 
