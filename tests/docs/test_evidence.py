@@ -29,6 +29,7 @@ from typing import Any
 
 from scipy.stats import ttest_rel
 
+from benchmarks import attacks
 from flexfleet.files.measure import Measure
 from flexfleet.reports.page import NONE
 
@@ -255,3 +256,11 @@ def test_attacks_stopped_by_a_bound_equal_measurements() -> None:
         caught = [f"{run['caught']} of {run['attacks']}" for run in (flexfl, heterofl) if run["caught"]]
         said = f"| {row} | {flexfl['avg']:.1f} | {heterofl['avg']:.1f} | {'; '.join(caught) or 'none'} |"
         assert said in BOUND_PAGE
+
+
+def test_tables_of_attacks_equal_measurements() -> None:
+    found: dict[str, Any] = json.loads((DOCS / "robustness" / "attacks.json").read_text())
+    guide, further = (DOCS / "guides" / "byzantine.md").read_text(), found["further"]["attacks"]
+    assert attacks.table(found["attacks"], attacks.DEFAULT_RULES) in (DOCS / "reliability.md").read_text()
+    assert attacks.worst_table(found["attacks"], attacks.DEFAULT_RULES) in guide
+    assert attacks.table(further, ("judged_trimmed", "geometric_median", "fltrust")) in guide
