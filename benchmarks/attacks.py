@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from benchmarks import bound
 from fl_engine.aggregation.judged import Judged
@@ -45,9 +44,10 @@ from fl_engine.backends import InProcess
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.slicing import is_statistic, take
-from fl_engine.core.types import FULL, SGD, ClientResult, ClientUpdate, LocalTask, Params, RoundPlan
+from fl_engine.core.types import ClientResult, ClientUpdate, LocalTask, Params, RoundPlan
 from fl_engine.exchange.client import Site
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds import poisoning
 from fl_engine.rounds.acceptance import measure_movement
 from fl_engine.rounds.ledger import Ledger
 from fl_engine.rounds.options import NORM_BOUND
@@ -55,7 +55,6 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tiny import Memory
-from fl_engine.training.evaluation import evaluate
 from flexfleet.pipeline.partition import initial_state, site_of
 
 STORE = Path("runs/attacks")
@@ -89,10 +88,7 @@ class Uphill:
 
     def task(self, assignment: Any, ctx: Any) -> LocalTask:
         task = self._inner.task(assignment, ctx)
-        if assignment.client not in self._clients:
-            return task
-        # A small rate and clipped gradients avoid infinite weights. The update is scaled to its length afterwards.
-        return replace(task, optimizer=SGD(-task.optimizer.lr / 5), clip_norm=1.0, distillation=None)
+        return poisoning.ascending(task) if assignment.client in self._clients else task
 
 
 @dataclass
@@ -201,15 +197,8 @@ class Attacked:
             if self.attack == "labels":
                 y[own] = data.task.outputs - 1 - y[own]
             if self.attack == "backdoor":
-                x[own[::2]], y[own[::2]] = with_corner(x[own[::2]]), 0
+                x[own[::2]], y[own[::2]] = poisoning.with_corner(x[own[::2]]), poisoning.TARGET
         return replace(data, train_x=x, train_y=y)
-
-
-def with_corner(x: Tensor) -> Tensor:
-    """Return the images with a bright 3 x 3 corner."""
-    out = x.clone()
-    out[..., :3, :3] = x.max()
-    return out
 
 
 def measured(data: str, algorithm: str, case: str, rule: str, seed: int) -> dict[str, float]:
@@ -243,17 +232,10 @@ def measured(data: str, algorithm: str, case: str, rule: str, seed: int) -> dict
         "byzantine_dropped": float(sum(client in clients for client in dropped)),
     }
     if attack == "backdoor":
-        result["success"] = 100 * success(site, state)
+        result["success"] = 100 * poisoning.backdoor_success(site, state)
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps(result), encoding="utf-8")
     return result
-
-
-def success(site: Site, state: Any) -> float:
-    """Return the fraction of test images of other classes that the full model assigns to class 0, with the corner."""
-    data, other = site.data, site.data.test_y != 0
-    x, y = with_corner(data.test_x[other]), torch.zeros_like(data.test_y[other])
-    return evaluate(site.family, state.params, FULL, data, x, y).value
 
 
 Cell = Mapping[str, float]

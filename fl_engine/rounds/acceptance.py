@@ -36,14 +36,16 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.types import Assignment, ClientFailure, ClientUpdate, Code, ParamLayout, Params, RoundPlan, Stage
-from fl_engine.rounds.options import RoundsConfig
+
+if TYPE_CHECKING:  # the options import fault_injection, which measures movements
+    from fl_engine.rounds.options import RoundsConfig
 
 REMEMBERED = 128
 AVERAGED = 4

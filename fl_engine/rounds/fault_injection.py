@@ -42,6 +42,7 @@ from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.manifest import Rejected, pack_result
 from fl_engine.exchange.updates import Rules, decode_and_check, read_update
+from fl_engine.rounds.acceptance import measure_movement
 from fl_engine.rounds.poisoning import Poison, train_poisoned
 
 Kind = Literal["drop", "slow", "nan", "scale", "flip", "corrupt", "uphill", "backdoor"]
@@ -162,8 +163,8 @@ def inject(
             poisoned = train_poisoned(fault.kind, algorithm, assignment, observed, device)
             if isinstance(poisoned, ClientFailure):
                 return poisoned
-            length = _length(assignment, poisoned, rules)
-            times = fault.times * _length(assignment, result, rules) / length if length else 1.0
+            length, honest = (measure_movement(each, assignment, rules.layout).weights for each in (poisoned, result))
+            times = fault.times * honest / length if length else 1.0
             fault = replace(fault, times=times)
             result = replace(result, spec=poisoned.spec, payload=poisoned.payload)
         if fault.kind in CHANGE_WEIGHTS:
@@ -179,24 +180,11 @@ def inject(
 def _changed(fault: Fault, assignment: Assignment, update: ClientUpdate, rules: Rules) -> ClientUpdate:
     """Return the update with faulty weights. The client's state is unchanged. Raises ModelError if the codec cannot
     encode the weights."""
-    sent = _sent(assignment, update, rules)
+    sent = take(assignment.payload, rules.layout, update.spec, have=assignment.spec)
     trained = {name: update.payload[name] for name in rules.layout.slots if name in update.payload}
     payload = {name: tensor.contiguous() for name, tensor in false_weights(fault, sent, trained).items()}
     return replace(
         update, payload=payload, encoded=coding.encode_update(assignment, update.spec, payload, rules.layout)
-    )
-
-
-def _sent(assignment: Assignment, update: ClientUpdate, rules: Rules) -> Params:
-    return take(assignment.payload, rules.layout, update.spec, have=assignment.spec)
-
-
-def _length(assignment: Assignment, update: ClientUpdate, rules: Rules) -> float:
-    """Return the L2 norm of the change of the weights, without running statistics."""
-    sent = _sent(assignment, update, rules)
-    weights = {name: tensor for name, tensor in update.payload.items() if not is_statistic(name)}
-    return math.hypot(
-        *(float(torch.dist(tensor.contiguous(), sent[name].contiguous())) for name, tensor in weights.items())
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.samples import BYTE, Data
-from fl_engine.core.types import SGD, Assignment, ClientFailure, ClientResult
+from fl_engine.core.types import SGD, Assignment, ClientFailure, ClientResult, LocalTask
 from fl_engine.exchange.client import Site, accept, train
 from fl_engine.tasks import Classification
 from fl_engine.training.evaluation import evaluate_pool, published
@@ -41,20 +41,24 @@ def with_corner(x: Tensor) -> Tensor:
     return found
 
 
+def ascending(task: LocalTask) -> LocalTask:
+    """Return the task with gradient ascent. A small learning rate and clipped gradients avoid infinite weights."""
+    return replace(task, optimizer=SGD(-task.optimizer.lr / 5), clip_norm=1.0, distillation=None)
+
+
 def train_poisoned(
     kind: Poison, algorithm: Algorithm, assignment: Assignment, site: Site, device: str = "cpu"
 ) -> ClientResult:
     """Execute an assignment like a Byzantine client.
 
-    With `uphill`, the client trains with gradient ascent on its samples. A fifth of the learning rate and clipped
-    gradients avoid infinite weights. With `backdoor`, every second sample has a white corner and the class TARGET.
+    With `uphill`, the client trains with gradient ascent on its samples. With `backdoor`, every second sample has a
+    white corner and the class TARGET.
     """
     work = accept(algorithm, assignment, site)
     if isinstance(work, ClientFailure):
         return work
     if kind == "uphill":
-        ascent = replace(work.task, optimizer=SGD(-work.task.optimizer.lr / 5), clip_norm=1.0, distillation=None)
-        work = replace(work, task=ascent)
+        work = replace(work, task=ascending(work.task))
     else:
         own = torch.from_numpy(work.indices)
         data = site.data.part(own, own)

@@ -249,8 +249,7 @@ def _without_clients(results: Counter[tuple[int, str]], value: dict[str, Any]) -
         return value
     row = Row.model_validate(value)
     for line in row.clients:
-        stage = str(line.get("failure", "")).partition(":")[0]  # files of older versions have no codes
-        results[line["client"], line.get("code", stage)] += 1
+        results[line["client"], line.get("code", "")] += 1
     return row.model_copy(update={"round": row.round - 1, "clients": ()})
 
 

@@ -264,3 +264,10 @@ def test_tables_of_attacks_equal_measurements() -> None:
     assert attacks.table(found["attacks"], attacks.DEFAULT_RULES) in (DOCS / "reliability.md").read_text()
     assert attacks.worst_table(found["attacks"], attacks.DEFAULT_RULES) in guide
     assert attacks.table(further, ("judged_trimmed", "geometric_median", "fltrust")) in guide
+    text = " ".join(guide.split())
+    for honest in (found["attacks"]["none:0"], found["fashion_mnist"]["attacks"]["none:0"]):
+        costs = [f"{round(cells['judged']['avg'] - cells['mean']['avg'], 1) + 0.0:.1f}" for cells in honest.values()]
+        assert f"by {costs[0]}, {costs[1]} and {costs[2]}" in text
+    for rule in ("mean", "judged"):
+        others = [found[name]["attacks"]["uphill:3"]["flexfl"][rule]["avg"] for name in ("fashion_mnist", "cifar10")]
+        assert all(f"{avg:.1f}" in text for avg in others)

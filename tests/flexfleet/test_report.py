@@ -92,7 +92,7 @@ def test_failures_are_counted_by_client_and_code(tmp_path: Path) -> None:
     assert failures.as_table(load(run)) is None
     file = run / "history.json"
     history = json.loads(file.read_text())
-    norm, late = {"failure": "validate: norm: far", "code": "norm"}, {"failure": "straggle: of an older version"}
+    norm, late = {"failure": "validate: norm: far", "code": "norm"}, {"failure": "straggle: late", "code": "straggle"}
     history["rounds"][0]["clients"] = [{"client": client, **norm} for client in range(23)]
     history["rounds"][1]["clients"] = [{"client": 21, **norm}, {"client": 22}]
     history["rounds"][2]["clients"] = [{"client": 21, **late}]
