@@ -139,13 +139,16 @@ class HarCNN(Chain, NormedNetwork):
     three 1-D convolutions with batch norm, five fully connected layers, and 316, 153 or 76 thousand parameters for 128,
     64 or 32 channels. HarCNN is a reconstruction of this model. The three convolutions have kernel size 3, batch norm,
     ReLU, and 128, 64 and 32 channels. Four hidden layers with 64, 32, 16 and 16 units and ReLU precede the classifier.
-    The paper's parameter counts imply that the convolutions have 0.98 to 1.95 c^2 weights for c channels. Three
-    convolutions with c channels each would have 6 c^2 weights, so each convolution here halves the number of channels.
-    Convolutions with c, c/2 and c/4 channels have 1.875 c^2 weights plus a term that is linear in c.
+
+    The paper's parameter counts do not match three convolutions with c channels each. A network with a c^2 + b c + d
+    parameters satisfies P(128) - 3 P(64) + 2 P(32) = (16,384 - 3 * 4,096 + 2 * 1,024) a = 6,144 a. The paper's counts
+    yield 316 - 3 * 153 + 2 * 76 = 9 thousand, or 6 to 12 thousand before rounding, so a is between 0.98 and 1.95. Three
+    convolutions with c channels and kernel size 3 have a = 6. Therefore each convolution here halves the number of
+    channels. Convolutions with c, c/2 and c/4 channels have a = 1.875.
 
     `nested` lists three networks. `large` is the full network. `medium` keeps the first half of each convolution's
     channels, and `small` keeps the first quarter. Both sub-networks keep all hidden units. FedX pre-trains with UCI-HAR
-    (Anguita et al., 2012; 128 steps, 9 sensors, 6 classes). For UCI-HAR, `large` / `medium` / `small` have 300,486 /
+    (data set `uci_har`; 128 steps, 9 signals, 6 classes). For UCI-HAR, `large` / `medium` / `small` have 300,486 /
     144,086 / 71,646 parameters, including running statistics. For WISDM (200x6, 12 classes), the networks have 446,892
     / 217,340 / 108,324 parameters.
 

@@ -1,4 +1,4 @@
-"""Write small data sets in the official formats of AEP, CASAS, UT-HAR, Widar and WISDM."""
+"""Write small data sets in the official formats of AEP, CASAS, UCI-HAR, UT-HAR, Widar and WISDM."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_engine.datasets import aep, casas, uthar, widar, wisdm
+from fl_engine.datasets import aep, casas, uci_har, uthar, widar, wisdm
 from tests.data.made import write
 
 AEP_ROWS = 60
+UCI_HAR_SAMPLES = (24, 12)
 UTHAR_SAMPLES = (21, 14)
 NAMES = ("date", "Appliances", "lights", *(f"{what}{room}" for room in range(1, 10) for what in ("T", "RH_")),
          "T_out", "Press_mm_hg", "RH_out", "Windspeed", "Visibility", "Tdewpoint", "rv1", "rv2")  # fmt: skip
@@ -85,6 +86,19 @@ def casas_lines(days: int = 3) -> bytes:
 def write_casas(root: Path, days: int = 3) -> None:
     for file in casas.FILES:
         write(root / file, casas_lines(days))
+
+
+# ----------------------------------------------------------------------------------------------------- UCI-HAR
+def write_uci_har(root: Path, samples: tuple[int, int] = UCI_HAR_SAMPLES) -> None:
+    """Window w has the activity w % 6 + 1 and the person w // 3 + 1. Signal s has the values s + w / 100 + t / 1000 at
+    reading t, written like the official files."""
+    for part, count in zip(uci_har.PARTS, samples, strict=True):
+        folder = root / uci_har.FOLDER / part
+        write(folder / f"y_{part}.txt", "".join(f"{w % 6 + 1}\n" for w in range(count)).encode())
+        write(folder / f"subject_{part}.txt", "".join(f"{w // 3 + 1}\n" for w in range(count)).encode())
+        for s, signal in enumerate(uci_har.SIGNALS):
+            lines = ("".join(f" {s + w / 100 + t / 1000: .7e}" for t in range(128)) + "\n" for w in range(count))
+            write(folder / "Inertial Signals" / f"{signal}_{part}.txt", "".join(lines).encode())
 
 
 # ------------------------------------------------------------------------------------------------------ UT-HAR

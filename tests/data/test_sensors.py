@@ -15,8 +15,8 @@ import torch
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.transforms import moments, random_split
-from fl_engine.datasets import DATASETS, aep, casas, uthar, widar, wisdm
-from fl_engine.tasks import Regression
+from fl_engine.datasets import DATASETS, aep, casas, uci_har, uthar, widar, wisdm
+from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.datasets import DatasetSuite
 from tests.data import sensors
 from tests.data.made import write
@@ -24,6 +24,7 @@ from tests.data.made import write
 LOADS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Data]]] = {
     "aep": (sensors.write_aep, partial(aep.load, rows=sensors.AEP_ROWS)),
     "casas": (sensors.write_casas, casas.load),
+    "uci_har": (sensors.write_uci_har, partial(uci_har.load, samples=sensors.UCI_HAR_SAMPLES)),
     "uthar": (sensors.write_uthar, partial(uthar.load, samples=sensors.UTHAR_SAMPLES)),
     "widar": (sensors.write_widar, widar.load),
     "wisdm_watch": (sensors.write_wisdm, DATASETS["wisdm_watch"].load),
@@ -222,6 +223,43 @@ def test_uthar_pairs_test_samples_with_their_own_labels(tmp_path: Path) -> None:
     assert data.test_y.tolist() == [*range(7), *range(7)]  # those of the validation part are all 0
     packets = np.load(tmp_path / uthar.FOLDER / "data" / "X_test.csv")
     assert float(data.test_x[3, 0, 17, 65]) == pytest.approx(packets[3, 17, 65])
+
+
+# ----------------------------------------------------------------------------------------------------- UCI-HAR
+def load_uci_har(root: Path) -> Data:
+    return uci_har.load(root, sensors.UCI_HAR_SAMPLES)
+
+
+def test_uci_har_stacks_signals_and_keeps_people(tmp_path: Path) -> None:
+    sensors.write_uci_har(tmp_path)
+    data = load_uci_har(tmp_path)
+    assert (data.input_shape, data.task) == ((128, 9), Classification(6))
+    assert data.natural_client is not None and data.natural_client.tolist() == [w // 3 + 1 for w in range(24)]
+    assert data.test_y.tolist() == [0, 1, 2, 3, 4, 5] * 2
+    assert float(data.train_x[7, 100, 5]) == pytest.approx(5 + 0.07 + 0.1)  # z of the gyroscope
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("train/y_train.txt", "6\n", "7\n"),
+        ("train/y_train.txt", "6\n", "6.0\n"),
+        ("train/subject_train.txt", "8\n", "0\n"),
+        ("test/subject_test.txt", "4\n", ""),
+        ("test/Inertial Signals/total_acc_x_test.txt", "6.0000000e+00", "inf"),
+        ("test/Inertial Signals/total_acc_x_test.txt", "6.0000000e+00", ""),
+        ("train/Inertial Signals/body_gyro_y_train.txt", " 4", " 4,"),
+    ],
+)
+def test_uci_har_rejects_damaged_file(tmp_path: Path, name: str, old: str, new: str) -> None:
+    sensors.write_uci_har(tmp_path)
+    path = tmp_path / uci_har.FOLDER / name
+    content = path.read_text()
+    assert old in content
+    path.write_text(content.replace(old, new, 1))
+    with pytest.raises(DataError) as caught:
+        load_uci_har(tmp_path)
+    assert path.name in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------------------- Widar

@@ -23,7 +23,18 @@ from hypothesis.strategies import SearchStrategy
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.downloads import extract
-from fl_engine.datasets import aep, casas, epic_sounds, femnist, shakespeare, tiny_imagenet, uthar, visdrone, wisdm
+from fl_engine.datasets import (
+    aep,
+    casas,
+    epic_sounds,
+    femnist,
+    shakespeare,
+    tiny_imagenet,
+    uci_har,
+    uthar,
+    visdrone,
+    wisdm,
+)
 from fl_engine.datasets.cifar import CIFAR100
 from fl_engine.datasets.mnist import FASHION_MNIST
 from fl_engine.datasets.widar import profile
@@ -124,6 +135,12 @@ READERS = {
     "aep": Reader(sensors.write_aep, partial(aep.load, rows=sensors.AEP_ROWS), aep.FILES, ("aep: ",)),
     "wisdm": Reader(write_watch, partial(wisdm.load, device="watch"), WATCH, ("person 1600", "wisdm_watch: ")),
     "casas": Reader(partial(sensors.write_casas, days=1), casas.load, casas.FILES[1:2]),
+    "uci_har": Reader(
+        partial(sensors.write_uci_har, samples=(3, 2)),
+        partial(uci_har.load, samples=(3, 2)),
+        uci_har.FILES[:3],
+        ("uci_har: ",),
+    ),
     "uthar": Reader(
         partial(sensors.write_uthar, samples=(3, 2)),
         partial(uthar.load, samples=(3, 2)),
