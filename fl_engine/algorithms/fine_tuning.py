@@ -12,14 +12,19 @@ Departs from the paper, or follows one of two contradictory statements in the pa
 - The paper does not state the number of steps. Here the server trains for `epochs` epochs over its data.
 
 The norm is computed over all weights together. Running statistics of batch norm are not part of the norm.
+
+Theorem 1 (section III-D) requires the learning rate Q / (G sqrt(t)) in step t. Q is an upper bound of the L2 norm of
+the weights, and G is the Lipschitz constant of the loss, which bounds the norm of its gradient. Both are unknown for a
+neural network, so `lr` replaces Q / G. The proof has one step per round, so t is the number of the round.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from fl_engine.aggregation import privacy
 from fl_engine.algorithms.pooled import PooledAlgorithm, StaticBN
@@ -27,7 +32,19 @@ from fl_engine.core import seeds
 from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import ModelError
 from fl_engine.core.fields import STRICT, Count, NotNegative, Positive
-from fl_engine.core.types import FULL, SGD, Assignment, ClientResult, Device, LocalTask, Pool, RoundPlan, TaskContext
+from fl_engine.core.types import (
+    FULL,
+    SGD,
+    Assignment,
+    ClientResult,
+    Device,
+    LocalTask,
+    Pool,
+    RoundPlan,
+    SubmodelSpec,
+    TaskContext,
+)
+from fl_engine.preparation.supernet import sandwich
 
 log = logging.getLogger("flexfleet")
 
@@ -44,14 +61,25 @@ class FineTuning:
     """Samples per batch."""
     lr: Positive = 0.01
     """Learning rate of the server's SGD."""
+    lr_schedule: Literal["constant", "inverse_sqrt"] = "constant"
+    """constant: `lr` in all rounds; inverse_sqrt: `lr` / sqrt(t) in round t = 1, 2, ... (Theorem 1)."""
     gamma: NotNegative = 1e-4
     """Weight of the regulariser; 0: no regulariser."""
+    sub_networks: bool = False
+    """True: each step trains the whole network, the smallest sub-network and a random sub-network, as in the first
+    training; False: each step trains the whole network only."""
 
-    def task(self, seed: int) -> LocalTask:
-        """Return a task that trains the whole network. `seed` determines the sample order and the dropout masks."""
-        return LocalTask(
-            FULL, SGD(self.lr), self.epochs, self.batch_size, drop_last=False, seed=seed, proximal=self.gamma
-        )
+    def task(self, seed: int, round: int = 0, smaller: Sequence[SubmodelSpec] = ()) -> LocalTask:
+        """Return a task that trains the whole network, and the sub-networks `smaller` if `sub_networks` is set.
+
+        Args:
+            seed: Determines the sample order, the dropout masks and the random sub-networks.
+            round: Number of the round, counted from 0.
+            smaller: Sub-networks in ascending order of size.
+        """
+        lr = self.lr / math.sqrt(round + 1) if self.lr_schedule == "inverse_sqrt" else self.lr
+        task = LocalTask(FULL, SGD(lr), self.epochs, self.batch_size, drop_last=False, seed=seed, proximal=self.gamma)
+        return sandwich(task, smaller) if self.sub_networks else task
 
 
 @dataclass(frozen=True)
@@ -86,8 +114,10 @@ class FineTuned(PooledAlgorithm):
         if self.fine_tuning is None or merged.params is before.params:
             return merged
         seed = seeds.derive(privacy.server_seed(self.aggregation, plan), "fine-tuning", plan.round)
+        smaller = [model.spec for model in before.pool if model.spec != FULL]
         try:
-            return replace(merged, params=server.train(self.fine_tuning.task(seed), merged.params))
+            task = self.fine_tuning.task(seed, plan.round, smaller)
+            return replace(merged, params=server.train(task, merged.params))
         except ModelError as error:
             log.warning("round %d: the model was not fine-tuned: %s", plan.round + 1, error)
             return merged

@@ -17,7 +17,7 @@ import json
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, ClassVar
 
@@ -135,6 +135,12 @@ def _shown(accuracy: float | None) -> str:
     return "not a number" if accuracy is None else f"{accuracy:.4f}"
 
 
+def sandwich(task: LocalTask, smaller: Sequence[SubmodelSpec], kd_weight: float = 1.0) -> LocalTask:
+    """Return a copy of `task` in which each step trains the whole network, the smallest sub-network and a random
+    sub-network. `smaller` contains the sub-networks in ascending order of size."""
+    return replace(task, widths=(*smaller, FULL), sandwich=Sandwich(random=1, weight=kd_weight, temperature=1.0))
+
+
 def _trained(family: ModelFamily, server: PreparationContext, levels: Mapping[str, SubmodelSpec]) -> Params:
     """Train the whole network from scratch and return the weights."""
     settings = server.settings
@@ -146,9 +152,8 @@ def _trained(family: ModelFamily, server: PreparationContext, levels: Mapping[st
         batch_size=settings["pretrain.batch_size"],
         drop_last=True,
         seed=seeds.derive(server.seed, "supernet"),
-        widths=(*smaller, FULL),
-        sandwich=Sandwich(random=1, weight=settings["algorithm.kd_weight"], temperature=1.0),
     )
+    task = sandwich(task, smaller, settings["algorithm.kd_weight"])
     log.info("supernet: training on %d samples for %d epochs", len(server.data.train_y), task.epochs)
     start = initial_params(family, seeds.derive(server.seed, "init"))
     return server.train(task, {name: tensor.to(server.device) for name, tensor in start.items()})

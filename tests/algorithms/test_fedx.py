@@ -207,6 +207,24 @@ def test_server_fine_tunes_the_merged_model() -> None:
         assert any(not torch.equal(found.params[name], t) for name, t in merged.params.items())
 
 
+def test_fine_tuning_of_sub_networks_trains_the_small_one() -> None:
+    algorithm = fedx(assigned=SOME)
+    site = with_server(tiny_site(algorithm))
+    state, server = start_of(algorithm, site), ServerSite(site)
+    plan = algorithm.plan(state, context_of(site, 0))
+    updates = [update_of(o, o.spec, {n: t + 0.01 for n, t in o.payload.items()}) for o in plan.assignments]
+
+    def losses(tuning: FineTuning | None) -> list[float]:
+        params = replace(algorithm, fine_tuning=tuning).merge(state, plan, updates, server).params
+        specs = [model.spec for model in site.pool]
+        return [server.loss(spec, take(params, site.layout, spec), 100) for spec in specs]
+
+    whole = FineTuning(epochs=20, lr=0.1, batch_size=4)
+    before, one, every = losses(None), losses(whole), losses(replace(whole, sub_networks=True))
+    assert every[0] < min(before[0], one[0]) and every[1] < one[1]
+    assert one[2] < before[2] and every[2] < before[2]
+
+
 @pytest.mark.parametrize("secret", [True, False])
 def test_fine_tuning_seed_hides_the_first_client(secret: bool) -> None:
     private = Private(clip=1.0, noise_multiplier=1.0, secret_selection=secret)

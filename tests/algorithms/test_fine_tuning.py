@@ -54,10 +54,10 @@ def gradient(line: Sequence[float]) -> tuple[float, ...]:
     return tuple(map(sum, zip(*rows, strict=True)))
 
 
-def stepped(line: Sequence[float]) -> tuple[float, ...]:
-    """One step of size LR from `line`; the regulariser pulls to AGGREGATE."""
+def stepped(line: Sequence[float], lr: float = LR) -> tuple[float, ...]:
+    """One step of size `lr` from `line`; the regulariser pulls to AGGREGATE."""
     pulled = zip(line, gradient(line), AGGREGATE, strict=True)
-    return tuple(theta - LR * (g + GAMMA * (theta - to)) for theta, g, to in pulled)
+    return tuple(theta - lr * (g + GAMMA * (theta - to)) for theta, g, to in pulled)
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3])
@@ -66,6 +66,13 @@ def test_fine_tuning_steps_by_hand(epochs: int) -> None:
     for _ in range(epochs):
         expected = stepped(expected)
     assert of(server().train(tuning.task(0), weights(AGGREGATE))) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("schedule", "lr"), [("constant", LR), ("inverse_sqrt", LR / 2)])
+def test_fine_tuning_step_of_the_fourth_round_by_hand(schedule: Any, lr: float) -> None:
+    tuning = FineTuning(batch_size=2, lr=LR, gamma=GAMMA, lr_schedule=schedule)
+    found = of(server().train(tuning.task(0, round=3), weights(AGGREGATE)))
+    assert found == pytest.approx(stepped(AGGREGATE, lr), rel=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["single", "batched"])

@@ -55,9 +55,16 @@ def test_run_sends_the_searched_levels_of_the_trained_supernet(flexfleet: Any, s
     assert row["accuracy_devices"] == pytest.approx(sum(row[f"accuracy/{name}"] for name in own) / 6, rel=1e-12)
 
 
-@pytest.mark.parametrize("up", ["identity", "quantised"])
-def test_model_is_the_same_on_any_backend_and_after_a_stop(flexfleet: Any, sets: list[str], up: str) -> None:
-    alike(flexfleet, [*sets, f"algorithm.up={up}"])
+TUNING = "algorithm.fine_tuning"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("algorithm.up=quantised",), (f"{TUNING}.sub_networks=true", f"{TUNING}.lr_schedule=inverse_sqrt")],
+    ids=["quantised", "sub_networks"],
+)
+def test_model_is_the_same_on_any_backend_and_after_a_stop(flexfleet: Any, sets: list[str], options: Any) -> None:
+    alike(flexfleet, [*sets, *options])
 
 
 @pytest.mark.parametrize(
