@@ -12,12 +12,13 @@ the precision of the stored float32 values. If all updates agree on an element, 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from fl_engine.aggregation.spool import Spooled
+from fl_engine.aggregation.spool import Spool, Spooled
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import is_statistic, mesh, places
 from fl_engine.core.types import Keep, ParamLayout, Params, SubmodelSpec
@@ -133,6 +134,33 @@ def scaled(payload: Params, kind: Kind, old: Params, regions: Regions, factor: f
         before = old[name][region[name]]
         out[name] = change_of(tensor, before).mul_(factor).add_(before).to(tensor)
     return out
+
+
+class StoredUpdates:
+    """Base class of aggregates that read each update several times. The weight change of each update is clipped to an
+    L2 norm of `clip` (`limited`). If the updates exceed `held_bytes`, some updates are stored in a file."""
+
+    def __init__(self, old: Params, layout: ParamLayout, clip: float | None, held_bytes: int) -> None:
+        self._old, self._layout, self._clip = old, layout, clip
+        self._regions, self._spool = Regions(old, layout), Spool(held_bytes)
+        self._kinds: list[Kind] = []
+        """Sub-model and tensor names of each entry in the spool."""
+        self._holders: Counter[Kind] = Counter()
+
+    def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
+        """Add an update. `weight` is ignored. Raises ModelError if the update does not match the model."""
+        payload = limited(payload, spec, self._old, self._regions, self._clip)
+        kind = self._regions.fit(payload, spec)
+        self._spool.put(payload)
+        self._kinds.append(kind)
+        self._holders[kind] += 1
+
+    @property
+    def empty(self) -> bool:
+        return not any(names for _, names in self._holders)
+
+    def trained(self) -> Params:
+        return {name: self._regions.total(name, self._holders) > 0 for name in self._old}
 
 
 class StreamingMean:

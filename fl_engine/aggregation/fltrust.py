@@ -24,10 +24,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fl_engine.aggregation.averaging import Regions, StreamingMean, change_of, scaled
-from fl_engine.aggregation.judged import check_server_tests
+from fl_engine.aggregation.averaging import StreamingMean, change_of, scaled
+from fl_engine.aggregation.judged import TestsOnServer
 from fl_engine.aggregation.privacy import Public
-from fl_engine.core.contracts import Algorithm, ServerContext
+from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, Count
 from fl_engine.core.slicing import all_classes, is_statistic, take
@@ -38,7 +38,7 @@ LOWEST = 1e-6
 
 
 @dataclass(frozen=True)
-class FLTrust:
+class FLTrust(TestsOnServer):
     """Weight updates by their similarity to the server's own training, and give all updates the length of the server's
     change (FLTrust, NDSS 2021)."""
 
@@ -49,9 +49,6 @@ class FLTrust:
 
     def start(self, old: Params, layout: ParamLayout, public: Public) -> TrustedMean:
         return TrustedMean(old, layout, public, self.samples)
-
-    def check(self, algorithm: Algorithm, server: ServerContext) -> None:
-        check_server_tests(self.name, algorithm, server)
 
     def scores(
         self,
@@ -73,7 +70,7 @@ class FLTrust:
         return LOWEST
 
 
-class TrustedMean:
+class TrustedMean(StreamingMean):
     """Mean of the scaled updates, weighted by their cosines. Raises ConfigError if the algorithm does not train on the
     server."""
 
@@ -84,8 +81,8 @@ class TrustedMean:
                 "the algorithm from PooledAlgorithm, or choose another aggregation",
                 path="algorithm.aggregation",
             )
-        self._old, self._layout, self._reference, self._samples = old, layout, public.reference, samples
-        self._regions, self._mean = Regions(old, layout), StreamingMean(old, layout)
+        super().__init__(old, layout)
+        self._layout, self._reference, self._samples = layout, public.reference, samples
 
     def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
         """Add an update. `weight` is ignored."""
@@ -94,17 +91,7 @@ class TrustedMean:
         trained = take(self._reference(whole, start, self._samples), self._layout, spec, have=whole)
         trust, factor = compared(payload, take(start, self._layout, spec, have=whole), trained)
         if trust >= LOWEST:
-            self._mean.add(scaled(payload, kind, self._old, self._regions, factor), spec, trust)
-
-    @property
-    def empty(self) -> bool:
-        return self._mean.empty
-
-    def trained(self) -> Params:
-        return self._mean.trained()
-
-    def result(self) -> Params:
-        return self._mean.result()
+            super().add(scaled(payload, kind, self._old, self._regions, factor), spec, trust)
 
 
 def compared(payload: Params, before: Params, trained: Params) -> tuple[float, float]:

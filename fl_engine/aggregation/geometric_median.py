@@ -28,17 +28,16 @@ round has only two updates, the result is nearer to the update with the smaller 
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fl_engine.aggregation.averaging import Kind, Regions, StreamingMean, limited, norm_of
+from fl_engine.aggregation.averaging import StoredUpdates, StreamingMean, norm_of
 from fl_engine.aggregation.privacy import Public
-from fl_engine.aggregation.spool import IN_MEMORY_BYTES, Spool
+from fl_engine.aggregation.spool import IN_MEMORY_BYTES
 from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.slicing import is_statistic
-from fl_engine.core.types import ParamLayout, Params, SubmodelSpec
+from fl_engine.core.types import ParamLayout, Params
 
 NU = 1e-6
 """Smallest distance by which a weight is divided, as in the paper."""
@@ -58,32 +57,13 @@ class GeometricMedian:
         return Weiszfeld(old, layout, self.clip)
 
 
-class Weiszfeld:
-    """Geometric median by the smoothed Weiszfeld algorithm. All updates are stored, and `result` reads each update
-    twice per iteration. If the updates exceed `spool.IN_MEMORY_BYTES`, some updates are stored in a file."""
+class Weiszfeld(StoredUpdates):
+    """Geometric median by the smoothed Weiszfeld algorithm. `result` reads each update twice per iteration."""
 
     def __init__(
         self, old: Params, layout: ParamLayout, clip: float | None = None, held_bytes: int = IN_MEMORY_BYTES
     ) -> None:
-        self._old, self._layout, self._clip = old, layout, clip
-        self._regions, self._spool = Regions(old, layout), Spool(held_bytes)
-        self._kinds: list[Kind] = []
-        """Sub-model and tensor names of each entry in the spool."""
-
-    def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
-        """Add an update. `weight` is ignored. Raises ModelError if the update does not match the model."""
-        payload = limited(payload, spec, self._old, self._regions, self._clip)
-        kind = self._regions.fit(payload, spec)
-        self._spool.put(payload)
-        self._kinds.append(kind)
-
-    @property
-    def empty(self) -> bool:
-        return not any(names for _, names in self._kinds)
-
-    def trained(self) -> Params:
-        holders: Counter[Kind] = Counter(self._kinds)
-        return {name: self._regions.total(name, holders) > 0 for name in self._old}
+        super().__init__(old, layout, clip, held_bytes)
 
     def result(self) -> Params:
         if self.empty:

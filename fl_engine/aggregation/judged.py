@@ -38,8 +38,30 @@ MARGIN = 3.0
 """A smaller margin, and a limit closer to 0 than -1, drop more honest updates of clients with rare classes."""
 
 
+class TestsOnServer:
+    """Base class of aggregations for which the server tests each update with its own data."""
+
+    name: str
+
+    def check(self, algorithm: Algorithm, server: ServerContext) -> None:
+        if isinstance(algorithm, KeepsClientState):
+            raise ConfigError(
+                f"algorithm.aggregation cannot be {self.name}, because the server cannot test updates without the "
+                "parameters that the clients keep. Choose median or trimmed_mean",
+                path="algorithm.aggregation",
+            )
+        try:
+            server.data  # noqa: B018
+        except ConfigError as error:
+            raise ConfigError(
+                f"algorithm.aggregation cannot be {self.name}, because the server cannot test updates without data: "
+                f"{error}",
+                path="partition.proxy",
+            ) from error
+
+
 @dataclass(frozen=True)
-class Judged:
+class Judged(TestsOnServer):
     """Drop updates that make the model worse on the server's data (after Zeno, ICML 2019), and merge the others."""
 
     __pydantic_config__ = STRICT
@@ -51,9 +73,6 @@ class Judged:
 
     def start(self, old: Params, layout: ParamLayout, public: Public) -> Aggregate:
         return self.rule.start(old, layout, public)
-
-    def check(self, algorithm: Algorithm, server: ServerContext) -> None:
-        check_server_tests(self.name, algorithm, server)
 
     def scores(
         self,
@@ -78,20 +97,3 @@ class Judged:
     def lowest(self, scores: Mapping[int, float]) -> float:
         median = statistics.median_high(scores.values())  # if half of the clients are Byzantine, an honest score
         return min(median - MARGIN * abs(median), -1.0)
-
-
-def check_server_tests(name: str, algorithm: Algorithm, server: ServerContext) -> None:
-    """Raise ConfigError if the server cannot test updates for the aggregation `name`."""
-    if isinstance(algorithm, KeepsClientState):
-        raise ConfigError(
-            f"algorithm.aggregation cannot be {name}, because the server cannot test updates without the parameters "
-            "that the clients keep. Choose median or trimmed_mean",
-            path="algorithm.aggregation",
-        )
-    try:
-        server.data  # noqa: B018
-    except ConfigError as error:
-        raise ConfigError(
-            f"algorithm.aggregation cannot be {name}, because the server cannot test updates without data: {error}",
-            path="partition.proxy",
-        ) from error

@@ -29,10 +29,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fl_engine.aggregation.averaging import Kind, Region, Regions, StreamingMean, limited
+from fl_engine.aggregation.averaging import Region, StoredUpdates, StreamingMean
 from fl_engine.aggregation.geometric_median import GeometricMedian
 from fl_engine.aggregation.privacy import Public
-from fl_engine.aggregation.spool import IN_MEMORY_BYTES, Spool
+from fl_engine.aggregation.spool import IN_MEMORY_BYTES
 from fl_engine.core.contracts import Algorithm, ServerContext
 from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.types import Assignment, ClientUpdate, ParamLayout, Params, SubmodelSpec
@@ -137,11 +137,11 @@ RULES: dict[str, type[AggregationRule]] = {
 
 
 # --------------------------------------------------------------------------------------- median, trimmed mean
-class Middle:
+class Middle(StoredUpdates):
     """Trimmed mean, which drops the fraction `trim` of an element's values at each end (0.5: median, 0: plain mean).
 
-    All updates are stored until `result` reads them in chunks of rows. If the updates exceed `spool.IN_MEMORY_BYTES`,
-    some updates are stored in a file. Values are sorted before the sum, so results do not depend on the updates' order.
+    `result` reads the updates in chunks of rows. Values are sorted before the sum, so results do not depend on the
+    updates' order.
     """
 
     def __init__(
@@ -153,27 +153,8 @@ class Middle:
         chunk_bytes: int = CHUNK_BYTES,
         held_bytes: int = IN_MEMORY_BYTES,
     ) -> None:
-        self._old = old
-        self._regions = Regions(old, layout)
-        self._trim, self._clip, self._chunk_bytes = trim, clip, chunk_bytes
-        self._spool = Spool(held_bytes)
-        self._kinds: list[Kind] = []
-        """Sub-model and tensor names of each entry in the spool."""
-        self._count: dict[Kind, float] = {}
-
-    def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
-        payload = limited(payload, spec, self._old, self._regions, self._clip)
-        kind = self._regions.fit(payload, spec)
-        self._spool.put({name: tensor.to(_wide(self._old[name])) for name, tensor in payload.items()})
-        self._kinds.append(kind)
-        self._count[kind] = self._count.get(kind, 0) + 1
-
-    @property
-    def empty(self) -> bool:
-        return not any(names for _, names in self._count)
-
-    def trained(self) -> Params:
-        return {name: self._regions.total(name, self._count) > 0 for name in self._old}
+        super().__init__(old, layout, clip, held_bytes)
+        self._trim, self._chunk_bytes = trim, chunk_bytes
 
     def result(self) -> Params:
         return {name: self._middle(name, old) for name, old in self._old.items()}
@@ -182,9 +163,9 @@ class Middle:
         entries = [entry for entry, (_, names) in enumerate(self._kinds) if name in names]
         if not entries:
             return old
-        holders, out = self._regions.total(name, self._count), old.clone()
+        holders, out = self._regions.total(name, self._holders), old.clone()
         if not old.dim():
-            values = torch.stack([self._spool.rows(entry, name) for entry in entries])
+            values = torch.stack([self._spool.rows(entry, name) for entry in entries]).to(_wide(old))
             return _middle_of(values, holders, old, self._trim).to(old.dtype)
         row = len(entries) * _wide(old).itemsize * max(1, math.prod(old.shape[1:]))
         step = max(1, self._chunk_bytes // row)
