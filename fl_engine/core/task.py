@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_engine.core.errors import DataError
+from fl_engine.core.errors import DataError, ModelError
 
 VOID = 255
 """Target of pixels that a segmentation ignores, as in Pascal VOC and Cityscapes."""
@@ -83,8 +83,8 @@ class Task(Protocol):
     def examples(self, count: int, generator: torch.Generator) -> Tensor:
         """Return `count` random targets, for measurements that do not use a data set."""
 
-    def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
-        """Return the losses of the samples, (batch,), or with `reduction="sum"` the sum of the losses."""
+    def loss(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
+        """Return the losses of the samples, (batch,)."""
 
     def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
         """Return the input of `divergence` for a student's outputs. The shape does not change."""
@@ -119,6 +119,13 @@ def measured(task: Task, observed: Sequence[Tensor]) -> Measured:
     for name in found.values:
         check_metric_name(task, name)
     return found
+
+
+def wrong_shape(task: Task, outputs_bo: Tensor, expected: str) -> ModelError:
+    """Return the error for outputs of another shape than `expected`."""
+    return ModelError(
+        f"a network for the task {task.name} must return a tensor of shape {expected}, got {tuple(outputs_bo.shape)}"
+    )
 
 
 def label_word(task: Task) -> str:

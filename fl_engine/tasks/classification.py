@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_engine.core.errors import DataError, ModelError
-from fl_engine.core.task import Measured, Metric
+from fl_engine.core.errors import DataError
+from fl_engine.core.task import Measured, Metric, wrong_shape
 
 TOP = 5
 
@@ -106,13 +106,10 @@ class Classification(Distilled):
     def examples(self, count: int, generator: torch.Generator) -> Tensor:
         return torch.randint(0, self.classes, (count,), generator=generator)
 
-    def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
+    def loss(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
         if outputs_bo.dim() != 2:
-            raise ModelError(
-                "a network for the task classification must return a tensor of shape "
-                f"(batch, {self.classes}), got {tuple(outputs_bo.shape)}"
-            )
-        return F.cross_entropy(outputs_bo, y, reduction=reduction)
+            raise wrong_shape(self, outputs_bo, f"(batch, {self.classes})")
+        return F.cross_entropy(outputs_bo, y, reduction="none")
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
         """Return true class * number of classes + predicted class, int64 (batch,). With `top5`, return (2, batch). The

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -129,7 +129,7 @@ class Detection:
         empty = torch.tensor([float(boxes.NONE), 0, 0, 0, 0]).repeat(count, self.most - count_per_image, 1)
         return torch.cat([torch.cat([category, centre, size], dim=2), empty], dim=1)
 
-    def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
+    def loss(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
         """Return the loss of each image. The category loss is the focal loss: the sum over cells and categories,
         divided by the number of cells with a target box. The box loss is `BOX_WEIGHT` times the mean of 1 - GIoU over
         cells with a target box."""
@@ -147,8 +147,7 @@ class Detection:
         category_loss = (balance * missed**FOCUS * entropy).sum((1, 2)) / learning_b
         apart = 1 - boxes.generalised_overlap(box_b4p.transpose(1, 2), wanted_bp5[..., 1:])
         box_loss = torch.where(held_bp, apart, 0.0).sum(1) / learning_b
-        loss = category_loss + BOX_WEIGHT * box_loss
-        return loss.sum() if reduction == "sum" else loss
+        return category_loss + BOX_WEIGHT * box_loss
 
     def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
         """Subtract `PRIOR` from the logits, and return all outputs divided by the temperature."""
@@ -220,7 +219,8 @@ class Detection:
         rows, columns = outputs_bo.shape[2:]
         size = torch.tensor([columns, rows], device=outputs_bo.device, dtype=outputs_bo.dtype)[:, None]
         flat = outputs_bo.flatten(2)
-        centre = (_cells(rows, columns, outputs_bo.device).T.to(flat) + 0.5 + flat[:, :2]) / size
+        cells_p2 = torch.cartesian_prod(*(torch.arange(n, device=flat.device) for n in (rows, columns)))
+        centre = (cells_p2.flip(1).T.to(flat) + 0.5 + flat[:, :2]) / size
         extent = flat[:, 2:BOX].clamp(-LARGEST, LARGEST).exp() / size
         return torch.cat([centre, extent], dim=1), flat[:, BOX:] - PRIOR
 
@@ -246,12 +246,6 @@ class Detection:
         best = best.scatter_reduce(1, cell.flatten(1), claim.flatten(1), "amin")
         owner = by_area_bm.gather(1, best % self.most)
         return torch.where(best < 2 * self.most, owner, self.most)
-
-
-def _cells(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Return the pairs (column, row) of all cells, sorted by row, with shape (cells, 2)."""
-    row, column = torch.meshgrid(torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij")
-    return torch.stack([column, row], dim=-1).flatten(0, 1)
 
 
 def _suppress(box_bk4: Tensor, category_bk: Tensor) -> Tensor:

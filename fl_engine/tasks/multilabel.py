@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_engine.core.errors import DataError, ModelError
-from fl_engine.core.task import Measured, Metric
+from fl_engine.core.errors import DataError
+from fl_engine.core.task import Measured, Metric, wrong_shape
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,11 @@ class Multilabel:
     def examples(self, count: int, generator: torch.Generator) -> Tensor:
         return torch.randint(0, 2, (count, self.outputs), generator=generator).float()
 
-    def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
+    def loss(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
         """Return the binary cross entropy of each sample, averaged over the labels."""
         if outputs_bo.shape != y.shape:
-            raise ModelError(
-                "a network for the task multilabel must return a tensor of shape "
-                f"(batch, {self.outputs}), got {tuple(outputs_bo.shape)}"
-            )
-        loss = F.binary_cross_entropy_with_logits(outputs_bo, y, reduction="none").mean(1)
-        return loss.sum() if reduction == "sum" else loss
+            raise wrong_shape(self, outputs_bo, f"(batch, {self.outputs})")
+        return F.binary_cross_entropy_with_logits(outputs_bo, y, reduction="none").mean(1)
 
     def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
         """Return the logits divided by the temperature."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_engine.core.errors import DataError, ModelError
-from fl_engine.core.task import Measured, Metric
+from fl_engine.core.errors import DataError
+from fl_engine.core.task import Measured, Metric, wrong_shape
 from fl_engine.tasks.classification import Distilled, numbers_below
 
 IGNORED = -100
@@ -91,13 +91,12 @@ class NextToken(Distilled):
         drawn = torch.randint(0, kinds, shape, generator=generator)
         return drawn if self.padding is None else drawn + (drawn >= self.padding)
 
-    def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
+    def loss(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
         """Return the loss of each sample, which is the mean over all positions except padding."""
         self._check_outputs(outputs_bo)
         padding = IGNORED if self.padding is None else self.padding
         terms_bt = F.cross_entropy(outputs_bo, y, ignore_index=padding, reduction="none")
-        loss = terms_bt.sum(1) / self._learnt(y).sum(1)
-        return loss.sum() if reduction == "sum" else loss
+        return terms_bt.sum(1) / self._learnt(y).sum(1)
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
         """Return int64 (4,): the number of correct and of counted positions, first for `accuracy`, then for
@@ -124,7 +123,4 @@ class NextToken(Distilled):
 
     def _check_outputs(self, outputs_bo: Tensor) -> None:
         if outputs_bo.dim() != 3 or outputs_bo.shape[1:] != (self.tokens, self.length):
-            raise ModelError(
-                "a network for the task next_token must return a tensor of shape "
-                f"(batch, {self.tokens}, {self.length}), got {tuple(outputs_bo.shape)}"
-            )
+            raise wrong_shape(self, outputs_bo, f"(batch, {self.tokens}, {self.length})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -81,10 +81,9 @@ class Regression:
     def examples(self, count: int, generator: torch.Generator) -> Tensor:
         return torch.randn(count, self.outputs, generator=generator)
 
-    def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
+    def loss(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
         """Return the squared error of each sample, averaged over the outputs."""
-        loss = (outputs_bo - y).square().mean(1)
-        return loss.sum() if reduction == "sum" else loss
+        return (outputs_bo - y).square().mean(1)
 
     def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
         """Return the outputs divided by the temperature, because distillation multiplies the loss by temperature^2."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_engine.core.errors import DataError, ModelError
-from fl_engine.core.task import VOID, Measured, Metric
+from fl_engine.core.errors import DataError
+from fl_engine.core.task import VOID, Measured, Metric, wrong_shape
 from fl_engine.tasks.classification import Distilled, check_names
 
 
@@ -80,12 +80,11 @@ class Segmentation(Distilled):
         """Return random targets of 4 x 4 pixels."""
         return torch.randint(0, self.categories, (count, 4, 4), generator=generator).to(torch.uint8)
 
-    def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
+    def loss(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
         """Return the loss of each sample, which is the mean over all pixels except ignored pixels."""
         self._check_outputs(outputs_bo, y)
         terms_bhw = F.cross_entropy(outputs_bo, y.long(), ignore_index=VOID, reduction="none")
-        loss = terms_bhw.sum((1, 2)) / (y != VOID).sum((1, 2))
-        return loss.sum() if reduction == "sum" else loss
+        return terms_bhw.sum((1, 2)) / (y != VOID).sum((1, 2))
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
         """Return the confusion matrix of pixels, int64. Rows are true and columns are predicted categories."""
@@ -107,7 +106,4 @@ class Segmentation(Distilled):
     def _check_outputs(self, outputs_bo: Tensor, y: Tensor) -> None:
         wanted = (len(y), self.categories, *y.shape[1:])
         if outputs_bo.shape != wanted:
-            raise ModelError(
-                "a network for the task segmentation must return a tensor of shape "
-                f"{wanted}, got {tuple(outputs_bo.shape)}"
-            )
+            raise wrong_shape(self, outputs_bo, str(wanted))

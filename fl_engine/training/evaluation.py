@@ -96,7 +96,7 @@ def _one_pass(
                 exits = outputs_of(network(inputs))
                 outputs = torch.stack(exits).mean(0) if ensemble else exits[-1]
                 observed[i].append(goal.observe(outputs, wanted))
-                losses[i] += goal.loss(outputs, wanted, "sum")
+                losses[i] += goal.loss(outputs, wanted).sum()
                 if watch is not None:
                     watch(i, outputs, chunk)
     scores = []

@@ -57,7 +57,7 @@ def test_the_loss_of_one_cell_by_hand() -> None:
     assert empty.tolist() == [pytest.approx(0.75 * 0.5**2 * math.log(2) + wrong)]
     both = task.loss(out.repeat(2, 1, 1, 1), torch.tensor([[[0.0, 0.25, 0.5, 0.5, 1]], [NOTHING]]))
     assert both.tolist() == [float(found), float(empty)]
-    assert float(task.loss(out.repeat(2, 1, 1, 1), torch.tensor([[NOTHING]] * 2), "sum")) == 2 * float(empty)
+    assert float(task.loss(out.repeat(2, 1, 1, 1), torch.tensor([[NOTHING]] * 2)).sum()) == 2 * float(empty)
 
 
 def owners(*rows: list[float]) -> list[list[int]]:

@@ -34,7 +34,7 @@ def test_r2_and_the_mean_absolute_error_by_hand() -> None:
     task = Regression()
     found = task.measure([task.observe(f[:3], y[:3]), task.observe(f[3:], y[3:])]).values
     assert found == {"r2": pytest.approx(1 - 6 / 14), "mae": 1.0}
-    assert task.loss(f, y).tolist() == [1.0, 0.0, 1.0, 4.0] and float(task.loss(f, y, "sum")) == 6.0
+    assert task.loss(f, y).tolist() == [1.0, 0.0, 1.0, 4.0] and float(task.loss(f, y).sum()) == 6.0
     assert task.metric.higher_is_better and not task.error.higher_is_better
 
 

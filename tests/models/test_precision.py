@@ -73,7 +73,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     for _ in range(15):
         for chunk in torch.randperm(len(data.train_y), generator=shuffled).split(64):
             optimizer.zero_grad()
-            loss = data.task.loss(network(data.normalise(data.train_x[chunk])), data.train_y[chunk], "sum")
+            loss = data.task.loss(network(data.normalise(data.train_x[chunk])), data.train_y[chunk]).sum()
             loss.backward()
             optimizer.step()
     folder = tmp_path_factory.mktemp("trained") / "M1"
