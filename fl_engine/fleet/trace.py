@@ -202,14 +202,6 @@ def _late(time: float) -> float:
     return time * (1 + 2**-50) + 1e-6
 
 
-def trace_of(
-    rows: Sequence[Sequence[tuple[float, bool, float, float]]], period: Sequence[float] | float = math.inf
-) -> Trace:
-    """Create a trace from each client's rows (time, online, speed, bandwidth)."""
-    table = np.array([(client, *row) for client, own in enumerate(rows) for row in own], ROW)
-    return Trace.of(table, np.broadcast_to(np.asarray(period, dtype=np.float64), len(rows)))
-
-
 # -------------------------------------------------------------------------------------------- the simulated clock
 def took(trace: Trace, client: int, begin: float, down: float, macs: float, up: float) -> Took | None:
     """Return the duration of an assignment that begins at `begin`; None if the client goes offline before the end. The

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from fl_engine.algorithms.training import Training
 from fl_engine.core import seeds
 from fl_engine.core.clients import ENCODING
-from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily, Selector
+from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import index_of, initial_params
 from fl_engine.core.types import (
-    FULL,
     HEAD,
     Assignment,
     Axis,
@@ -31,16 +30,11 @@ from fl_engine.core.types import (
     ClientResult,
     ClientUpdate,
     Device,
-    ParamLayout,
     Params,
-    Pick,
     Pool,
-    PoolModel,
     RoundContext,
     RoundPlan,
-    Slot,
     SubmodelSpec,
-    Tables,
 )
 from fl_engine.data.partition import Partition
 from fl_engine.data.partitioning import labels_of
@@ -172,24 +166,6 @@ def tiny_pool(algorithm: Algorithm, family: ModelFamily, apoz: Sequence[float] |
     return algorithm.pool(family, prepared, ServerSite(nothing))
 
 
-def paper_pool(shares: Sequence[float] = (0.25, 0.4, 0.5, 0.9, 1.0)) -> tuple[ParamLayout, Pool]:
-    """Return a layout with 100 channels and 100 parameters, and a pool with the exact sizes of FlexFL's five models."""
-    layout = ParamLayout({"g": 100}, {"w": Slot("b", (Axis("g"),))})
-    pool = tuple(
-        PoolModel(
-            name=name,
-            spec=SubmodelSpec.of({"g": round(100 * share)}) if share < 1 else FULL,
-            params=round(100 * share),
-            share=share,
-            macs=round(100 * share),
-            dispatched="'" not in name,
-            reported="'" not in name,
-        )
-        for name, share in zip(("M1", "M2'", "M2", "M3'", "M3"), shares, strict=True)
-    )
-    return layout, pool
-
-
 def tiny_site(
     algorithm: Algorithm,
     family: ModelFamily | None = None,
@@ -213,11 +189,6 @@ def tiny_site(
     return Site(family, pool, fleet, data, partition, SEED)
 
 
-def without_fine_tuning(algorithm: Any) -> Any:
-    """Return the algorithm without fine-tuning on the server, because the server of a tiny site has no data."""
-    return replace(algorithm, fine_tuning=None) if hasattr(algorithm, "fine_tuning") else algorithm
-
-
 # ----------------------------------------------------------------------------------------- made-up results
 def start_of(algorithm: Algorithm, site: Site, params: Params | None = None) -> Any:
     """Return the algorithm's state before the first round."""
@@ -235,17 +206,6 @@ def context_of(site: Site, round: int, seed: int = SEED, **more: Any) -> RoundCo
 def first_plan(algorithm: Algorithm, site: Site) -> RoundPlan:
     """Return the plan of the first round."""
     return algorithm.plan(start_of(algorithm, site), context_of(site, 0))
-
-
-def picked(selector: Selector, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: Any, count: int) -> list[Pick]:
-    """Return the clients and levels that the selector picks if all devices are available."""
-    return selector.pick(tables, RoundContext(0, SEED, tuple(fleet), tuple(fleet), pool), count, rng)
-
-
-def learned(selector: Selector, tables: Tables, sent: int, back: int, client: int) -> Tables:
-    """Return the selector's tables after a client received the level `sent` and returned the level `back`."""
-    update = ClientUpdate(0, client, FULL, {}, 1, {}, level=back)
-    return selector.learn(tables, Assignment(0, client, FULL, {}, 0, sent), update, 0.0)
 
 
 def with_level(update: ClientUpdate, site: Site) -> ClientUpdate:

@@ -26,17 +26,8 @@ from fl_engine.models.chains import VGG16, AepMLP, SmallCNN
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18
 from fl_engine.selection import Curiosity
-from fl_engine.testing.tiny import (
-    SEED,
-    TRAINING,
-    context_of,
-    failure_of,
-    learned,
-    picked,
-    start_of,
-    tiny_pool,
-    tiny_site,
-)
+from fl_engine.testing.tiny import SEED, TRAINING, context_of, failure_of, start_of, tiny_pool, tiny_site
+from tests.harness.made_up import learned, picked
 
 VGG = VGG16((3, 32, 32), 10)
 SMALL = SmallCNN((1, 16, 16), 4, width=0.25)

@@ -34,9 +34,10 @@ from fl_engine.core.types import (
 )
 from fl_engine.models.chains import SmallCNN
 from fl_engine.tasks import Classification
-from fl_engine.testing.tiny import TinyNet, paper_pool, tiny_pool
+from fl_engine.testing.tiny import TinyNet, tiny_pool
 from fl_engine.training.local import Trained, TrainingJob, train
 from fl_engine.training.losses import self_distillation
+from tests.harness.made_up import paper_pool
 from tests.harness.networks import Watched
 
 TINY = TinyNet()

@@ -15,7 +15,8 @@ from fl_engine.core.costs import count_params
 from fl_engine.core.errors import ClientError
 from fl_engine.core.types import Device, Pick, Pool, RoundContext, TaskContext
 from fl_engine.models.resnet import ResNet34
-from fl_engine.testing.tiny import SEED, TRAINING, first_plan, paper_pool, tiny_site
+from fl_engine.testing.tiny import SEED, TRAINING, first_plan, tiny_site
+from tests.harness.made_up import paper_pool
 from tests.harness.networks import SMALL
 
 BLOCKS = tuple(str(i) for i in range(1, 17))

@@ -42,7 +42,8 @@ from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import encode
 from fl_engine.testing import rounds
 from fl_engine.testing.algorithms import AlgorithmSuite
-from fl_engine.testing.tiny import SEED, TRAINING, paper_pool, start_of, tiny_site
+from fl_engine.testing.tiny import SEED, TRAINING, start_of, tiny_site
+from tests.harness.made_up import paper_pool
 
 law = settings(max_examples=25)
 PACES: dict[str, Any] = {"step": 2, "delta": 5.0}

@@ -15,7 +15,7 @@ from fl_engine.core.types import Device
 from fl_engine.selection import SELECTIONS, ByCapacity, Curiosity, Oort, ResourceTable, Uniform
 from fl_engine.selection.capacity import round_size, tiers
 from fl_engine.testing.rounds import check_silent
-from fl_engine.testing.tiny import paper_pool, picked
+from tests.harness.made_up import paper_pool, picked
 from tests.harness.plugins import LargestUtility
 
 

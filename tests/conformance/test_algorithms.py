@@ -40,7 +40,8 @@ from fl_engine.models.layers import LayerMaker
 from fl_engine.testing.algorithms import AlgorithmSuite
 from fl_engine.testing.client_state import ClientStateSuite
 from fl_engine.testing.rounds import check_search
-from fl_engine.testing.tiny import TRAINING, TinyNet, tiny_site, without_fine_tuning
+from fl_engine.testing.tiny import TRAINING, TinyNet, tiny_site
+from tests.harness.made_up import without_fine_tuning
 from tests.harness.plugins import OBJECTIVE, OPTIMIZER
 
 

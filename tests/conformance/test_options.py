@@ -35,8 +35,9 @@ from fl_engine.datasets import digits
 from fl_engine.exchange.client import Site
 from fl_engine.models.chains import SmallCNN
 from fl_engine.rounds.server import ServerSite
-from fl_engine.testing.tiny import CLIENTS, SEED, assert_same_bits, context_of, start_of, tiny_site, without_fine_tuning
+from fl_engine.testing.tiny import CLIENTS, SEED, assert_same_bits, context_of, start_of, tiny_site
 from fl_engine.training.evaluation import evaluate_pool, published
+from tests.harness.made_up import without_fine_tuning
 
 ROUNDS = 2
 TRAINING = Training(fraction=0.2, epochs=1, batch_size=4, lr=0.05)

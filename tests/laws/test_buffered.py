@@ -15,7 +15,7 @@ from fl_engine.backends import InProcess
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import ClientUpdate, Codecs
 from fl_engine.exchange.client import execute
-from fl_engine.fleet.trace import Trace, trace_of
+from fl_engine.fleet.trace import Trace
 from fl_engine.models.chains import SmallCNN
 from fl_engine.rounds import buffer, loop
 from fl_engine.rounds.ledger import Ledger
@@ -25,7 +25,8 @@ from fl_engine.selection.oort import Oort
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import encode
 from fl_engine.testing import rounds
-from fl_engine.testing.tiny import TRAINING, Memory, start_of, tiny_fleet, tiny_site, without_fine_tuning
+from fl_engine.testing.tiny import TRAINING, Memory, start_of, tiny_fleet, tiny_site
+from tests.harness.made_up import trace_of, without_fine_tuning
 
 ASKED = replace(TRAINING, fraction=0.6, epochs=1)
 FLEET = tuple(replace(d, bandwidth=d.bandwidth / (1 + 3 * d.client)) for d in tiny_fleet(8))

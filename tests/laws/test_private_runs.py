@@ -46,10 +46,10 @@ from fl_engine.testing.tiny import (
     tiny_fleet,
     tiny_site,
     update_of,
-    without_fine_tuning,
 )
 from fl_engine.training.evaluation import published
 from flexfleet.config import load_config
+from tests.harness.made_up import without_fine_tuning
 
 SECRET, OTHER = bytes(32), bytes([1] + [0] * 31)
 

@@ -16,13 +16,14 @@ from fl_engine.core.errors import ConfigError, DataError
 from fl_engine.core.types import Device
 from fl_engine.fleet.devices import Took
 from fl_engine.fleet.lognormal import LogNormal
-from fl_engine.fleet.trace import Trace, Varying, took, trace_of
+from fl_engine.fleet.trace import Trace, Varying, took
 from fl_engine.fleet.trace_files import TraceFile
 from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.run import Run
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing import rounds
 from fl_engine.testing.tiny import TRAINING, assert_same_bits, tiny_site
+from tests.harness.made_up import trace_of
 
 ON, OFF, ALIKE = (True, 2.0, 10.0), (False, 1.0, 1.0), (True, 1e9, 1e6)
 """(online, multiply-adds per second, bytes per second)"""
