@@ -212,13 +212,6 @@ class BackendSuite(Suite):
                 assert result.num_examples == len(held[result.client])
                 assert result.metrics.keys() == {"accuracy", "loss"}
 
-    def test_update_does_not_share_memory_with_the_next(self, make: Make) -> None:
-        site, plan = _work(ALGORITHM)
-        kept = [(result, copied(result.payload)) for result in make(site, TWO).run(ALGORITHM, plan)]  # type: ignore[union-attr]
-        for result, payload in kept:
-            assert isinstance(result, ClientUpdate)
-            assert_same_bits(result.payload, payload)
-
 
 def _work(algorithm: Algorithm, family: ModelFamily | None = None) -> tuple[Site, RoundPlan]:
     site = tiny_site(algorithm, family)
@@ -230,9 +223,15 @@ def _sorted(results: Iterable[ClientResult]) -> list[ClientResult]:
 
 
 def _check_bits(backend: Backend, algorithm: Algorithm, site: Site, plan: RoundPlan) -> list[ClientUpdate]:
-    """Check that the backend returns the same results as `execute`. Return the backend's updates."""
-    found = _sorted(backend.run(algorithm, plan))
-    assert_same_results(found, _sorted(execute(algorithm, assignment, site) for assignment in plan.assignments))
-    updates = [result for result in found if isinstance(result, ClientUpdate)]
-    assert len(updates) == len(found)
+    """Check that the backend returns the same results as `execute`, and that updates do not share memory with later
+    updates. Return the backend's updates."""
+    updates, payloads = list[ClientUpdate](), list[Params]()
+    for result in backend.run(algorithm, plan):
+        assert isinstance(result, ClientUpdate)
+        updates.append(result)
+        payloads.append(copied(result.payload))
+    for update, payload in zip(updates, payloads, strict=True):
+        assert_same_bits(update.payload, payload)
+    updates.sort(key=lambda update: update.client)
+    assert_same_results(updates, _sorted(execute(algorithm, assignment, site) for assignment in plan.assignments))
     return updates

@@ -73,34 +73,19 @@ class TinyLSTM(Network):
 
 @dataclass(frozen=True)
 class TinyDetector(Network):
-    """Network of two stride-2 convolutions: images (B, C, H, W) -> (B, outputs, H/4, W/4)."""
+    """Network of two convolutions: images (B, C, H, W) -> (B, outputs, H/4, W/4), or (B, outputs, H, W) with stride 1,
+    for segmentation."""
 
     input_shape: tuple[int, ...] = (1, 16, 16)
     outputs: int = 6
+    stride: int = 2
 
     channels_of: ClassVar[Mapping[str, int]] = {"conv1": 8, "conv2": 16}
 
     def build(self, make: LayerMaker) -> nn.Module:
         first, second = Axis("conv1"), Axis("conv2")
-        conv1 = OrderedDict(conv=make.conv(self.input_shape[0], first, 3, 2), relu=nn.ReLU())
-        conv2 = OrderedDict(conv=make.conv(first, second, 3, 2), relu=nn.ReLU())
-        head = make.conv(second, Axis(HEAD), 1)
-        return nn.Sequential(OrderedDict(conv1=nn.Sequential(conv1), conv2=nn.Sequential(conv2), head=head))
-
-
-@dataclass(frozen=True)
-class TinySegmenter(Network):
-    """Network of two convolutions: images (B, C, H, W) -> (B, outputs, H, W)."""
-
-    input_shape: tuple[int, ...] = (1, 8, 8)
-    outputs: int = 3
-
-    channels_of: ClassVar[Mapping[str, int]] = {"conv1": 8, "conv2": 8}
-
-    def build(self, make: LayerMaker) -> nn.Module:
-        first, second = Axis("conv1"), Axis("conv2")
-        conv1 = OrderedDict(conv=make.conv(self.input_shape[0], first, 3), relu=nn.ReLU())
-        conv2 = OrderedDict(conv=make.conv(first, second, 3), relu=nn.ReLU())
+        conv1 = OrderedDict(conv=make.conv(self.input_shape[0], first, 3, self.stride), relu=nn.ReLU())
+        conv2 = OrderedDict(conv=make.conv(first, second, 3, self.stride), relu=nn.ReLU())
         head = make.conv(second, Axis(HEAD), 1)
         return nn.Sequential(OrderedDict(conv1=nn.Sequential(conv1), conv2=nn.Sequential(conv2), head=head))
 
@@ -209,6 +194,6 @@ KINDS: dict[str, tuple[ModelFamily, Data]] = {
     "series": (TinyLSTM(), tiny_series()),
     "detection": (TinyDetector(), tiny_boxes()),
     "multilabel": (TinyMLP(outputs=3), tiny_labels()),
-    "segmentation": (TinySegmenter(), tiny_masks()),
+    "segmentation": (TinyDetector((1, 8, 8), 3, stride=1), tiny_masks()),
 }
 """A network and a data set for each task other than image classification."""

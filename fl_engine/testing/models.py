@@ -242,12 +242,10 @@ class ModelSuite:
                     family.module(SubmodelSpec.of({group: keep}))
 
     # --- prunable layers
-    def test_prunable_layers_are_groups_in_network_order(self, family: ModelFamily) -> None:
-        groups = [layer.group for layer in family.prunable()]
-        assert groups and groups == [g for g in family.layout().groups if g in groups and g != HEAD]
-
-    def test_prunable_parameters_are_disjoint_without_the_head(self, family: ModelFamily) -> None:
-        layout = family.layout()
+    def test_prunable_layers_are_disjoint_groups_in_network_order(self, family: ModelFamily) -> None:
+        """The head is not prunable."""
+        layout, prunable = family.layout(), [layer.group for layer in family.prunable()]
+        assert prunable and prunable == [g for g in layout.groups if g in prunable and g != HEAD]
         covered = [{n for n in layout.slots if n.startswith(layer.params)} for layer in family.prunable()]
         assert all(covered) and all(not a & b for a, b in combinations(covered, 2))
         for layer, names in zip(family.prunable(), covered, strict=True):
