@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -53,22 +54,18 @@ def measure_apoz(family: ModelFamily, params: Params, x_nchw: Tensor, batch_size
     zeros = dict.fromkeys(names, 0)
     entries = dict.fromkeys(names, 0)
 
-    def count(name: str) -> Callable[[nn.Module, object, Tensor], None]:
-        def hook(_: nn.Module, __: object, output: Tensor) -> None:
-            zeros[name] += int((output == 0).sum())
-            entries[name] += output.numel()
-
-        return hook
+    def count(name: str, _: nn.Module, __: object, output: Tensor) -> None:
+        zeros[name] += int((output == 0).sum())
+        entries[name] += output.numel()
 
     parts = split(x_nchw, batch_size, module)  # before anything is counted
     modules = dict(module.named_modules())
     for name in names:
-        modules[name].register_forward_hook(count(name))
+        modules[name].register_forward_hook(partial(count, name))
     with torch.no_grad():
         for x in parts:
             module(x)
-    layers = family.prunable()
-    shares = [[zeros[n] / entries[n] for n in layer.activations] for layer in layers]
+    shares = [[zeros[n] / entries[n] for n in layer.activations] for layer in family.prunable()]
     return tuple(sum(each) / len(each) if each else UNMEASURED for each in shares)
 
 

@@ -10,21 +10,19 @@ import numpy as np
 from fl_engine.data.partition_rules import Ints
 
 
-def save_figure(
-    figure: Any, to: Path | IO[str] | IO[bytes], kind: Literal["svg", "png"], dpi: float | Literal["figure"] = "figure"
-) -> None:
-    """Write a Matplotlib figure with a fixed hash salt and without a date, so that the output is reproducible."""
+def save_figure(figure: Any, to: Path | IO[str], dpi: float | Literal["figure"] = "figure") -> None:
+    """Write a Matplotlib figure as SVG. A fixed hash salt and no date make the output reproducible."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": "flexfleet"}):
-        figure.savefig(to, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else {"Software": None})
+        figure.savefig(to, format="svg", dpi=dpi, metadata={"Date": None})
 
 
 def draw(counts: Ints, path: Path, word: str = "class") -> None:
     """Write a heat map of `counts` (labels, clients) as SVG, with the total of each client at the top. `word` is the
     noun for a label, such as class or cluster. Raises OSError if the file cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_figure(heat_map(counts, word), path, "svg", dpi=150)
+    save_figure(heat_map(counts, word), path, dpi=150)
 
 
 def heat_map(counts: Ints, word: str = "class") -> Any:

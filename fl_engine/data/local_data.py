@@ -7,11 +7,11 @@ and their normalisation. A simulation on one machine reads the same folders and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -107,31 +107,21 @@ def natural(name: str) -> tuple[tuple[tuple[int, int, str], ...], str]:
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts), name
 
 
-class Invited(Protocol):
-    """An invited device."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def tier(self) -> str | None: ...
-
-
-def assign_clients(before: Mapping[str, int], members: Iterable[Invited], fleet: Sequence[Device]) -> dict[str, int]:
-    """Map the name of each device to its client.
+def assign_clients(
+    before: Mapping[str, int], tiers: Mapping[str, str | None], fleet: Sequence[Device]
+) -> dict[str, int]:
+    """Map the name of each invited device to its client. `tiers` maps the names to tiers.
 
     Devices in `before` retain their client. Each new device gets the first free client of its tier. New devices are
     sorted by name in natural order, so weak-2 precedes weak-10. Devices without a tier come last, and may get a client
     of any tier. If no client is free, the device is omitted.
     """
-    by_name = {member.name: member for member in members}
-    found = {name: client for name, client in before.items() if name in by_name and client < len(fleet)}
+    found = {name: client for name, client in before.items() if name in tiers and client < len(fleet)}
     free = [device for device in fleet if device.client not in found.values()]
-    new = [member for name, member in by_name.items() if name not in found]
-    for member in sorted(new, key=lambda m: (m.tier is None, natural(m.name))):
-        own = next((device for device in free if member.tier in (None, device.tier)), None)
+    for name in sorted(tiers.keys() - found.keys(), key=lambda name: (tiers[name] is None, natural(name))):
+        own = next((device for device in free if tiers[name] in (None, device.tier)), None)
         if own is not None:
-            found[member.name] = own.client
+            found[name] = own.client
             free.remove(own)
     return found
 

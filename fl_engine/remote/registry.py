@@ -176,7 +176,7 @@ def clients_of_devices(store: Store, members: Iterable[Member], fleet: Sequence[
     known = dict[str, int]()
     if CLIENTS in store.list(CLIENTS):
         known = parsed(DeviceClients, store.get(CLIENTS), store.uri(CLIENTS)).clients
-    found = assign_clients(known, members, fleet)
+    found = assign_clients(known, {member.name: member.tier for member in members}, fleet)
     if found != known:
         store.put(CLIENTS, DeviceClients(clients=found).model_dump_json().encode())
     return found

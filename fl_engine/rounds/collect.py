@@ -20,7 +20,7 @@ from fl_engine.rounds.recorder import RoundResults
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.timing import Times
 from fl_engine.storage.store import tensor_bytes
-from fl_engine.storage.tensor_files import ClientStates, TensorFiles
+from fl_engine.storage.tensor_files import TensorFiles
 
 log = logging.getLogger("flexfleet")
 
@@ -51,7 +51,7 @@ class Clients:
     mailbox: RoundMailbox | None
     """Stores each result on arrival; None if results exist only in this process."""
     should_stop: Callable[[], bool] = lambda: False
-    states: ClientStates | None = None
+    states: TensorFiles | None = None
     """Stores client states; None if clients have no state."""
     pending: TensorFiles | None = None
     """Stores pending updates; None if rounds are synchronous."""

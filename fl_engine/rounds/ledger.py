@@ -22,7 +22,7 @@ from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.run_files import WAY_OUT, Record, parsed, round_folder
 from fl_engine.storage.run_lock import RunLock
 from fl_engine.storage.store import Store, canonical, sha256
-from fl_engine.storage.tensor_files import ClientStates, TensorFiles
+from fl_engine.storage.tensor_files import FOLDER, TensorFiles, named
 
 
 class Closed(Record):
@@ -111,7 +111,7 @@ class Ledger:
         self.store = store
         self.checkpoints = Checkpoints(store, keep_every, lock)
         self.mailbox = RoundMailbox(store, rules, key)
-        self.states = ClientStates(self.checkpoints)
+        self.states = TensorFiles(self.checkpoints, FOLDER, lambda rest: named(rest).values())
         self.pending = TensorFiles(
             self.checkpoints, buffer.FOLDER, lambda rest: [update.file for update in buffer.pending_in(rest)]
         )

@@ -29,7 +29,7 @@ from fl_engine.rounds.timing import Stopwatch
 from fl_engine.selection.capacity import eligible, level_of
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import tensor_bytes
-from fl_engine.storage.tensor_files import ClientStates
+from fl_engine.storage.tensor_files import TensorFiles
 from fl_engine.training.evaluation import Score, average, by_owner, evaluate_pool, published
 
 log = logging.getLogger("flexfleet")
@@ -152,7 +152,7 @@ def _of_devices(run: Run, scores: Mapping[str, Score]) -> dict[str, float]:
     return {f"{run.site.data.task.metric.name}_devices": fmean(scores[pool[level].name].value for level in own)}
 
 
-def _with_states(run: Run, plan: RoundPlan, files: Mapping[int, str], states: ClientStates) -> RoundPlan:
+def _with_states(run: Run, plan: RoundPlan, files: Mapping[int, str], states: TensorFiles) -> RoundPlan:
     assignments = []
     for assignment in plan.assignments:
         state = _stored_state(run, plan.round, assignment.client, files, states)
@@ -160,7 +160,7 @@ def _with_states(run: Run, plan: RoundPlan, files: Mapping[int, str], states: Cl
     return replace(plan, assignments=tuple(assignments))
 
 
-def _stored_state(run: Run, round: int, client: int, files: Mapping[int, str], states: ClientStates | None) -> Params:
+def _stored_state(run: Run, round: int, client: int, files: Mapping[int, str], states: TensorFiles | None) -> Params:
     """Return the client's state; an empty state if the file is missing or invalid."""
     if states is None or client not in files:
         return {}

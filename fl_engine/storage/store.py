@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -56,10 +55,6 @@ class Pieces:
                 yield from (memory[start : start + PIECE] for start in range(0, len(memory), PIECE))
 
     def __len__(self) -> int:
-        return self._length
-
-    @cached_property
-    def _length(self) -> int:
         return sum(len(part) if isinstance(part, bytes) else part.nbytes for part in self.parts)
 
     def __bytes__(self) -> bytes:

@@ -87,10 +87,3 @@ def named(rest: Mapping[str, Any]) -> dict[int, str]:
         return FILES.validate_python(rest.get(KEY, {}))
     except ValidationError as error:
         raise IntegrityError(f"stored state: {KEY!r} must map clients to file names: {brief(error)}") from error
-
-
-class ClientStates(TensorFiles):
-    """The files with clients' states. A file is written when a merged update changes the client's state."""
-
-    def __init__(self, checkpoints: Checkpoints) -> None:
-        super().__init__(checkpoints, FOLDER, lambda rest: named(rest).values())

@@ -15,6 +15,7 @@ groups or matrices (docs/performance.md). On CUDA, results depend on the number 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -160,12 +161,10 @@ def can_run(module: nn.Module) -> bool:
     """Return True if every layer with weights can run in lanes and the network does not set `runs_alone`. Layers
     without weights are not checked here, because `strategy.choose` compares a training step with and without lanes."""
     return not getattr(module, "runs_alone", False) and all(
-        _replacement(layer) is not None for layer in module.modules() if _holds_weights(layer)
+        _replacement(layer) is not None
+        for layer in module.modules()
+        if any(True for _ in chain(layer.parameters(recurse=False), layer.buffers(recurse=False)))
     )
-
-
-def _holds_weights(layer: nn.Module) -> bool:
-    return any(True for _ in layer.parameters(recurse=False)) or any(True for _ in layer.buffers(recurse=False))
 
 
 Forward = Callable[[Tensor], "Tensor | tuple[Tensor, ...]"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -19,18 +20,12 @@ def self_distillation(goal: Task, student: Tensor, teachers: Sequence[Tensor], t
     """
     softened = goal.softened(student, temperature)
     terms = [goal.divergence(softened, t.detach(), temperature).flatten(1).mean(1) for t in teachers]
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total * (temperature**2 / len(terms))
+    return reduce(torch.add, terms) * (temperature**2 / len(terms))
 
 
 def of_exits(goal: Task, outputs: Sequence[Tensor], y: Tensor, weights: Sequence[float]) -> Tensor:
     """Return the weighted sum of the task's losses at all exits."""
-    total = weights[0] * goal.loss(outputs[0], y)
-    for of_exit, weight in zip(outputs[1:], weights[1:], strict=True):
-        total = total + weight * goal.loss(of_exit, y)
-    return total
+    return reduce(torch.add, (weight * goal.loss(out, y) for out, weight in zip(outputs, weights, strict=True)))
 
 
 def distil_from_last(goal: Task, outputs: Sequence[Tensor], temperature: float) -> Tensor:

@@ -17,7 +17,7 @@ from fl_engine.core.errors import ModelError
 from fl_engine.core.samples import outputs_of
 from fl_engine.core.slicing import blank, is_statistic, take
 from fl_engine.core.task import Task, is_rowwise
-from fl_engine.core.types import FULL, HEAD, Axis, LocalTask, ParamLayout, Params, SubmodelSpec
+from fl_engine.core.types import HEAD, LocalTask, ParamLayout, Params, SubmodelSpec
 from fl_engine.training import lanes, losses
 from fl_engine.training.lanes import LaneNetwork
 from fl_engine.training.numerics import Numerics
@@ -98,17 +98,12 @@ def divide_outputs(family: ModelFamily, task: LocalTask, weighted: Mapping[str, 
         outputs = slot.axes[1] if isinstance(layer, _ConvTransposeNd) else slot.axes[0]
         if outputs.group == HEAD or all(part.group is None for part in outputs.parts):
             continue
-        rate = _kept_share(layout, task.spec, outputs) if task.scaler == "by_layer" else task.scaler
+        rate = task.scaler
+        if rate == "by_layer":
+            kept = outputs.length(0, partial(layout.width, task.spec))
+            rate = kept / outputs.length(0, layout.groups.__getitem__)
         if rate != 1:
             layer.register_forward_hook(lambda _, __, out, rate=rate: out / rate)
-
-
-def _kept_share(layout: ParamLayout, spec: SubmodelSpec, axis: Axis) -> float:
-    full, kept = (
-        sum(part.each * (1 if part.group is None else layout.width(of, part.group)) for part in axis.parts)
-        for of in (FULL, spec)
-    )
-    return kept / full
 
 
 def objective_of(setting: Setting) -> Objective:

@@ -97,7 +97,7 @@ def use_font_cache() -> None:
 def inline(figure: Any, name: str, alt: str) -> str:
     """Convert a figure to an `<svg>` element. The element's IDs and style rules do not affect other figures."""
     out = io.StringIO()
-    heat_map.save_figure(figure, out, "svg")
+    heat_map.save_figure(figure, out)
     document = out.getvalue()
     body = re.sub(r"<metadata>.*?</metadata>", "", document[document.index("<svg") :], flags=re.DOTALL)
     # Change only the tags, because a label may contain text like `id="`.

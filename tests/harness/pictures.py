@@ -15,9 +15,8 @@ from fl_engine.data import heat_map
 from flexfleet.pipeline import run as run_module
 
 
-def titles_alone(figure: Any, to: Path | IO[str], kind: str, dpi: float | str = "figure") -> None:
+def titles_alone(figure: Any, to: Path | IO[str], dpi: float | str = "figure") -> None:
     """Writes an SVG of the figure's size with the titles, labels and legends that it has, but nothing drawn."""
-    assert kind == "svg", kind
     width, height = 72 * figure.get_size_inches()
     said = "".join(f"<text>{escape(text.get_text())}</text>" for text in _texts(figure) if text.get_text())
     drawn = f'<?xml version="1.0"?>\n<svg viewBox="0 0 {width:g} {height:g}">{said}</svg>\n'

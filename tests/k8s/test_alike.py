@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from fl_engine.remote.kubernetes.provisioner import Pods
+from fl_engine.rounds.ledger import Ledger
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.store import FolderStore, Store
-from fl_engine.storage.tensor_files import ClientStates, named
+from fl_engine.storage.tensor_files import named
 from fl_engine.testing.tiny import assert_same_bits, measured_alike
 from tests.k8s.pods import LIFETIMES, Killed, Runs, failures, killed, model
 
@@ -74,9 +75,9 @@ def lines(rows: list[Row]) -> list[list[dict[str, Any]]]:
 
 
 def heads(store: Store) -> dict[int, Any]:
-    checkpoints = Checkpoints(store)
-    files = named(checkpoints.rest(checkpoints.commits()[-1]))
-    return {client: ClientStates(checkpoints).get(name) for client, name in files.items()}
+    ledger = Ledger(store)
+    files = named(ledger.checkpoints.rest(ledger.checkpoints.commits()[-1]))
+    return {client: ledger.states.get(name) for client, name in files.items()}
 
 
 PERSONAL = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from fl_engine.data.partition import Partition
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import ResultManifest, key_of, sign
-from fl_engine.remote.registry import Member
 from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
@@ -117,34 +115,24 @@ def test_a_server_that_does_not_know_says_so() -> None:
 FLEET = [Device(c, tier, 100.0, 0.0) for c, tier in enumerate(["strong", "weak", "weak", "strong"])]
 
 
-def member(name: str, tier: str | None) -> Member:
-    return Member(name=name, tier=tier, invited="00" * 32)
-
-
 def test_devices_get_clients_of_their_tier_in_order_of_names() -> None:
-    members = [
-        member("weak-10", "weak"),
-        member("device-1", None),
-        member("strong-1", "strong"),
-        member("weak-2", "weak"),
-    ]
-    assert assign_clients({}, members, FLEET) == {"weak-2": 1, "weak-10": 2, "strong-1": 0, "device-1": 3}
-    assert assign_clients({}, [*members, member("weak-11", "weak")], FLEET).get("weak-11") is None
+    tiers = {"weak-10": "weak", "device-1": None, "strong-1": "strong", "weak-2": "weak"}
+    assert assign_clients({}, tiers, FLEET) == {"weak-2": 1, "weak-10": 2, "strong-1": 0, "device-1": 3}
+    assert assign_clients({}, {**tiers, "weak-11": "weak"}, FLEET).get("weak-11") is None
 
 
 def test_device_stays_its_client_until_it_is_revoked() -> None:
     before = {"weak-10": 1, "weak-3": 2, "strong-1": 3}
-    members = [member("weak-10", "weak"), member("strong-1", "strong"), member("weak-4", "weak")]
-    assert assign_clients(before, members, FLEET) == {"weak-10": 1, "strong-1": 3, "weak-4": 2}
+    tiers = {"weak-10": "weak", "strong-1": "strong", "weak-4": "weak"}
+    assert assign_clients(before, tiers, FLEET) == {"weak-10": 1, "strong-1": 3, "weak-4": 2}
 
 
 @given(st.lists(st.sampled_from(["weak", "strong", None]), max_size=7), st.permutations(range(7)))
 def test_each_client_has_one_device_of_its_tier(tiers: list[str | None], assignment: list[int]) -> None:
-    members = [member(f"d-{i}", tier) for i, tier in enumerate(tiers)]
-    found = assign_clients({}, members, FLEET)
+    tier_of = {f"d-{i}": tier for i, tier in enumerate(tiers)}
+    found = assign_clients({}, tier_of, FLEET)
     assert len(set(found.values())) == len(found) <= len(FLEET)
-    tier_of = {each.name: each.tier for each in members}
     assert all(tier_of[name] in (None, FLEET[client].tier) for name, client in found.items())
-    shuffled: Iterator[Member] = (members[i] for i in assignment if i < len(members))
+    shuffled = {f"d-{i}": tiers[i] for i in assignment if i < len(tiers)}
     assert assign_clients({}, shuffled, FLEET) == found, "in any order"
-    assert assign_clients(found, members, FLEET) == found
+    assert assign_clients(found, tier_of, FLEET) == found

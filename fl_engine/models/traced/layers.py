@@ -106,15 +106,10 @@ def _layer_norm(m: nn.LayerNorm, path: str, x: Dims) -> Layer:
     return Layer(_present(m, weight=whole, bias=whole), {}, x, mixes=bool(free(*over)))
 
 
-def _embedding(m: nn.Embedding, path: str, x: Dims) -> Layer:
-    out = made(m.embedding_dim, path)
-    return Layer({"weight": (fixed(m.num_embeddings), out)}, {"embedding_dim": (out, 1)}, (*x, out))
-
-
-def _embedding_bag(m: nn.EmbeddingBag, path: str, x: Dims) -> Layer:
-    """Rule for tokens (B, T), which the layer reduces to one embedding per sample."""
-    out = made(m.embedding_dim, path)
-    return Layer({"weight": (fixed(m.num_embeddings), out)}, {"embedding_dim": (out, 1)}, (x[0], out))
+def _embedding(m: nn.Embedding | nn.EmbeddingBag, path: str, x: Dims) -> Layer:
+    """Rule for tokens (B, ...). An `EmbeddingBag` reduces the tokens (B, T) to one embedding per sample."""
+    out, before = made(m.embedding_dim, path), x if isinstance(m, nn.Embedding) else x[:1]
+    return Layer({"weight": (fixed(m.num_embeddings), out)}, {"embedding_dim": (out, 1)}, (*before, out))
 
 
 def _prelu(m: nn.PReLU, path: str, x: Dims) -> Layer:
@@ -160,7 +155,7 @@ RULES: dict[type[nn.Module], Callable[[Any, str, Dims], Layer]] = {
     nn.GroupNorm: _group_norm,
     nn.LayerNorm: _layer_norm,
     nn.Embedding: _embedding,
-    nn.EmbeddingBag: _embedding_bag,
+    nn.EmbeddingBag: _embedding,
     nn.PReLU: _prelu,
     nn.RNNBase: _recurrent,
 }

@@ -83,7 +83,8 @@ def check_submodels(name: str, make: Make, layout: ParamLayout, x: Tensor, weigh
         kept = f"with only the channels {', '.join(f'{group}: {keep}' for group, keep in spec.keep[:2])[:120]}"
         try:
             trains = number < TRAINED and not draws
-            wanted, found = (_step(each.train(trains), x, partial(_state, each)) for each in (rest, sub))
+            steps = ((each.train(trains), partial(each.state_dict, keep_vars=True)) for each in (rest, sub))
+            wanted, found = (_step(run, x, state) for run, state in steps)
         except Exception as error:  # User code may raise any error.
             why = f"its forward fails ({type(error).__name__}: {first_line(error)})"
             raise cannot_cut(name, f"{kept}, {why}, so a size in the forward does not match the channels") from error
@@ -112,10 +113,6 @@ def _step(run: nn.Module, x: Tensor, state: Callable[[], Params]) -> Params:
         after = tensor.detach() if is_statistic(name) else tensor.grad
         found[name] = torch.zeros_like(tensor) if after is None else after
     return found
-
-
-def _state(module: nn.Module) -> Params:
-    return module.state_dict(keep_vars=True)
 
 
 def _different(found: Params, wanted: Params, close: float) -> str | None:
