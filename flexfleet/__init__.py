@@ -32,14 +32,11 @@ if TYPE_CHECKING:
     from flexfleet.api.array_data import from_arrays, from_clients
     from flexfleet.api.callbacks import STOP, Callback, Round
     from flexfleet.api.comparing import Comparison, Paired, compare, load_comparison
-    from flexfleet.api.csv_logger import CSVLogger
-    from flexfleet.api.early_stopping import EarlyStopping
     from flexfleet.api.library_data import from_folder, from_huggingface, from_torch
     from flexfleet.api.results import Result, load
     from flexfleet.api.running import run
-    from flexfleet.api.tensorboard_logger import TensorBoardLogger
+    from flexfleet.api.shipped_callbacks import CSVLogger, EarlyStopping, TensorBoardLogger, WandbLogger
     from flexfleet.api.tuning import Study, load_study, tune
-    from flexfleet.api.wandb_logger import WandbLogger
 
 HOMES = {
     "flexfleet.api.running": ("run",),
@@ -47,10 +44,7 @@ HOMES = {
     "flexfleet.api.comparing": ("compare", "Comparison", "Paired", "load_comparison"),
     "flexfleet.api.tuning": ("tune", "Study", "load_study"),
     "flexfleet.api.callbacks": ("Callback", "Round", "STOP"),
-    "flexfleet.api.csv_logger": ("CSVLogger",),
-    "flexfleet.api.early_stopping": ("EarlyStopping",),
-    "flexfleet.api.tensorboard_logger": ("TensorBoardLogger",),
-    "flexfleet.api.wandb_logger": ("WandbLogger",),
+    "flexfleet.api.shipped_callbacks": ("CSVLogger", "EarlyStopping", "TensorBoardLogger", "WandbLogger"),
     "flexfleet.api.array_data": ("from_arrays", "from_clients"),
     "flexfleet.api.library_data": ("from_folder", "from_torch", "from_huggingface"),
     "fl_engine.models.traced": ("from_module",),
