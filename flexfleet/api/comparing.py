@@ -25,6 +25,7 @@ from flexfleet.experiments.comparison_file import ComparisonFile as ComparisonFi
 from flexfleet.experiments.comparison_file import OneRun, figure_of
 from flexfleet.experiments.executor import one_by_one
 from flexfleet.experiments.ranking import TITLES, holm, tested
+from flexfleet.reports.answer import p_value
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -183,10 +184,6 @@ def load_comparison(comparison: str | Path | Comparison) -> Comparison:
     return Comparison(find_folder(comparison, "comparison.json"))
 
 
-SMALLEST = 1e-12
-"""Smallest p-value that is printed as a number. Smaller p-values are printed as `< 1e-12`."""
-
-
 @dataclass(frozen=True)
 class Paired:
     """Differences between two variants of a comparison in one metric. There is one difference a - b for each seed. The
@@ -219,16 +216,12 @@ class Paired:
         if self.interval is not None:
             text += f", 95 % interval [{self.interval[0]:+.4f}, {self.interval[1]:+.4f}]"
         if self.p is not None and self.p_holm is not None:
-            text += f", p {_brief(self.p)} (paired t)"
-            text += f", {_brief(self.p_holm)} after Holm over {self.pairs} pairs" if self.pairs > 1 else ""
+            text += f", {p_value(self.p)} (paired t)"
+            text += f", {p_value(self.p_holm)} after Holm over {self.pairs} pairs" if self.pairs > 1 else ""
         text += f"; seeds {', '.join(map(str, self.seeds))}: {each}"
         return text if self.p is not None else f"{text}\nNo test: it needs two seeds with different differences."
 
     __repr__ = __str__
-
-
-def _brief(p: float) -> str:
-    return f"{p:.3g}" if p >= SMALLEST else f"< {SMALLEST:g}"
 
 
 def paired(

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.errors import ConfigError, GateFailed, IntegrityError
+from fl_engine.core.errors import ConfigError, Diverged, GateFailed, IntegrityError
 from fl_engine.storage.store import FolderStore, sha256
 from flexfleet.config.form import check_count
 from flexfleet.experiments import compare, nightly_gate, published_suites
@@ -39,8 +39,6 @@ COMMIT = "commit"
 HISTORY = 20
 """Maximum number of earlier nightly regression runs with which a run is compared."""
 REFERENCE_SEEDS = tuple(range(20))
-NOTHING_LEARNED = 7
-"""Exit code of a run whose model diverged, or in which no update was merged."""
 FILES = ("figures.json", "regression.json", "regression.html")
 
 log = logging.getLogger("flexfleet")
@@ -76,7 +74,7 @@ def regress(nightly: NightlyRun, *, jobs: int = 1, resume: bool = False) -> Verd
             try:
                 folders = execute(nightly, jobs, resume, mlflow.root if mlflow else None)
             except RunsFailed as error:
-                if error.exit_code == NOTHING_LEARNED:
+                if error.exit_code == Diverged.exit_code:  # also the exit code of NothingMerged
                     raise GateFailed(str(error)) from error
                 raise
         return settle(nightly, folders, nightly.folder)

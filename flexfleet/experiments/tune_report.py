@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field
 
-from fl_engine.core.errors import BadInput, Diverged
+from fl_engine.core.errors import BadInput, Diverged, NothingMerged
 from fl_engine.storage.store import FolderStore
 from flexfleet.config import Config, public
 from flexfleet.config.form import write_config
@@ -337,7 +337,7 @@ def _held_out(config: Config, setting: Config, study: Any, folder: Path, name: s
                 tune_worker.prepare(run, folder, out)
             tags = tune_storage.tags(study, f"held-out-{name}-s{seed}", held_out=name)
             values.append(tune_worker.rounds(run, out, tags))
-        except Diverged as error:
+        except (Diverged, NothingMerged) as error:
             log.warning("the %s setting diverged on the held-out seed %d: %s", name, seed, error)
             values.append(None)
     return values

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from statistics import mean
 from typing import Any
 
 from fl_engine.core.contracts import Tracker
-from fl_engine.core.errors import BadInput, Diverged, Refused, Stopped, Unreachable
+from fl_engine.core.errors import BadInput, Diverged, NothingMerged, Refused, Stopped, Unreachable
 from fl_engine.core.text import path_of
 from fl_engine.core.types import Pool
 from flexfleet.config import Config, Range, load_config
@@ -23,8 +22,8 @@ from flexfleet.experiments import tune_storage
 from flexfleet.experiments.tune_space import applied, excess, listed, space_of, suggest, symbols
 from flexfleet.files import terminal
 from flexfleet.files.artifacts import History, PoolFile
+from flexfleet.files.run_status import tally_of
 from flexfleet.files.signals import stopping_at_once
-from flexfleet.pipeline.evaluate import SMALLER
 from flexfleet.pipeline.federate import federate
 from flexfleet.pipeline.model_pool import model_pool
 from flexfleet.pipeline.partition import check_fleet
@@ -48,8 +47,6 @@ DEFAULT = "default"
 inside the search space."""
 INFEASIBLE, DIVERGED = "infeasible", "diverged"
 """Attributes with the reason why a trial has no value: its pool cannot be used, or its training failed."""
-MERGED = "clients_trained"
-"""Name of the metric that counts the merged updates of a round."""
 
 
 class Pruned(Stopped):
@@ -84,31 +81,20 @@ def surplus(study: Any, trial: Any, wanted: int) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------- rounds
-def check_converges(value: float | None, merged: float, metric: str) -> None:
-    """Raise Diverged if no update was merged, or if the metric is None or not finite."""
-    if not merged:
-        raise Diverged(
-            "no update was merged, so the model is untrained. The log contains the reason for each failed client. If "
-            f"their training diverged: {SMALLER[0].lower()}{SMALLER[1:]}"
-        )
-    if value is None or not math.isfinite(value):
-        raise Diverged(f"the model has diverged: {metric} of the last round is not a finite number. {SMALLER}")
-
-
 class Reporter(Tracker):
     """Report the metric of a run to the trial. Raises Pruned if the trial is worse than the other trials. Raises
-    Diverged instead if the metric is not finite, or if no update was merged."""
+    Diverged or NothingMerged instead if the run does not have a usable model."""
 
     def __init__(self, trial: Any, metric: str) -> None:
-        self._trial, self._metric, self._merged = trial, metric, 0.0
+        self._trial, self._metric, self._rounds = trial, metric, list[Mapping[str, float]]()
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         for step, values in rows:
-            self._merged += values.get(MERGED, 0)
+            self._rounds.append(values)
             if self._metric in values:
                 self._trial.report(values[self._metric], step)
                 if self._trial.should_prune():
-                    check_converges(values[self._metric], self._merged, self._metric)
+                    tally_of(self._rounds).check()
                     raise Pruned(f"pruned after round {step}")
 
 
@@ -205,7 +191,7 @@ def _run_trial(
                 log.info("trial %d: %s %.4f with %s", trial.number, config.tune.metric, value, setting)
             except Pruned:
                 state = TrialState.PRUNED
-            except Diverged as error:
+            except (Diverged, NothingMerged) as error:
                 log.info("trial %d ended without a value: %s", trial.number, error)
                 state = give_up(trial, DIVERGED, error)
             except BadInput as error:
@@ -247,7 +233,7 @@ def _pools(
 
 def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Resolved, Path]]) -> float:
     """Execute the runs of the trial, and return the metric of the last round as a mean over the seeds. Only the run of
-    the first seed is checked for pruning. Raises Diverged if a run diverges or does not merge any update."""
+    the first seed is checked for pruning. Raises Diverged or NothingMerged if a run does not have a usable model."""
     scores = []
     for i, (run, out) in enumerate(ready):
         reporter = Reporter(trial, config.tune.metric) if i == 0 else None
@@ -297,7 +283,7 @@ def rounds(resolved: Resolved, out: Path, tags: Mapping[str, str], observer: Any
 
     Raises:
         ConfigError: `out` contains a run with a different configuration.
-        Diverged: The metric of the last round is not finite, or no update was merged.
+        Diverged, NothingMerged: The run does not have a usable model.
     """
     known = known_run(resolved.config, out, resume=True)
     if known is None or not (out / "history.json").exists():
@@ -306,12 +292,11 @@ def rounds(resolved: Resolved, out: Path, tags: Mapping[str, str], observer: Any
         steps = out / "partition", out / "pool", out
         federate(resolved, *steps, Attempt(resume=True, tags=tags, observer=observer), run_id=name)
         observer = None
-    rows, metric = History.read(out / "history.json").rounds, resolved.config.tune.metric
+    rows = History.read(out / "history.json").rounds
     if observer is not None:
         observer.metrics([(row.round + 1, row.metrics) for row in rows])
-    value = rows[-1].metrics.get(metric, math.nan)
-    check_converges(value, sum(row.metrics.get(MERGED, 0) for row in rows), metric)
-    return value
+    tally_of(row.metrics for row in rows).check()
+    return rows[-1].metrics[resolved.config.tune.metric]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,9 +28,6 @@ from flexfleet.files.artifacts import (
 from flexfleet.pipeline.partition import most_of
 from flexfleet.pipeline.prepare import Resolved
 
-SMALLER = "Lower the learning rate: training.lr, or lr of algorithm.server"
-"""Advice for error messages about a diverged model."""
-
 
 def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path, out: Path) -> Path:
     """Write confusion.json and evaluation.json into `out`.
@@ -86,6 +83,7 @@ def level_score(level: str, score: Score, params: int) -> LevelScore:
         if not isfinite(value):
             raise Diverged(
                 f"the model has diverged: {name} of level {level} on the test samples is {value}, expected a finite "
-                f"number. {SMALLER}; for central training, central.lr"
+                "number. Lower the learning rate: training.lr, or lr of algorithm.server; for central training, "
+                "central.lr"
             )
     return LevelScore(metrics=dict(score.metrics), loss=score.loss if isfinite(score.loss) else None, params=params)

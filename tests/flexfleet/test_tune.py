@@ -12,7 +12,7 @@ import mlflow
 import optuna
 import pytest
 
-from fl_engine.core.errors import BadInput, ConfigError, Diverged
+from fl_engine.core.errors import BadInput, ConfigError, NothingMerged
 from flexfleet.config import Config, load_config
 from flexfleet.experiments import tune as steps
 from flexfleet.experiments import tune_storage, tune_worker
@@ -35,12 +35,12 @@ def test_trial_behind_the_others_is_pruned(tmp_path: Path) -> None:
         tune_worker.Reporter(trial, "avg").metrics([(i, {"avg": value}) for i in range(1, 9)])
         study.tell(trial, value)
     slow = tune_worker.Reporter(study.ask(), "avg")
-    trained = {"clients_trained": 1.0}
-    slow.metrics([(1, {"avg": 0.1, **trained}), (2, {"full": 0.1})])  # a quarter of the rounds is for warming up
+    none, one = ({"clients_trained": count, "clients_failed": 0.0} for count in (0.0, 1.0))
+    slow.metrics([(1, {"avg": 0.1, **one}), (2, {"full": 0.1, **none})])  # a quarter of the rounds is for warming up
     with pytest.raises(tune_worker.Pruned, match="after round 4"):
-        slow.metrics([(3, {}), (4, {"avg": 0.2})])
-    with pytest.raises(Diverged):  # no update was merged: the trial is not only behind the others
-        tune_worker.Reporter(study.ask(), "avg").metrics([(4, {"avg": 0.2})])
+        slow.metrics([(3, none), (4, {"avg": 0.2, **none})])
+    with pytest.raises(NothingMerged):  # the trial is not only behind the others
+        tune_worker.Reporter(study.ask(), "avg").metrics([(4, {"avg": 0.2, **none})])
 
 
 # ------------------------------------------------------------------------------------------------- a study
