@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import keyword
 import re
 import shlex
 import shutil
@@ -12,7 +13,8 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from importlib import import_module
+from importlib import import_module, resources
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,20 +27,45 @@ if TYPE_CHECKING:
 
 
 def init(args: argparse.Namespace) -> None:
+    from fl_engine.storage.store import FolderStore
     from flexfleet.config.parameters import params_yaml
-    from flexfleet.files.new_files import algorithm_files, class_name, write_new
 
     name: str | None = args.algorithm
     files = {"params.yaml": params_yaml()} if name is None else algorithm_files(name, args.folder)
-    written = write_new(files, args.folder)
+    written = [args.folder / file for file in files]
+    if existing := [str(path) for path in written if path.exists()]:
+        raise ConfigError(f"{' and '.join(existing)} must not exist. Choose another name or folder")
+    for file, text in files.items():
+        FolderStore(args.folder).put(file, text.encode())  # the write is atomic
     lines = [f"wrote {path}" for path in written]
     go = "" if args.folder == Path() else f"cd {shlex.quote(str(args.folder))} && "
     if name is None:
         lines.append(f"to run it: {go}flexfleet run")
     else:
         lines.append(f"to test it: {go}pytest {written[-1].name}")
-        lines.append(f"to run it: {go}flexfleet run --algorithm {name}:{class_name(name)}")
+        lines.append(f"to run it: {go}flexfleet run --algorithm {name}:{_class_name(name)}")
     show(json.dumps({"files": list(map(str, written))}) if args.json else "\n".join(lines))
+
+
+def algorithm_files(name: str, folder: Path) -> dict[str, str]:
+    """Return the contents of `<name>.py` and `test_<name>.py`. Raises ConfigError if the name is invalid or taken."""
+    free = not (folder / f"{name}.py").exists()
+    hides = name.isidentifier() and free and (name in sys.modules or find_spec(name) is not None)
+    if not name.isidentifier() or keyword.iskeyword(name) or not name.isascii() or hides:
+        raise ConfigError(
+            f"--algorithm must be the name of a new Python module, such as my_method, got {name!r}", path="algorithm"
+        )
+    templates = resources.files("flexfleet.files").joinpath("new")
+    files = {}
+    for prefix in ("", "test_"):
+        text = templates.joinpath(f"{prefix}algorithm.py.in").read_text("utf-8")
+        files[f"{prefix}{name}.py"] = text.replace("own_algorithm", name).replace("OwnAlgorithm", _class_name(name))
+    return files
+
+
+def _class_name(module: str) -> str:
+    """Convert a module's name (`my_method`) to the name of its class (`MyMethod`)."""
+    return "".join(part[:1].upper() + part[1:] for part in module.split("_")) or "Own"
 
 
 def params(args: argparse.Namespace) -> None:

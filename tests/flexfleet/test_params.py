@@ -19,10 +19,10 @@ from fl_engine.datasets import DATASETS
 from fl_engine.fleet.devices import FLEETS
 from fl_engine.models import MODELS
 from flexfleet.cli import main as cli
+from flexfleet.cli.listing import algorithm_files
 from flexfleet.config import Config, flatten, load_config, parse
 from flexfleet.config.parameters import OWN_MODULE, everything, found, in_use
 from flexfleet.experiments import published_suites
-from flexfleet.files.new_files import algorithm_files
 from tests.harness.processes import refused
 
 pytestmark = pytest.mark.usefixtures("own_folder")
