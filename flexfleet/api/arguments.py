@@ -31,9 +31,8 @@ from flexfleet.config.comparison_runs import PlannedRun, by_label, check_factors
 from flexfleet.config.dotted import FIELDS, SHORT, Overrides, applied, check_once, leaves, locate, merged, on_top, place
 from flexfleet.config.explain import quoted
 from flexfleet.config.form import restore_integers
-from flexfleet.config.local_code import local_name, to_a_file
 from flexfleet.config.read import read_file
-from flexfleet.config.sources import MAIN, cells
+from flexfleet.config.sources import MAIN, cells, local_name, to_a_file
 from flexfleet.tracking.server import active_run
 
 OWN_DATA = ".data"

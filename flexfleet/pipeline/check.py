@@ -39,9 +39,8 @@ from fl_engine.training.local import TrainingJob, train
 from fl_engine.training.numerics import choose_precision
 from flexfleet.config import Config
 from flexfleet.config.dotted import no_passwords, place, platform_store, platform_uri
-from flexfleet.config.local_code import to_a_file
 from flexfleet.config.parameters import check_space
-from flexfleet.config.sources import cells
+from flexfleet.config.sources import cells, to_a_file
 from flexfleet.files.run_folder import check_writable
 from flexfleet.pipeline import keys
 from flexfleet.pipeline.partition import cut, fleet_of, held_out, most_of, simulated, site_before_pool, trace_of

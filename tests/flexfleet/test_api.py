@@ -26,7 +26,7 @@ from flexfleet.api.arguments import Arguments
 from flexfleet.api.running import Common
 from flexfleet.config import Config
 from flexfleet.config.comparison_runs import factors_of
-from flexfleet.config.local_code import local_name
+from flexfleet.config.sources import local_name
 from tests.harness.from_python import OPTIONS, SMALL
 from tests.harness.settings import refused_at
 
