@@ -95,9 +95,3 @@ class Common(TypedDict, total=False):
     store_uri: str | None
     options: Mapping[str, Any] | None
     config: str | Path | Mapping[str, Any] | Config | None
-
-
-class CommonAndSeed(Common, total=False):
-    """Arguments of `run` that `tune` also accepts."""
-
-    seed: int | None

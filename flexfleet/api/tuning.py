@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fl_engine.core.errors import ConfigError, EnvironmentFailure
+from fl_engine.core.errors import ConfigError
 from fl_engine.core.text import path_of
 from fl_engine.training.isolation import isolated
 from flexfleet.api.arguments import Arguments, by_dotted_name, check_reach, plain
 from flexfleet.api.calls import api_call, find_folder, shown, table
-from flexfleet.api.running import CommonAndSeed
+from flexfleet.api.running import Common
 from flexfleet.config import Config, parse_schema
 from flexfleet.config.dotted import check_once, on_top
 from flexfleet.config.read import read_file
@@ -21,7 +20,6 @@ from flexfleet.experiments import tune_report
 from flexfleet.experiments.tune import tune as run_study
 from flexfleet.experiments.tune_report import Tuned
 from flexfleet.experiments.tune_space import configured
-from flexfleet.files.terminal import missing
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -41,7 +39,8 @@ def tune(
     id: str | None = None,
     resume: bool = False,
     progress: bool = True,
-    **common: Unpack[CommonAndSeed],
+    seed: int | None = None,
+    **common: Unpack[Common],
 ) -> Study:
     """Search for hyper-parameters, and compare the best setting with the default setting on held-out seeds.
 
@@ -61,8 +60,8 @@ def tune(
         id: Name of the study's folder in the store; None for a name with the current time.
         resume: True to resume the study with this `id`.
         progress: As in `flexfleet.run`.
-        common: Arguments of `flexfleet.run` (dataset, model, rounds, options, config, store_uri, ...). `seed` is the
-            seed of the search.
+        seed: Seed of the search.
+        common: Arguments of `flexfleet.run` (dataset, model, rounds, options, config, store_uri, ...).
 
     Returns:
         The study.
@@ -76,10 +75,8 @@ def tune(
     """
     if resume and id is None:
         raise ConfigError("id must be the name of the study to resume, because resume=True", path="id")
-    if find_spec("optuna") is None:
-        raise EnvironmentFailure(missing("optuna"))
     given = {"trials": trials, "metric": metric, "seeds": seeds, "held_out": held_out, "workers": jobs}
-    config = study_of(space, given, {**common, "algorithm": algorithm})
+    config = study_of(space, given, {**common, "algorithm": algorithm, "seed": seed})
     check_reach(config, config.tune.workers)
     name = dated("tune") if id is None else check_name(id, "a study's id")
     with isolated(), shown(progress):

@@ -63,7 +63,7 @@ class RunsFailed(FlexfleetError):
 
 @contextmanager
 def resumable(folder: Path, id: str) -> Iterator[None]:
-    """Lock the folder during the `with` block. Append instructions for resuming `id` to the messages of Stopped,
+    """Lock the folder, and stop at once on a signal. Append instructions for resuming `id` to the messages of Stopped,
     KeyboardInterrupt and EnvironmentFailure."""
     how = how_to_resume(id)
     try:
@@ -71,8 +71,6 @@ def resumable(folder: Path, id: str) -> Iterator[None]:
             yield
     except Stopped:
         raise Stopped(f"stopped on request: {how}") from None
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(how) from None
     except EnvironmentFailure as error:
         raise (error if how in str(error) else type(error)(f"{error}: {how}")) from error
 

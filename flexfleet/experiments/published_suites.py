@@ -194,7 +194,8 @@ def entries_of(
     own, algorithms = dict[str, Overrides](), dict[str, str]()
     for label in wanted:
         row, case = made[label]
-        own[label] = _row_in(suite, row, case)
+        in_case = by_label((suite.cases[case] or {}) if case else {}, suite.rows)
+        own[label] = {**in_case[None], **(suite.rows[row] or {}), **in_case[row]}
         if not isinstance(algorithm := own[label].pop("algorithm", None), str):
             raise ConfigError(f"the row {row} of the suite must have an algorithm", code="config.missing")
         algorithms[label] = algorithm
@@ -203,12 +204,6 @@ def entries_of(
     chosen = label_overrides(algorithms, given)
     merged = {label: on_top(on_top(suite.settings, own[label]), chosen[label]) for label in wanted}
     return entries_from(merged, seeds_of(seeds) if seeds else suite.seeds, load, id, factors)
-
-
-def _row_in(suite: PaperSuite, row: str, case: str | None) -> dict[str, Any]:
-    """Return the algorithm and settings of a row in a case. Raises ConfigError if the case has an unknown row."""
-    given = by_label((suite.cases[case] or {}) if case else {}, suite.rows)
-    return {**given[None], **(suite.rows[row] or {}), **given[row]}
 
 
 def _labels(name: str, made: Mapping[str, tuple[str, str | None]]) -> list[str]:

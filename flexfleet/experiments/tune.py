@@ -60,6 +60,8 @@ def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
 
 def _check(config: Config) -> None:
     """Raise an error if the study cannot run, such as ConfigError for an invalid search space or invalid seeds."""
+    import optuna  # noqa: F401 - report a missing package before the study's folder is created
+
     tune = config.tune
     check_space(config)
     tune_space.check_names(config)

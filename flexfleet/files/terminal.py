@@ -191,13 +191,6 @@ def settle(args: argparse.Namespace) -> None:
         log.info("configuration: %s", ", replaced by ".join(map(str, files)))
 
 
-def start_logging() -> None:
-    """Log to stderr, because results are printed to stdout. Raises ConfigError for an unknown FLEXFLEET_LOG_FORMAT."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    set_log_format(logging.getLogger().handlers)
-    logging.getLogger("botocore").setLevel(logging.WARNING)  # botocore's INFO lines show where credentials are stored
-
-
 class JsonLines(logging.Formatter):
     """Format each log record as a JSON object in one line, for programs that collect logs."""
 
@@ -239,7 +232,10 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = 
     _open_streams()
     sys.excepthook = _print_masked
     try:
-        start_logging()
+        # Log to stderr, because results are printed to stdout.
+        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+        set_log_format(logging.getLogger().handlers)
+        logging.getLogger("botocore").setLevel(logging.WARNING)  # its INFO lines show where credentials are stored
         system.check_torch()
         sys.exit(main(argv))
     except (Exception, KeyboardInterrupt) as error:

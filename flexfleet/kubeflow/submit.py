@@ -140,9 +140,7 @@ def submit(
 
 def _service_account() -> str | None:
     """Return the service account of the tasks' pods; None for Kubeflow's default."""
-    for name in object_names("FLEXFLEET_SERVICE_ACCOUNT", os.environ, most=1):
-        return name
-    return None
+    return next(iter(object_names("FLEXFLEET_SERVICE_ACCOUNT", os.environ, most=1)), None)
 
 
 def upload(client: Any, name: str, version: str, text: str, namespace: str | None) -> tuple[str, str, bool]:
