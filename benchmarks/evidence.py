@@ -487,8 +487,13 @@ def run(campaign: Campaign | Suite) -> dict[str, Any]:
 
 
 def write_tables() -> None:
-    pages = (STORE / campaign.id / "comparison.md" for campaign in CAMPAIGNS)
-    texts = [page.read_text("utf-8").strip() for page in pages if page.exists()]
+    """Write the tables of all finished comparisons into one file. The title of each comparison starts with its ID."""
+    pages = {campaign.id: STORE / campaign.id / "comparison.md" for campaign in CAMPAIGNS}
+    texts = [
+        page.read_text("utf-8").strip().replace("## ", f"## {id}: ", 1).replace("](comparison.", f"]({id}/comparison.")
+        for id, page in pages.items()
+        if page.exists()
+    ]
     (STORE / "tables.md").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
 
 

@@ -163,10 +163,24 @@ def text(c: ComparisonFile, brief: bool = False) -> str:
 
 
 def markdown(c: ComparisonFile) -> str:
-    parts = [f"**{table.heading}**\n\n{table.markdown()}\n" for table in tables(c)]
+    colours = _colours(c)
+    parts = [f"**{table.heading}**\n\n{table.markdown(colours)}\n" for table in tables(c)]
     points = [f"- {escaped(line)}" for line in (*variants(c), *notes(c))]
     head = [f"## {escaped(answer(c).sentence)}", "", escaped(title(c)), ""]
-    return "\n".join([*head, *parts, *points, "", "![curves](comparison.svg)", ""])
+    curves = ["", "![curves](comparison.svg)", "", escaped(_explained(c)), ""]
+    return "\n".join([*head, *parts, *points, *curves])
+
+
+def _colours(c: ComparisonFile) -> dict[str, str]:
+    return colours_of((*c.labels, REFERENCE), rows_of_interest(c))
+
+
+def _explained(c: ComparisonFile) -> str:
+    two = " and ".join(rows_of_interest(c))
+    return (
+        f"Curves are means over the seeds. avg is solid, and full is dashed. Coloured: {two}, the first variant and "
+        "the best of the others. The vertical axis covers the last two thirds of the rounds."
+    )
 
 
 def draw(runs: Runs, two: Sequence[str], central: Central | None = None) -> dict[str, str]:
@@ -195,14 +209,9 @@ def _clocks(runs: Runs, key: str) -> dict[str, list[float]]:
 def page(c: ComparisonFile, drawings: Mapping[str, str]) -> str:
     measure, (first, *others) = Measure(c.metric), tables(c)
     others.sort(key=lambda table: table.title != COST)  # Show the cost first, because only this table is not folded.
-    two = rows_of_interest(c)
-    explained = (
-        f"Curves are means over the seeds. avg is solid, and full is dashed. Coloured: {' and '.join(two)}, the first "
-        "variant and the best of the others. The vertical axis covers the last two thirds of the rounds."
-    )
     sections = [
         PageSection(first.title, first),
-        PageSection("Curves", drawings={"": drawings["comparison.svg"]}, lines=[explained]),
+        PageSection("Curves", drawings={"": drawings["comparison.svg"]}, lines=[_explained(c)]),
     ]
     if clients := drawings.get(CLIENTS_FILE):
         explained = "The mean over the clients is solid, and the 10th percentile is dashed."
@@ -230,8 +239,7 @@ def page(c: ComparisonFile, drawings: Mapping[str, str]) -> str:
         PageSection("Runs", Table("", head, rows), lines=[common(c), *variants(c)], folded=True),
         PageSection("Settings of all runs", settings, folded=True),
     ]
-    colours = colours_of((*c.labels, REFERENCE), two)
-    return html_page("comparison", answer(c), sections, [title(c)], colours)
+    return html_page("comparison", answer(c), sections, [title(c)], _colours(c))
 
 
 # ------------------------------------------------------------------------------------------------- MLflow

@@ -22,6 +22,8 @@ from fl_engine.data import heat_map
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")
 """Colours of Okabe and Ito's palette. Yellow is omitted, because it has too little contrast on white."""
+SQUARES = dict(zip(PALETTE, "🟦🟧", strict=False))
+"""Map the colours of the rows of interest to characters for Markdown."""
 MARKS = ("s", "^", "D", "v", "P", "X")
 FEW = 8
 """Curves with fewer points than this number always have markers."""
@@ -63,7 +65,7 @@ STYLE = PLAIN | {
 }
 
 
-def drawing(name: str, alt: str, height: float, paint: Callable[[Any], None], width: float = 6.4) -> str:
+def drawing(name: str, alt: str, height: float, paint: Callable[[Any], None], width: float = 4.5) -> str:
     """Draw a figure of `width` x `height` inches, and return it as an SVG element. If the legend has several rows, the
     height is increased. `alt` describes the figure for screen readers."""
     with style(STYLE):

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flexfleet.reports.answer import Answer
-from flexfleet.reports.figure import GREY
+from flexfleet.reports.figure import GREY, SQUARES
 
 NONE = "\N{EN DASH}"
 """Cell without a value."""
@@ -54,9 +54,14 @@ class Table:
         head, *rows = (tuple(row[i] for i in kept) for row in (self.head, *self.rows))
         return Table(self.title, head, rows, ", ".join(map(" ".join, omitted)))
 
-    def markdown(self) -> str:
+    def markdown(self, colours: Mapping[str, str] = MappingProxyType({})) -> str:
+        """Return the table in Markdown. `colours` maps the first cells of rows to colours. If SQUARES contains a row's
+        colour, its first cell is bold and begins with the square."""
         rule = ("---", *("--:" for _ in self.head[1:]))
-        lines = [map(escaped, self.head), rule, *(map(escaped, row) for row in self.rows)]
+        lines = [list(map(escaped, row)) for row in (self.head, rule, *self.rows)]
+        for line, row in zip(lines[2:], self.rows, strict=True):
+            if square := SQUARES.get(colours.get(row[0], "")):
+                line[0] = f"{square} **{line[0]}**"
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flexfleet.experiments import comparison_report
 from flexfleet.experiments.comparison_answer import answer, rows_of_interest
 from flexfleet.files.measure import Measure
 from flexfleet.reports import report
 from flexfleet.reports.answer import Metric, Standing, compared, named, p_value, traffic
+from flexfleet.reports.figure import GREY, PALETTE, SQUARES
 from flexfleet.reports.finished_run import load_all
 from flexfleet.reports.page import NONE, Table
 from tests.flexfleet.test_first import FAR, NEAR, A
@@ -84,6 +87,18 @@ def test_comparison_states_only_significant_differences() -> None:
     assert rows_of_interest(far) == ("far", "a") and "points below a (p < .001, 3 seeds)" in answer(far).sentence
     assert answer(comparison(a=A[:2], far=FAR[:2])).sentence.endswith("2 seeds, not tested")
     assert answer(comparison(a=A)).sentence.endswith("; 3 seeds")
+
+
+def test_rows_of_interest_have_the_colours_of_their_curves() -> None:
+    c = comparison(far=FAR, a=A, near=NEAR)
+    first_cells = {row.split(" | ")[0] for row in comparison_report.markdown(c).splitlines()}
+    assert {f"| {SQUARES[PALETTE[0]]} **far**", f"| {SQUARES[PALETTE[1]]} **a**", "| near"} <= first_cells
+    found = comparison_report.page(c, {"comparison.svg": ""})
+    rows = re.findall(
+        r'<tr( class="other")?><th scope="row"><span class="chip" style="background:(.*?)"></span>(\w+)', found
+    )
+    coloured = {("", PALETTE[0], "far"), ("", PALETTE[1], "a"), (' class="other"', GREY, "near")}
+    assert set(rows) == coloured
 
 
 def test_columns_that_are_constant_or_empty_disappear() -> None:
