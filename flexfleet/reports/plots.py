@@ -232,7 +232,7 @@ def pool_widths(pool: PoolFile, apoz: Apoz | None = None, name: str = "pool") ->
         put_legend(figure, handles, [m.name for m in reversed(pool.levels)])
 
     alt = "Width kept in every prunable layer, a line for each level of the pool" + (", and APoZ" if scores else "")
-    return drawing(name, alt, 4.6 if scores else 3.4, paint)
+    return drawing(name, alt, 4.6 if scores else 3.4, paint, width=6.4)
 
 
 def of_levels(
@@ -261,7 +261,7 @@ def of_levels(
         name_axes(axes, along, measure.title, whole_x=True)
         label_ends(axes, ends)
 
-    return drawing(name, f"Test {measure.name} over the {along}s, a line for each level", 3.2, paint)
+    return drawing(name, f"Test {measure.name} over the {along}s, a line for each level", 3.0, paint)
 
 
 def local_accuracy(
@@ -278,7 +278,7 @@ def local_accuracy(
         name_axes(axes, "local accuracy (%)", "clients")
         put_legend(figure, [line(color=colours[level]) for level in levels], list(levels))
 
-    return drawing(name, "Number of clients by local accuracy, a line for each level", 2.8, paint)
+    return drawing(name, "Number of clients by local accuracy, a line for each level", 3.0, paint)
 
 
 def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:
@@ -310,7 +310,7 @@ def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:
         axes.grid(axis="x", visible=False)
         put_legend(figure, handles, list(parts))
 
-    return drawing(name, "Clients that trained, pruned or failed in each round", 2.4, paint)
+    return drawing(name, "Clients that trained, pruned or failed in each round", 3.0, paint)
 
 
 def partition_map(counts: Sequence[Sequence[int]], name: str = "partition", label: str = "class") -> str:
