@@ -1,5 +1,5 @@
-"""The suites of AdaptiveFL (Jia et al., DAC 2024), FedRolex (Alam 2023, chapter 3) and FlexFL (Chen et al., IEEE TCAD
-2024) say what the papers' texts, tables, figures and code say."""
+"""The suites of AdaptiveFL (Jia et al., DAC 2024), FedRolex (Alam 2023, chapter 3), FlexFL (Chen et al., IEEE TCAD
+2024) and FedX (Lai et al., DCOSS-IoT 2025) say what the papers' texts, tables, figures and code say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from fl_engine.algorithms import FedRolex, FlexFL, HeteroFL, ScaleFL
+from fl_engine.algorithms import FedRolex, FedX, FlexFL, HeteroFL, ScaleFL
+from fl_engine.algorithms.fine_tuning import FineTuned, FineTuning
+from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.augmentation import Crop, Flip
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.costs import count_params
@@ -193,3 +195,39 @@ def test_flexfl_pools_of_cifar10_are_those_of_its_code(net: str, sizes: list[flo
     assert isinstance(made, FlexFL) and made.preparations == (), "nothing is pre-trained"
     pool = made.pool(family, {}, None)  # type: ignore[arg-type]  # which asks for no server
     assert [round(100 * count_params(family, m.spec) / count_params(family), 2) for m in pool] == sizes
+
+
+CLASSES = {"tiny_imagenet": range(150, 200), "uci_har": (4, 5), "cifar10": (8, 9), "femnist": range(46, 62)}
+"""Classes that only the server has (section IV-B). UCI-HAR has one class more than HAR-Wild."""
+DEVICES = {"tiny_imagenet": 100, "uci_har": 21, "cifar10": 100, "femnist": 1000}
+
+
+@pytest.mark.parametrize("name", large("fedx"))
+def test_fedx_has_the_settings_of_section_4(name: str) -> None:
+    """SGD at .01 in batches of 32, gamma 1e-4, or 0 in the baselines; classes of server and devices are disjoint."""
+    for entry in rows(name).values():
+        config, t, made = entry.config, entry.config.training, algorithm(entry.config)
+        assert (t.lr, t.batch_size, t.momentum, t.weight_decay, t.epochs) == (0.01, 32, 0.0, 0.0, 1)
+        data = config.dataset.name
+        assert (config.partition.rule, config.partition.clients) == ("iid", DEVICES[data])
+        assert config.partition.server_classes == tuple(CLASSES[data])
+        assert config.model["name"] == ("har_cnn" if data == "uci_har" else "mobilenetv3_ofa")
+        if isinstance(made, FineTuned) and entry.label.partition("-")[0] not in ("not", "no"):
+            gamma = 1e-4 if isinstance(made, FedX) else 0
+            assert made.fine_tuning == FineTuning(epochs=1, batch_size=32, lr=0.01, gamma=gamma)
+
+
+@pytest.mark.parametrize(
+    ("case", "shape", "classes", "bits"), [("tiny", (3, 64, 64), 200, (11, 9)), ("har", (128, 9), 6, (10, 8))]
+)
+def test_fedx_devices_get_the_sub_networks_of_figure_5(
+    case: str, shape: tuple[int, ...], classes: int, bits: tuple[int, int]
+) -> None:
+    config = rows("fedx/figure5")[f"medium-40-{case}"].config
+    made, family = algorithm(config), Resolved.of(config).network(shape, classes)
+    devices = fleet(tuple(config.fleet.tiers), 10, 0, family)
+    pool = made.pool(family, {}, None)  # type: ignore[arg-type]
+    made.check(devices, pool, None)  # type: ignore[arg-type]
+    sent = Counter(pool[level_of(device, pool) or 0].name for device in devices)
+    assert sent == {"small": 6, "medium": 4}
+    assert [m.codecs.down for m in pool if m.codecs and m.dispatched] == [Qsgd(bits=each) for each in bits]
