@@ -219,20 +219,12 @@ def page(c: ComparisonFile, drawings: Mapping[str, str]) -> str:
         sections.append(PageSection(title_of_clients, drawings={"": clients}, lines=[explained], folded=True))
     sections += [PageSection(table.title, table, folded=table.title != COST) for table in others]
     head = ("run", "seed", "last round", "avg", "full", "best round", "avg", "full", "model sha256")
-    rows = [
-        (
-            one.run_id,
-            str(one.seed),
-            str(one.rounds),
-            measure.with_unit(one.avg),
-            measure.with_unit(one.full),
-            f"{one.best['round']:.0f}",
-            *(measure.with_unit(one.best[name]) for name in ("avg", "full")),
-            one.model_sha256,
-        )
-        for label in c.labels
-        for one in c.results[label].runs
-    ]
+    rows = []
+    for one in (one for label in c.labels for one in c.results[label].runs):
+        last = [measure.with_unit(value) for value in (one.avg, one.full)]
+        best = [measure.with_unit(one.best[name]) for name in ("avg", "full")]
+        found = (str(one.rounds), *last, f"{one.best['round']:.0f}", *best, one.model_sha256)
+        rows.append((one.run_id, str(one.seed), *found))
     settings = Table("", ("parameter", "value"), [(key, plain(value)) for key, value in c.settings.items()])
     sections += [
         PageSection("What the columns mean", lines=notes(c), folded=True),

@@ -50,20 +50,20 @@ def tables(c: ComparisonFile) -> list[Table]:
     labels, measure = list(c.results.values()), Measure(c.metric)
     found = [_metric(c, measure), *_behind(c, measure), *_highest(c, measure)]
     if any(r.full_server_classes is not None for r in labels):
-        owners = {head: _share(name) for head, name in OWNERS.items()}
+        owners: Columns = {head: _of(name, percent) for head, name in OWNERS.items()}
         found.append(_table(c, "Test accuracy on the devices' and the server's classes, %", owners))
     if any(r.local for r in labels):
         found.append(_local(c))
     if any(r.clients_mean is not None for r in labels):
         heads = ("mean", "10th percentile", "worst", "standard deviation")
         names = ("clients_mean", "clients_p10", "clients_worst", "clients_spread")
-        own: Columns = {head: _of_clients(name, measure) for head, name in zip(heads, names, strict=True)}
+        own: Columns = {head: _of(n, lambda s: _score(s, measure)) for head, n in zip(heads, names, strict=True)}
         title = f"Clients' models on their own held-out samples, {measure.unit}".removesuffix(", ")
         found.append(_table(c, title, own))
     cost: Columns = {
         "MB down": lambda r: fine(r.mb_down),
         "MB up": lambda r: fine(r.mb_up),
-        "waste %": lambda r: cell(r.waste, 100),
+        "waste %": lambda r: percent(r.waste),
         "failed clients": failed,
         "simulated s": lambda r: seconds(r.seconds_simulated),
         "real s": lambda r: seconds(r.seconds),
@@ -71,9 +71,8 @@ def tables(c: ComparisonFile) -> list[Table]:
     found.append(_table(c, COST, cost))
     if any(getattr(r, name) is not None for r in labels for name in timing.UNIFORMITY):
         title = "Uniformity of the clients' finishing times in a round, s (0: all finish at the same time)"
-        found.append(
-            _table(c, title, {head: _seconds(n) for head, n in zip(UNIFORMITY, timing.UNIFORMITY, strict=True)})
-        )
+        times: Columns = {head: _of(n, seconds) for head, n in zip(UNIFORMITY, timing.UNIFORMITY, strict=True)}
+        found.append(_table(c, title, times))
     found = [_with_factors(c, table.varying()) for table in (*found, *_to_reach(c, measure))]
     return [*found, as_table(c.differences, c.labels)] if c.differences else found
 
@@ -119,7 +118,7 @@ def _metric(c: ComparisonFile, measure: Measure) -> Table:
         "last round": lambda r: count(r.last.round),
     }
     if any(r.local for r in c.results.values()):
-        columns |= {"local avg": _share("local_avg"), "local full": _share("local_full")}
+        columns |= {"local avg": _of("local_avg", percent), "local full": _of("local_full", percent)}
     central = {}
     if c.central is not None:
         central = {
@@ -179,15 +178,8 @@ def _to_reach(c: ComparisonFile, measure: Measure) -> list[Table]:
     """Return two tables, which contain the cost until avg and full reach each target accuracy. Each row shows for how
     many seeds the run reaches the accuracy. Empty tables are omitted."""
     on_the_clock = all(r.seconds_simulated is not None for r in c.results.values())
-    head = (
-        "algorithm",
-        "to reach",
-        "seeds",
-        "rounds",
-        f"{'simulated' if on_the_clock else 'real'} s",
-        "MB down",
-        "MB up",
-    )
+    time = "simulated s" if on_the_clock else "real s"
+    head = ("algorithm", "to reach", "seeds", "rounds", time, "MB down", "MB up")
     tables = {
         "avg": [(label, one) for label, r in c.results.items() for one in r.reached_avg],
         "the full model": [(label, one) for label, r in c.results.items() for one in r.reached],
@@ -215,16 +207,8 @@ def _to_reach(c: ComparisonFile, measure: Measure) -> list[Table]:
 
 
 # ------------------------------------------------------------------------------------------------- the cells
-def _share(name: str) -> Callable[[Summary], str]:
-    return lambda r: cell(getattr(r, name), 100)
-
-
-def _of_clients(name: str, measure: Measure) -> Callable[[Summary], str]:
-    return lambda r: _score(getattr(r, name), measure)
-
-
-def _seconds(name: str) -> Callable[[Summary], str]:
-    return lambda r: seconds(getattr(r, name))
+def _of(name: str, shown: Callable[[Spread | None], str]) -> Callable[[Summary], str]:
+    return lambda r: shown(getattr(r, name))
 
 
 def _score(s: Spread | None, measure: Measure) -> str:
@@ -237,6 +221,10 @@ def cell(s: Spread | None, scale: float = 1, digits: int = 2) -> str:
         return NONE
     mean = f"{scale * s.mean:,.{digits}f}"
     return mean if s.std is None else f"{mean} ± {scale * s.std:,.{digits}f}"
+
+
+def percent(s: Spread | None) -> str:
+    return cell(s, 100)
 
 
 def fine(s: Spread | None, digits: int = 2) -> str:
