@@ -28,8 +28,7 @@ class AgentsConfig(Section):
     endpoint: ServerAddress | None = None
     """Address at which devices reach the S3 server, if it differs from AWS_ENDPOINT_URL."""
     observe: Annotated[Literal["simulated", "cgroup"], Moves.RESULT] = "simulated"
-    """cgroup: a client prunes its model to the free memory of its device (docs/guides/agents.md). simulated: free
-    memory is computed from `fleet` and the seed, so results are equal on every machine."""
+    """cgroup: prune the model to the device's free memory (docs/guides/agents.md). simulated: as in `kubernetes`."""
 
 
 LEASE_S = 60

@@ -107,9 +107,10 @@ class Ledger:
         rules: Rules | None = None,
         key: KeyOf | None = None,
         lock: RunLock | None = None,
+        keep_rounds: float = 0,
     ) -> None:
         self.store = store
-        self.checkpoints = Checkpoints(store, keep_every, lock)
+        self.checkpoints = Checkpoints(store, keep_every, lock, keep_rounds)
         self.mailbox = RoundMailbox(store, rules, key)
         self.states = TensorFiles(self.checkpoints, FOLDER, lambda rest: named(rest).values())
         self.pending = TensorFiles(

@@ -21,7 +21,7 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityErro
 from fl_engine.core.fields import NotNegative, adapter
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import Params
-from fl_engine.rounds import buffer
+from fl_engine.rounds import buffer, chain
 from fl_engine.rounds.acceptance import MovementHistory
 from fl_engine.rounds.checks import check_begun
 from fl_engine.rounds.collect import Clients, OnResult
@@ -68,7 +68,8 @@ def federate(
         EnvironmentFailure: The store or the backend does not respond.
     """
     options = run.options
-    mailbox = ledger.mailbox if options.keep_updates or backend.durable else None
+    stored = options.keep_updates or backend.durable or ledger.checkpoints.keep_rounds > 0
+    mailbox = ledger.mailbox if stored else None
     states = ledger.states if run.client_state else None
     waiting = ledger.pending if options.mode == "buffered" else None
     clients = Clients(backend, mailbox, should_stop, states, waiting, watcher, on_result)
@@ -82,6 +83,7 @@ def federate(
         rows = ledger.checkpoints.rows(lines=False)
         end = _end(options, rows)
         tracker.metrics([(row.round + 1, row.metrics) for row in rows])
+        link = rows[-1].link if rows else ""
         uncommitted: list[Row] = []
         last_commit = time.monotonic()
 
@@ -103,6 +105,7 @@ def federate(
                 peak = resident_peak()
                 row.metrics["peak_mb"] = max(peak, before) / 1e6
                 row.metrics["peak_mb_rounds"] = (peak - held) / 1e6  # Exclude the memory of libraries and data.
+                row = chain.linked(row, link)
                 stop = watcher is not None and watcher.round(round + 1, row.metrics, row.clients, after.state)
             except (IntegrityError, EnvironmentFailure):
                 raise  # Do not commit, because the store may have failed.
@@ -111,8 +114,9 @@ def federate(
                 raise
             progress = after  # After an exception, only earlier rounds are committed.
             uncommitted.append(row)
+            link = row.link
             over = options.over(round + 1, progress.clock)
-            if stop or over or _due(options, backend, round, last_commit):
+            if stop or over or ledger.checkpoints.keep_rounds or _due(options, stored, round, last_commit):
                 commit()
             if over:
                 break
@@ -215,9 +219,9 @@ def _packed(progress: Progress, options: RoundsConfig) -> tuple[Params, dict[str
     return tensors, rest
 
 
-def _due(options: RoundsConfig, backend: Backend, round: int, last_commit: float) -> bool:
+def _due(options: RoundsConfig, stored: bool, round: int, last_commit: float) -> bool:
     if options.keep_every and (round + 1) % options.keep_every == 0:
         return True
     if options.commit_every == "auto":
-        return options.keep_updates or backend.durable or time.monotonic() - last_commit >= AUTO_COMMIT_S
+        return stored or time.monotonic() - last_commit >= AUTO_COMMIT_S
     return (round + 1) % options.commit_every == 0

@@ -10,6 +10,7 @@ from statistics import median_low
 from typing import Any
 
 from fl_engine.aggregation.spool import IN_MEMORY_BYTES, Spool
+from fl_engine.core.clients import with_prefix
 from fl_engine.core.errors import Named
 from fl_engine.core.slicing import index_of
 from fl_engine.core.types import ClientFailure, ClientResult, ClientUpdate, Params, Pool, RoundPlan, Stage, changed
@@ -17,7 +18,7 @@ from fl_engine.exchange import coding
 from fl_engine.rounds import timing
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.timing import Times
-from fl_engine.storage.store import tensor_bytes
+from fl_engine.storage.store import laid_out, sha256, tensor_bytes
 
 log = logging.getLogger("flexfleet")
 
@@ -34,6 +35,8 @@ class RoundResults:
         """Map each client to the spool entries for its weights and its state."""
         self.sizes: dict[int, tuple[int, int]] = {}
         """Map each client to a tuple (bytes of the encoded weights, bytes of the decoded weights)."""
+        self.sums: dict[int, str] = {}
+        """Map each client to the SHA-256 of its decoded update and its state, even if the update is rejected."""
         self.times: dict[int, Times] = {}
         """Map each client to the times of its update, even if the update is rejected."""
         self.scores: Mapping[int, float] = {}
@@ -45,6 +48,7 @@ class RoundResults:
         """Add a result. If `result` no longer contains the encoded weights, `size` is their size in bytes."""
         client = result.client
         if isinstance(result, ClientUpdate):
+            self.sums[client] = sha256(laid_out(result.payload | with_prefix(result.state)))
             self.sizes[client] = tensor_bytes(result.travels) if size is None else size, tensor_bytes(result.payload)
             state = self._spool.put(result.state) if result.state else None
             self._entries[client] = self._spool.put(result.payload), state
@@ -125,6 +129,8 @@ def record_round(
             line["score"] = results.scores[head.client]
         if head.client in results.limited:
             line |= {"examples": results.limited[head.client], "counted": line["examples"]}
+        if head.client in results.sums:
+            line["sha256"] = results.sums[head.client]
         lines.append(line)
     if sent_bytes is None:
         sent_bytes = {o.client: (coding.bytes_sent(o), tensor_bytes(o.payload)) for o in plan.assignments}

@@ -7,7 +7,7 @@ or rounds are asynchronous, `replay` computes all earlier rounds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,15 +16,14 @@ from fl_engine.core.contracts import Backend
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.types import Assignment, ClientFailure, ClientUpdate, LocalTask, Params
 from fl_engine.exchange.client import accept, deliver, train
-from fl_engine.rounds.collect import Clients
 from fl_engine.rounds.ledger import Ledger
 from fl_engine.rounds.loop import load_progress
 from fl_engine.rounds.round import plan_round, run_round
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.timing import Stopwatch
+from fl_engine.rounds.verify import first_state, scratch_clients, without_evaluation
 from fl_engine.storage.store import FolderStore
 
-NEVER = 10**9
 SAME = ("loss", "steps", "macs")
 """Metrics that depend only on the assignment. In a replay, these metrics must be equal to the stored metrics."""
 
@@ -77,15 +76,10 @@ def replay(run: Run, initial: Any, backend: Backend, ledger: Ledger, round: int,
     if "failure" in line:
         raise ConfigError(f"client {client} failed in round {round + 1}: {line['failure']}")
     with TemporaryDirectory() as folder:
-        scratch = Ledger(FolderStore(Path(folder)))
-        states = scratch.states if run.client_state else None
-        pending = scratch.pending if run.options.mode == "buffered" else None
-        clients = Clients(backend, None, states=states, pending=pending)
-        last = None
-        if states is None and pending is None:  # Otherwise start at round 0, because old states have been deleted.
-            last = max((each for each in ledger.checkpoints.with_state() if each < round), default=None)
+        clients = scratch_clients(run, backend, Ledger(FolderStore(Path(folder))))
+        last = first_state(clients, ledger, round)
         progress, _ = load_progress(initial, ledger, last)
-        run = replace(run, options=run.options.model_copy(update={"evaluate_every": NEVER}), evaluation=None)
+        run = without_evaluation(run)
         for each in range(0 if last is None else last + 1, round):
             progress, _ = run_round(run, progress, each, clients)
         plan, _ = plan_round(run, progress, round, clients, Stopwatch())

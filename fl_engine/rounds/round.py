@@ -18,7 +18,7 @@ from fl_engine.core.types import Params, RoundContext, RoundPlan
 from fl_engine.exchange import coding
 from fl_engine.exchange.manifest import Rejected
 from fl_engine.exchange.updates import check_state
-from fl_engine.rounds import at_clients, buffer, poisoning
+from fl_engine.rounds import at_clients, buffer, chain, poisoning
 from fl_engine.rounds.acceptance import MovementHistory
 from fl_engine.rounds.buffer import PendingUpdate
 from fl_engine.rounds.checks import check_finite, check_merged, check_planned
@@ -103,7 +103,14 @@ def run_round(run: Run, before: Progress, round: int, clients: Clients) -> tuple
     metrics |= {"seconds_encode": 0.0, "seconds_train": collected.waited, "seconds_decode": collected.decoded}
     metrics |= {f"seconds_{phase}": seconds for phase, seconds in watch.seconds.items()}
     metrics["seconds_round"] = watch.began - started
-    row = Row(round=round, metrics=metrics, clients=tuple(lines), evaluations=tuple(evaluations))
+    row = Row(
+        round=round,
+        metrics=metrics,
+        clients=tuple(lines),
+        evaluations=tuple(evaluations),
+        plan=chain.plan_sum(plan),
+        model=chain.state_sum(state),
+    )
     return Progress(state, collected.history, clock, states, () if due is None else due.pending), row
 
 

@@ -41,6 +41,8 @@ PACK = re.compile(r"metrics/([0-9]{5,})-([0-9]{5,})-[0-9a-f]{16}\.json")
 
 MARK = "COMMITTED"
 STATE_FILES = ("state.safetensors", "state.json", "metrics.json")
+RESULT_FILES = ("plan.json", "closed.json", "updates/")
+"""Names, or beginnings of names, of the files from which a round can be merged again."""
 PACKED = 100
 """Minimum number of commits in a file with packed measurements."""
 
@@ -51,12 +53,18 @@ class Row(Record, LeavesOut):
     Metrics that are not finite are omitted, because JSON cannot represent them.
     """
 
-    left_out = ("evaluations",)
+    left_out = ("evaluations", "plan", "model", "link")
     round: int
     metrics: dict[str, float]
     clients: tuple[dict[str, Any], ...]
     evaluations: tuple[dict[str, Any], ...] = ()
     """A dict for each client that evaluated, with its client number, level, tier, main metric and loss."""
+    plan: str = ""
+    """Checksum of the assignments (`rounds.chain`); empty in a central training."""
+    model: str = ""
+    """Checksum of the algorithm's state after the round."""
+    link: str = ""
+    """Checksum of all other fields and of the previous row's link."""
 
     @field_validator("metrics")
     @classmethod
@@ -84,10 +92,13 @@ class RoundFile(NamedTuple):
 
 class Checkpoints:
     """Reads and writes commits. `keep_every` is n to keep the state of every n-th round, or None to keep only the last
-    two states. `lock` is the run's lock, or None if only this machine can access the store."""
+    two states. `lock` is the run's lock, or None if only this machine can access the store. The states and results of
+    the last `keep_rounds` rounds are also kept."""
 
-    def __init__(self, store: Store, keep_every: int | None = None, lock: RunLock | None = None) -> None:
-        self.store, self.keep_every, self.lock = store, keep_every, lock
+    def __init__(
+        self, store: Store, keep_every: int | None = None, lock: RunLock | None = None, keep_rounds: float = 0
+    ) -> None:
+        self.store, self.keep_every, self.lock, self.keep_rounds = store, keep_every, lock, keep_rounds
 
     def commits(self) -> list[int]:
         """Return the committed rounds in ascending order."""
@@ -266,11 +277,13 @@ class Checkpoints:
             packed = unpacked[-1]
 
         def is_over(file: RoundFile) -> bool:
-            unfinished = file.round not in commits or file.name not in (*STATE_FILES, MARK)
+            is_result = bool(self.keep_rounds) and file.name.startswith(RESULT_FILES)
+            if file.round not in commits or not (is_result or file.name in (*STATE_FILES, MARK)):
+                return file.round <= round
             kept = self.keep_every is not None and (file.round + 1) % self.keep_every == 0
-            old = file.round < commits[-2:][0] and not kept
-            has_state = file.name in ("state.safetensors", "state.json")
-            return (unfinished and file.round <= round) or (old and (has_state or file.round <= packed))
+            kept = kept or (self.keep_rounds > 0 and file.round >= round - self.keep_rounds)
+            has_state = is_result or file.name in ("state.safetensors", "state.json")
+            return file.round < commits[-2:][0] and not kept and (has_state or file.round <= packed)
 
         gone = [file for file in files if is_over(file) and self._may_delete(file)]
         # Delete the marker first, because a folder without a marker is never read.

@@ -38,9 +38,11 @@ from fl_engine.core.slicing import contains, full_shapes, initial_params, shapes
 from fl_engine.core.types import FULL, ClientUpdate, Codecs, SubmodelSpec
 from fl_engine.core.widths import exit_name
 from fl_engine.exchange.client import Site, execute
+from fl_engine.rounds.ledger import Ledger
 from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
+from fl_engine.rounds.verify import check_equal, verify_rounds
 from fl_engine.selection import Uniform
 from fl_engine.selection.capacity import round_size
 from fl_engine.storage.store import FolderStore, tensor_bytes
@@ -380,9 +382,23 @@ class AlgorithmSuite(Suite):
             if (round, results) == (2, 2):  # Copy the store after a result of the third round has arrived.
                 shutil.copytree(whole, killed)
 
-        final = published(federated(run, FolderStore(whole), on_result=on_result)[0])
+        state, rows = federated(run, FolderStore(whole), on_result=on_result)
+        final = published(state)
         assert train_loss(site, final) < train_loss(site, published(start_of(algorithm, site)))
-        assert_same_bits(published(federated(run, FolderStore(killed))[0]), final)
+        again, rows_again = federated(run, FolderStore(killed))
+        assert_same_bits(published(again), final)
+        for row, other in zip(rows, rows_again, strict=True):
+            check_equal(row, other)
+
+    def test_kept_rounds_are_merged_and_trained_again(self, algorithm: Algorithm, site: Site, tmp_path: Path) -> None:
+        run = Run(algorithm, site, RoundsConfig(stop=3, evaluate_every=100))
+        federated(run, FolderStore(tmp_path), keep_rounds=math.inf)
+        ledger = Ledger(FolderStore(tmp_path), rules=replace(site.rules, algorithm=algorithm))
+        start, backend, again = start_of(algorithm, site), Recording(site), dict[int, str]()
+        for rounds, train in (((1, 2), False), ((0,), True)):
+            again |= dict(verify_rounds(run, start, backend, ledger, rounds, train))
+        merged = "trained" if run.client_state else "merged"  # old client states are not kept
+        assert again == {0: "trained", 1: merged, 2: merged}
 
 
 def start_or_skip(algorithm: Algorithm, site: Site) -> Any:

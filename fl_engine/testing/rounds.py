@@ -72,10 +72,13 @@ class Recording(InProcess):
             yield result
 
 
-def federated(run: Run, store: Store, backend: Backend | None = None, **more: Any) -> tuple[Any, list[Row]]:
+def federated(
+    run: Run, store: Store, backend: Backend | None = None, keep_rounds: float = 0, **more: Any
+) -> tuple[Any, list[Row]]:
     """Start or resume a run with a ledger in `store`. Return the final state and the rows of all rounds. Without a
     `backend`, clients run in this process. `more` contains further arguments for `loop.federate`."""
-    ledger = Ledger(store, run.options.keep_every, replace(run.site.rules, algorithm=run.algorithm))
+    rules = replace(run.site.rules, algorithm=run.algorithm)
+    ledger = Ledger(store, run.options.keep_every, rules, keep_rounds=keep_rounds)
     start, backend = start_of(run.algorithm, run.site), backend or InProcess(run.site)
     return loop.federate(run, start, backend, ledger, Memory(), **more), list(ledger.checkpoints.rows())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -44,9 +44,9 @@ from flexfleet.files.measure import levels_in, measure_in
 from flexfleet.files.run_folder import check_is_folder, check_manifest
 from flexfleet.files.run_status import tally_of
 from flexfleet.pipeline import own_code
-from flexfleet.pipeline.federate import replay_client
 from flexfleet.pipeline.partition import fleet_of
 from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.recompute import Verified, replay_client, verify
 from flexfleet.pipeline.resume import store_of
 from flexfleet.pipeline.status import OF_STUDY, status_of
 
@@ -445,7 +445,39 @@ class Result:
             if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise ConfigError(f"{name} must be a whole number, got {value!r}", path=name)
         with self._resolved() as resolved:
-            return replay_client(resolved, self.folder, self._run, self._ledger, round - 1, client)
+            return replay_client(resolved, self.folder, self._run, round - 1, client)
+
+    def verify(
+        self,
+        rounds: Collection[int] = (),
+        *,
+        sample: int = 0,
+        all: bool = False,
+        public_key: str | None = None,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> Verified:
+        """Check that nothing in the run has changed, and compute parts of the run again.
+
+        The files, the hash chain of the rounds and the signature are always checked. On a machine that produces the
+        same bits, kept updates (`run.keep`) are merged again, and the final model is evaluated again.
+
+        Args:
+            rounds: Rounds whose clients train again, counted from 1.
+            sample: Number of additional rounds, drawn at random, whose clients train again.
+            all: True to train all rounds again.
+            public_key: Expected key of the signature, for example from a paper.
+            progress: Function that receives a line of text for each round that was computed again.
+
+        Raises:
+            IntegrityError: Something differs. The message names the first file, round or client.
+            ConfigError: The run does not have one of the rounds.
+
+        Examples:
+            >>> result.verify(sample=1).trained
+        """
+        with self._resolved() as resolved:
+            chosen = [each - 1 for each in rounds]
+            return verify(resolved, self.folder, self._run, chosen, sample, all, public_key, progress)
 
 
 def load(run: str | Path | Result) -> Result:

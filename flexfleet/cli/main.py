@@ -11,7 +11,7 @@ from pathlib import Path
 import fl_engine
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.text import at_home, path_of
-from flexfleet.cli import completion, host, kubeflow, listing, many_runs, runs
+from flexfleet.cli import checks, completion, host, kubeflow, listing, many_runs, runs
 from flexfleet.config.dotted import SHORT, STUDY
 from flexfleet.files import terminal
 from flexfleet.worker.__main__ import add_options
@@ -187,6 +187,17 @@ def parser() -> argparse.ArgumentParser:
     c = plain("report", runs.report, "show finished runs in one table and on one HTML page")
     c.add_argument("runs", type=path_of, nargs="+", metavar="RUN", help="folder of a finished run")
     c.add_argument("--out", type=path_of, default=Path("report.html"), metavar="FILE")
+
+    c = plain("verify", checks.verify, "check that nothing in a run has changed, and compute parts of it again")
+    c.add_argument("run", type=path_of, metavar="RUN", help="folder of a run")
+    c.add_argument("--rounds", default="", metavar="LIST", help="train the clients of these rounds again, such as 3,7")
+    c.add_argument("--sample", type=int, default=0, metavar="N", help="train the clients of N random rounds again")
+    c.add_argument("--all", action="store_true", help="train the clients of all rounds again")
+    c.add_argument("--public-key", metavar="HEX", help="expected key of the signature")
+
+    c = plain("diff", checks.diff, "show where two runs part, and which parameters or inputs differ")
+    c.add_argument("first", type=path_of, metavar="RUN", help="folder of a run")
+    c.add_argument("second", type=path_of, metavar="RUN", help="folder of another run")
 
     c = add("fetch", host.fetch, "download and check data sets, or files that a run pushed with DVC; list data sets")
     c.add_argument("names", nargs="*", metavar="NAME", help="names of data sets, or the ID of an MLflow run")

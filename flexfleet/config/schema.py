@@ -155,6 +155,8 @@ class RunConfig(Section):
     patience_s: Annotated[Positive, Moves.EXECUTION] = 600.0
     """Seconds to wait for an unreachable server (S3, Kubernetes, MLflow) or for pods. After this time, the run stops
     and can be resumed."""
+    keep: Annotated[str, Field(pattern="^(all|sums|last-[1-9][0-9]{0,5})$"), Moves.EXECUTION] = "sums"
+    """Kept states and updates (docs/guides/check.md): all, last-N (of the last N rounds), or sums (none)."""
     metrics_port: Annotated[int, Field(ge=1, le=65_535)] | None = None
     """Port for the coordinator's Prometheus metrics (/metrics) and health (/healthz); null: no server."""
     code: Annotated[UserPath | None, Moves.PLACE] = None
@@ -171,6 +173,13 @@ class RunConfig(Section):
     the precision is mixed (float16 on CUDA, bfloat16 on CPUs). With fp16, all numbers are float16 and weight decay is
     off (FedAIoT). With auto, the machine's fastest format is used. On CPUs, results with bf16 and amp are bit-identical
     only with strategy=single."""
+
+    @property
+    def kept_rounds(self) -> float:
+        """Number of last rounds whose files are kept; infinity for all rounds."""
+        if self.keep in ("all", "sums"):
+            return math.inf if self.keep == "all" else 0
+        return int(self.keep.removeprefix("last-"))
 
     @property
     def apart(self) -> bool:

@@ -25,6 +25,7 @@ from fl_engine.core.errors import FlexfleetError, IntegrityError, brief
 from fl_engine.core.fields import LeavesOut
 from fl_engine.core.types import Codecs, Params, Pool, PoolModel, SubmodelSpec
 from fl_engine.preparation.apoz import ApozScores
+from fl_engine.rounds import chain
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore, Pieces, decode, sha256
 from fl_engine.training.evaluation import OWNERS
@@ -213,6 +214,10 @@ class History(Artifact):
     rounds: tuple[Row, ...]
     model_sha256: str
     seconds: float
+    public_key: str = ""
+    """Ed25519 key of the coordinator in hexadecimal digits; empty for a central training."""
+    signature: str = ""
+    """Signature of the last round's link and of `model_sha256` (`rounds.chain`)."""
     _results: Counter[tuple[int, str]] = PrivateAttr(default_factory=Counter)
 
     @property
@@ -253,13 +258,17 @@ def _without_clients(results: Counter[tuple[int, str]], value: dict[str, Any]) -
     return row.model_copy(update={"round": row.round - 1, "clients": ()})
 
 
-def history_of(rows: Iterable[Row], model_sha256: str) -> Pieces:
-    """Return the bytes of history.json. Only one row at a time is kept in memory."""
-    parts, seconds = [b'{\n "schema_version": 1,\n "rounds": ['], 0.0
+def history_of(rows: Iterable[Row], model_sha256: str, secret: bytes | None = None) -> Pieces:
+    """Return the bytes of history.json, signed with a key that is derived from `secret`. Only one row at a time is kept
+    in memory."""
+    parts, seconds, link = [b'{\n "schema_version": 1,\n "rounds": ['], 0.0, ""
     for row in rows:
         parts.append((b",\n  " if len(parts) > 1 else b"\n  ") + _from_one(row).model_dump_json().encode())
         seconds += row.metrics["seconds_round"]
-    end = f'],\n "model_sha256": "{model_sha256}",\n "seconds": {round(seconds, 3)}\n}}\n'
+        link = row.link
+    public_key, signature = ("", "") if secret is None else chain.sign(secret, link, model_sha256)
+    end = f'],\n "model_sha256": "{model_sha256}",\n "seconds": {round(seconds, 3)},\n'
+    end += f' "public_key": "{public_key}",\n "signature": "{signature}"\n}}\n'
     return Pieces((*parts, end.encode()))
 
 

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.aggregation import privacy
-from fl_engine.backends import BACKENDS, InProcess, Surroundings, WorkerBackend
+from fl_engine.backends import BACKENDS, Surroundings, WorkerBackend
 from fl_engine.core.clients import kept_parameters
 from fl_engine.core.contracts import Tracker
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, Replaced
+from fl_engine.core.errors import Replaced
 from fl_engine.data.local_data import FORM, Form
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.manifest import key_of
 from fl_engine.remote.messages import site_files
 from fl_engine.rounds import loop
 from fl_engine.rounds.ledger import Ledger
-from fl_engine.rounds.replay import ClientRound, replay
 from fl_engine.rounds.run import Run
 from fl_engine.storage import run_lock
 from fl_engine.storage.code import store_key
@@ -100,8 +99,8 @@ def federate(
         if known and private:
             resume.warn_of_copies(known, keys.address(store))
         token = known.token if known else uuid.uuid4().hex if config.tracking.mlflow or private else ""
-        place = keys.place(config, run_id, store, out) if private or apart else None
-        key = keys.key_of_run(place, known, private) if place is not None else None
+        place = keys.place(config, run_id, store, out)
+        key = keys.key_of_run(place, known, private)
         trace, trace_sha256 = partition.trace_of(config, site)
         of_clients = partition.simulated(resolved, site)
         folders = (
@@ -109,8 +108,8 @@ def federate(
         )
         wheel = own_code.wheel_of(config)
         rules = replace(site.rules, algorithm=algorithm, seed=None if devices_decide(config) else config.seed)
-        signs = key_of(key) if apart and key is not None else None
-        ledger = Ledger(store, config.rounds.keep_every, rules, signs, held)
+        signs = key_of(key) if apart else None
+        ledger = Ledger(store, config.rounds.keep_every, rules, signs, held, config.run.kept_rounds)
 
         record = RunFile(
             run_id=run_id,
@@ -124,8 +123,8 @@ def federate(
             sources=sources(config),
             code_sha256=None if wheel is None else sha256(wheel),
             mlflow_run_id=(known.mlflow_run_id if known else None) or attempt.mlflow_run_id,
-            key_at=None if place is None else str(place),
-            key_sha256=None if key is None else sha256(key),
+            key_at=str(place),
+            key_sha256=sha256(key),
             ledger_at=keys.address(store) if private else None,
             noise_stream=privacy.STREAM if private else None,
             noise_numerics=describe_noise() if private else None,
@@ -166,7 +165,7 @@ def federate(
                 site,
                 config.rounds,
                 config.run.devices,
-                noise_key=privacy.noise_key(key, token) if private and key is not None else None,
+                noise_key=privacy.noise_key(key, token) if private else None,
                 codecs=configs.codecs(config),
                 trace=trace,
                 wait_s=config.fleet.wait_s,
@@ -207,7 +206,7 @@ def federate(
             if isinstance(place, keys.InSecret) and not private:
                 place.delete()
             with loop.resume_hint(ledger):
-                return _finish(out, ledger, final, tracker, mlflow)
+                return _finish(out, ledger, final, tracker, mlflow, key)
 
 
 def _put_site(
@@ -238,7 +237,7 @@ def _put_site(
     return found
 
 
-def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLflow | None) -> Path:
+def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLflow | None, secret: bytes) -> Path:
     ledger.checkpoints.check_lock()
     value, folder = laid_out(published(final)), FolderStore(out)
     for store in (folder, ledger.store) if ledger.checkpoints.lock is not None else (folder,):
@@ -253,38 +252,5 @@ def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLf
         mlflow.table(["round", *names], lines, "clients.json")
     tracker.finish("FINISHED" if tally.status == "finished" else "FAILED")
     # Write history.json last, because a study assumes that a run with this file has tracked all rounds.
-    folder.put("history.json", history_of(each_row(), sha256(value)))
+    folder.put("history.json", history_of(each_row(), sha256(value), secret))
     return out / "history.json"
-
-
-def replay_client(
-    resolved: Resolved, folder: Path, run: RunFile, ledger: Ledger, round: int, client: int
-) -> ClientRound:
-    """Repeat the training of one client in one round of the run in `folder`. `round` counts from 0.
-
-    Raises:
-        ConfigError: The client failed or was not selected, or this machine does not have the client's data or memory.
-        IntegrityError: The run's files or data have changed.
-        EnvironmentFailure: This machine cannot produce bit-identical results.
-    """
-    config = resolved.config
-    if devices_decide(config):
-        raise ConfigError(
-            f"{config.run.backend}.observe=cgroup: the round cannot be replayed, because the free memory of the "
-            "clients determined their sub-models"
-        )
-    site = partition.site_of(resolved, folder / "partition", folder / "pool", run.numerics)
-    if site.most is not None:
-        if config.run.apart:
-            raise ConfigError(
-                "partition.rule=local: the round cannot be replayed here, because the data are on the clients' devices"
-            )
-        site = partition.simulated(resolved, site)
-        if run.folders_sha256 not in (None, partition.folders_sum(site)):
-            raise IntegrityError("partition.folders: the data have changed since the run started. Restore the data")
-    if others := differing(run.numerics, describe(site.numerics, config.run.devices)):
-        raise EnvironmentFailure(f"this machine cannot produce bit-identical results: {others}")
-    initial = partition.initial_state(resolved, site, folder / "pool")
-    trace, wait = partition.trace_of(config, site)[0], config.fleet.wait_s
-    rounds = Run(resolved.algorithm, site, config.rounds, config.run.devices, None, configs.codecs(config), trace, wait)
-    return replay(rounds, initial, InProcess(site, config.run.devices), ledger, round, client)

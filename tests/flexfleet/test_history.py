@@ -57,7 +57,7 @@ def test_the_end_of_a_run_holds_the_lines_of_a_round_at_a_time(
     ledger.checkpoints = Watched(FolderStore(tmp_path / "run"))
     monkeypatch.chdir(tmp_path)  # MLflow puts artifacts under ./mlruns
     mlflow = MLflow(mlflow_uri, "a", "a", {})
-    path = _finish(tmp_path / "run", ledger, SimpleNamespace(params=WEIGHTS), Memory(), mlflow)
+    path = _finish(tmp_path / "run", ledger, SimpleNamespace(params=WEIGHTS), Memory(), mlflow, bytes(32))
     told = json.loads(path.read_text())
     assert [len(each["clients"]) for each in told["rounds"]] == [2] * 12 and told["seconds"] == 1.2
     assert [each["round"] for each in told["rounds"]] == list(range(1, 13)), "rounds count from 1"

@@ -1,0 +1,65 @@
+"""Commands that check and compare runs round by round: verify, diff."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from dataclasses import asdict
+
+from fl_engine.core.errors import ConfigError
+from flexfleet.files.signals import stopping_at_once
+from flexfleet.files.terminal import show
+
+log = logging.getLogger("flexfleet")
+
+
+def verify(args: argparse.Namespace) -> None:
+    from flexfleet.api.results import load
+
+    if args.sample < 0:
+        raise ConfigError(f"--sample must be at least 0, got {args.sample}", path="sample")
+    rounds = [_number(text, "--rounds") for text in args.rounds.split(",") if text.strip()]
+    with stopping_at_once():
+        found = load(args.run).verify(
+            rounds, sample=args.sample, all=args.all, public_key=args.public_key, progress=log.info
+        )
+    if args.json:
+        show(json.dumps({"ok": True, **asdict(found)}))
+        return
+    show(f"{found.run_id}: nothing has changed in {found.rounds} rounds")
+    if found.public_key:
+        show(f"signed with the key {found.public_key}")
+    for name, again in (("merged", found.merged), ("trained", found.trained)):
+        if again:
+            show(f"{name} again, with equal bits: {len(again)} rounds")
+    if found.evaluated:
+        show("evaluated the final model again, with equal results")
+    for text in found.not_checked:
+        show(f"not checked: {text}")
+
+
+def diff(args: argparse.Namespace) -> None:
+    from flexfleet.pipeline.difference import difference
+
+    found = difference(args.first, args.second)
+    if args.json:
+        show(json.dumps(asdict(found)))
+        return
+    if found.equal and not found.settings:
+        show(f"equal: all assignments, updates and models in {found.rounds} rounds")
+        return
+    for name, (one, other) in (found.settings | found.inputs).items():
+        show(f"{name}: {one} and {other}")
+    if found.round is None:
+        show(f"the assignments, updates and models are equal in {found.rounds} rounds")
+        return
+    what = f"update of client {found.client}" if found.what == "update" else found.what
+    tensor = "" if found.tensor is None else f", by at most {found.largest:.3g} in {found.tensor}"
+    show(f"first difference: round {found.round}: {what}{tensor}")
+
+
+def _number(text: str, option: str) -> int:
+    if not text.strip().isdecimal():
+        raise ConfigError(f"{option} must be whole numbers, got {text!r}", path=option.strip("-"))
+    return int(text)
