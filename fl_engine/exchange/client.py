@@ -194,7 +194,9 @@ def accept_all(
     return groups, failures
 
 
-def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[ClientResult]:
+def train(
+    works: Sequence[Work], site: Site, device: str = "cpu", on_step: local.OnStep | None = None
+) -> list[ClientResult]:
     """Train a group of assignments (`accept_all`) in parallel, or execute evaluations one by one. A ModelError, a
     ValueError or an out-of-memory error counts as a failure of the client. Batch norm raises ValueError for a batch
     with one value per channel. All other exceptions stop the run, because the machine or the code is the cause."""
@@ -204,7 +206,7 @@ def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Client
     try:
         with at_work(len(works) * tensor_bytes(works[0].received)), memory_errors():
             jobs = list(_jobs(works, site, device))
-            trained = list(local.train(site.family, site.data.task, jobs, site.numerics))
+            trained = list(local.train(site.family, site.data.task, jobs, site.numerics, on_step=on_step))
     except (ModelError, MemoryError, torch.OutOfMemoryError, ValueError) as error:
         if len(works) > 1:  # train each client alone, because a client's failure must not affect other clients
             return [result for work in works for result in train([work], site, device)]

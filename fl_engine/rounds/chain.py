@@ -12,9 +12,10 @@ import hmac
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from fl_engine.core.clients import with_prefix
 from fl_engine.core.errors import IntegrityError
 from fl_engine.core.state import pack
-from fl_engine.core.types import RoundPlan
+from fl_engine.core.types import ClientUpdate, RoundPlan
 from fl_engine.exchange.manifest import assignment_sum
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import canonical, laid_out, sha256
@@ -34,6 +35,11 @@ def state_sum(state: Any) -> str:
     tensors, rest = pack(state)
     rest = {name: value for name, value in rest.items() if not name.endswith("/order")}
     return sha256(canonical([sha256(laid_out(tensors)), rest]))
+
+
+def update_sum(update: ClientUpdate) -> str:
+    """Return the SHA-256 of the decoded weights and of the client's state."""
+    return sha256(laid_out(update.payload | with_prefix(update.state)))
 
 
 def linked(row: Row, previous: str) -> Row:

@@ -10,15 +10,15 @@ from statistics import median_low
 from typing import Any
 
 from fl_engine.aggregation.spool import IN_MEMORY_BYTES, Spool
-from fl_engine.core.clients import with_prefix
 from fl_engine.core.errors import Named
 from fl_engine.core.slicing import index_of
 from fl_engine.core.types import ClientFailure, ClientResult, ClientUpdate, Params, Pool, RoundPlan, Stage, changed
 from fl_engine.exchange import coding
 from fl_engine.rounds import timing
+from fl_engine.rounds.chain import update_sum
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.timing import Times
-from fl_engine.storage.store import laid_out, sha256, tensor_bytes
+from fl_engine.storage.store import tensor_bytes
 
 log = logging.getLogger("flexfleet")
 
@@ -48,7 +48,7 @@ class RoundResults:
         """Add a result. If `result` no longer contains the encoded weights, `size` is their size in bytes."""
         client = result.client
         if isinstance(result, ClientUpdate):
-            self.sums[client] = sha256(laid_out(result.payload | with_prefix(result.state)))
+            self.sums[client] = update_sum(result)
             self.sizes[client] = tensor_bytes(result.travels) if size is None else size, tensor_bytes(result.payload)
             state = self._spool.put(result.state) if result.state else None
             self._entries[client] = self._spool.put(result.payload), state

@@ -12,10 +12,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fl_engine.core.contracts import Backend
+from fl_engine.core.contracts import Algorithm, Backend
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.types import Assignment, ClientFailure, ClientUpdate, LocalTask, Params
 from fl_engine.exchange.client import accept, deliver, train
+from fl_engine.rounds.chain import update_sum
 from fl_engine.rounds.ledger import Ledger
 from fl_engine.rounds.loop import load_progress
 from fl_engine.rounds.round import plan_round, run_round
@@ -23,9 +24,7 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.timing import Stopwatch
 from fl_engine.rounds.verify import first_state, scratch_clients, without_evaluation
 from fl_engine.storage.store import FolderStore
-
-SAME = ("loss", "steps", "macs")
-"""Metrics that depend only on the assignment. In a replay, these metrics must be equal to the stored metrics."""
+from fl_engine.training.local import OnStep
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,6 +37,7 @@ class ClientRound:
         start: Weights of `task.spec` before training.
         update: Update of the client. `update.payload` contains the weights that the server decodes.
         change: `update.payload` minus `start`, for all tensors that have the same shape in both.
+        same_bits: True if the update is identical to the update in the run; None if other settings were used.
 
     Examples:
         >>> flexfleet.load("runs/a").replay(round=2, client=7).change["fc.weight"]
@@ -48,6 +48,7 @@ class ClientRound:
     start: Params
     update: ClientUpdate
     change: Params
+    same_bits: bool | None
 
     def __repr__(self) -> str:
         at = f"client {self.update.client} in round {self.assignment.round + 1}"
@@ -55,11 +56,21 @@ class ClientRound:
         return f"<flexfleet.ClientRound: {at}, {trained}, {len(self.change)} tensors>"
 
 
-def replay(run: Run, initial: Any, backend: Backend, ledger: Ledger, round: int, client: int) -> ClientRound:
+def replay(
+    run: Run,
+    initial: Any,
+    backend: Backend,
+    ledger: Ledger,
+    round: int,
+    client: int,
+    other: Algorithm | None = None,
+    on_step: OnStep | None = None,
+) -> ClientRound:
     """Return the assignment and the result of `client` in `round`, counted from 0.
 
-    `initial` is the state before round 0. `backend` executes the earlier rounds again. Raises ConfigError if the client
-    was not selected or failed, and IntegrityError if a replayed metric differs from the ledger.
+    `initial` is the state before round 0. `backend` executes the earlier rounds again. `other` is the algorithm with
+    other settings for this training only. `on_step` is called before each training step. Raises ConfigError if the
+    client was not selected or failed, and IntegrityError if the update differs from the ledger.
     """
     rows = ledger.checkpoints.rows()
     if not 0 <= round < len(rows):
@@ -84,19 +95,22 @@ def replay(run: Run, initial: Any, backend: Backend, ledger: Ledger, round: int,
             progress, _ = run_round(run, progress, each, clients)
         plan, _ = plan_round(run, progress, round, clients, Stopwatch())
     assignment = plan.assignment_of[client]
-    work = accept(run.algorithm, assignment, run.site)
-    (result,) = [work] if isinstance(work, ClientFailure) else train([work], run.site, run.devices[0])
-    result = deliver(run.algorithm, result, assignment, run.site)
+    algorithm = other or run.algorithm
+    work = accept(algorithm, assignment, run.site)
+    (result,) = [work] if isinstance(work, ClientFailure) else train([work], run.site, run.devices[0], on_step)
+    result = deliver(algorithm, result, assignment, run.site)
     update = run.inject_fault(result, assignment)
     if isinstance(work, ClientFailure) or isinstance(update, ClientFailure):
         raise ConfigError(f"client {assignment.client} failed in the replay of round {round + 1}: {result}")
-    for name in SAME:
-        if name in line and line[name] != update.metrics.get(name):
+    same_bits = None
+    if other is None and "staleness" not in line:
+        same_bits = update_sum(update) == line["sha256"]
+        if not same_bits:
             raise IntegrityError(
-                f"client {update.client} in round {round + 1}: {name} is {update.metrics[name]!r} in the replay, but "
-                f"{line[name]!r} in the run. Replay with the same code on the same type of machine as the run"
+                f"client {client} in round {round + 1}: the update differs from the run. Replay with the same code on "
+                "the same type of machine as the run"
             )
     sent = work.start
     alike = [name for name, t in update.payload.items() if name in sent and t.shape == sent[name].shape]
     change = {name: update.payload[name] - sent[name] for name in alike}
-    return ClientRound(assignment, work.task, work.start, update, change)
+    return ClientRound(assignment, work.task, work.start, update, change, same_bits)

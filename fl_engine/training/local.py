@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +17,7 @@ from fl_engine.core.errors import ModelError, first_line
 from fl_engine.core.samples import batch_layout
 from fl_engine.core.slicing import is_statistic, largest
 from fl_engine.core.task import Task
-from fl_engine.core.types import FULL, SGD, LocalTask, OwnOptimizer, ParamLayout, Params
+from fl_engine.core.types import FULL, SGD, LocalTask, OwnOptimizer, ParamLayout, Params, SubmodelSpec
 from fl_engine.training import batches, lanes, optimizers, user_code
 from fl_engine.training.numerics import SINGLE, Numerics
 from fl_engine.training.objective import Objective, Setting, objective_of
@@ -52,12 +52,17 @@ class Trained:
     """Number of processed samples; a sample that is processed in several steps counts several times."""
 
 
+OnStep = Callable[[SubmodelSpec, Params, tuple[Tensor, Tensor]], None]
+"""Function that receives the sub-model, its weights, and the batch (samples, targets) of the next training step."""
+
+
 def train(
     family: ModelFamily,
     goal: Task,
     jobs: Sequence[TrainingJob],
     numerics: Numerics = SINGLE,
     most_steps: int | None = None,
+    on_step: OnStep | None = None,
 ) -> list[Trained]:
     """Train each job from its own copy of the weights. With `batched` numerics on a CPU, jobs train in parallel, and
     `kind` must return the same key for all jobs. Otherwise jobs train one after the other.
@@ -65,14 +70,15 @@ def train(
     With `drop_last`, a last batch smaller than `batch_size` is dropped unless it is the only batch. In the authors'
     code, a client with a single small batch does not train. The result depends only on the job and the numerics,
     because all randomness comes from `task.seed`. `most_steps` limits the number of steps per epoch, for measurements.
+    `on_step` is called before each step of the first job.
     """
     if any(len(job.y) == 0 for job in jobs):
         raise ModelError("a client must have at least one sample to train, got 0")
     if numerics.strategy == "single" or jobs[0].x.device.type != "cpu" or not can_share(jobs[0].task):
-        return [trained for job in jobs for trained in _train(family, goal, [job], numerics, most_steps)]
+        return [trained for job in jobs for trained in _train(family, goal, [job], numerics, most_steps, on_step)]
     if len(jobs) == 1:  # Stack two copies of the job, because training a single job rounds differently.
-        return _train(family, goal, [*jobs, *jobs], numerics, most_steps)[:1]
-    return _train(family, goal, jobs, numerics, most_steps)
+        return _train(family, goal, [*jobs, *jobs], numerics, most_steps, on_step)[:1]
+    return _train(family, goal, jobs, numerics, most_steps, on_step)
 
 
 def can_share(task: LocalTask) -> bool:
@@ -93,11 +99,16 @@ def kind(layout: ParamLayout, task: LocalTask, samples: int, remembered: frozens
 
 
 def _train(
-    family: ModelFamily, goal: Task, jobs: Sequence[TrainingJob], numerics: Numerics, most_steps: int | None
+    family: ModelFamily,
+    goal: Task,
+    jobs: Sequence[TrainingJob],
+    numerics: Numerics,
+    most_steps: int | None,
+    on_step: OnStep | None,
 ) -> list[Trained]:
     with Session(family, goal, jobs, numerics) as session:
         for _ in range(jobs[0].task.epochs):
-            session.epoch(most_steps)
+            session.epoch(most_steps, on_step)
     return session.trained()
 
 
@@ -149,13 +160,17 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self._borrowed.close()
 
-    def epoch(self, most_steps: int | None = None) -> None:
-        """Train one epoch, or only its first `most_steps` steps."""
+    def epoch(self, most_steps: int | None = None, on_step: OnStep | None = None) -> None:
+        """Train one epoch, or only its first `most_steps` steps. `on_step` is called before each step of the first
+        lane."""
         task, order = self._tasks[0], next(self._orders)
         for chosen_bn in order[:most_steps]:
             rate = task.schedule.rate(task.optimizer.lr, self.steps, len(order), task.epochs)
             chosen = chosen_bn.to(self._device)
             x, y = batches.gathered(self._goal, self._x, self._y, chosen, self._tasks, self.steps)
+            if on_step is not None:
+                first = {name: tensor[0].detach() for name, tensor in self._state.items()}
+                on_step(task.spec, first, (x[:, : x.shape[1] // len(self._tasks)], y[:, 0]))
             try:
                 loss_n = self._objective(batch_layout(x), y)
             except ValueError as error:

@@ -33,6 +33,7 @@ from fl_engine.storage.store import decode
 from fl_engine.storage.tensor_files import named
 from fl_engine.training.evaluation import weights_of
 from fl_engine.training.isolation import isolated
+from fl_engine.training.local import OnStep
 from flexfleet.api.arguments import plain, with_own_data
 from flexfleet.api.callbacks import Callback
 from flexfleet.api.calls import api_call, find_folder, run_watched, table
@@ -419,15 +420,24 @@ class Result:
             vars(self).clear()
             self.folder, self._made = folder, None
 
-    def replay(self, round: int, client: int) -> ClientRound:
+    def replay(
+        self,
+        round: int,
+        client: int,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        on_step: OnStep | None = None,
+    ) -> ClientRound:
         """Repeat the training of one client in one round.
 
         The rounds since the last stored state are also repeated. To store the state after each round, run with
-        options={'rounds.keep_every': 1}.
+        options={'run.keep': 'all'}.
 
         Args:
             round: Number of the round, counted from 1.
             client: Number of the client.
+            settings: Parameters of the algorithm or the training that change for this training only.
+            on_step: Function that is called with the sub-model, its weights and the batch before each step.
 
         Returns:
             The assignment, the weights before training, the update, and the difference between update and weights.
@@ -445,7 +455,7 @@ class Result:
             if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise ConfigError(f"{name} must be a whole number, got {value!r}", path=name)
         with self._resolved() as resolved:
-            return replay_client(resolved, self.folder, self._run, round - 1, client)
+            return replay_client(resolved, self.folder, self._run, round - 1, client, settings or {}, on_step)
 
     def verify(
         self,

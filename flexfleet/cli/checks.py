@@ -1,11 +1,16 @@
-"""Commands that check and compare runs round by round: verify, diff."""
+"""Commands that check and compare runs round by round: verify, diff, replay."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
+import pdb
+import sys
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from fl_engine.core.errors import ConfigError
 from flexfleet.files.signals import stopping_at_once
@@ -57,6 +62,34 @@ def diff(args: argparse.Namespace) -> None:
     what = f"update of client {found.client}" if found.what == "update" else found.what
     tensor = "" if found.tensor is None else f", by at most {found.largest:.3g} in {found.tensor}"
     show(f"first difference: round {found.round}: {what}{tensor}")
+
+
+def replay(args: argparse.Namespace) -> None:
+    from flexfleet.api.results import load
+
+    on_step = None
+    if args.on_step is not None:
+        module, _, name = args.on_step.partition(":")
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            on_step = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"--on-step must be package.module:function, got {args.on_step!r}: {error}") from error
+    if args.pdb:
+        on_step = _debug
+    found = load(args.run).replay(args.round, args.client, settings=args.set, on_step=on_step)
+    update = found.update
+    about = {"samples": update.num_examples, "loss": update.metrics["loss"], "same_bits": found.same_bits}
+    if args.json:
+        show(json.dumps({"round": args.round, "client": args.client, **about}))
+        return
+    bits = {True: "; the bits match the run", None: ""}[found.same_bits or None]
+    show(f"round {args.round}, client {args.client}: {about['samples']} samples, loss {about['loss']:.4g}{bits}")
+
+
+def _debug(spec: Any, weights: Any, batch: Any) -> None:
+    """Open the debugger before the first step. `continue` leaves it until the next step, and `quit` ends the replay."""
+    pdb.set_trace()
 
 
 def _number(text: str, option: str) -> int:

@@ -195,6 +195,16 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--all", action="store_true", help="train the clients of all rounds again")
     c.add_argument("--public-key", metavar="HEX", help="expected key of the signature")
 
+    c = plain("replay", checks.replay, "train one client of one round again, and compare the bits with the run")
+    c.add_argument("run", type=path_of, metavar="RUN", help="folder of a run")
+    c.add_argument("--round", type=int, required=True, metavar="N", help="number of the round, from 1")
+    c.add_argument("--client", type=int, required=True, metavar="N", help="number of the client")
+    terminal.add_set(c, "change training.* or algorithm.* for this training only")
+    c.add_argument("--pdb", action="store_true", help="open Python's debugger before each training step")
+    c.add_argument(
+        "--on-step", metavar="module:function", help="function to call with (spec, weights, batch) before each step"
+    )
+
     c = plain("diff", checks.diff, "show where two runs part, and which parameters or inputs differ")
     c.add_argument("first", type=path_of, metavar="RUN", help="folder of a run")
     c.add_argument("second", type=path_of, metavar="RUN", help="folder of another run")

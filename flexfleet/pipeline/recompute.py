@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 from fl_engine.aggregation import privacy
@@ -20,8 +21,10 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.verify import kept_results, verify_rounds
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import sha256
+from fl_engine.training.local import OnStep
 from fl_engine.training.numerics import describe, differing
 from flexfleet import config as configs
+from flexfleet.config.dotted import applied
 from flexfleet.files.artifacts import EvaluationFile, History, RunFile
 from flexfleet.files.run_folder import check_manifest
 from flexfleet.pipeline import keys, partition
@@ -87,11 +90,26 @@ def recomputation(resolved: Resolved, folder: Path, run: RunFile) -> Recomputati
     return Recomputation(rounds, initial, InProcess(site, config.run.devices), ledger)
 
 
-def replay_client(resolved: Resolved, folder: Path, run: RunFile, round: int, client: int) -> ClientRound:
-    """Repeat the training of one client in one round of the run in `folder`. `round` counts from 0. Raises the errors
+def replay_client(
+    resolved: Resolved,
+    folder: Path,
+    run: RunFile,
+    round: int,
+    client: int,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    on_step: OnStep | None = None,
+) -> ClientRound:
+    """Repeat the training of one client in one round of the run in `folder`. `round` counts from 0. `settings` changes
+    parameters (by dotted name) for this training only. `on_step` is called before each training step. Raises the errors
     of `recomputation`, and ConfigError if the client failed or was not selected."""
+    other = None
+    if settings:
+        if wrong := [name for name in settings if name.partition(".")[0] not in ("algorithm", "training")]:
+            message = f"only algorithm.* and training.* can be set in a replay, got {wrong[0]}"
+            raise ConfigError(message, path=wrong[0])
+        other = configs.parse_with_algorithm(applied(run.config, settings), stored=True)[1]
     again = recomputation(resolved, folder, run)
-    return replay(again.rounds, again.initial, again.backend, again.ledger, round, client)
+    return replay(again.rounds, again.initial, again.backend, again.ledger, round, client, other, on_step)
 
 
 @dataclass(frozen=True)

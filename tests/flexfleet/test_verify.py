@@ -138,3 +138,25 @@ def test_diff_of_equal_and_unequal_runs(kept: Path, run: Path, flexfleet: Any) -
     assert list(found.settings) == ["training.lr"] and found.inputs == {}
     assert (found.equal, found.round, found.what) == (False, 1, "update")
     assert found.client is not None and found.tensor is not None and found.largest > 0
+
+
+def test_replay_trains_a_client_again_with_equal_bits(kept: Path, flexfleet: Any) -> None:
+    client = Checkpoints(FolderStore(kept)).rows()[1].clients[0]["client"]
+    chosen = ("replay", str(kept), "--round", "2", "--client", str(client), "--json")
+    same, faster = flexfleet(*chosen).json, flexfleet(*chosen, "--set", "training.lr=0.01").json
+    assert same["same_bits"] is True and faster["same_bits"] is None
+    assert same["samples"] == faster["samples"] and same["loss"] != faster["loss"]
+    with pytest.raises(ConfigError) as error:
+        ff.load(kept).replay(2, client, settings={"rounds.stop": 5})
+    assert error.value.path == "rounds.stop"
+
+
+def test_replay_calls_a_function_before_each_step(kept: Path) -> None:
+    client, seen = Checkpoints(FolderStore(kept)).rows()[0].clients[0]["client"], list[Any]()
+    work = ff.load(kept).replay(1, client, on_step=lambda *step: seen.append(step))
+    assert len(seen) == work.update.metrics["steps"]
+    spec, weights, (samples, targets) = seen[0]
+    assert spec == work.task.spec and {n: t.shape for n, t in weights.items()} == {
+        n: t.shape for n, t in work.start.items()
+    }
+    assert len(samples) == len(targets) and samples.shape[1:] == (1, 8, 8)
