@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,38 +23,31 @@ from fl_engine.core.types import Params, PoolModel
 from fl_engine.data.local_data import LOCAL
 from fl_engine.data.partition import Partition
 from fl_engine.models import export as exports
-from fl_engine.rounds.ledger import Ledger
 from fl_engine.rounds.replay import ClientRound
 from fl_engine.selection.capacity import level_of
-from fl_engine.storage import code
-from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import decode
 from fl_engine.storage.tensor_files import named
 from fl_engine.training.evaluation import weights_of
-from fl_engine.training.isolation import isolated
 from fl_engine.training.local import OnStep
 from flexfleet.api.arguments import plain, with_own_data
 from flexfleet.api.callbacks import Callback
 from flexfleet.api.calls import api_call, find_folder, run_watched, table
-from flexfleet.config import Config, parse_schema, parse_with_algorithm
+from flexfleet.api.stored_run import StoredRun
+from flexfleet.config import parse_with_algorithm
 from flexfleet.config.dotted import applied
-from flexfleet.config.sources import sources
-from flexfleet.files.artifacts import ConfusionFile, PoolFile, RunFile, RunResult
+from flexfleet.files.artifacts import ConfusionFile, RunFile
 from flexfleet.files.measure import levels_in, measure_in
-from flexfleet.files.run_folder import check_is_folder, check_manifest
 from flexfleet.files.run_status import tally_of
-from flexfleet.pipeline import own_code
 from flexfleet.pipeline.partition import fleet_of
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.recompute import Verified, replay_client, verify
-from flexfleet.pipeline.resume import store_of
-from flexfleet.pipeline.status import OF_STUDY, status_of
+from flexfleet.pipeline.status import OF_STUDY
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 
-class Result:
+class Result(StoredRun):
     """Result of a finished run, or of a stopped run that can be resumed. Tables are DataFrames if pandas is installed,
     otherwise lists of mappings.
 
@@ -79,20 +71,6 @@ class Result:
         >>> result.metrics["avg"], result.history
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        """Open the run in a folder.
-
-        Raises:
-            ConfigError: The folder does not contain a run.
-            IntegrityError: A file has changed since the run finished.
-        """
-        self.folder = path_of(folder).absolute()  # a notebook may change the working directory later
-        self._made: Resolved | None = None
-        check_is_folder(self.folder)
-        if not (self.folder / "run.json").is_file():
-            raise ConfigError(f"{self.folder} is not the folder of a run, because it has no run.json")
-        check_manifest(self.folder)
-
     def __repr__(self) -> str:
         scores = ""
         if "avg" in self.metrics:
@@ -107,48 +85,6 @@ class Result:
         return f"<flexfleet.Result {self.run_id}: {self.status}, round {rounds}{scores}, {tally}{more}>"
 
     # ------------------------------------------------------------------------------------------------ figures
-    @cached_property
-    def _run(self) -> RunFile:
-        return RunFile.read(self.folder / "run.json")
-
-    @cached_property
-    def _config(self) -> Config:
-        return parse_schema(self._run.config)
-
-    @contextmanager
-    def _resolved(self, used: Collection[str] | None = None) -> Iterator[Resolved]:
-        """Yield the configuration with its algorithm, data and network. User code is imported from the run's folder.
-        Raises ConfigError if user code in the sections `used` of the configuration has changed; None for all."""
-        with code.enabled_within(), isolated():
-            own_code.enable(self._run, self.folder)
-            if self._made is None:
-                config, algorithm = parse_with_algorithm(own_code.stored(self._run), stored=True)
-                self._made = Resolved(with_own_data(config, self.folder), algorithm)
-            own_code.check_sources(self._run.sources, sources(self._made.config, used), self.folder)
-            yield self._made
-
-    @cached_property
-    def _ledger(self) -> Ledger:
-        return Ledger(store_of(self._config, self.run_id, self.folder))
-
-    @cached_property
-    def _rows(self) -> Sequence[Row]:
-        return self._ledger.checkpoints.rows()
-
-    @property
-    def _scored(self) -> Mapping[str, float]:
-        """Metrics of the last evaluated round."""
-        return next((row.metrics for row in reversed(self._rows) if "avg" in row.metrics), {})
-
-    @cached_property
-    def _pool(self) -> PoolFile:
-        return PoolFile.read(self.folder / "pool" / "pool.json")
-
-    @cached_property
-    def _result(self) -> RunResult | None:
-        path = self.folder / "result.json"
-        return RunResult.read(path) if path.is_file() and self.status != "stopped" else None
-
     @property
     def run_id(self) -> str:
         return self._run.run_id
@@ -156,10 +92,6 @@ class Result:
     @property
     def config(self) -> dict[str, Any]:
         return copy.deepcopy(self._run.config)  # return a copy, because callers may change the result
-
-    @cached_property
-    def status(self) -> str:
-        return status_of(self._config, self.folder, self._rows).replace("unfinished", "stopped")
 
     @property
     def report(self) -> Path | None:
