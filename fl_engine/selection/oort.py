@@ -79,7 +79,7 @@ class Oort:
 
     Departs from the paper, as the published code does: U is clipped and scaled to about [0, 1] before the temporal part
     is added. Alg. 1 line 10 adds the temporal part to the unscaled U. The default clip is FedScale's quantile of 0.9,
-    not 0.95.
+    not 0.95. T changes by the code's rules instead of Alg. 1 lines 7-8 (`Pacer`).
 
     Departs from the published code:
     - U is computed from all samples of a client and their losses with the received weights, as in the paper. The code
@@ -315,10 +315,15 @@ def _rows(clients: np.ndarray) -> Rows:
 
 @dataclass(frozen=True)
 class Pacer:
-    """Oort's pacer (Lai et al., OSDI 2021, Sec. 4.3, Alg. 1 lines 7-8). T, the preferred time of a round, is a
-    percentile of the clients' times. Every `step` rounds, the pacer compares the utility of the preferred clients in
-    the last `step` rounds with their utility in the `step` rounds before. If the utility hardly changed, T increases to
-    include slower clients with other data. If the utility changed sharply, T decreases."""
+    """Oort's pacer (Lai et al., OSDI 2021, Sec. 4.3). T, the preferred time of a round, is a percentile of the clients'
+    times. Every `step` rounds, the pacer compares the utility of the preferred clients in the last `step` rounds with
+    their utility in the `step` rounds before. If the utility hardly changed, T increases to include slower clients with
+    other data. If the utility changed sharply, T decreases.
+
+    Departs from the paper, as the published code does: in Alg. 1 lines 7-8, T is a time in seconds that only increases.
+    T <- T + Delta if sum U(R-2W : R-W) > sum U(R-W : R), so whenever the utility falls. Here T does not change if the
+    utility falls by more than FLAT. `step` corresponds to W, and `delta` corresponds to Delta.
+    """
 
     rounds: int
     """Number of finished rounds."""

@@ -138,9 +138,9 @@ def paced(percentile: float, brought: Sequence[float], **more: Any) -> list[floa
 
 def test_the_pacer_by_hand() -> None:
     """Every 2 rounds from the fourth on: 10 + 10, then 11 + 11 (10 % more: flat, +5), then 66 + 66 (five times more:
-    sharp, -5), then 99 + 99 (half as much again: nothing)."""
-    found = paced(30.0, [10, 10, 11, 11, 66, 66, 99, 99, 99])
-    assert found == [30, 30, 30, 30, 35, 35, 30, 30, 30, 30]
+    sharp, -5), then 99 + 99 (half as much again: nothing), then 50 + 50 (half: nothing, where the paper adds 5)."""
+    found = paced(30.0, [10, 10, 11, 11, 66, 66, 99, 99, 50, 50])
+    assert found == [30, 30, 30, 30, 35, 35, 30, 30, 30, 30, 30]
 
 
 def test_t_is_a_percentile_of_the_times() -> None:
