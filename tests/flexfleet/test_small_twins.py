@@ -13,6 +13,7 @@ import pytest
 
 from fl_engine.datasets import DATASETS, femnist, tiny_imagenet, widar
 from fl_engine.datasets.cifar import CIFAR10, CIFAR100
+from fl_engine.datasets.mnist import FASHION_MNIST
 from flexfleet.config import Config, flatten, load_config
 from flexfleet.experiments import published_suites
 from flexfleet.experiments.compare import run_comparison
@@ -47,6 +48,11 @@ def cifar100_files(root: Path) -> Callable[[Path], Any]:
     return replace(CIFAR100, samples=(4 * RECORDS, RECORDS)).load
 
 
+def fashion_mnist_files(root: Path) -> Callable[[Path], Any]:
+    made.idx_files(root, FASHION_MNIST.files, (4 * RECORDS, RECORDS), 10)
+    return replace(FASHION_MNIST, checksums={}, samples=(4 * RECORDS, RECORDS)).load
+
+
 def tiny_imagenet_files(root: Path) -> Callable[[Path], Any]:
     made.tiny_imagenet_files(root, made.WNIDS[:20], train=20, val=4)
     return tiny_imagenet.load
@@ -65,6 +71,7 @@ def widar_files(root: Path) -> Callable[[Path], Any]:
 FILES: dict[str, Callable[[Path], Callable[[Path], Any]]] = {
     "cifar10": cifar10_files,
     "cifar100": cifar100_files,
+    "fashion_mnist": fashion_mnist_files,
     "tiny_imagenet": tiny_imagenet_files,
     "femnist": femnist_files,
     "widar": widar_files,

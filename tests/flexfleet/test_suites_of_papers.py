@@ -1,5 +1,6 @@
 """The suites of AdaptiveFL (Jia et al., DAC 2024), FedRolex (Alam 2023, chapter 3), FlexFL (Chen et al., IEEE TCAD
-2024) and FedX (Lai et al., DCOSS-IoT 2025) say what the papers' texts, tables, figures and code say."""
+2024), FedX (Lai et al., DCOSS-IoT 2025) and multi-branch networks with Oort (Juan and Wu, Algorithms 2024) say what the
+papers' texts, tables, figures and code say."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from fl_engine.algorithms import FedRolex, FedX, FlexFL, HeteroFL, ScaleFL
+from fl_engine.algorithms import FedRolex, FedX, FlexFL, HeteroFL, MultiBranch, ScaleFL
 from fl_engine.algorithms.fine_tuning import FineTuned, FineTuning
 from fl_engine.codecs.qsgd import Qsgd
+from fl_engine.core import costs
 from fl_engine.core.augmentation import Crop, Flip
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.costs import count_params
@@ -231,3 +233,29 @@ def test_fedx_devices_get_the_sub_networks_of_figure_5(
     sent = Counter(pool[level_of(device, pool) or 0].name for device in devices)
     assert sent == {"small": 6, "medium": 4}
     assert [m.codecs.down for m in pool if m.codecs and m.dispatched] == [Qsgd(bits=each) for each in bits]
+
+
+@pytest.mark.parametrize("name", large("multibranch"))
+def test_multibranch_trains_as_in_oorts_code(name: str) -> None:
+    """Sec. 5.1.1: 2,800 clients, 100 in each of 1,000 rounds. Code: 20 steps with batches of 30; the rate is .04, times
+    .95 after every fifth round. Clients of CIFAR have 18 images on average, and LEAF's writers 204."""
+    for label, entry in rows(name).items():
+        config = entry.config
+        training = algorithm(config).training
+        selected = [round_size(training.fraction * more, 2800) for more in (1, config.rounds.over_provision)]
+        assert (config.partition.clients, selected, config.rounds.stop) == (2800, [100, 130], 1000)
+        sizes, steps = ((204,), 18) if config.dataset.name == "femnist" else ((5, 18, 59), 20)
+        assert {costs.steps(training, n) for n in sizes} == {steps}
+        for fives in (0, 1, 40, 200):
+            assert training.optimizer_in(5 * fives).lr == pytest.approx(0.04 * 0.95**fives, rel=0.01)
+        assert (algorithm(config).selection.name == "oort") == ("oort" in label)
+
+
+@pytest.mark.parametrize(("small", "branches", "params"), [("", 10, 21_282_122), ("-small", 8, 176_402)])
+def test_multibranch_networks_of_table_4(small: str, branches: int, params: int) -> None:
+    """Sec. 5.1.2: nine branches and the end of ResNet34 (He et al.). Seven exits fit into ResNet18."""
+    config = rows(f"multibranch/table4{small}")["mb_oort"].config
+    made, family = algorithm(config), Resolved.of(config).network((3, 32, 32), 10)
+    assert isinstance(made, MultiBranch)
+    pool = made.pool(made.network(family), {}, None)  # type: ignore[arg-type]  # which asks for no server
+    assert (len(pool), pool[-1].params) == (branches, params)
