@@ -13,9 +13,9 @@ Departs from the paper, or follows one of two contradictory statements in the pa
 
 The norm is computed over all weights together. Running statistics of batch norm are not part of the norm.
 
-Theorem 1 (section III-D) requires the learning rate Q / (G sqrt(t)) in step t. Q is an upper bound of the L2 norm of
-the weights, and G is the Lipschitz constant of the loss, which bounds the norm of its gradient. Both are unknown for a
-neural network, so `lr` replaces Q / G. The proof has one step per round, so t is the number of the round.
+Theorem 1 (section III-D) requires the learning rate Q / (G sqrt(t)) in step t. Q bounds the L2 norm of the weights. G
+is the Lipschitz constant of the loss and bounds the norm of its gradient. Both are unknown for a neural network, so
+`lr` replaces Q / G. The proof has one step per round, so t is the number of the round.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class FineTuning:
     gamma: NotNegative = 1e-4
     """Weight of the regulariser; 0: no regulariser."""
     sub_networks: bool = False
-    """True: each step trains the whole network, the smallest sub-network and a random sub-network, as in the first
-    training; False: each step trains the whole network only."""
+    """True: each step also trains the smallest and a random sub-network, as in the first training. If the server has
+    other classes than the devices, the sub-networks forget the devices' classes."""
 
     def task(self, seed: int, round: int = 0, smaller: Sequence[SubmodelSpec] = ()) -> LocalTask:
         """Return a task that trains the whole network, and the sub-networks `smaller` if `sub_networks` is set.
