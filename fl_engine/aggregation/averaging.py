@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from fl_engine.aggregation.spool import Spool, Spooled
+from fl_engine.aggregation.spool import IN_MEMORY_BYTES, Spool, Spooled
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import is_statistic, mesh, places
 from fl_engine.core.types import Keep, ParamLayout, Params, SubmodelSpec
@@ -31,10 +31,6 @@ Kind = tuple[SubmodelSpec, tuple[str, ...]]
 
 HELD_BACK_BYTES = 2**20
 """Buffer size in bytes for small updates of the same kind, which are added in one pass."""
-
-ROWS_BYTES = 2**19
-"""Size in bytes of a chunk of rows in double precision. Means are computed chunk by chunk. A chunk must be smaller than
-`system.LARGE_BLOCK`, so that its memory is reused."""
 
 
 class Regions:
@@ -140,9 +136,11 @@ class StoredUpdates:
     """Base class of aggregates that read each update several times. The weight change of each update is clipped to an
     L2 norm of `clip` (`limited`). If the updates exceed `held_bytes`, some updates are stored in a file."""
 
-    def __init__(self, old: Params, layout: ParamLayout, clip: float | None, held_bytes: int) -> None:
+    held_bytes = IN_MEMORY_BYTES
+
+    def __init__(self, old: Params, layout: ParamLayout, clip: float | None = None) -> None:
         self._old, self._layout, self._clip = old, layout, clip
-        self._regions, self._spool = Regions(old, layout), Spool(held_bytes)
+        self._regions, self._spool = Regions(old, layout), Spool(self.held_bytes)
         self._kinds: list[Kind] = []
         """Sub-model and tensor names of each entry in the spool."""
         self._holders: Counter[Kind] = Counter()
@@ -170,12 +168,12 @@ class StreamingMean:
     sums to means tensor by tensor, because storing all sums and all means at once would need more memory.
     """
 
-    def __init__(
-        self, old: Params, layout: ParamLayout, clip: float | None = None, rows_bytes: int = ROWS_BYTES
-    ) -> None:
-        self._old = old
-        self._regions = Regions(old, layout)
-        self._clip, self._rows_bytes = clip, rows_bytes
+    rows_bytes = 2**19
+    """Size in bytes of a chunk of rows in double precision. Means are computed chunk by chunk. A chunk must be smaller
+    than `system.LARGE_BLOCK`, so that its memory is reused."""
+
+    def __init__(self, old: Params, layout: ParamLayout, clip: float | None = None) -> None:
+        self._old, self._regions, self._clip = old, Regions(old, layout), clip
         self._sum: Params = {}
         self._weight: dict[Kind, float] = {}
         self._held: list[tuple[Params, float]] = []
@@ -223,7 +221,7 @@ class StreamingMean:
     def _mean(self, name: str, total: Tensor) -> Tensor:
         before, weights = self._old[name], self._regions.total(name, self._weight)
         out = torch.empty(before.shape, dtype=before.dtype)
-        step = max(1, self._rows_bytes // max(1, 8 * math.prod(out.shape[1:])))
+        step = max(1, self.rows_bytes // max(1, 8 * math.prod(out.shape[1:])))
         parts = (torch.split(tensor, step) if tensor.dim() else (tensor,) for tensor in (before, out, total, weights))
         for old, new, sums, weight in zip(*parts, strict=True):
             mean = torch.where(weight > 0, sums / weight.clamp_min(1e-300), old.double())

@@ -34,7 +34,6 @@ from typing import Literal
 
 from fl_engine.aggregation.averaging import StoredUpdates, StreamingMean, norm_of
 from fl_engine.aggregation.privacy import Public
-from fl_engine.aggregation.spool import IN_MEMORY_BYTES
 from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import ParamLayout, Params
@@ -59,11 +58,6 @@ class GeometricMedian:
 
 class Weiszfeld(StoredUpdates):
     """Geometric median by the smoothed Weiszfeld algorithm. `result` reads each update twice per iteration."""
-
-    def __init__(
-        self, old: Params, layout: ParamLayout, clip: float | None = None, held_bytes: int = IN_MEMORY_BYTES
-    ) -> None:
-        super().__init__(old, layout, clip, held_bytes)
 
     def result(self) -> Params:
         if self.empty:

@@ -32,13 +32,9 @@ from torch import Tensor
 from fl_engine.aggregation.averaging import Region, StoredUpdates, StreamingMean
 from fl_engine.aggregation.geometric_median import GeometricMedian
 from fl_engine.aggregation.privacy import Public
-from fl_engine.aggregation.spool import IN_MEMORY_BYTES
 from fl_engine.core.contracts import Algorithm, ServerContext
 from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.types import Assignment, ClientUpdate, ParamLayout, Params, SubmodelSpec
-
-CHUNK_BYTES = 32 * 2**20
-"""Maximum size in bytes of all clients' values in a chunk of rows. Tensors are processed chunk by chunk."""
 
 
 class Aggregate(Protocol):
@@ -144,17 +140,12 @@ class Middle(StoredUpdates):
     updates' order.
     """
 
-    def __init__(
-        self,
-        old: Params,
-        layout: ParamLayout,
-        trim: float,
-        clip: float | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
-        held_bytes: int = IN_MEMORY_BYTES,
-    ) -> None:
-        super().__init__(old, layout, clip, held_bytes)
-        self._trim, self._chunk_bytes = trim, chunk_bytes
+    chunk_bytes = 32 * 2**20
+    """Maximum size in bytes of all clients' values in a chunk of rows."""
+
+    def __init__(self, old: Params, layout: ParamLayout, trim: float, clip: float | None = None) -> None:
+        super().__init__(old, layout, clip)
+        self._trim = trim
 
     def result(self) -> Params:
         return {name: self._middle(name, old) for name, old in self._old.items()}
@@ -168,7 +159,7 @@ class Middle(StoredUpdates):
             values = torch.stack([self._spool.rows(entry, name) for entry in entries]).to(_wide(old))
             return _middle_of(values, holders, old, self._trim).to(old.dtype)
         row = len(entries) * _wide(old).itemsize * max(1, math.prod(old.shape[1:]))
-        step = max(1, self._chunk_bytes // row)
+        step = max(1, self.chunk_bytes // row)
         for first in range(0, len(old), step):
             last = min(len(old), first + step)
             values = torch.full((len(entries), last - first, *old.shape[1:]), math.nan, dtype=_wide(old))
