@@ -26,6 +26,8 @@ from fl_engine.data.transforms import fingerprint
 
 TENSORS = "partition.safetensors"
 MANIFEST = "partition.json"
+SAME = ("rule", "parameters", "label", "noise", "server_classes")
+"""Fields of a partition that its manifest also has."""
 POSITION = Annotated[int, Field(ge=0, lt=2**62)]
 
 
@@ -87,18 +89,14 @@ class Partition:
             tensors["noisy"] = np.concatenate(self.noisy)
         content = safetensors.save(tensors)
         manifest = PartitionManifest(
-            rule=self.rule,
-            parameters=dict(self.parameters),
+            **{name: getattr(self, name) for name in SAME},
             data_sha256=self.data,
             proxy_train=len(self.proxy_train),
             proxy_test=len(self.proxy_test),
             client_samples=[len(part) for part in self.clients],
             class_counts=self.counts.tolist(),
             tensors_sha256=hashlib.sha256(content).hexdigest(),
-            label=self.label,
             clusters=0 if self.clusters is None else len(self.clusters),
-            noise=self.noise,
-            server_classes=self.server_classes,
         )
         with replacing(folder / TENSORS) as out:
             out.write(content)
@@ -134,15 +132,11 @@ class Partition:
             proxy_train=tensors["proxy_train"],
             proxy_test=tensors["proxy_test"],
             clients=tuple(np.split(tensors["clients"], sizes)),
-            rule=manifest.rule,
-            parameters=manifest.parameters,
+            **{name: getattr(manifest, name) for name in SAME},
             data=manifest.data_sha256,
             counts=np.array(manifest.class_counts, dtype=np.int64),
-            label=manifest.label,
             clusters=tensors.get("clusters"),
-            noise=manifest.noise,
             noisy=() if manifest.noise is None else tuple(np.split(tensors["noisy"], sizes)),
-            server_classes=manifest.server_classes,
         )
 
 

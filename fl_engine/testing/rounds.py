@@ -53,7 +53,7 @@ from fl_engine.selection.capacity import dispatched, holds
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import Store, encode
 from fl_engine.testing.tiny import SEED, Memory, context_of, start_of, tiny_pool, update_of, with_level
-from fl_engine.training.evaluation import evaluate, weights_of
+from fl_engine.training.evaluation import evaluate_pool
 
 LARGEST_R = 200.0
 """Upper limit of random free memory, in % of the full model. No device of the fleet has more memory."""
@@ -141,13 +141,9 @@ def played(algorithm: Algorithm, site: Site, state: Any, rounds: int) -> tuple[A
 
 def train_loss(site: Site, found: Params) -> float:
     """Return the mean loss of the reported pool members on all training data. `found` is the result of `published`."""
-    d, layout, reported = site.data, site.family.layout(), [m for m in site.pool if m.reported]
-    losses = []
-    for m in reported:
-        weights = weights_of(found, layout, m)
-        score = evaluate(site.family, weights, m.spec, d, d.train_x, d.train_y, ensemble=m.ensemble)
-        losses.append(score.loss)
-    return sum(losses) / len(losses)
+    train = torch.arange(len(site.data.train_y))
+    scores = evaluate_pool(site.family, found, site.pool, site.data.part(train, train))
+    return fmean(score.loss for score in scores.values())
 
 
 def check_search(algorithm: Algorithm, family: ModelFamily) -> None:
