@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fl_engine.aggregation.averaging import StreamingMean, change_of, scaled
-from fl_engine.aggregation.judged import TestsOnServer
+from fl_engine.aggregation.judged import WithServerData
 from fl_engine.aggregation.privacy import Public
 from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import ConfigError
@@ -38,7 +38,7 @@ LOWEST = 1e-6
 
 
 @dataclass(frozen=True)
-class FLTrust(TestsOnServer):
+class FLTrust(WithServerData):
     """Weight updates by their similarity to the server's own training, and give all updates the length of the server's
     change (FLTrust, NDSS 2021)."""
 

@@ -38,7 +38,7 @@ MARGIN = 3.0
 """A smaller margin, and a limit closer to 0 than -1, drop more honest updates of clients with rare classes."""
 
 
-class TestsOnServer:
+class WithServerData:
     """Base class of aggregations for which the server tests each update with its own data."""
 
     name: str
@@ -61,7 +61,7 @@ class TestsOnServer:
 
 
 @dataclass(frozen=True)
-class Judged(TestsOnServer):
+class Judged(WithServerData):
     """Drop updates that make the model worse on the server's data (after Zeno, ICML 2019), and merge the others."""
 
     __pydantic_config__ = STRICT
