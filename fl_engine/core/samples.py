@@ -1,19 +1,20 @@
-"""Data sets: samples, targets and normalisation."""
+"""Data sets: samples, targets and normalisation. The values of a memory-mapped array stay in its file."""
 
 from __future__ import annotations
 
 import copy
 import math
+import mmap
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_engine.core.errors import DataError
-from fl_engine.core.mapped import FileSection, section_of
 from fl_engine.core.task import Task, check_metric_name
 
 IMAGE_AXES = 4
@@ -23,6 +24,9 @@ NEAR = 1e-3
 """Maximum distance of 255 * x from a whole number. The rounding errors of float32 are much smaller."""
 CHUNK = 2**18
 """Number of values that are checked or summed at once, which limits the memory for intermediate results."""
+NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+"""MAP_NORESERVE: without it, Linux refuses to map a file that is larger than the memory."""
+DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64}
 
 
 def rows_of_chunk(shape: Sequence[int]) -> int:
@@ -40,6 +44,50 @@ def are_bytes(x: Tensor) -> bool:
     """Return whether all values of x are multiples of 1/255. The values must be in [0, 1]."""
     scaled = (part * BYTE for part in torch.split(x, rows_of_chunk(x.shape)))
     return all(bool((part.round() - part).abs().max() <= NEAR) for part in scaled)
+
+
+class FileSection(NamedTuple):
+    """The part of a file that contains the values of a tensor, in C order and native byte order."""
+
+    path: str
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(array: np.memmap[Any, Any]) -> FileSection | None:
+        """Return the section that contains the values of `array`. Return None if the values may differ from the file
+        (copy-on-write, mode "c"), are not in C order, or have an unsupported type."""
+        base: Any = array
+        while isinstance(base, np.ndarray):
+            base = base.base
+        if (
+            not isinstance(base, mmap.mmap)
+            or array.filename is None
+            or array.mode == "c"
+            or not (array.flags.c_contiguous and array.dtype.isnative and array.dtype.name in DTYPES)
+        ):
+            return None
+        mapped = np.frombuffer(base, np.uint8)
+        begins = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY  # offset of `mapped` in the file
+        offset = begins + array.ctypes.data - mapped.ctypes.data
+        return FileSection(str(array.filename), array.dtype.name, offset, array.shape)
+
+    def map(self) -> Tensor:
+        """Return the values as a tensor. Changes to the tensor are not written to the file."""
+        with open(self.path, "rb") as file:
+            flags, access = mmap.MAP_PRIVATE | NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            whole = mmap.mmap(file.fileno(), 0, flags=flags, prot=access)
+        count = math.prod(self.shape)
+        tensor = torch.frombuffer(whole, dtype=DTYPES[self.dtype], count=count, offset=self.offset).view(self.shape)
+        tensor.file_section = self  # type: ignore[attr-defined]
+        return tensor
+
+
+def section_of(value: object) -> FileSection | None:
+    """Return the section of a tensor that `FileSection.map` returned; None for other objects."""
+    found: FileSection | None = getattr(value, "file_section", None)
+    return found
 
 
 def _tensor_of(value: object, what: str) -> Tensor:

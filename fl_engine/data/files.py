@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import logging
 import os
 import secrets
 import stat
+import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +33,10 @@ MOST_NAMED = 10
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Error numbers of failed disk writes. Any other OSError without a file name comes from the network or an archive."""
 
+BILINEAR = 2
+"""Pillow's `Image.Resampling.BILINEAR`."""
+DAMAGE = (OSError, ValueError, LookupError, EOFError, RuntimeError, struct.error, SyntaxError, MemoryError)
+"""Exceptions that Pillow raises for damaged images."""
 log = logging.getLogger(__name__)
 
 
@@ -150,3 +156,20 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     finally:
         with suppress(OSError):
             part.unlink()
+
+
+@contextmanager
+def open_jpeg(path: Path, most: int) -> Iterator[Any]:
+    """Open a JPEG file of at most `most` bytes as a Pillow image. Raises EnvironmentFailure if Pillow (installed with
+    Matplotlib) is missing, and DataError if the file is damaged, even if the damage is found inside the `with`
+    block."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise EnvironmentFailure("Pillow is required to read JPEG files. Run `pip install pillow`") from error
+    content = read(path, most=most)
+    try:
+        with Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
+            yield image
+    except (*DAMAGE, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise damaged(path, "a JPEG file", error) from error

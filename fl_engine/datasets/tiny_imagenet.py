@@ -27,8 +27,7 @@ import torch
 
 from fl_engine.core.samples import Data
 from fl_engine.data.downloads import DAMAGE, RemoteFile, download, extract
-from fl_engine.data.files import absent, damaged, read_text, require
-from fl_engine.data.image_files import open_jpeg
+from fl_engine.data.files import absent, damaged, open_jpeg, read_text, require
 from fl_engine.data.transforms import byte_statistics
 from fl_engine.tasks import Classification
 

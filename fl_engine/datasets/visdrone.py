@@ -32,8 +32,7 @@ from numpy.typing import NDArray
 
 from fl_engine.core.boxes import NONE
 from fl_engine.core.samples import Data
-from fl_engine.data.files import damaged, read_text, require_by_hand
-from fl_engine.data.image_files import BILINEAR, open_jpeg
+from fl_engine.data.files import BILINEAR, damaged, open_jpeg, read_text, require_by_hand
 from fl_engine.tasks import Detection
 
 ABOUT = (
