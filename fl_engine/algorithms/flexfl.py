@@ -15,7 +15,8 @@ Departs from the paper:
   model's size. `rule: authors` uses the search of the authors' code. This search finds models that are larger than the
   targets, but devices compare their free memory with the targets.
 - Devices are drawn uniformly from all devices that can hold the level (`selection.ResourceTable`).
-- The distillation term is the mean over batch and classes, as in the authors' code (`losses.py`).
+- The distillation term is the mean over batch and classes, as in the authors' code (`losses.py`). `kd_reduction: batch`
+  is the mean over the batch, as in the text.
 - As in the code, all smaller models of the pool are teachers, including M2' and M3', but here teachers never use
   dropout. In the code, teachers use dropout only in the first round, because the first evaluation leaves them in
   evaluation mode. `teachers: authors` reproduces this behaviour.
@@ -51,7 +52,7 @@ class FlexFL(PooledAlgorithm):
     """Map options to their symbols in the paper, for reports."""
 
     targets: tuple[Positive, ...] = (25.0, 50.0, 100.0)
-    """L_p: ascending sizes of the dispatched models in % of the full model; the last must be 100."""
+    """L_p: ascending model sizes in % of the full model; the last must be 100."""
     adaptive_size: Positive | None = 10.0
     """Gamma: difference between the sizes of M and M', in percentage points; null: no adaptive models M' (ablation)."""
     gammas: tuple[Positive, ...] | None = None
@@ -72,6 +73,8 @@ class FlexFL(PooledAlgorithm):
     """Weight lambda of the distillation; 0: no distillation (ablation)."""
     temperature: Positive = 3.0
     """Temperature tau of the distillation."""
+    kd_reduction: Literal["classes", "batch"] = "classes"
+    """Average KL over batch and classes (authors' code) or only over the `batch` (paper)."""
     teachers: Literal["authors", "eval"] = "eval"
     """Dropout in the teachers. eval: no dropout; authors: dropout only in the first round, as in the authors' code."""
     selection: Selection = ResourceTable()
@@ -151,7 +154,8 @@ class FlexFL(PooledAlgorithm):
         trained = self.largest_fitting(ctx, range(assignment.level + 1), thresholds)
         smaller = ctx.pool[:trained]
         drops = self.teachers == "authors" and assignment.round == 0
-        teachers = Distillation(tuple(m.spec for m in smaller), self.kd_weight, self.temperature, training=drops)
+        specs = tuple(m.spec for m in smaller)
+        teachers = Distillation(specs, self.kd_weight, self.temperature, drops, self.kd_reduction)
         distils = bool(smaller) and self.kd_weight > 0
         return self.local_task(assignment, ctx.pool[trained].spec, distillation=teachers if distils else None)
 

@@ -70,6 +70,8 @@ class Distillation:
     training: bool = True
     """False switches off the teachers' dropout. Batch norm of the teachers always uses the batch's statistics, because
     the running statistics belong to the student."""
+    reduction: Literal["classes", "batch"] = "classes"
+    """With `classes`, the divergence is averaged over batch and classes; with `batch`, only over the batch."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,15 +12,26 @@ from torch import Tensor
 from fl_engine.core.task import Task, has_sequences
 
 
-def self_distillation(goal: Task, student: Tensor, teachers: Sequence[Tensor], temperature: float) -> Tensor:
-    """Return FlexFL's distillation term: the task's divergence times tau^2, averaged over outputs and teachers. For
-    classes, the divergence is KL(softmax(t/tau) || softmax(s/tau)) (FlexFL Eq. 4 and the text above it).
+def self_distillation(
+    goal: Task,
+    student: Tensor,
+    teachers: Sequence[Tensor],
+    temperature: float,
+    reduction: Literal["classes", "batch"] = "classes",
+) -> Tensor:
+    """Return FlexFL's distillation term: the task's divergence times tau^2, averaged over the teachers. For classes,
+    the divergence is KL(softmax(t/tau) || softmax(s/tau)) (FlexFL Eq. 4 and the text above it).
 
-    Departs from the paper, which sums over classes and divides h(y) by tau. As in the authors' code, the term is
-    averaged over classes, and the temperature divides the logits. The paper's lambda = 10 assumes this average.
+    With `classes`, the term is averaged over the classes, as in the authors' code. With `batch`, it is the sum over
+    classes, as in the paper. The paper's lambda = 10 assumes the average.
+
+    Departs from the paper, which divides h(y) by tau. As in the authors' code, the temperature divides the logits.
     """
-    softened = goal.softened(student, temperature)
-    terms = [goal.divergence(softened, t.detach(), temperature).flatten(1).mean(1) for t in teachers]
+    if reduction == "batch":
+        terms = [_divergence(goal, student, t.detach(), temperature) for t in teachers]
+    else:
+        softened = goal.softened(student, temperature)
+        terms = [goal.divergence(softened, t.detach(), temperature).flatten(1).mean(1) for t in teachers]
     return reduce(torch.add, terms) * (temperature**2 / len(terms))
 
 

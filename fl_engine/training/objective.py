@@ -149,7 +149,7 @@ def objective_of(setting: Setting) -> Objective:
         loss = goal.loss(outputs[-1], wanted)
         if task.distillation is not None and soft:
             d = task.distillation
-            loss = loss + d.weight * losses.self_distillation(goal, outputs[-1], soft, d.temperature)
+            loss = loss + d.weight * losses.self_distillation(goal, outputs[-1], soft, d.temperature, d.reduction)
         return loss
 
     def objective(x: Tensor, y: Tensor) -> Tensor:

@@ -131,6 +131,18 @@ def test_distillation_loss_is_the_mean_over_teachers(tau: float) -> None:
     assert float(found) == pytest.approx(both / 2, rel=1e-5)
 
 
+def test_distillation_over_the_batch_sums_the_classes() -> None:
+    # Logits 0 and ln 3 give the teacher 1/4 and 3/4, and the student has 1/2 and 1/2.
+    student, teacher = torch.zeros(1, 2), torch.tensor([[0.0, math.log(3)]])
+    kl = math.log(0.5) / 4 + 3 * math.log(1.5) / 4
+    for reduction, expected in (("batch", kl), ("classes", kl / 2)):
+        algorithm = FlexFL(kd_reduction=reduction, temperature=1.0)  # type: ignore[arg-type]
+        found = task_of(algorithm)[1].distillation
+        assert found is not None and found.reduction == reduction
+        term = self_distillation(Classification(2), student, [teacher, teacher], 1.0, found.reduction)
+        assert term.tolist() == [pytest.approx(expected)]
+
+
 def test_no_gradient_reaches_the_teacher() -> None:
     s, t = torch.tensor(STUDENT, requires_grad=True), torch.tensor(TEACHER, requires_grad=True)
     self_distillation(THREE, s, [t], 3.0).mean().backward()
