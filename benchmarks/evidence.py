@@ -394,7 +394,8 @@ class Campaign:
 class Suite:
     name: str
     rows: str
-    seed: int
+    seed: int | None = None
+    """None for the seeds of the suite."""
     about: str = "suite"
     over: str = ""
     """Parameter with its values (`a.b=value,value`). The comparison has a row for each value."""
@@ -403,11 +404,14 @@ class Suite:
 
     @property
     def id(self) -> str:
+        if self.seed is None:
+            return self.name.replace("/", "-")
         return f"{self.name.rpartition('/')[2]}-{self.about}-s{self.seed}"
 
     @property
     def command(self) -> list[str]:
-        chosen = ["--suite", self.name, "--algorithms", self.rows, "--seeds", str(self.seed), "--id", self.id]
+        chosen = ["--suite", self.name, "--algorithms", self.rows, "--id", self.id]
+        chosen += [] if self.seed is None else ["--seeds", str(self.seed)]
         over = ["--over", self.over] if self.over else []
         options = [word for setting in ("tracking.mlflow=null", *self.settings) for word in ("--set", setting)]
         return ["flexfleet", "compare", *chosen, *over, *options]
@@ -424,6 +428,13 @@ HALF = ("partition.rule=dirichlet", "partition.alpha=0.5")
 FEW = ("rounds.stop=20",)
 ADAM = ("central.optimizer=adam", "central.epochs=300")
 ROLLING = "fedrolex-high,heterofl-high"
+DYNAMIC = (
+    "fleet.tiers=[{name: any, share: 1.0, memory: 125.0}]",
+    "algorithm.selection={name: uniform, model: random}",
+    "rounds.stop=256",
+)
+"""Settings that draw each client's capacity again in every round, as in FedRolex's code."""
+TEXT_RULE = ("partition.rule=dirichlet_per_client", "partition.cap=false")  # of the thesis; its code caps clients
 CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("cifar10", DIRICHLET, "0,1,2", 60, MAIN),
     Campaign("fashion_mnist", DIRICHLET, "0", 40, MAIN),
@@ -445,6 +456,7 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("cifar10", IID, "0", 60, OR_HETEROFL, MOBILENET, "mobilenetv2"),
     Campaign("cifar10", IID, "0", 60, OR_HETEROFL, RESNET, "resnet34"),
     Campaign("tiny_imagenet", IID, "0", 60, OR_HETEROFL, FEW_IMAGES, "vgg16"),
+    Campaign("cifar10", IID, "0", 60, {"adaptivefl": ()}, VGG, "vgg16_adaptivefl", "0.5,0.55,0.6"),
     Suite("flexfl/table2-small", "flexfl-iid,heterofl-iid,scalefl-iid,decoupled-iid", 0),
     Campaign("fashion_mnist", DIRICHLET, "0,1,2", 40, NOISY, about="label_noise"),
     Campaign("wisdm_watch", (*HALF, *TEN), "0,1,2", 200, NOISY, WISDM, "label_noise"),
@@ -457,8 +469,13 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("tiny_imagenet", IID, "0", 12, TIMES, TIMED, "times"),
     Campaign("shakespeare_text", TRANSFORMER, "0", 300, ON_TEXT, TEXT, "transformer"),
     Campaign("shakespeare_text", LSTM, "0", 300, WITH_LSTM, TEXT, "lstm"),
+    Suite("adaptivefl/figure5-small", "cs,c,s,random,greed"),
+    Suite("adaptivefl/table4-small", "coarse,fine"),
     Suite("fedrolex/table3.2-small", ROLLING, 100, "rates", "training.lr=0.02,0.05,0.1"),
     *(Suite("fedrolex/table3.2-small", ROLLING, seed) for seed in (0, 1, 2)),
+    Suite("fedrolex/figure3.4-small", "fedrolex,federated_dropout"),
+    *(Suite("fedrolex/rounds-small", "fedrolex,heterofl", seed, "dynamic", settings=DYNAMIC) for seed in (0, 1, 2)),
+    *(Suite("fedrolex/rounds-small", "fedrolex,heterofl", seed) for seed in (0, 1, 2)),
     Suite("fedaiot/aep", "fedavg-low,fedavg-high,fedavg-30,fp16,central", 0),
     *(Suite("fedaiot/aep", "fedavg-low,central", seed, "central", settings=FEW) for seed in (1, 2)),
     Suite("fedaiot/aep", "fedavg-low,central", 0, "central_adam", settings=(*FEW, *ADAM)),
@@ -469,6 +486,8 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     ),
     *(Suite("fedaiot/aep-code", "fedavg-low,fedavg-high", seed) for seed in (0, 1, 2)),
     *(Suite("fedaiot/aep-code", "fedavg-30,fp16", seed, "clients_and_precision") for seed in (0, 1, 2)),
+    Suite("fedaiot/aep-code", "fedavg-high", 0, "per_client", settings=(*TEXT_RULE, "rounds.stop=700")),
+    Suite("fedaiot/aep-code", "fedavg-30", 0, "per_client_30", settings=(*TEXT_RULE, "rounds.stop=300")),
 )
 
 
