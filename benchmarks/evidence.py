@@ -410,8 +410,8 @@ class Suite:
 
     @property
     def command(self) -> list[str]:
-        chosen = ["--suite", self.name, "--algorithms", self.rows, "--id", self.id]
-        chosen += [] if self.seed is None else ["--seeds", str(self.seed)]
+        seeds = [] if self.seed is None else ["--seeds", str(self.seed)]
+        chosen = ["--suite", self.name, "--algorithms", self.rows, *seeds, "--id", self.id]
         over = ["--over", self.over] if self.over else []
         options = [word for setting in ("tracking.mlflow=null", *self.settings) for word in ("--set", setting)]
         return ["flexfleet", "compare", *chosen, *over, *options]
