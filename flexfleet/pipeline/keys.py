@@ -1,8 +1,8 @@
 """Store the secret key of a run, which only the run's coordinator can read.
 
-A run has a random key if its clients are on other machines, or if the run is private. The coordinator's signing keys
-(`manifest.key_of`), the noise and the client sampling (`privacy`) are derived from this key. The bucket of the run's
-ledger never contains the key, because workers receive URLs for objects in this bucket.
+The coordinator's signing keys (`manifest.key_of` for results, `chain.sign` for the run), and the noise and the client
+sampling of a private run (`privacy`), are derived from a random key. The bucket of the run's ledger never contains the
+key, because workers receive URLs for objects in this bucket.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def key_of_run(place: Place, known: RunFile | None, private: bool) -> bytes:
     if key is None and expected is None:
         place.create(secrets.token_bytes(SIZE))
         key = place.read()
-        log.info("the run's key is stored in %s", place)
+        log.log(logging.INFO if private else logging.DEBUG, "the run's key is stored in %s", place)
     if key is None or len(key) != SIZE or expected not in (None, sha256(key)):
         raise IntegrityError(
             f"{place} must contain the key of this run. The key was originally stored in "
