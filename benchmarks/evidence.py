@@ -425,6 +425,7 @@ STYLES = ("partition.rule=natural", "evaluate.on=clients", "model.norm=static")
 FEATURES: dict[str, tuple[str, ...]] = {"fedavg": (), "fedbn": (), "fedper": (), "ditto": ()}
 """FedAvg, and personalised methods for clients whose features differ."""
 HALF = ("partition.rule=dirichlet", "partition.alpha=0.5")
+DIGITS = ("dataset.name=digits", "dataset.train_samples=null", "dataset.test_samples=null")
 FEW = ("rounds.stop=20",)
 ADAM = ("central.optimizer=adam", "central.epochs=300")
 ROLLING = "fedrolex-high,heterofl-high"
@@ -475,7 +476,7 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     *(Suite("fedrolex/table3.2-small", ROLLING, seed) for seed in (0, 1, 2)),
     Suite("fedrolex/figure3.4-small", "fedrolex,federated_dropout"),
     *(Suite("fedrolex/rounds-small", "fedrolex,heterofl", seed, "dynamic", settings=DYNAMIC) for seed in (0, 1, 2)),
-    *(Suite("fedrolex/rounds-small", "fedrolex,heterofl", seed) for seed in (0, 1, 2)),
+    *(Suite("fedrolex/rounds-small", "fedrolex,heterofl", seed, "digits", settings=DIGITS) for seed in (0, 1, 2)),
     Suite("fedaiot/aep", "fedavg-low,fedavg-high,fedavg-30,fp16,central", 0),
     *(Suite("fedaiot/aep", "fedavg-low,central", seed, "central", settings=FEW) for seed in (1, 2)),
     Suite("fedaiot/aep", "fedavg-low,central", 0, "central_adam", settings=(*FEW, *ADAM)),
