@@ -47,8 +47,8 @@ def load(root: Path, samples: tuple[int, int] = SAMPLES) -> Data:
     """Load the windows (N, 128, 9) in `root`/uci_har/UCI HAR Dataset. `samples` are the expected numbers of training
     and test windows.
 
-    `natural_client` is the person's number, 1 to 30. Raises DataError if a file is missing, a file does not have one
-    line per window, a line does not have 128 finite numbers, or an activity or a person is unknown.
+    `natural_client` is the person's number, 1 to 30. Raises DataError if a file is missing, or if a file does not
+    have one line per window. Each line must have 128 finite numbers, or a known activity or person.
     """
     require_by_hand("uci_har", root, FILES, HOW)
     (train_x, train_y, people), (test_x, test_y, _) = (

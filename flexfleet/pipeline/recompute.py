@@ -142,7 +142,7 @@ def verify(
     progress: Callable[[str], None] = lambda text: None,
 ) -> Verified:
     """Check a run's files, the hash chain of its rounds and its signature. If this machine can produce the same bits,
-    also merge the kept updates again, train the clients of some rounds again, and evaluate the final model again.
+    also merge the kept updates, train the clients of some rounds and evaluate the final model again.
 
     Args:
         rounds: Rounds to train again, counted from 0.
