@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import bdb
 import json
 import logging
 import pdb
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from fl_engine.core.errors import ConfigError
@@ -45,9 +43,10 @@ def verify(args: argparse.Namespace) -> None:
 
 
 def diff(args: argparse.Namespace) -> None:
+    from flexfleet.api.results import load
     from flexfleet.pipeline.difference import difference
 
-    found = difference(args.first, args.second)
+    found = difference(load(args.first).folder, load(args.second).folder)
     if args.json:
         show(json.dumps(asdict(found)))
         return
@@ -65,19 +64,21 @@ def diff(args: argparse.Namespace) -> None:
 
 
 def replay(args: argparse.Namespace) -> None:
+    from fl_engine.core.registry import resolve
     from flexfleet.api.results import load
 
-    on_step = None
+    on_step: Any = None
     if args.on_step is not None:
-        module, _, name = args.on_step.partition(":")
-        sys.path.insert(0, str(Path.cwd()))
-        try:
-            on_step = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"--on-step must be package.module:function, got {args.on_step!r}: {error}") from error
+        if ":" not in args.on_step:
+            raise ConfigError(f"--on-step must be package.module:function, got {args.on_step!r}", path="on_step")
+        on_step = resolve({}, args.on_step, "function")
     if args.pdb:
         on_step = _debug
-    found = load(args.run).replay(args.round, args.client, settings=args.set, on_step=on_step)
+    try:
+        found = load(args.run).replay(args.round, args.client, settings=args.set, on_step=on_step)
+    except bdb.BdbQuit:
+        show("the replay was stopped")
+        return
     update = found.update
     about = {"samples": update.num_examples, "loss": update.metrics["loss"], "same_bits": found.same_bits}
     if args.json:
@@ -88,11 +89,11 @@ def replay(args: argparse.Namespace) -> None:
 
 
 def _debug(spec: Any, weights: Any, batch: Any) -> None:
-    """Open the debugger before the first step. `continue` leaves it until the next step, and `quit` ends the replay."""
+    """Open the debugger. `continue` runs until the next step, and `quit` ends the replay."""
     pdb.set_trace()
 
 
 def _number(text: str, option: str) -> int:
-    if not text.strip().isdecimal():
-        raise ConfigError(f"{option} must be whole numbers, got {text!r}", path=option.strip("-"))
+    if not text.strip().isdecimal() or len(text) > 9:
+        raise ConfigError(f"{option} must be whole numbers, got {text[:40]!r}", path=option.strip("-"))
     return int(text)
