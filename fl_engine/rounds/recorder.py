@@ -36,7 +36,7 @@ class RoundResults:
         self.sizes: dict[int, tuple[int, int]] = {}
         """Map each client to a tuple (bytes of the encoded weights, bytes of the decoded weights)."""
         self.sums: dict[int, str] = {}
-        """Map each client to the SHA-256 of its decoded update and its state, even if the update is rejected."""
+        """Map each client to the SHA-256 of its decoded update and its state."""
         self.times: dict[int, Times] = {}
         """Map each client to the times of its update, even if the update is rejected."""
         self.scores: Mapping[int, float] = {}
@@ -129,7 +129,7 @@ def record_round(
             line["score"] = results.scores[head.client]
         if head.client in results.limited:
             line |= {"examples": results.limited[head.client], "counted": line["examples"]}
-        if head.client in results.sums:
+        if isinstance(head, ClientUpdate):  # a resumed round does not read rejected updates again
             line["sha256"] = results.sums[head.client]
         lines.append(line)
     if sent_bytes is None:

@@ -255,11 +255,11 @@ def test_clients_out_of_memory_together_train_one_by_one(
     assignments = PLAIN.plan(start_of(PLAIN, site), context_of(site, 0, SEED)).assignments[:2]
     alone, together = local.train, []
 
-    def room_for_one(family: Any, task: Any, jobs: Any, *more: Any) -> Any:
+    def room_for_one(family: Any, task: Any, jobs: Any, *more: Any, **options: Any) -> Any:
         if len(jobs) > 1:
             together.append(len(jobs))
             lack()
-        return alone(family, task, jobs, *more)
+        return alone(family, task, jobs, *more, **options)
 
     monkeypatch.setattr(local, "train", room_for_one)
     found = client.train([client.accept(PLAIN, assignment, site) for assignment in assignments], site)
