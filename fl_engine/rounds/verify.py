@@ -15,6 +15,7 @@ from typing import Any
 from fl_engine.core.contracts import Backend
 from fl_engine.core.errors import IntegrityError
 from fl_engine.exchange.manifest import ResultManifest
+from fl_engine.rounds.chain import state_sum
 from fl_engine.rounds.collect import Clients
 from fl_engine.rounds.ledger import Closed, Ledger, RoundMailbox
 from fl_engine.rounds.loop import load_progress
@@ -53,6 +54,14 @@ def kept_results(ledger: Ledger) -> set[int]:
     return {each for each in ledger.checkpoints.commits() if ledger.store.list(f"{round_folder(each)}closed.json")}
 
 
+def stored_progress(initial: Any, ledger: Ledger, row: Row) -> Progress:
+    """Load the progress after the round of `row`. Raises IntegrityError if the stored state differs from the row."""
+    progress = load_progress(initial, ledger, row.round)[0]
+    if state_sum(progress.state) != row.model:
+        raise IntegrityError(f"round {row.round + 1}: the stored state differs from the ledger's checksum")
+    return progress
+
+
 def verify_rounds(
     run: Run, initial: Any, backend: Backend, ledger: Ledger, rounds: Collection[int], train: bool
 ) -> Iterator[tuple[int, str]]:
@@ -70,7 +79,7 @@ def verify_rounds(
         for round in sorted(rounds):
             last = first_state(clients, ledger, round)
             if last is not None and last > done:
-                progress, done = load_progress(initial, ledger, last)[0], last
+                progress, done = stored_progress(initial, ledger, rows[last]), last
             merges = round in kept and not train and clients.states is None and clients.pending is None
             while done < round:
                 done += 1

@@ -277,12 +277,13 @@ class Checkpoints:
             packed = unpacked[-1]
 
         def is_over(file: RoundFile) -> bool:
-            is_result = bool(self.keep_rounds) and file.name.startswith(RESULT_FILES)
-            if file.round not in commits or not (is_result or file.name in (*STATE_FILES, MARK)):
+            if file.round in commits and file.name.startswith(RESULT_FILES):
+                return file.round <= round - self.keep_rounds
+            if file.round not in commits or file.name not in (*STATE_FILES, MARK):
                 return file.round <= round
             kept = self.keep_every is not None and (file.round + 1) % self.keep_every == 0
             kept = kept or (self.keep_rounds > 0 and file.round >= round - self.keep_rounds)
-            has_state = is_result or file.name in ("state.safetensors", "state.json")
+            has_state = file.name in ("state.safetensors", "state.json")
             return file.round < commits[-2:][0] and not kept and (has_state or file.round <= packed)
 
         gone = [file for file in files if is_over(file) and self._may_delete(file)]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import bdb
 import json
 import logging
-import pdb
+from bdb import BdbQuit
 from dataclasses import asdict
 from typing import Any
 
@@ -72,11 +71,11 @@ def replay(args: argparse.Namespace) -> None:
         if ":" not in args.on_step:
             raise ConfigError(f"--on-step must be package.module:function, got {args.on_step!r}", path="on_step")
         on_step = resolve({}, args.on_step, "function")
-    if args.pdb:
-        on_step = _debug
     try:
-        found = load(args.run).replay(args.round, args.client, settings=args.set, on_step=on_step)
-    except bdb.BdbQuit:
+        found = load(args.run).replay(
+            args.round, args.client, settings=args.set, on_step=_debug if args.pdb else on_step
+        )
+    except BdbQuit:
         show("the replay was stopped")
         return
     update = found.update
@@ -84,13 +83,13 @@ def replay(args: argparse.Namespace) -> None:
     if args.json:
         show(json.dumps({"round": args.round, "client": args.client, **about}))
         return
-    bits = {True: "; the bits match the run", None: ""}[found.same_bits or None]
+    bits = "; the bits match the run" if found.same_bits else ""
     show(f"round {args.round}, client {args.client}: {about['samples']} samples, loss {about['loss']:.4g}{bits}")
 
 
 def _debug(spec: Any, weights: Any, batch: Any) -> None:
     """Open the debugger. `continue` runs until the next step, and `quit` ends the replay."""
-    pdb.set_trace()
+    breakpoint()
 
 
 def _number(text: str, option: str) -> int:

@@ -85,6 +85,7 @@ def run_comparison(
         read_central(central, runs)
     check_folders(runs[0].config)
     check_all(runs)
+    _warn_of_others(runs, folder)
     runs = in_one_experiment(runs)
     track.prepare(runs[0].config)
     with resumable(folder, resume_id or id):
@@ -153,6 +154,17 @@ def check_all(runs: Sequence[PlannedRun]) -> None:
             message = f"{entry.label}, seed {entry.seed}: {error}".replace("--run-id", "--id")
             kind = ConfigError if isinstance(error, SeveralErrors) else type(error)
             raise kind(message, code=error.code, path=error.path) from error
+
+
+def _warn_of_others(runs: Sequence[PlannedRun], folder: Path) -> None:
+    """Warn if the folder contains runs that this comparison omits, for example runs of another algorithm."""
+    found = sorted(file.parent.name for file in folder.glob("*/run.json"))
+    if others := [name for name in found if name not in {entry.name for entry in runs}]:
+        log.warning(
+            "%s also contains %s, which this command does not name. Tables and the page omit %s, but the folders are "
+            "kept. To show all runs, also name their algorithms and seeds",
+            folder, ", ".join(others), "this run" if len(others) == 1 else "these runs",
+        )  # fmt: skip
 
 
 def _check_length(entry: PlannedRun, out: Path) -> None:

@@ -22,7 +22,7 @@ from statistics import fmean, median
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flexfleet.experiments import summarise
 from flexfleet.experiments.comparison_file import MB
@@ -76,6 +76,14 @@ class NightlyFigures(Artifact):
     seeds: tuple[int, ...]
     labels: dict[str, LabelFigures]
     """Map `<case>/<label>` to metrics."""
+
+    @model_validator(mode="after")
+    def _a_value_for_each_seed(self) -> NightlyFigures:
+        for label, figures in self.labels.items():
+            for metric, values in figures.values.items():
+                if len(values) != len(self.seeds):
+                    raise ValueError(f"{metric} of {label} must have {len(self.seeds)} values, one for each seed")
+        return self
 
 
 # ------------------------------------------------------------------------------------------------- measure

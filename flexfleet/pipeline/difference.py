@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +59,7 @@ def difference(first: Path, second: Path) -> Difference:
     ]
     settings, others = _unequal(flat[0], flat[1], names), _unequal(inputs[0], inputs[1])
     common, found = 0, None
-    for row, other in zip_longest(*(ledger.each_row() for ledger in ledgers)):
-        if row is None or other is None:
-            break
+    for row, other in zip(*(ledger.each_row() for ledger in ledgers), strict=False):
         common += 1
         found = found or _first(row, other)
     if found is None:

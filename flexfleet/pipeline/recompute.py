@@ -18,9 +18,10 @@ from fl_engine.rounds import chain
 from fl_engine.rounds.ledger import Ledger
 from fl_engine.rounds.replay import ClientRound, replay
 from fl_engine.rounds.run import Run
-from fl_engine.rounds.verify import kept_results, verify_rounds
+from fl_engine.rounds.verify import kept_results, stored_progress, verify_rounds
 from fl_engine.storage.checkpoints import Row
-from fl_engine.storage.store import sha256
+from fl_engine.storage.store import laid_out, sha256
+from fl_engine.training.evaluation import published
 from fl_engine.training.local import OnStep
 from fl_engine.training.numerics import describe, differing
 from flexfleet import config as configs
@@ -157,7 +158,8 @@ def verify(
     check_manifest(folder)
     store = store_of(resolved.config, run.run_id, folder)
     ledger, left = Ledger(store), list[str]()
-    count = len(ledger.checkpoints.rows(lines=False))
+    rows = ledger.checkpoints.rows(lines=False)
+    count = len(rows)
     if outside := [each + 1 for each in rounds if not 0 <= each < count]:
         raise ConfigError(f"--rounds must be from 1 to {count}, got {outside[0]}", path="rounds")
     link = chain.check_links(ledger.checkpoints.each_row(), store.uri())
@@ -174,6 +176,10 @@ def verify(
     except (ConfigError, EnvironmentFailure) as error:
         left.append(f"the kept updates, the training and the accuracies: {error}")
     else:
+        if found is not None:
+            final = stored_progress(again.initial, again.ledger, rows[-1]).state
+            if sha256(laid_out(published(final))) != found.model_sha256:
+                raise IntegrityError(f"{folder / 'model.safetensors'} is not the model of the last round")
         kept = kept_results(again.ledger)
         for train, some in ((True, chosen), (False, kept - chosen)):
             for each, how in verify_rounds(again.rounds, again.initial, again.backend, again.ledger, some, train):
