@@ -1,4 +1,4 @@
-"""Check whether a cluster can run the pods of clients: namespace, rights, admission of a Job, and nodes."""
+"""Check whether a cluster can run the pods of clients: namespace, rights, admission of a Job, nodes and image."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ class Survey:
 
     nodes: dict[str, int] | None
     """Map each tier to the number of nodes that accept its pods; None if this user may not list nodes."""
+    with_image: dict[str, int]
+    """Map each image to the number of these nodes that have already pulled it."""
 
     def __str__(self) -> str:
         if self.nodes is None:
             return "rights and a trial Job are accepted. This user may not list nodes, so nodes are unchecked"
         nodes = ", ".join(f"{tier} {count}" for tier, count in self.nodes.items())
-        return f"rights and a trial Job are accepted. Nodes for each tier: {nodes}"
+        images = ", ".join(f"{image} is on {count} of these nodes" for image, count in self.with_image.items())
+        return f"rights and a trial Job are accepted. Nodes for each tier: {nodes}. The image {images}"
 
 
 def survey(options: KubernetesConfig, tiers: Sequence[str]) -> Survey:
@@ -47,13 +50,13 @@ def survey(options: KubernetesConfig, tiers: Sequence[str]) -> Survey:
         EnvironmentFailure: The cluster is unreachable, the namespace or a right is missing, the API refuses the Job,
             or a tier has no node.
     """
-    cluster = Cluster(options.namespace, retry_s=0.0)
-    options = options.model_copy(update={"image": image_for(options)})
+    cluster, image = Cluster(options.namespace, retry_s=0.0), image_for(options)
+    options = options.model_copy(update={"image": image})
     _check_rights(cluster)
+    pools = {tier: options.pools.get(tier, NodePool()) for tier in tiers}
     pods: dict[str, Resource] = {}
-    for number, tier in enumerate(tiers):
-        kind = PodClass(tier, options.pools.get(tier, NodePool()))
-        body = jobs.job(jobs.template(options.template), options, "check", None, kind, number, 1, {})
+    for number, (tier, pool) in enumerate(pools.items()):
+        body = jobs.job(jobs.template(options.template), options, "check", None, PodClass(tier, pool), number, 1, {})
         del body["metadata"]["ownerReferences"]
         cluster.create("jobs", body, dry_run=True)
         pods[tier] = body["spec"]["template"]["spec"]
@@ -62,14 +65,17 @@ def survey(options: KubernetesConfig, tiers: Sequence[str]) -> Survey:
     except EnvironmentFailure as error:
         if "HTTP 403" not in str(error):
             raise
-        return Survey(None)
-    counts = {tier: sum(_accepts(node, pod) for node in nodes) for tier, pod in pods.items()}
-    if empty := [tier for tier, count in counts.items() if not count]:
+        return Survey(None, {})
+    fitting = {tier: [node for node in nodes if _accepts(node, pod)] for tier, pod in pods.items()}
+    if empty := [tier for tier, found in fitting.items() if not found]:
         raise EnvironmentFailure(
             f"no node accepts pods of {', '.join(empty)}. A node must be ready and have the labels, cpu and memory of "
             f"kubernetes.pools, and only tolerated taints. The cluster has {len(nodes)} nodes"
         )
-    return Survey(counts)
+    images = dict.fromkeys(pool.image or image for pool in pools.values())
+    together = {node["metadata"]["name"]: node for found in fitting.values() for node in found}.values()
+    counts = {name: sum(_has_image(node, name) for node in together) for name in images}
+    return Survey({tier: len(found) for tier, found in fitting.items()}, counts)
 
 
 def _check_rights(cluster: Cluster) -> None:
@@ -111,3 +117,10 @@ def _tolerates(toleration: Resource, taint: Resource) -> bool:
     is_equal = toleration.get("operator") == "Exists" or toleration.get("value", "") == taint.get("value", "")
     named = toleration.get("key") in (None, taint["key"])
     return named and is_equal and toleration.get("effect") in (None, taint["effect"])
+
+
+def _has_image(node: Resource, image: str) -> bool:
+    """Return whether the node lists the image. Nodes add the registry and the default tag to names."""
+    name = image if "@" in image or ":" in image.rpartition("/")[2] else f"{image}:latest"
+    names = [each for image in (node.get("status") or {}).get("images") or () for each in image.get("names") or ()]
+    return any(each == name or each.endswith(f"/{name}") for each in names)

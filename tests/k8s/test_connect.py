@@ -24,6 +24,7 @@ OPTIONS = KubernetesConfig(image="registry/flexfleet", pools={"edge": {"arch": "
 
 def node(name: str, ready: str = "True", memory: str = "8Gi", taint: str = "", **labels: str) -> Resource:
     status = {"conditions": [{"type": "Ready", "status": ready}], "allocatable": {"cpu": "4", "memory": memory}}
+    status["images"] = [{"names": [f"docker.io/registry/flexfleet:{name}"]}]
     taints = [{"key": taint, "effect": "NoSchedule"}] if taint else []
     return {
         "metadata": {"name": name, "labels": {"kubernetes.io/arch": "amd64", **labels}},
@@ -37,7 +38,8 @@ EDGE = node("edge", taint="edge", **{"kubernetes.io/arch": "arm64"})
 
 def test_survey_counts_nodes_that_accept_the_pods_of_a_tier(cluster: Any) -> None:
     cluster.nodes = [node("latest"), node("small", memory="512Mi"), node("gone", "Unknown"), node("x", taint="x"), EDGE]
-    assert survey(OPTIONS, ["cloud", "edge"]).nodes == {"cloud": 1, "edge": 1}
+    found = survey(OPTIONS, ["cloud", "edge"])
+    assert found.nodes == {"cloud": 1, "edge": 1} and found.with_image == {"registry/flexfleet": 1}
     assert cluster.created == []
 
 
