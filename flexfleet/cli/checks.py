@@ -9,7 +9,7 @@ from bdb import BdbQuit
 from dataclasses import asdict
 from typing import Any
 
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.errors import ConfigError, Stopped
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import show
 
@@ -63,6 +63,7 @@ def diff(args: argparse.Namespace) -> None:
 
 
 def replay(args: argparse.Namespace) -> None:
+    from fl_engine.core.allowed import trust
     from fl_engine.core.registry import resolve
     from flexfleet.api.results import load
 
@@ -70,14 +71,14 @@ def replay(args: argparse.Namespace) -> None:
     if args.on_step is not None:
         if ":" not in args.on_step:
             raise ConfigError(f"--on-step must be package.module:function, got {args.on_step!r}", path="on_step")
+        trust([args.on_step])
         on_step = resolve({}, args.on_step, "function")
     try:
         found = load(args.run).replay(
             args.round, args.client, settings=args.set, on_step=_debug if args.pdb else on_step
         )
     except BdbQuit:
-        show("the replay was stopped")
-        return
+        raise Stopped("the replay was stopped in the debugger") from None
     update = found.update
     about = {"samples": update.num_examples, "loss": update.metrics["loss"], "same_bits": found.same_bits}
     if args.json:

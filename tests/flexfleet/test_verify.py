@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import flexfleet as ff
 from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError
 from fl_engine.rounds import chain
 from fl_engine.storage.checkpoints import Checkpoints, Row
-from fl_engine.storage.store import FolderStore
+from fl_engine.storage.store import FolderStore, laid_out, padded, sha256
 from flexfleet.files.artifacts import RunFile, history_of
 from flexfleet.files.run_folder import MANIFEST, manifest_of
 from flexfleet.pipeline.difference import difference
@@ -62,16 +63,18 @@ def test_any_changed_byte_is_found(run: Path) -> None:
     files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.name not in NOT_COVERED]
     files = [path for path in files if path.suffix not in (".svg", ".png")]
     updates = [path for path in files if path.parent.name == "updates"]
-    for path in [*rng.sample(updates, 3), *(path for path in files if path not in updates)]:
+    for path in [*rng.sample(updates, 4), *(path for path in files if path not in updates)]:
         value = path.read_bytes()
+        covered = value.find(b'"signature"') if path in updates and path.suffix == ".json" else len(value)
         if not value:
             continue
         changed = bytearray(value)
-        changed[rng.randrange(len(value))] ^= 1 << rng.randrange(8)
+        changed[rng.randrange(covered)] ^= 1 << rng.randrange(8)
         path.write_bytes(changed)
         with pytest.raises(FlexfleetError):
             ff.load(run).verify()
         path.write_bytes(value)
+    shutil.rmtree(run / "secret")  # readers do not have the key
     ff.load(run).verify()
 
 
@@ -89,14 +92,41 @@ def test_rounds_that_were_signed_again_are_found(run: Path, how: str) -> None:
         ff.load(run).verify(public_key=key)
 
 
-def test_forged_update_with_correct_links_is_found(run: Path) -> None:
+def test_forged_update_with_correct_links_is_found(run: Path, flexfleet: Any) -> None:
     rows = Checkpoints(FolderStore(run)).rows()
     lines = ({**rows[1].clients[0], "sha256": "0" * 64}, *rows[1].clients[1:])
     rows[1] = rows[1].model_copy(update={"clients": lines})
     forge(run, rows, b"x" * 32)
+    assert flexfleet("verify", str(run), "--json").code == 4
     with pytest.raises(IntegrityError) as error:
         ff.load(run).verify()
     assert "round 2" in str(error.value) and f"client {lines[0]['client']}" in str(error.value)
+
+
+def test_model_that_was_not_merged_is_found(run: Path) -> None:
+    """The other file has the same weights in other bytes, so all accuracies are equal."""
+    model = load_file(run / "model.safetensors")
+    laid = laid_out(model)
+    other = bytes(padded(laid, len(laid) + 8))
+    (run / "model.safetensors").write_bytes(other)
+    history = json.loads((run / "history.json").read_text())
+    rows = Checkpoints(FolderStore(run)).rows()
+    FolderStore(run).put("history.json", history_of(rows, sha256(other), b"x" * 32))
+    result = (run / "result.json").read_text().replace(history["model_sha256"], sha256(other))
+    (run / "result.json").write_text(result)
+    manifest_of(run).write(run / MANIFEST)
+    with pytest.raises(IntegrityError):
+        ff.load(run).verify()
+
+
+def test_stored_state_that_was_replaced_is_found(run: Path) -> None:
+    ledger = Checkpoints(FolderStore(run), keep_rounds=math.inf)
+    (tensors, rest), rows = ledger.read(0), ledger.rows()
+    (run / "rounds" / "00000" / "COMMITTED").unlink()
+    ledger.commit(0, {name: tensor + 1 for name, tensor in tensors.items()}, rest, rows[:1])
+    with pytest.raises(IntegrityError) as error:
+        ff.load(run).verify([2])
+    assert "round 1" in str(error.value)
 
 
 def test_updates_of_another_run_are_found(run: Path, tmp_path: Path) -> None:
@@ -124,10 +154,9 @@ def test_unknown_round_is_refused(kept: Path) -> None:
 
 def test_last_rounds_are_kept_and_sums_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for keep, merged in (("last-1", (2, 3)), ("sums", ())):
+    for keep, merged in (("last-1", (3,)), ("last-2", (2, 3)), ("sums", ())):
         options = {**KEPT["options"], "run.keep": keep}
-        found = ff.run(run_id=keep, **{**KEPT, "options": options}).verify()
-        assert found.merged[-1:] == merged[-1:] and len(found.merged) < 3
+        assert ff.run(run_id=keep, **{**KEPT, "options": options}).verify().merged == merged
 
 
 def test_diff_of_equal_and_unequal_runs(kept: Path, run: Path, flexfleet: Any) -> None:
@@ -160,3 +189,17 @@ def test_replay_calls_a_function_before_each_step(kept: Path) -> None:
         n: t.shape for n, t in work.start.items()
     }
     assert len(samples) == len(targets) and samples.shape[1:] == (1, 8, 8)
+
+
+def test_replay_options_call_the_function_or_the_debugger(
+    kept: Path, tmp_path: Path, flexfleet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    hooks = "import bdb\n\ndef seen(*step):\n    open('seen', 'a').write('x')\n\ndef leave():\n    raise bdb.BdbQuit\n"
+    (tmp_path / "replay_hooks.py").write_text(hooks)
+    client = str(Checkpoints(FolderStore(kept)).rows()[0].clients[0]["client"])
+    chosen = ("replay", str(kept), "--round", "1", "--client", client)
+    assert flexfleet(*chosen, "--on-step", "replay_hooks:seen").code == 0 and (tmp_path / "seen").exists()
+    monkeypatch.setenv("PYTHONBREAKPOINT", "replay_hooks.leave")
+    assert flexfleet(*chosen, "--pdb").code == 3
