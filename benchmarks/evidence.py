@@ -459,7 +459,6 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("cifar10", IID, "0", 60, OR_HETEROFL, MOBILENET, "mobilenetv2"),
     Campaign("cifar10", IID, "0", 60, OR_HETEROFL, RESNET, "resnet34"),
     Campaign("tiny_imagenet", IID, "0", 60, OR_HETEROFL, FEW_IMAGES, "vgg16"),
-    Campaign("cifar10", IID, "0", 60, {"adaptivefl": ()}, VGG, "vgg16_adaptivefl", "0.5,0.55,0.6"),
     Suite("flexfl/table2-small", "flexfl-iid,heterofl-iid,scalefl-iid,decoupled-iid", 0),
     Campaign("fashion_mnist", DIRICHLET, "0,1,2", 40, NOISY, about="label_noise"),
     Campaign("wisdm_watch", (*HALF, *TEN), "0,1,2", 200, NOISY, WISDM, "label_noise"),
