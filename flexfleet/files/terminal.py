@@ -31,6 +31,7 @@ from fl_engine.core.errors import (
     masked,
     nearest,
     out_of_memory,
+    printable,
 )
 from fl_engine.core.text import comment_of, path_of, read_yaml
 from flexfleet.config.dotted import Overrides, check_once, on_top, pair_of, place
@@ -69,7 +70,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
-        raise BadInput(message)
+        raise BadInput(printable(message))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = super().parse_known_args(args, namespace)
