@@ -34,7 +34,7 @@ def verify(args: argparse.Namespace) -> None:
         show(f"signed with the key {found.public_key}")
     for name, again in (("merged", found.merged), ("trained", found.trained)):
         if again:
-            show(f"{name} again, with equal bits: {len(again)} rounds")
+            show(f"{name} again, with equal bits: {len(again)} of {found.rounds} rounds")
     if found.evaluated:
         show("evaluated the final model again, with equal results")
     for text in found.not_checked:
