@@ -478,7 +478,7 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Suite("fedrolex/figure3.4-small", "fedrolex,federated_dropout"),
     *(Suite("fedrolex/rounds-small", "fedrolex,heterofl", seed, "dynamic", settings=DYNAMIC) for seed in (0, 1, 2)),
     Suite("fedrolex/rounds-small", "fedrolex,heterofl", 0, "digits", settings=DIGITS),
-    Suite("fedrolex/rounds-small", "fedrolex,heterofl"),
+    *(Suite("fedrolex/rounds-small", "fedrolex,heterofl", seed) for seed in (0, 1, 2)),
     Suite("fedaiot/aep", "fedavg-low,fedavg-high,fedavg-30,fp16,central", 0),
     *(Suite("fedaiot/aep", "fedavg-low,central", seed, "central", settings=FEW) for seed in (1, 2)),
     Suite("fedaiot/aep", "fedavg-low,central", 0, "central_adam", settings=(*FEW, *ADAM)),

@@ -14,7 +14,7 @@ from fl_engine.core.errors import DataError
 log = logging.getLogger("flexfleet")
 
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
-    "engine": (("torch", "safetensors", "numpy", "boto3"), "models, rounds, run stores: everything that trains"),
+    "engine": (("torch", "safetensors", "numpy", "boto3", "cryptography"), "models, rounds, run stores: training"),
     "data": (("sklearn", "dvc"), "the bundled digits; the steps as `dvc repro`, artifacts in a DVC remote"),
     "tracking": (("mlflow", "matplotlib", "jinja2"), "metrics in MLflow, drawings, the HTML report"),
     "hdf5": (("h5py",), "the data sets femnist_tff and stackoverflow_tff, which are published as HDF5"),
@@ -29,7 +29,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "wandb": (("wandb",), "flexfleet.WandbLogger"),
     "testing": (("pytest", "hypothesis"), "the conformance suites: algorithms, networks, data, backends of your own"),
     "run": (
-        ("torch", "safetensors", "numpy", "sklearn", "matplotlib", "jinja2"),
+        ("torch", "safetensors", "numpy", "sklearn", "matplotlib", "jinja2", "cryptography"),
         "`flexfleet run` on the bundled digits, with its report, and nothing else",
     ),
     "docs": (("mkdocs",), "the documentation as a site: make docs"),
