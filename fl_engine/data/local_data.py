@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fl_engine.core import seeds
-from fl_engine.core.errors import DataError, IntegrityError, PartitionError, brief
+from fl_engine.core.errors import DataError, PartitionError
+from fl_engine.core.records import Record
 from fl_engine.core.samples import Data
 from fl_engine.core.task import label_word
 from fl_engine.core.types import Device
@@ -32,11 +32,9 @@ FORM = "data.json"
 NOBODY: Ints = np.zeros(0, dtype=np.int64)
 
 
-class Form(BaseModel):
+class Form(Record):
     """Shape, type, task and normalisation of a run's samples."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    schema_version: Literal[1] = 1
     shape: tuple[int, ...]
     """Shape of one sample."""
     dtype: str
@@ -49,15 +47,6 @@ class Form(BaseModel):
     def of(data: Data) -> Form:
         dtype = str(data.train_x.dtype).removeprefix("torch.")
         return Form(shape=data.input_shape, dtype=dtype, task=repr(data.task.identity), mean=data.mean, std=data.std)
-
-    @staticmethod
-    def read(path: Path) -> Form:
-        """Read a `Form` from a JSON file. Raises IntegrityError if the file is missing or invalid."""
-        try:
-            return Form.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
-            reason = brief(error) if isinstance(error, ValidationError) else error.strerror
-            raise IntegrityError(f"{path} does not describe the samples of the run: {reason}") from error
 
     def normalises(self, own: Data, where: str, most: int) -> Data:
         """Return a client's data with the mean and std of this `Form`. Raises DataError if the shape, type or task

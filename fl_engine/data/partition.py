@@ -11,14 +11,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from safetensors import numpy as safetensors
 
-from fl_engine.core.errors import IntegrityError, PartitionError, brief, printable
+from fl_engine.core.errors import PartitionError, brief, printable
 from fl_engine.core.fields import Index
+from fl_engine.core.records import Record, Strict, parsed, read_bytes
 from fl_engine.core.samples import Data
 from fl_engine.data.files import each_once, replacing
 from fl_engine.data.partition_rules import Ints
@@ -31,10 +32,9 @@ SAME = ("rule", "parameters", "label", "noise", "server_classes")
 POSITION = Annotated[int, Field(ge=0, lt=2**62)]
 
 
-class NoiseFigures(BaseModel):
+class NoiseFigures(Strict):
     """Statistics of label noise, as stored in `partition.json`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     share: Annotated[float, Field(gt=0, le=1)]
     """Requested fraction of wrong labels."""
     wrong: tuple[Index, ...]
@@ -111,16 +111,10 @@ class Partition:
         Raises PartitionError if partition.json does not exist, or if the partition belongs to other data. Raises
         IntegrityError if partition.safetensors cannot be read, or if one of the two files is damaged.
         """
-        path, tensors_path = folder / MANIFEST, folder / TENSORS
-        if not path.is_file():
+        if not (folder / MANIFEST).is_file():
             raise PartitionError(f"{folder} does not contain {MANIFEST} and {TENSORS}. Partition the data first")
-        manifest = read_manifest(path)
-        try:
-            content = tensors_path.read_bytes()
-        except OSError as error:
-            raise IntegrityError(f"{tensors_path} cannot be read ({error.strerror}). Partition again") from error
-        if hashlib.sha256(content).hexdigest() != manifest.tensors_sha256:
-            raise IntegrityError(f"{tensors_path} does not match its SHA-256 in {MANIFEST}. Partition again")
+        manifest = read_manifest(folder / MANIFEST)
+        content = read_bytes(folder / TENSORS, manifest.tensors_sha256)
         if data is not None and (given := fingerprint(data)) != manifest.data_sha256:
             raise PartitionError(
                 f"{folder} is a partition of other data ({manifest.data_sha256[:12]}), not {data.name} "
@@ -140,12 +134,9 @@ class Partition:
         )
 
 
-class PartitionManifest(BaseModel):
+class PartitionManifest(Record):
     """`partition.json`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    schema_version: Literal[1] = 1
     rule: str
     parameters: dict[str, bool | int | float]
     data_sha256: str
@@ -170,20 +161,14 @@ class PartitionManifest(BaseModel):
 
 def read_manifest(path: Path) -> PartitionManifest:
     """Read `partition.json`. Raises IntegrityError if the file cannot be read or is not a manifest."""
-    try:
-        return PartitionManifest.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise IntegrityError(f"{path} cannot be read ({error.strerror})") from error
-    except ValidationError as error:
-        raise IntegrityError(f"{path} is not a partition manifest ({brief(error)}). Partition again") from error
+    return parsed(PartitionManifest, read_bytes(path), str(path))
 
 
 # ------------------------------------------------------------------------------------------- a user's map
-class Map(BaseModel):
+class Map(Strict, strict=True):
     """User-defined partition such as `{"clients": [[0, 3, 17], [1, 2], ...]}`. Each client has a list of positions in
     the run's training data, after `dataset.train_samples` has been applied."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     clients: list[Annotated[list[POSITION], Field(min_length=1)]] = Field(min_length=1)
 
 

@@ -24,6 +24,7 @@ from pydantic import Field
 from fl_engine.codecs import codecs_of, sections_of
 from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure, IntegrityError, ModelError
 from fl_engine.core.fields import Index
+from fl_engine.core.records import Record, parsed
 from fl_engine.core.types import Assignment, ClientFailure, ClientResult, Params, RoundPlan, SubmodelSpec
 from fl_engine.exchange import coding
 from fl_engine.exchange.manifest import (
@@ -39,7 +40,7 @@ from fl_engine.exchange.manifest import (
 from fl_engine.exchange.updates import Rules, payload_bytes, read_update
 from fl_engine.storage import run_files
 from fl_engine.storage.overlapping import overlapped
-from fl_engine.storage.run_files import WAY_OUT, Record, parsed, round_folder
+from fl_engine.storage.run_files import WAY_OUT, round_folder
 from fl_engine.storage.store import Store, canonical, decode, laid_out, sha256, tensor_bytes
 
 log = logging.getLogger("flexfleet")

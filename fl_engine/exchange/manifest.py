@@ -15,9 +15,9 @@ from pydantic import ConfigDict, Field, ValidationError
 from fl_engine.codecs import sections_of
 from fl_engine.core.clients import with_prefix
 from fl_engine.core.errors import IntegrityError, brief, printable
+from fl_engine.core.records import Record
 from fl_engine.core.types import Assignment, ClientFailure, ClientResult, Code, Stage
 from fl_engine.exchange import coding
-from fl_engine.storage.run_files import Record
 from fl_engine.storage.store import Pieces, canonical, laid_out, padded, sha256
 
 MANIFEST_BYTES = 2**15

@@ -24,10 +24,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 from torch import Tensor, nn
 
-from fl_engine.core.errors import IntegrityError, ModelError, brief
+from fl_engine.core.errors import ModelError
+from fl_engine.core.records import Strict, parsed
 from fl_engine.core.samples import Data, outputs_of
 from fl_engine.core.task import measured
 from fl_engine.core.types import Codec
@@ -48,10 +49,8 @@ OBSERVED = 128
 """Number of test samples per call of `observe`. The number is small, because detected boxes take 1 MB per image."""
 
 
-class Figures(BaseModel):
+class Figures(Strict):
     """Measurements of one ONNX file with ONNX Runtime on one CPU thread."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     file: str
     value: float
@@ -65,10 +64,8 @@ class Figures(BaseModel):
     """Number of weights stored in this precision, divided by the number of all weights in matrices and kernels."""
 
 
-class Precisions(BaseModel):
+class Precisions(Strict):
     """Content of precision.json: measurements of the ONNX files of one level."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     schema_version: Literal[1]
     level: str
@@ -153,12 +150,7 @@ def read(folder: Path) -> Precisions | None:
     """Return the content of precision.json, or None if the file is missing. Raises IntegrityError if the file is
     damaged."""
     path = folder / ABOUT
-    try:
-        return Precisions.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValidationError as error:
-        raise IntegrityError(f"{path} is damaged: {brief(error)}. Export the run again") from error
+    return parsed(Precisions, path.read_bytes(), str(path)) if path.exists() else None
 
 
 def convert(precision: OnnxPrecision, network: RawNetwork, data: Data, folder: Path) -> Path:

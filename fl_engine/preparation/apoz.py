@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
 from fl_engine.core import pool, seeds
 from fl_engine.core.contracts import ModelFamily, PreparationContext
+from fl_engine.core.records import Strict
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, Adam, LocalTask, Params, Prepared
 from fl_engine.training import local
@@ -23,8 +24,7 @@ from fl_engine.training.evaluation import evaluate
 log = logging.getLogger("flexfleet")
 
 
-class ApozLayer(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+class ApozLayer(Strict):
     group: str
     size: int
     """Number of parameters in the layer."""
@@ -32,10 +32,9 @@ class ApozLayer(BaseModel):
     adjustment: float
 
 
-class ApozScores(BaseModel):
+class ApozScores(Strict):
     """Scores of all prunable layers, in network order."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     layers: tuple[ApozLayer, ...]
     reference: tuple[float, ...] | None = None
     """APoZ of each layer after pre-training on all training data; None if not measured."""

@@ -12,12 +12,13 @@ import logging
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Index
+from fl_engine.core.records import Strict
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.task import Task
@@ -30,10 +31,9 @@ log = logging.getLogger("flexfleet")
 HELD_OUT = 0.2
 
 
-class Confusion(BaseModel):
+class Confusion(Strict, strict=True):
     """Confusion matrix. counts[i][j] is the number of held-out samples of class i that were classified as class j."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     counts: tuple[tuple[Index, ...], ...]
     accuracy: float
 

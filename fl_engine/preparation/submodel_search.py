@@ -20,18 +20,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
-
 from fl_engine.core.errors import PoolError
+from fl_engine.core.records import Strict
 
 TINY = 1e-12
 """Tolerance for rounding errors when accuracies are subtracted."""
 
 
-class Candidate(BaseModel):
+class Candidate(Strict):
     """Sub-network whose weights are quantised to `bits` bits, and its score."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     level: str
     bits: int
     accuracy: float | None

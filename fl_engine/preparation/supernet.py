@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import costs, seeds
@@ -29,6 +29,7 @@ from fl_engine.core.contracts import ModelFamily, Nested, PreparationContext
 from fl_engine.core.costs import count_params
 from fl_engine.core.errors import PoolError, nearest
 from fl_engine.core.fields import adapter
+from fl_engine.core.records import Strict
 from fl_engine.core.slicing import initial_params, is_statistic, take
 from fl_engine.core.types import FULL, Adam, Device, LocalTask, Params, Sandwich, SubmodelSpec
 from fl_engine.core.widths import SIZES, nested
@@ -45,10 +46,9 @@ log = logging.getLogger("flexfleet")
 MOST_BITS = 16
 
 
-class SubNetwork(BaseModel):
+class SubNetwork(Strict):
     """Sub-network that was scored after the server's training, before the first round and without quantisation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     name: str
     params: int
     macs: int
@@ -57,22 +57,21 @@ class SubNetwork(BaseModel):
     """Task's metric on the held-out part of the server's data; None if the metric is not finite."""
 
 
-class Supernet(BaseModel):
+class Supernet(Strict):
     """Artifact of the preparation `supernet`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     weights: Weights = Field(default={}, repr=False)
     """Weights of the whole network; empty before the preparation."""
     levels: tuple[SubNetwork, ...] = ()
     """Scored sub-networks in ascending order of size."""
-    chosen: dict[str, Candidate] = {}
+    chosen: dict[str, Candidate] = Field(default={})
     """Map each tier to its chosen candidate; empty without a search."""
     table: tuple[Candidate, ...] = ()
     """All candidates that the search measured."""
     smaller_gets_more_bits: bool | None = None
     """True if tiers with smaller sub-networks get more bits, as FedX claims; None if all sub-networks have
     the same size."""
-    seconds_per_round: dict[str, dict[str, float]] = {}
+    seconds_per_round: dict[str, dict[str, float]] = Field(default={})
     """For each tier, map each sub-network that fits into the memory to the simulated seconds of a local round."""
     samples: int = 0
     """Number of the server's samples, including held-out samples."""

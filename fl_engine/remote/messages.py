@@ -27,11 +27,12 @@ import re
 from typing import Annotated, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 import fl_engine
 from fl_engine.core.errors import ConfigError, IntegrityError, brief, masked, printable
 from fl_engine.core.fields import Index
+from fl_engine.core.records import Strict
 from fl_engine.data.local_data import FORM
 from fl_engine.storage.run_files import Sum
 from fl_engine.storage.s3 import open_store
@@ -72,10 +73,9 @@ def site_files(own: bool) -> tuple[str, ...]:
     return ("run.json", "pool.json", *((FORM,) if own else ("partition.json", "partition.safetensors")))
 
 
-class Note(BaseModel):
+class Note(Strict):
     """Base class for JSON that the coordinator and the workers exchange or store."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: Literal[2] = 2
 
 
@@ -110,9 +110,9 @@ class AssignmentMessage(Note):
     clients: Annotated[tuple[Index, ...], Field(min_length=1)]
     evaluates: bool = False
     """True if the assignments belong to the round's evaluation."""
-    site: dict[str, Sum] = {}
+    site: dict[str, Sum] = Field(default={})
     """Map the name of each file under `site/` to its checksum, so that workers detect a changed file."""
-    assignments: dict[Index, Sum] = {}
+    assignments: dict[Index, Sum] = Field(default={})
     """Map each client to the checksum of its assignment file, which contains the checksums of the tensor files."""
     device: str = "cpu"
     observe: Literal["simulated", "cgroup"] = "simulated"
@@ -124,8 +124,8 @@ class AssignmentMessage(Note):
     """SHA-256 of the wheel with the user's code in the store (`storage.code`)."""
     store: str | None = None
     """Address of the run's store, for workers that do not use presigned URLs."""
-    reads: dict[str, str] = {}
-    writes: dict[str, Upload] = {}
+    reads: dict[str, str] = Field(default={})
+    writes: dict[str, Upload] = Field(default={})
 
     def open(self) -> Store:
         return open_store(self.store) if self.store else UrlStore(self.reads, self.writes)

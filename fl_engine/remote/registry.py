@@ -17,12 +17,12 @@ from itertools import count
 from typing import Any
 
 from fl_engine.core.errors import ConfigError, IntegrityError, Refused
+from fl_engine.core.records import Record, parsed
 from fl_engine.core.types import Device
 from fl_engine.data.local_data import assign_clients
 from fl_engine.remote import messages
 from fl_engine.remote.messages import HEARTBEAT, HEARTBEAT_BYTES, MESSAGE, MESSAGE_BYTES, Heartbeat, Invitation, Message
 from fl_engine.remote.settings import URL_S
-from fl_engine.storage.run_files import Record, parsed
 from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import Store
 from fl_engine.storage.urls import Upload, Verb

@@ -36,6 +36,7 @@ from fl_engine.aggregation.privacy import is_private
 from fl_engine.core.contracts import Algorithm, KeepsClientState, RemembersChanges
 from fl_engine.core.errors import ConfigError, IntegrityError, brief
 from fl_engine.core.fields import Index, NotNegative, adapter
+from fl_engine.core.records import Record
 from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.types import Assignment, ClientUpdate, ParamLayout, Params, RoundPlan, SubmodelSpec
 from fl_engine.exchange import coding
@@ -44,7 +45,6 @@ from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.recorder import RoundResults
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.timing import SIMULATED, Times
-from fl_engine.storage import run_files
 from fl_engine.storage.run_files import WAY_OUT
 from fl_engine.storage.store import tensor_bytes
 from fl_engine.storage.tensor_files import FILE, TensorFiles
@@ -55,7 +55,7 @@ KEY = "rounds/pending"
 """Key of the pending updates in the JSON of a commit."""
 
 
-class PendingUpdate(run_files.Record):
+class PendingUpdate(Record):
     """Metadata of an update that finishes in a later round."""
 
     round: Index

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from pydantic import Field
 
 from fl_engine.core.errors import IntegrityError
+from fl_engine.core.records import Record, parsed
 from fl_engine.core.types import ClientFailure, ClientResult, RoundPlan
 from fl_engine.exchange.mailbox import Known, Mailbox
 from fl_engine.exchange.manifest import KeyOf
@@ -19,7 +20,7 @@ from fl_engine.rounds import buffer
 from fl_engine.rounds.acceptance import Moved
 from fl_engine.rounds.timing import Times
 from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.run_files import WAY_OUT, Record, parsed, round_folder
+from fl_engine.storage.run_files import WAY_OUT, round_folder
 from fl_engine.storage.run_lock import RunLock
 from fl_engine.storage.store import Store, canonical, sha256
 from fl_engine.storage.tensor_files import FOLDER, TensorFiles, named

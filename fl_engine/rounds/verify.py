@@ -14,6 +14,7 @@ from typing import Any
 
 from fl_engine.core.contracts import Backend
 from fl_engine.core.errors import IntegrityError
+from fl_engine.core.records import parsed
 from fl_engine.exchange.manifest import ResultManifest
 from fl_engine.rounds.chain import state_sum
 from fl_engine.rounds.collect import Clients
@@ -22,7 +23,7 @@ from fl_engine.rounds.loop import load_progress
 from fl_engine.rounds.round import Progress, run_round
 from fl_engine.rounds.run import Run
 from fl_engine.storage.checkpoints import RESULT_FILES, Row
-from fl_engine.storage.run_files import parsed, round_folder
+from fl_engine.storage.run_files import round_folder
 from fl_engine.storage.store import FolderStore
 
 UPDATES = RESULT_FILES[-1]

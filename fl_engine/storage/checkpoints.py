@@ -29,8 +29,9 @@ from pydantic import field_validator
 
 from fl_engine.core.errors import IntegrityError, Stopped
 from fl_engine.core.fields import LeavesOut
+from fl_engine.core.records import Record, parsed
 from fl_engine.core.types import Params
-from fl_engine.storage.run_files import WAY_OUT, Record, json_of, parsed, round_folder
+from fl_engine.storage.run_files import WAY_OUT, json_of, round_folder
 from fl_engine.storage.run_lock import RunLock
 from fl_engine.storage.store import Store, Value, canonical, decode, laid_out, sha256
 

@@ -1,16 +1,14 @@
-"""Read JSON records with a schema, and files with a known checksum, from a run's store."""
+"""Read files with a known checksum from a run's store."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from fl_engine.core.errors import IntegrityError, TooLarge, brief
+from fl_engine.core.errors import IntegrityError, TooLarge
 from fl_engine.storage.store import Store, Value, sha256
-
-R = TypeVar("R", bound=BaseModel)
 
 WAY_OUT = "To continue from the last good commit, resume with --discard-damaged. Later rounds are computed again"
 
@@ -18,23 +16,9 @@ Sum = Annotated[str, Field(pattern=r"^[0-9a-f]{64}:[0-9]{1,15}$")]
 """Checksum of a file: its SHA-256, a colon, and its size in bytes."""
 
 
-class Record(BaseModel):
-    """Base class for all JSON records."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    schema_version: Literal[1] = 1
-
-
 def round_folder(round: int, evaluates: bool = False) -> str:
     """Return the key prefix of a round's files. `evaluates` selects the files of the round's evaluation."""
     return f"rounds/{round:05d}/{'evaluation/' if evaluates else ''}"
-
-
-def parsed(kind: type[R], value: bytes, name: str) -> R:
-    try:
-        return kind.model_validate_json(value)
-    except ValidationError as error:
-        raise IntegrityError(f"{name} is not a valid {kind.__name__} record: {brief(error)}") from error
 
 
 def json_of(value: bytes, name: str) -> Any:

@@ -29,7 +29,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, IntegrityError, InUse, Replaced
-from fl_engine.storage.run_files import Record
+from fl_engine.core.records import Record
 from fl_engine.storage.store import Store
 
 log = logging.getLogger("flexfleet")

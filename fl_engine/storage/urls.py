@@ -16,9 +16,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import urllib3
-from pydantic import BaseModel, ConfigDict
 
 from fl_engine.core.errors import IntegrityError, TooLarge, Unreachable, printable
+from fl_engine.core.records import Strict
 from fl_engine.storage import proxies
 from fl_engine.storage.proxies import pool_of
 from fl_engine.storage.store import Pieces, Value, digest
@@ -57,12 +57,11 @@ ETAG = re.compile(rb"<ETag>(?:\"|&quot;|&#34;)?([0-9a-f]{32})(?:\"|&quot;|&#34;)
 Verb = Literal["POST", "PUT"]
 
 
-class Upload(BaseModel):
+class Upload(Strict):
     """The permission to write one key. For POST, `fields` is a form whose policy fixes the key, ACL and content type,
     and limits the size to `size` bytes. For PUT, `url` is signed for exactly `size` bytes and a content type. The
     module `probe` tests whether a server enforces these limits."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     verb: Verb
     url: str
     fields: dict[str, str]

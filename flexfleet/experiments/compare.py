@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.core.errors import ConfigError, FlexfleetError, SeveralErrors
+from fl_engine.core.records import Strict
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.s3 import open_store
 from fl_engine.storage.store import FolderStore, sha256
@@ -32,7 +33,7 @@ from flexfleet.experiments.comparison_file import ComparisonFile
 from flexfleet.experiments.comparison_report import CLIENTS_FILE, FILES, tabulate
 from flexfleet.experiments.executor import Command, Execute, RunsFailed, report_failures, resumable, side_by_side
 from flexfleet.experiments.summarise import read_central
-from flexfleet.files.artifacts import Artifact, History, RunFile, RunResult, Strict
+from flexfleet.files.artifacts import Artifact, History, RunFile, RunResult
 from flexfleet.files.run_folder import check_free, check_manifest, how_to_resume
 from flexfleet.files.run_status import tally_in
 from flexfleet.pipeline import keys

@@ -14,9 +14,10 @@ from typing import Any, Generic, TypeVar
 from pydantic import Field
 
 from fl_engine.core.fields import LeavesOut
+from fl_engine.core.records import Strict
 from fl_engine.training.evaluation import OWNERS
 from flexfleet.experiments.ranking import TITLES, First, RankedCase, firsts
-from flexfleet.files.artifacts import Artifact, LocalScore, Strict
+from flexfleet.files.artifacts import Artifact, LocalScore
 from flexfleet.reports.finished_run import plain
 
 MB = 1e6

@@ -24,11 +24,12 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, model_validator
 
+from fl_engine.core.records import Strict
 from flexfleet.experiments import summarise
 from flexfleet.experiments.comparison_file import MB
 from flexfleet.experiments.nightly_suite import METRICS, NightlyRun
 from flexfleet.experiments.nightly_verdict import HIGHER, PASSED, REFERENCE, Check, Verdict, table
-from flexfleet.files.artifacts import Artifact, Strict
+from flexfleet.files.artifacts import Artifact
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
 from flexfleet.reports.finished_run import FinishedRun, load

@@ -16,6 +16,7 @@ from pydantic import Field, field_validator
 
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Moves
+from fl_engine.core.records import Strict
 from fl_engine.storage.s3 import open_store
 from fl_engine.storage.store import FolderStore, Store
 from flexfleet.config import Config, load_config, moves
@@ -23,7 +24,6 @@ from flexfleet.config.comparison_runs import PlannedRun, by_label, entries_from,
 from flexfleet.config.dotted import Overrides, on_top
 from flexfleet.config.run_names import check_name
 from flexfleet.experiments import published_suites
-from flexfleet.files.artifacts import Strict
 from flexfleet.tracking.server import named_experiment, platform_experiment
 
 FOLDER = Path(__file__).with_name("nightly_suites")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fl_engine.core.records import Strict
 from flexfleet.experiments.nightly_suite import METRICS
-from flexfleet.files.artifacts import Artifact, Strict
+from flexfleet.files.artifacts import Artifact
 from flexfleet.files.measure import Measure
 from flexfleet.reports.answer import Answer, Tile, count
 from flexfleet.reports.page import NONE, Table, escaped

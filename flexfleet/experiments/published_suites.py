@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from fl_engine.core.errors import ConfigError, masked, nearest
+from fl_engine.core.records import Strict
 from fl_engine.core.text import read_yaml
 from flexfleet.config import Config
 from flexfleet.config.comparison_runs import (
@@ -31,7 +32,6 @@ from flexfleet.config.comparison_runs import (
 )
 from flexfleet.config.dotted import Overrides, on_top
 from flexfleet.config.explain import config_error
-from flexfleet.files.artifacts import Strict
 
 FOLDER = Path(__file__).with_name("suites")
 LABEL = "central"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from flexfleet.files.artifacts import Strict
+from fl_engine.core.records import Strict
 from flexfleet.files.measure import Measure
 from flexfleet.reports.finished_run import plain
 from flexfleet.reports.page import NONE

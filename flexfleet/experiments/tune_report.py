@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field
 
 from fl_engine.core.errors import BadInput, Diverged, NothingMerged
+from fl_engine.core.records import Strict
 from fl_engine.storage.store import FolderStore
 from flexfleet.config import Config, public
 from flexfleet.config.form import write_config
@@ -24,7 +25,7 @@ from flexfleet.experiments import tune_storage, tune_worker
 from flexfleet.experiments.ranking import LEVEL, tested
 from flexfleet.experiments.tune_space import applied, importance, listed, named, same, shown, symbols, unchanged
 from flexfleet.experiments.tune_worker import DIVERGED, DONE, INFEASIBLE, is_default, trials_in
-from flexfleet.files.artifacts import Artifact, Strict
+from flexfleet.files.artifacts import Artifact
 from flexfleet.files.measure import Measure
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.reports import plots

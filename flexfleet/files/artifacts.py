@@ -9,25 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    field_serializer,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, PrivateAttr, ValidationError, field_serializer, model_serializer, model_validator
 
 from fl_engine.codecs import codecs_of
 from fl_engine.core.errors import FlexfleetError, IntegrityError, brief
 from fl_engine.core.fields import LeavesOut
+from fl_engine.core.records import Strict, parsed, read_bytes
 from fl_engine.core.types import Codecs, Params, Pool, PoolModel, SubmodelSpec
 from fl_engine.preparation.apoz import ApozScores
 from fl_engine.rounds import chain
 from fl_engine.storage.checkpoints import Row
-from fl_engine.storage.store import FolderStore, Pieces, decode, sha256
+from fl_engine.storage.store import FolderStore, Pieces, decode
 from fl_engine.training.evaluation import OWNERS
 
 A = TypeVar("A", bound="Artifact")
@@ -37,29 +29,9 @@ WEIGHTS = "weights.safetensors"
 """Name of the optional file with the network's initial weights, in the folder of pool.json."""
 
 
-def read_bytes(path: Path, expected: str | None = None) -> bytes:
-    """Read a file from an earlier step. Raises IntegrityError if the file is missing or its sha256 is wrong."""
-    try:
-        value = path.read_bytes()
-    except OSError as error:
-        raise IntegrityError(f"{path} cannot be read ({error.strerror}). Repeat the step that writes it") from error
-    if expected is not None and (found := sha256(value)) != expected:
-        raise IntegrityError(
-            f"{path} is damaged: its sha256 is {found[:12]}, expected {expected[:12]}. Restore the file, or "
-            "delete it and repeat the step"
-        )
-    return value
-
-
 def read_params(path: Path, expected: str) -> Params:
     """Read tensors from an earlier step. Raises the same errors as `read_bytes`."""
     return decode(read_bytes(path, expected), str(path))
-
-
-class Strict(BaseModel):
-    """Pydantic model that rejects unknown keys and numbers that are not finite."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Artifact(Strict):
@@ -82,10 +54,7 @@ class Artifact(Strict):
     @classmethod
     def of(cls: type[A], value: bytes, name: str) -> A:
         """Parse the contents of the file `name`. Raises IntegrityError with this name if the contents are invalid."""
-        try:
-            return cls.model_validate_json(value)
-        except ValidationError as error:
-            raise IntegrityError(f"{name} is not a valid {cls.__name__} file: {brief(error)}") from error
+        return parsed(cls, value, name)
 
 
 class Apoz(ApozScores, Artifact):
@@ -190,7 +159,7 @@ class RunFile(Artifact):
     """The sha256 of all files in `fleet.trace`."""
     folders_sha256: str | None = None
     """The sha256 of the data in `partition.folders`; null if this parameter is not set."""
-    sources: dict[str, str] = {}
+    sources: dict[str, str] = Field(default={})
     """Map classes and functions of the user (package.module:Name) to the sha256 of their source code."""
     code_sha256: str | None = None
     """The sha256 of the wheel with the user's code (`run.code`). The wheel is stored as code/<sha256>.whl."""
@@ -343,8 +312,8 @@ class EvaluationFile(Artifact, LeavesOut):
     avg: float
     full: float
     levels: dict[str, LevelScore] = Field(min_length=1)
-    local: dict[str, LocalScore] = {}
-    local_histogram: dict[str, Histogram] = {}
+    local: dict[str, LocalScore] = Field(default={})
+    local_histogram: dict[str, Histogram] = Field(default={})
     on_clients: OnClients | None = None
     kept_by_clients: tuple[str, ...] = ()
     """Model parameters that differ between clients. In the evaluated model, they have their initial values."""

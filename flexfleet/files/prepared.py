@@ -14,11 +14,12 @@ from pydantic_core import PydanticSerializationError, to_json
 from fl_engine.core.contracts import Preparation
 from fl_engine.core.errors import ConfigError, IntegrityError, brief
 from fl_engine.core.fields import adapter
+from fl_engine.core.records import Strict, read_bytes
 from fl_engine.core.types import Prepared
 from fl_engine.preparation import preparation
 from fl_engine.preparation.weights import FIELD, attached, gives_weights
 from fl_engine.storage.store import sha256
-from flexfleet.files.artifacts import Artifact, Strict, read_bytes, read_params
+from flexfleet.files.artifacts import Artifact, read_params
 
 INDEX = "prepared.json"
 

@@ -18,9 +18,10 @@ import filelock
 from pydantic import Field
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
+from fl_engine.core.records import Strict, read_bytes
 from fl_engine.core.system import hashed
 from flexfleet.files import prepared
-from flexfleet.files.artifacts import Artifact, RunFile, Strict, read_bytes
+from flexfleet.files.artifacts import Artifact, RunFile
 
 MANIFEST = "manifest.json"
 FILES = ("*.json", "model.safetensors", "partition/**/*", "pretrain/**/*", "pool/**/*", "code/*")

@@ -14,6 +14,7 @@ from fl_engine.backends.in_process import check_device, prepare_process
 from fl_engine.core import system
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ClientError, masked
+from fl_engine.core.records import parsed, read_bytes
 from fl_engine.core.types import ClientResult, Pool, RoundPlan
 from fl_engine.data import local_data
 from fl_engine.data.partition import Partition
@@ -74,9 +75,8 @@ def prepare(message: AssignmentMessage, store: Store, pod: bool) -> Prepared:
         else:
             if "FLEXFLEET_DATA" not in os.environ:
                 raise ClientError("FLEXFLEET_DATA must be set to this device's data folder if partition.rule=local")
-            data = local_data.Form.read(folder / local_data.FORM).normalises(
-                resolved.data, "this device's folder", most
-            )
+            form = parsed(local_data.Form, read_bytes(folder / local_data.FORM), local_data.FORM)
+            data = form.normalises(resolved.data, "this device's folder", most)
             parts = local_data.of_client(data, config.partition.clients, message.clients[0])
         parts, held = held_out(config, parts, data)
         pool = PoolFile.read(folder / "pool.json").pool()
