@@ -1,4 +1,5 @@
-"""Functions that check the processor, start processes and release memory. This module does not import torch."""
+"""Functions that check the processor, start processes, and measure and release memory. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -167,3 +168,29 @@ def _call(name: str, *arguments: int) -> None:
     except (AttributeError, OSError):
         return
     function(*arguments)
+
+
+def resident_peak() -> int:
+    """Return the peak of this process's resident memory in bytes, since its start or the last `restart_peak`."""
+    # `getrusage` includes the parent's peak, so prefer /proc. On macOS `getrusage` returns bytes.
+    if not Path("/proc/self/status").exists():
+        resource = of_posix("resource")
+        return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return _status("VmHWM")
+
+
+def restart_peak() -> tuple[int, int]:
+    """Reset the peak that `resident_peak` returns. Return the current memory and the previous peak, in bytes. Without
+    /proc/self (macOS), the peak is not reset and is returned for both."""
+    peak = resident_peak()
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
+            file.write("5")  # writing 5 sets VmHWM to VmRSS, see proc(5)
+    except OSError:
+        return peak, peak
+    return _status("VmRSS"), peak
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from fl_engine.core.augmentation import Augmentation
+from fl_engine.core.errors import printable
 from fl_engine.core.steps import Constant, Sampler, Schedule, Shuffle
 from fl_engine.core.submodels import (
     FULL,
@@ -32,9 +36,9 @@ from fl_engine.core.submodels import (
 
 __all__ = [
     "FULL", "HEAD", "SGD", "Adam", "Assignment", "Axis", "ClientFailure", "ClientResult", "ClientUpdate", "Code",
-    "Codec", "Codecs", "Device", "Distillation", "ExitLoss", "Header", "Keep", "LocalTask", "OwnOptimizer",
-    "ParamLayout", "Params", "Pick", "Pool", "PoolModel", "Prepared", "Prunable", "RoundContext", "RoundPlan",
-    "Sandwich", "Scaler", "Slot", "Stage", "Start", "SubmodelSpec", "Tables", "TaskContext", "changed",
+    "Codec", "Codecs", "Device", "Distillation", "ExitLoss", "FailureDetails", "Header", "Keep", "LocalTask",
+    "OwnOptimizer", "ParamLayout", "Params", "Pick", "Pool", "PoolModel", "Prepared", "Prunable", "RoundContext",
+    "RoundPlan", "Sandwich", "Scaler", "Slot", "Stage", "Start", "SubmodelSpec", "Tables", "TaskContext", "changed",
 ]  # fmt: skip
 
 
@@ -200,6 +204,8 @@ class RoundContext:
     """Number of training samples of each client; empty if unknown."""
     draws: tuple[int, ...] = ()
     """Number of samples that each client trains on per round, counting repeated samples; empty if unknown."""
+    without: frozenset[int] = frozenset()
+    """Clients that must not be selected, although they are in `fleet` and `available` (`rounds.without`)."""
 
 
 @dataclass(frozen=True)
@@ -310,6 +316,25 @@ Code = Literal[
 """Reason why an update failed validation (`exchange.updates`). The code `finite` also marks training that diverged."""
 
 
+FAILURE_LINES = 12
+FAILURE_LENGTH = 160
+"""Maximum number of characters in a line."""
+
+Line = Annotated[str, AfterValidator(lambda text: printable(text)[:FAILURE_LENGTH])]
+Lines = Annotated[tuple[Line, ...], Field(max_length=FAILURE_LINES)]
+
+
+@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class FailureDetails:
+    """The end of a client's log, the traceback, the peak memory of its process, and the seconds until the failure. A
+    client may send anything here, so the lines are shortened and control characters are escaped."""
+
+    log: Lines = ()
+    traceback: Lines = ()
+    peak_mb: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+
 @dataclass(frozen=True)
 class ClientFailure:
     """Failure of a client that sent no update or whose update was rejected. `reason` is a message for users. `code` is
@@ -322,6 +347,7 @@ class ClientFailure:
     reason: str
     code: Code | None = None
     elapsed: float = 0.0
+    details: FailureDetails | None = field(default=None, compare=False)  # a measurement
 
 
 ClientResult = ClientUpdate | ClientFailure

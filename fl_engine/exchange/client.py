@@ -16,6 +16,7 @@ from fl_engine.core.clients import LARGEST_LOSS, Shapes, header, kept_by_clients
 from fl_engine.core.contracts import Algorithm, ClientContext, ClientMetric, KeepsClientState, ModelFamily
 from fl_engine.core.costs import macs_per_sample
 from fl_engine.core.errors import ClientError, ModelError, first_line, kind_of, memory_errors
+from fl_engine.core.failure_details import failed, watched
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import take
 from fl_engine.core.system import at_work
@@ -26,13 +27,11 @@ from fl_engine.core.types import (
     ClientFailure,
     ClientResult,
     ClientUpdate,
-    Code,
     Device,
     LocalTask,
     ParamLayout,
     Params,
     Pool,
-    Stage,
     Start,
     SubmodelSpec,
     TaskContext,
@@ -111,9 +110,6 @@ class Work:
     state: Params
     """State of the client after its last assignment."""
 
-    def failure(self, stage: Stage, reason: str, code: Code | None = None) -> ClientFailure:
-        return ClientFailure(self.assignment.round, self.assignment.client, stage, reason, code)
-
 
 def measured(client: ClientContext, metrics: Iterable[ClientMetric]) -> dict[str, float]:
     """Return the values of a client's metrics by name. Raises ClientError if a value is out of bounds."""
@@ -133,6 +129,7 @@ def execute(algorithm: Algorithm, assignment: Assignment, site: Site, device: st
     return work if isinstance(work, ClientFailure) else train([work], site, device)[0]
 
 
+@watched()
 def accept(algorithm: Algorithm, assignment: Assignment, site: Site) -> Work | ClientFailure:
     """Determine the free memory and prune the model. Raises ModelError if the algorithm does not return a LocalTask."""
     round, client, payload = assignment.round, assignment.client, assignment.payload
@@ -146,12 +143,12 @@ def accept(algorithm: Algorithm, assignment: Assignment, site: Site) -> Work | C
         task = algorithm.task(assignment, context)
         taken = take(payload, layout, task.spec, have=assignment.spec) if isinstance(task, LocalTask) else {}
     except (ClientError, ModelError) as error:
-        return ClientFailure(round, client, "prune", str(error))
+        return failed(assignment, "prune", str(error))
     if not isinstance(task, LocalTask):  # stop the run, because this bug affects all clients
         raise ModelError(f"{type(algorithm).__name__}.task must return a LocalTask, got {kind_of(task)}")
     indices = site.partition.clients[client]
     if not len(indices):
-        return ClientFailure(round, client, "train", "a client without samples cannot train")
+        return failed(assignment, "train", "a client without samples cannot train")
     # Sort the parameters in the layout's order, because sums depend on the order.
     received = {name: taken[name] for name in layout.slots if name in taken}
     memory, state = clients.split_state(assignment.memory)
@@ -165,7 +162,7 @@ def accept(algorithm: Algorithm, assignment: Assignment, site: Site) -> Work | C
                     f"returned parameters differ in {odd}"
                 )
         except (ClientError, ModelError) as error:
-            return ClientFailure(round, client, "train", str(error))
+            return failed(assignment, "train", str(error))
     weights = {name: start.params[name] for name in received}
     return Work(assignment, task, weights, indices, free, algorithm, start.linear, received, state)
 
@@ -194,6 +191,7 @@ def accept_all(
     return groups, failures
 
 
+@watched()
 def train(
     works: Sequence[Work], site: Site, device: str = "cpu", on_step: local.OnStep | None = None
 ) -> list[ClientResult]:
@@ -214,7 +212,7 @@ def train(
         if isinstance(error, ValueError):
             reason = f"training failed: {type(error).__name__}: {first_line(error)}"
             log.warning("round %d, client %d: %s", assignment.round + 1, assignment.client, reason, exc_info=error)
-        return [works[0].failure("train", reason)]
+        return [failed(assignment, "train", reason)]
     seconds, macs = (time.monotonic() - started) / len(works), macs_per_sample(site.family, works[0].task)
     kept = kept_by_clients(works[0].algorithm, site.family, site.pool)
     return [
@@ -238,7 +236,7 @@ def _result(
     """Return the result of a client's training. `kept` maps the tensor names of the client's state to their shapes."""
     assignment, task, algorithm = work.assignment, work.task, work.algorithm
     if not abs(trained.loss) <= LARGEST_LOSS or not trained.finite:
-        return work.failure("train", f"training diverged (learning rate {task.optimizer.lr:g})", "finite")
+        return failed(work.assignment, "train", f"training diverged (learning rate {task.optimizer.lr:g})", "finite")
     metrics = {"loss": trained.loss, "steps": float(trained.steps), **cost, "free": work.free}
     state: Params = {}
     wanted = clients.client_metrics(algorithm)
@@ -261,9 +259,9 @@ def _result(
                 metrics |= measured(context, wanted)
         except Rejected as error:
             said = f"{type(algorithm).__name__}.keep must return what it declares: {error}"
-            return work.failure("train", said)
+            return failed(work.assignment, "train", said)
         except (ClientError, ModelError, MemoryError, torch.OutOfMemoryError) as error:
-            return work.failure("train", str(error) or "out of memory")
+            return failed(work.assignment, "train", str(error) or "out of memory")
     spec = task.spec
     payload = {name: tensor.cpu() for name, tensor in trained.params.items() if name not in kept}
     targets = site.data.train_y[work.indices]
@@ -277,7 +275,7 @@ def _result(
     try:
         encoded = coding.encode_update(assignment, spec, payload, site.layout)
     except ModelError as error:
-        return work.failure("train", f"codec.up cannot encode the trained weights: {error}", "finite")
+        return failed(work.assignment, "train", f"codec.up cannot encode the trained weights: {error}", "finite")
     if encoded is not None:
         metrics["seconds_encode"] = time.monotonic() - encoding
     count, (round, client) = len(work.indices), (assignment.round, assignment.client)
@@ -289,7 +287,7 @@ def _evaluated(work: Work, site: Site, device: str) -> ClientResult:
     batch norm statistics are computed on the client's training samples."""
     assignment, data, model = work.assignment, site.data, site.pool[work.assignment.level]
     if not len(work.indices):
-        return work.failure("evaluate", "a client that holds out no samples cannot evaluate")
+        return failed(work.assignment, "evaluate", "a client that holds out no samples cannot evaluate")
     own_x = data.train_x[torch.from_numpy(site.partition.clients[assignment.client])]
     x, y = data.at(torch.from_numpy(work.indices))
     how = {"ensemble": model.ensemble, "static_bn": model.static_bn}
@@ -300,10 +298,10 @@ def _evaluated(work: Work, site: Site, device: str) -> ClientResult:
             )
     except (ModelError, ValueError, MemoryError, torch.OutOfMemoryError) as error:
         # Batch norm raises ValueError for a batch with one value per channel.
-        return work.failure("evaluate", str(error) or "out of memory")
+        return failed(work.assignment, "evaluate", str(error) or "out of memory")
     metrics = {data.task.metric.name: score.value, "loss": score.loss}
     if wrong := clients.out_of_bounds(metrics, clients.evaluation_bounds(data.task)):
-        return work.failure("evaluate", wrong)
+        return failed(work.assignment, "evaluate", wrong)
     return ClientUpdate(assignment.round, assignment.client, assignment.spec, {}, len(work.indices), metrics)
 
 

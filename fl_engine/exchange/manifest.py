@@ -16,11 +16,11 @@ from fl_engine.codecs import sections_of
 from fl_engine.core.clients import with_prefix
 from fl_engine.core.errors import IntegrityError, brief, printable
 from fl_engine.core.records import Record
-from fl_engine.core.types import Assignment, ClientFailure, ClientResult, Code, Stage
+from fl_engine.core.types import Assignment, ClientFailure, ClientResult, Code, FailureDetails, Stage
 from fl_engine.exchange import coding
 from fl_engine.storage.store import Pieces, canonical, laid_out, padded, sha256
 
-MANIFEST_BYTES = 2**15
+MANIFEST_BYTES = 2**16
 """Maximum size of a manifest in bytes, excluding the sub-model. The longest field, `reason`, has 4096 characters."""
 CHANNEL_BYTES = 8
 """Maximum length in bytes of a channel number in a manifest, including the comma."""
@@ -51,7 +51,8 @@ class Rejected(Exception):
 
 
 class ResultManifest(Record):
-    """The manifest of a result. Updates have `sha256` and `spec`. Failures have `stage`, `reason` and `code`."""
+    """The manifest of a result. Updates have `sha256` and `spec`. Failures have `stage`, `reason`, `code` and
+    `details`."""
 
     model_config = ConfigDict(strict=True)
     round: int
@@ -65,6 +66,7 @@ class ResultManifest(Record):
     stage: str | None = Field(default=None, max_length=64)
     reason: str | None = Field(default=None, max_length=4096)
     code: Code | None = None
+    details: FailureDetails | None = None
     signature: str | None = None
     """HMAC-SHA256 of all other fields."""
 
@@ -94,7 +96,7 @@ def pack_result(
     If `length` is given, the content is padded to `length` bytes."""
     manifest = ResultManifest(round=assignment.round, client=assignment.client, assignment=assignment_sum(assignment))
     if isinstance(result, ClientFailure):
-        why = {"stage": result.stage, "reason": result.reason[:4096], "code": result.code}
+        why = {"stage": result.stage, "reason": result.reason[:4096], "code": result.code, "details": result.details}
         return manifest.model_copy(update=why), None
     value = laid_out(result.travels | with_prefix(result.state))
     value = value if length is None else padded(value, length)

@@ -104,7 +104,8 @@ def read_update(manifest: ResultManifest, payload: Read, assignment: Assignment,
     checksum is checked. Raises Rejected if the update is not valid."""
     if manifest.spec is None:
         stage: Stage = next((stage for stage in STAGES if stage == manifest.stage), "train")
-        return ClientFailure(assignment.round, assignment.client, stage, manifest.reason or "", manifest.code)
+        why = (manifest.reason or "", manifest.code, 0.0, manifest.details)
+        return ClientFailure(assignment.round, assignment.client, stage, *why)
     try:
         spec = SubmodelSpec.from_json(manifest.spec)
     except (FlexfleetError, TypeError, ValueError, AttributeError) as error:

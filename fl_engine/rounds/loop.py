@@ -20,6 +20,7 @@ from fl_engine.core.contracts import Backend, Tracker, Watcher
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped, brief
 from fl_engine.core.fields import NotNegative, adapter
 from fl_engine.core.state import pack, unpack
+from fl_engine.core.system import resident_peak, restart_peak
 from fl_engine.core.types import Params
 from fl_engine.rounds import buffer, chain
 from fl_engine.rounds.acceptance import MovementHistory
@@ -31,7 +32,6 @@ from fl_engine.rounds.round import Progress, run_round
 from fl_engine.rounds.run import Run
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.tensor_files import FILES, KEY, named
-from fl_engine.training.memory import resident_peak, restart_peak
 
 log = logging.getLogger("flexfleet")
 

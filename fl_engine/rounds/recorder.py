@@ -6,6 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from statistics import median_low
 from typing import Any
 
@@ -21,6 +22,9 @@ from fl_engine.rounds.timing import Times
 from fl_engine.storage.store import tensor_bytes
 
 log = logging.getLogger("flexfleet")
+
+EXAMPLES = 3
+"""Maximum number of failures per round whose details are stored."""
 
 
 class RoundResults:
@@ -115,7 +119,7 @@ def record_round(
         bytes_down: Bytes sent in this round; None if this number is the sum of `sent_bytes`.
     """
     lines, updates, failures = [], list[ClientUpdate](), list[ClientFailure]()
-    pruned = 0
+    pruned, examples = 0, set[str]()
     for head in results.heads():
         assignment = plan.assignment_of[head.client]
         if isinstance(head, ClientUpdate):
@@ -125,6 +129,10 @@ def record_round(
             failures.append(head)
             log.warning("round %d: client %d failed (%s): %s", head.round + 1, head.client, head.stage, head.reason)
         line = _line(run.site.pool, assignment.level, head, results.times.get(head.client))
+        if isinstance(head, ClientFailure) and head.details is not None and line["failure"] not in examples:
+            if len(examples) < EXAMPLES:
+                line["details"] = asdict(head.details)
+            examples.add(line["failure"])
         if head.client in results.scores:
             line["score"] = results.scores[head.client]
         if head.client in results.limited:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -30,7 +29,7 @@ from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.fields import STRICT
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import full_shapes, is_statistic, made_up, random_targets, shapes, take
-from fl_engine.core.system import exit_text, of_posix, without_main
+from fl_engine.core.system import exit_text, resident_peak, without_main
 from fl_engine.core.types import LocalTask, Params, Pool, SubmodelSpec
 from fl_engine.training.local import TrainingJob, train
 from fl_engine.training.numerics import Numerics
@@ -176,32 +175,6 @@ def made_up_weights(family: ModelFamily, spec: SubmodelSpec) -> Params:
         random = 0.01 * torch.randn(shape, generator=generator)
         found[name] = torch.ones(shape) if is_statistic(name) else random
     return found
-
-
-def resident_peak() -> int:
-    """Return the peak of this process's resident memory in bytes, since its start or the last `restart_peak`."""
-    # `getrusage` includes the parent's peak, so prefer /proc. On macOS `getrusage` returns bytes.
-    if not Path("/proc/self/status").exists():
-        resource = of_posix("resource")
-        return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    return _status("VmHWM")
-
-
-def restart_peak() -> tuple[int, int]:
-    """Reset the peak that `resident_peak` returns. Return the current memory and the previous peak, in bytes. Without
-    /proc/self (macOS), the peak is not reset and is returned for both."""
-    peak = resident_peak()
-    try:
-        with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
-            file.write("5")  # writing 5 sets VmHWM to VmRSS, see proc(5)
-    except OSError:
-        return peak, peak
-    return _status("VmRSS"), peak
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def free(room: int, peaks: Peaks, pool: Pool, failures: int = 0) -> float:

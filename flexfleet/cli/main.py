@@ -220,6 +220,7 @@ def parser() -> argparse.ArgumentParser:
         "run", type=path_of, nargs="?", metavar="RUN",
         help="folder of a run, a comparison or a study (default: all runs in run.store)",
     )  # fmt: skip
+    c.add_argument("--failures", action="store_true", help="show why clients of RUN failed, with logs and tracebacks")
 
     c = add("invite", host.invite, "invite devices that train with their own data (run.backend=agents), or revoke one")
     c.add_argument("--tier", metavar="NAME", help="the devices' tier in the fleet (default: any)")

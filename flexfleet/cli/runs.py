@@ -6,7 +6,7 @@ import argparse
 import json
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -228,8 +228,13 @@ def report(args: argparse.Namespace) -> None:
 def status(args: argparse.Namespace) -> None:
     from flexfleet.files.measure import Measure
     from flexfleet.pipeline.prepare import config_of
-    from flexfleet.pipeline.status import describe, list_runs, runs_in
+    from flexfleet.pipeline.status import describe, failures_of, list_runs, runs_in
 
+    if args.failures:
+        if args.run is None:
+            raise ConfigError("--failures needs RUN, the folder of a run", code="config.missing")
+        _show_failures(failures_of(args.run), args.json)
+        return
     config = config_of(args) if args.run is None else None
     rows = runs_in(args.run) if config is None else list_runs(Path(config.run.store))
     is_one_run = config is None and not rows
@@ -254,6 +259,19 @@ def status(args: argparse.Namespace) -> None:
         seen = f" seen {each['seen']}" if each["seen"] else ""
         error = f": {each['said']}" if each["said"] else ""
         show(f"{each['name']:20} {each['state']:10}{seen}  {each['answers']} results, {each['lost']} lost{last}{error}")
+
+
+def _show_failures(failures: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    from flexfleet.files.run_status import lines_of
+
+    if as_json:
+        show(json.dumps({"failures": failures}))
+        return
+    if not failures:
+        show("no update failed")
+    for each in failures:
+        first, *more = lines_of(each)
+        show("\n  ".join([f"{each['count']} update{'s' if each['count'] > 1 else ''}: {first}", *more]))
 
 
 def _invited(config: Config) -> list[dict[str, Any]]:

@@ -216,15 +216,16 @@ def _from_one(row: Row) -> Row:
 
 
 def _without_clients(results: Counter[tuple[int, str]], value: dict[str, Any]) -> dict[str, Any] | Row:
-    """Parse a round of history.json, and drop its entries for clients after counting them in `results`. Return other
-    objects unchanged."""
+    """Parse a round of history.json. Count its entries for clients in `results`, and keep only entries with details of
+    failures. Return other objects unchanged."""
     is_round = value.keys() >= {"round", "metrics", "clients"}
     if not is_round:
         return value
     row = Row.model_validate(value)
     for line in row.clients:
         results[line["client"], line.get("code", "")] += 1
-    return row.model_copy(update={"round": row.round - 1, "clients": ()})
+    failed = tuple(line for line in row.clients if "details" in line)
+    return row.model_copy(update={"round": row.round - 1, "clients": failed})
 
 
 def history_of(rows: Iterable[Row], model_sha256: str, secret: bytes | None = None) -> Pieces:

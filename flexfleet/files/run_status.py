@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fl_engine.core.errors import Diverged, FlexfleetError, NothingMerged
+from fl_engine.storage.checkpoints import Row
 from flexfleet.files.artifacts import History, Status
 
 REASONS = {
@@ -90,3 +93,26 @@ def tally_of(rounds: Iterable[Mapping[str, float | None]]) -> Tally:
 def tally_in(folder: Path) -> Tally:
     """Count the updates in the history.json of a folder."""
     return tally_of(row.metrics for row in History.read(folder / "history.json").rounds)
+
+
+def first_failures(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Return the first failure of each kind, with the number of such failures. Reasons that differ only in numbers are
+    of the same kind. `details` are the fields of `core.failure_details.FailureDetails`; {} if none were recorded."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        for line in row.clients:
+            if "failure" in line:
+                new = {"round": row.round + 1, "client": line["client"], "code": line["code"], "count": 0}
+                kind = re.sub(r"[0-9.]+", "", line["failure"])
+                first = found.setdefault(kind, new | {"reason": line["failure"], "details": line.get("details", {})})
+                first["count"] += 1
+    return list(found.values())
+
+
+def lines_of(failure: Mapping[str, Any]) -> list[str]:
+    """Describe an element of `first_failures` in one or more lines."""
+    found = [f"{failure['reason']} (round {failure['round']}, client {failure['client']})"]
+    if details := failure["details"]:
+        found.append(f"after {details['seconds']:.1f} s; peak memory of the process: {details['peak_mb']:.0f} MB")
+        found += [*details["log"], *details["traceback"]]
+    return found

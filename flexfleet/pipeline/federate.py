@@ -247,7 +247,7 @@ def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLf
     tally = tally_of(row.metrics for row in ledger.checkpoints.each_row(lines=False))
     if mlflow is not None:
         mlflow.tags({"flexfleet.status": tally.status, "flexfleet.failures": str(tally)})
-        names = dict.fromkeys(name for row in each_row() for line in row.clients for name in line)
+        names = dict.fromkeys(name for row in each_row() for line in row.clients for name in line if name != "details")
         lines = ({"round": row.round + 1, **line} for row in each_row() for line in row.clients)
         mlflow.table(["round", *names], lines, "clients.json")
     tracker.finish("FINISHED" if tally.status == "finished" else "FAILED")

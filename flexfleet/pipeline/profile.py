@@ -19,6 +19,7 @@ import torch
 import fl_engine
 from fl_engine.backends.in_process import check_device, prepare_process
 from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure
+from fl_engine.core.system import resident_peak
 from fl_engine.core.text import write_yaml
 from fl_engine.core.types import Assignment, LocalTask, TaskContext
 from fl_engine.rounds.run import Run
@@ -128,7 +129,7 @@ def _free_bytes(device: str) -> int:
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
     try:
-        return cgroup.room_of_device(memory.resident_peak())
+        return cgroup.room_of_device(resident_peak())
     except EnvironmentFailure as error:
         raise EnvironmentFailure(f"{error}: give --memory MB") from error
 

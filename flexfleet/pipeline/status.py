@@ -15,7 +15,7 @@ from flexfleet.config import Config
 from flexfleet.files.artifacts import History, RunFile, RunResult, Status
 from flexfleet.files.measure import measure_in
 from flexfleet.files.run_folder import MANIFEST, check_is_folder
-from flexfleet.files.run_status import tally_of
+from flexfleet.files.run_status import first_failures, tally_of
 from flexfleet.pipeline.resume import place_of
 
 
@@ -29,14 +29,8 @@ def describe(run: Path) -> dict[str, Any]:
 
     Raises Unreachable after a few seconds if the ledger's server does not respond.
     """
-    check_is_folder(run)
-    if not (run / "run.json").is_file():
-        raise ConfigError(f"{run} must be the folder of a run, but does not contain a run.json")
-    file = RunFile.read(run / "run.json")
-    config = configs.parse_schema(file.config)
-    remote = config.run.remote
-    store = FolderStore(run.resolve()) if remote is None else open_store(place_of(remote, file.run_id), hasty=True)
-    rows = Checkpoints(store).rows(lines=False) or _of_ended_trial(run)
+    file, config, ledger = _opened(run)
+    rows = ledger.rows(lines=False) or _of_ended_trial(run)
     scored = [row for row in rows if "avg" in row.metrics]
     done = rows[-1].round + 1 if rows else 0
     end = config.rounds.end(row.metrics for row in rows)
@@ -50,6 +44,22 @@ def describe(run: Path) -> dict[str, Any]:
         "full": scored[-1].metrics["full"] if scored else None,
         "metric": measure_in(scored[-1].metrics).name or None if scored else None,
     }
+
+
+def failures_of(run: Path) -> list[dict[str, Any]]:
+    """Return the first failure of each kind in a run (`run_status.first_failures`)."""
+    return first_failures(_opened(run)[2].each_row())
+
+
+def _opened(run: Path) -> tuple[RunFile, Config, Checkpoints]:
+    check_is_folder(run)
+    if not (run / "run.json").is_file():
+        raise ConfigError(f"{run} must be the folder of a run, but does not contain a run.json")
+    file = RunFile.read(run / "run.json")
+    config = configs.parse_schema(file.config)
+    remote = config.run.remote
+    store = FolderStore(run.resolve()) if remote is None else open_store(place_of(remote, file.run_id), hasty=True)
+    return file, config, Checkpoints(store)
 
 
 TRIALS = "trials"

@@ -11,6 +11,7 @@ from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore
 from flexfleet.files.artifacts import ConfusionFile
 from flexfleet.files.measure import Measure, decimals
+from flexfleet.files.run_status import first_failures, lines_of
 from flexfleet.reports import failures, plots, precisions
 from flexfleet.reports.answer import Answer, Metric, Standing, compared, count, interest, named, tiles
 from flexfleet.reports.figure import colours_of
@@ -203,6 +204,7 @@ def _part(i: int, names: Sequence[str], runs: Sequence[FinishedRun], two: Sequen
         "refusals": precisions.refusals(run.precisions),
         "failures": failures.as_table(run),
         "codes": failures.meanings(run),
+        "first_failures": [lines_of(each) for each in first_failures(run.rows)],
         "apoz": {layer.group: layer for layer in run.apoz.layers},
         "partition_of": None if owner == names[i] else owner,
         "draw": {name: Drawing(svg) if svg else None for name, svg in drawings.items()},

@@ -20,6 +20,7 @@ from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
+from fl_engine.core.system import resident_peak
 from fl_engine.core.types import ClientUpdate, Pool
 from fl_engine.exchange.client import Site, execute
 from fl_engine.models.chains import SmallCNN
@@ -92,9 +93,9 @@ def client_at_work(numerics: Numerics) -> tuple[int, int]:
     PREPARE()
     site, algorithm = site_of_one_client(numerics)
     (assignment,) = first_plan(algorithm, site).assignments
-    before = memory.resident_peak()
+    before = resident_peak()
     assert isinstance(execute(algorithm, assignment, site), ClientUpdate)
-    return before, memory.resident_peak()
+    return before, resident_peak()
 
 
 @pytest.mark.long
