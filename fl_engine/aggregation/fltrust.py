@@ -76,10 +76,9 @@ class TrustedMean(StreamingMean):
 
     def __init__(self, old: Params, layout: ParamLayout, public: Public, samples: int) -> None:
         if public.reference is None:
-            raise ConfigError(
+            raise ConfigError.at(
                 "algorithm.aggregation cannot be fltrust, because the algorithm does not set Public.reference. Derive "
-                "the algorithm from PooledAlgorithm, or choose another aggregation",
-                path="algorithm.aggregation",
+                "the algorithm from PooledAlgorithm, or choose another aggregation"
             )
         super().__init__(old, layout)
         self._layout, self._reference, self._samples = layout, public.reference, samples

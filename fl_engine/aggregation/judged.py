@@ -45,10 +45,9 @@ class WithServerData:
 
     def check(self, algorithm: Algorithm, server: ServerContext) -> None:
         if isinstance(algorithm, KeepsClientState):
-            raise ConfigError(
+            raise ConfigError.at(
                 f"algorithm.aggregation cannot be {self.name}, because the server cannot test updates without the "
-                "parameters that the clients keep. Choose median or trimmed_mean",
-                path="algorithm.aggregation",
+                "parameters that the clients keep. Choose median or trimmed_mean"
             )
         try:
             server.data  # noqa: B018

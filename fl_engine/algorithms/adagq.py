@@ -90,10 +90,9 @@ class AdaGQ(FineTuned):
     def check(self, fleet: Sequence[Device], pool: Pool, server: ServerContext) -> None:
         super().check(fleet, pool, server)
         if not self.least <= self.bits <= self.most:
-            raise ConfigError(
+            raise ConfigError.at(
                 f"algorithm.bits must be between algorithm.least = {self.least} and algorithm.most = {self.most}, got "
-                f"{self.bits}",
-                path="algorithm.bits",
+                f"{self.bits}"
             )
 
     def first_state(self, common: PooledState) -> AdaGQState:

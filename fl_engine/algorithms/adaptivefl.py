@@ -83,9 +83,7 @@ class AdaptiveFL(PooledAlgorithm):
         published = PUBLISHED.get(groups, (OTHERS, ()))
         widths = published[0] if self.widths is None else self.widths
         if not widths[0] < widths[1] < 1:
-            raise PoolError(
-                f"algorithm.widths must be two ascending numbers below 1, got {list(widths)}", path="algorithm.widths"
-            )
+            raise PoolError.at(f"algorithm.widths must be two ascending numbers below 1, got {list(widths)}")
         starts = self._starts(family, widths, published[1])
         models: list[PoolModel] = []
         for level, width in zip("SM", widths, strict=True):
@@ -105,10 +103,9 @@ class AdaptiveFL(PooledAlgorithm):
         if self.starts is not None:
             starts = self.starts
             if len(starts) != self.p or list(starts) != sorted(set(starts), reverse=True) or starts[0] >= layers:
-                raise PoolError(
+                raise PoolError.at(
                     f"algorithm.starts must contain algorithm.p = {self.p} numbers below {layers} in descending order, "
-                    f"got {list(starts)}",
-                    path="algorithm.starts",
+                    f"got {list(starts)}"
                 )
             return starts
         if len(published) >= self.p and shares(published, widths[0])[0] < shares(published, widths[1])[-1]:
@@ -116,10 +113,9 @@ class AdaptiveFL(PooledAlgorithm):
         for first in range(layers - 1, -1, -1):
             if all(shares((first,), w)[0] <= limit for w, limit in zip(widths, LIMITS, strict=True)):
                 return tuple(range(first, max(-1, first - self.p), -1))
-        raise PoolError(
+        raise PoolError.at(
             f"algorithm.starts must be set, because with the widths {list(widths)}, S1 or M1 exceeds its limit "
-            f"({LIMITS[0]:g} % or {LIMITS[1]:g} % of the full model) for every number of full-width layers",
-            path="algorithm.starts",
+            f"({LIMITS[0]:g} % or {LIMITS[1]:g} % of the full model) for every number of full-width layers"
         )
 
     def selector(self, pool: Pool) -> Selector:

@@ -91,16 +91,12 @@ class DAdaQuant(FineTuned):
     def check(self, fleet: Sequence[Device], pool: Pool, server: ServerContext) -> None:
         super().check(fleet, pool, server)
         if self.phi is not None and is_private(self):
-            raise ConfigError(
+            raise ConfigError.at(
                 "algorithm.phi must be null with a private aggregation, because the quantization levels would reveal "
-                "the clients' losses",
-                path="algorithm.phi",
+                "the clients' losses"
             )
         if self.q_max < self.q_min:
-            raise ConfigError(
-                f"algorithm.q_max must be at least algorithm.q_min = {self.q_min}, got {self.q_max}",
-                path="algorithm.q_max",
-            )
+            raise ConfigError.at(f"algorithm.q_max must be at least algorithm.q_min = {self.q_min}, got {self.q_max}")
 
     def first_state(self, common: PooledState) -> DAdaQuantState:
         return DAdaQuantState(**vars(common), level=self.q_min)

@@ -97,9 +97,8 @@ class DepthFL(PooledAlgorithm):
 
     def check(self, fleet: Sequence[Device], pool: Pool, server: ServerContext) -> None:
         if self.alpha > 0 and type(self.aggregation) is not Mean:
-            raise ConfigError(
-                f"algorithm.aggregation must be mean if algorithm.alpha > 0, got {type(self.aggregation).__name__}",
-                path="algorithm.aggregation",
+            raise ConfigError.at(
+                f"algorithm.aggregation must be mean if algorithm.alpha > 0, got {type(self.aggregation).__name__}"
             )
 
     def first_state(self, common: PooledState) -> DepthState:

@@ -72,9 +72,8 @@ class FedSGD(FedAvg):
         self.check_samples(context)
         largest = max(context.samples)
         if largest > self.most_samples:
-            raise ConfigError(
+            raise ConfigError.at(
                 f"algorithm.most_samples must be at least {largest}, the number of samples of the largest client, got "
-                f"{self.most_samples}",
-                path="algorithm.most_samples",
+                f"{self.most_samples}"
             )
         return super().plan(state, context)

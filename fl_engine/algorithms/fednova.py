@@ -30,10 +30,9 @@ class FedNova(FedAvg):
     def check(self, fleet: Sequence[Device], pool: Pool, server: ServerContext) -> None:
         check_constant_sgd(self.training)
         if is_private(self):
-            raise ConfigError(
+            raise ConfigError.at(
                 "algorithm.aggregation must not be private, because an update's scale depends on the steps of all "
-                "clients",
-                path="algorithm.aggregation",
+                "clients"
             )
 
     def merge(self, state: Any, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext) -> Any:
@@ -55,7 +54,7 @@ def check_constant_sgd(training: Training) -> None:
     if training.optimizer is not None or training.momentum >= 1:
         raise ConfigError("training must use SGD with a momentum below 1", path="training.optimizer")
     if training.schedule != Constant():
-        raise ConfigError("training.schedule must be constant within a round", path="training.schedule")
+        raise ConfigError.at("training.schedule must be constant within a round")
 
 
 def distance(training: Training, steps: float) -> float:

@@ -125,7 +125,7 @@ class FedX(FineTuned):
         self, made: Supernet | None, levels: Mapping[str, object]
     ) -> dict[str, tuple[tuple[str, Codecs | None], ...]]:
         if self.assigned and self.level is not None:
-            raise PoolError("algorithm.level must be null if algorithm.assigned is set", path="algorithm.level")
+            raise PoolError.at("algorithm.level must be null if algorithm.assigned is set")
         tiers_of: dict[str, tuple[tuple[str, Codecs | None], ...]] = {}
         for tier, each in (self.assigned or (made.chosen if made else {})).items():
             _known(each.level, levels, f"algorithm.assigned.{tier}.level")
@@ -140,23 +140,20 @@ class FedX(FineTuned):
 
     def check(self, fleet: Sequence[Device], pool: Pool, server: ServerContext) -> None:
         if self.seconds is not None and not self.assigned and is_private(self):
-            raise ConfigError(
-                "algorithm.seconds must be null with a private aggregation. Alternatively, set algorithm.assigned",
-                path="algorithm.seconds",
+            raise ConfigError.at(
+                "algorithm.seconds must be null with a private aggregation. Alternatively, set algorithm.assigned"
             )
         tiers = by_tier(pool)
         for device in {device.tier: device for device in fleet}.values() if tiers else ():
             if device.tier not in tiers:
-                raise ConfigError(
-                    f"algorithm.assigned must have an entry for tier {device.tier!r}{nearest(device.tier, tiers)}",
-                    path="algorithm.assigned",
+                raise ConfigError.at(
+                    f"algorithm.assigned must have an entry for tier {device.tier!r}{nearest(device.tier, tiers)}"
                 )
             model = pool[tiers[device.tier][0]]
             if not holds(device, model.share):
-                raise ConfigError(
+                raise ConfigError.at(
                     f"algorithm.assigned: {model.name} has {100 * model.share:.1f} % of the full model's size, but "
-                    f"tier {device.tier!r} has memory for only {device.most:g} %. Assign a smaller sub-network",
-                    path="algorithm.assigned",
+                    f"tier {device.tier!r} has memory for only {device.most:g} %. Assign a smaller sub-network"
                 )
 
     def plan(self, state: PooledState, context: RoundContext) -> RoundPlan:

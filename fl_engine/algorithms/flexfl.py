@@ -87,22 +87,19 @@ class FlexFL(PooledAlgorithm):
         """Return M1, M2', M2, ... Each model is nested in the next one (Alg. 1). Raises PoolError for targets that
         cannot be reached."""
         if list(self.targets) != sorted(set(self.targets)) or not self.targets or self.targets[-1] != 100:
-            raise PoolError(
-                f"algorithm.targets must be in ascending order and end with 100, got {list(self.targets)}",
-                path="algorithm.targets",
+            raise PoolError.at(
+                f"algorithm.targets must be in ascending order and end with 100, got {list(self.targets)}"
             )
         if self.gammas is not None and len(self.gammas) != len(self.targets) - 1:
-            raise PoolError(
-                f"algorithm.gammas must have one value for each target below 100, got {list(self.gammas)}",
-                path="algorithm.gammas",
+            raise PoolError.at(
+                f"algorithm.gammas must have one value for each target below 100, got {list(self.gammas)}"
             )
         layers = family.prunable()
         scores = self._scores(prepared, len(layers))
         if len(scores) != len(layers):
             names = ", ".join(layer.group for layer in layers)
-            raise PoolError(
-                f"algorithm.apoz must have one score for each of the layers {names}, got {len(scores)} scores",
-                path="algorithm.apoz",
+            raise PoolError.at(
+                f"algorithm.apoz must have one score for each of the layers {names}, got {len(scores)} scores"
             )
         sizes = pools.layer_sizes(family)
         adjust = pools.adjustment_weights(sizes) if self.use_adjustment else (1.0,) * len(layers)
@@ -129,10 +126,9 @@ class FlexFL(PooledAlgorithm):
         percent = self._percent(mains)
         gaps = [b - a for a, b in pairwise(percent)]
         if gaps and self.adaptive_size >= min(gaps):  # Sec. III-C
-            raise PoolError(
+            raise PoolError.at(
                 f"algorithm.adaptive_size must be below {min(gaps):.4f}, the smallest difference between the sizes of "
-                f"two models, got {self.adaptive_size}",
-                path="algorithm.adaptive_size",
+                f"two models, got {self.adaptive_size}"
             )
         models = mains[:1]
         for size, main in zip(percent[1:], mains[1:], strict=True):

@@ -45,9 +45,8 @@ def prefix_pool(
     receive the full model. Raises PoolError if the widths do not ascend to 1 or if two models have the same size.
     """
     if not widths or list(widths) != sorted(set(widths)) or (widths[-1] != 1 and not full_only):
-        raise PoolError(
-            f"algorithm.widths must be in ascending order{'' if full_only else ' and end with 1'}, got {list(widths)}",
-            path="algorithm.widths",
+        raise PoolError.at(
+            f"algorithm.widths must be in ascending order{'' if full_only else ' and end with 1'}, got {list(widths)}"
         )
     layout = family.layout()
     if widths[0] < 1:
@@ -67,10 +66,9 @@ def exit_pool(
     """Return one model for each width ratio, with the names `level1`, `level2` and so on. Each model ends with an exit
     behind one of the blocks `ends`; the last model is the whole network. `more` sets fields of `PoolModel`."""
     if len(ends) != len(widths) - 1 or widths[-1] != 1 or list(widths) != sorted(widths):
-        raise PoolError(
+        raise PoolError.at(
             "algorithm.widths must be in ascending order and end with 1, with one exit for each width except the last, "
-            f"got the widths {list(widths)} and the exits {list(ends)}",
-            path="algorithm.widths",
+            f"got the widths {list(widths)} and the exits {list(ends)}"
         )
     specs = [early_exit(family, w, end) for w, end in zip(widths, (*ends, None), strict=True)]
     models = [algorithm.member(family, f"level{i}", spec, **more) for i, spec in enumerate(specs, 1)]

@@ -97,9 +97,8 @@ def exits_at(points: Sequence[str], rule: str | Sequence[str]) -> tuple[str, ...
         n = min(n, blocks - 1)
         ends = tuple(points[(2 * j * blocks + n + 1) // (2 * (n + 1)) - 1] for j in range(1, n + 1))
     if not ends:
-        raise PoolError(
-            f"algorithm.exits must be equidistant:<n>, every:<n> or names of the {blocks} blocks, got {rule!r}",
-            path="algorithm.exits",
+        raise PoolError.at(
+            f"algorithm.exits must be equidistant:<n>, every:<n> or names of the {blocks} blocks, got {rule!r}"
         )
     return ends
 

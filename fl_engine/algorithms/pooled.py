@@ -150,9 +150,7 @@ class PooledAlgorithm:
         sent = [m for m in pool if m.dispatched]
         full = all(layout.width(m.spec, group) == n for m in sent for group, n in layout.groups.items())
         if self.scaler and not type(self).scaler and full:  # Do not reject a scaler that is on by default.
-            raise ConfigError(
-                "algorithm.scaler must be false, because all sub-models have full width", path="algorithm.scaler"
-            )
+            raise ConfigError.at("algorithm.scaler must be false, because all sub-models have full width")
         tables = selection.init(check_eligible(self, fleet, pool), pool)
         return self.first_state(PooledState(params=params, tables=tables, moments={}, layout=layout, pool=pool))
 
@@ -179,9 +177,8 @@ class PooledAlgorithm:
     def check_samples(self, context: RoundContext) -> None:
         """Raise ConfigError if the server does not know the clients' sample counts."""
         if not context.samples:
-            raise ConfigError(
-                f"partition.rule must not be local, because {type(self).__name__} requires the clients' sample counts",
-                path="partition.rule",
+            raise ConfigError.at(
+                f"partition.rule must not be local, because {type(self).__name__} requires the clients' sample counts"
             )
 
     def enough(self, context: RoundContext, picks: Sequence[Pick]) -> int:

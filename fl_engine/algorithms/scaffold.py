@@ -56,15 +56,9 @@ class Scaffold(FedAvg):
     def check(self, fleet: Sequence[Device], pool: Pool, server: ServerContext) -> None:
         check_constant_sgd(self.training)
         if type(self.aggregation) is not Mean:
-            raise ConfigError(
-                f"algorithm.aggregation must be mean, got {type(self.aggregation).__name__}",
-                path="algorithm.aggregation",
-            )
+            raise ConfigError.at(f"algorithm.aggregation must be mean, got {type(self.aggregation).__name__}")
         if self.mask_labels:
-            raise ConfigError(
-                "algorithm.mask_labels must be false, because SCAFFOLD does not mask control variates",
-                path="algorithm.mask_labels",
-            )
+            raise ConfigError.at("algorithm.mask_labels must be false, because SCAFFOLD does not mask control variates")
 
     def first_state(self, common: PooledState) -> ScaffoldState:
         return ScaffoldState(**vars(common), variate={})

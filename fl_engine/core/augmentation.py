@@ -50,9 +50,8 @@ class OfMaps:
     def check(self, x: Tensor) -> None:
         if x.dim() != IMAGE_AXES or x.dtype == torch.int64:
             kind = "tokens" if x.dtype == torch.int64 else "numbers"
-            raise ModelError(
-                f"training.augment: {self.name} requires images or maps (C, H, W), got {kind} {tuple(x.shape[1:])}",
-                path="training.augment",
+            raise ModelError.at(
+                f"training.augment: {self.name} requires images or maps (C, H, W), got {kind} {tuple(x.shape[1:])}"
             )
 
 
@@ -63,10 +62,9 @@ class OfColours(OfMaps):
         super().check(x)
         low, high = float(x.min()), float(x.max())
         if x.shape[1] != 3 or low < 0 or high > 1:
-            raise ModelError(
+            raise ModelError.at(
                 f"training.augment: {self.name} requires 3 channels with values from 0 to 1, got {x.shape[1]} channels "
-                f"from {low:.3g} to {high:.3g}. Remove {self.name}, or set the data's mean to 0 and std to 1",
-                path="training.augment",
+                f"from {low:.3g} to {high:.3g}. Remove {self.name}, or set the data's mean to 0 and std to 1"
             )
 
 

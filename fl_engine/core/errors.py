@@ -11,7 +11,9 @@ import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+
+E = TypeVar("E", bound="FlexfleetError")
 
 CODES: dict[str, tuple[str, str]] = {
     "error": ("An error without a code of its own.", "Read the message."),
@@ -84,6 +86,11 @@ class FlexfleetError(Exception):
         super().__init__(message)
         self.code = self.code if code is None else code
         self.path = path
+
+    @classmethod
+    def at(cls: type[E], message: str, *, code: str | None = None) -> E:
+        """Return an error whose message begins with the dotted name of the wrong parameter, which becomes `path`."""
+        return cls(message, code=code, path=message.split(maxsplit=1)[0].rstrip(":"))
 
     def as_json(self) -> dict[str, Any]:
         """Return the JSON object that a command with `--json` prints for the error."""

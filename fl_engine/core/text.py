@@ -136,7 +136,7 @@ def object_names(variable: str, environment: Mapping[str, str], most: int = 20) 
         expected = (
             "the name of a Kubernetes object" if most == 1 else "names of Kubernetes objects, separated by commas"
         )
-        raise ConfigError(f"{variable} must be {expected}, got {text!r}", path=variable)
+        raise ConfigError.at(f"{variable} must be {expected}, got {text!r}")
     return names
 
 

@@ -68,10 +68,9 @@ def nested(
     if isinstance(family, Nested):
         return dict(family.nested())
     if len(set(names)) != len(widths) or list(widths) != sorted(set(widths)) or widths[-1] != 1:
-        raise PoolError(
+        raise PoolError.at(
             "algorithm.widths must be in ascending order and end with 1, with a distinct name for each width, got the "
-            f"widths {list(widths)} and the names {list(names)}",
-            path="algorithm.widths",
+            f"widths {list(widths)} and the names {list(names)}"
         )
     layout, pairs = family.layout(), zip(names, widths, strict=True)
     chosen = {name: width for name, width in pairs if only in (None, name)}

@@ -176,7 +176,7 @@ def _check(t: Tier) -> None:
         (t.limits is None or 0 <= t.limits[0] <= t.memory <= t.limits[1], "have limits that enclose its memory"),
     ):
         if not holds:
-            raise ConfigError(f"fleet.tiers: each tier must {rule}, got {t}", path="fleet.tiers")
+            raise ConfigError.at(f"fleet.tiers: each tier must {rule}, got {t}")
 
 
 def holding(tiers: Sequence[Tier], family: ModelFamily, smallest: int | None = None) -> list[Tier]:

@@ -101,7 +101,7 @@ def _rows(path: Path, fleet: Sequence[Device], period: float) -> Iterator[tuple[
         reason = brief(error) if isinstance(error, ValidationError) else f"not CSV in UTF-8 ({printable(str(error))})"
         raise DataError(f"{path}, line {number}: {reason}") from error
     except OSError as error:
-        raise DataError(f"fleet.trace: cannot read {path}: {error.strerror}", path="fleet.trace") from error
+        raise DataError.at(f"fleet.trace: cannot read {path}: {error.strerror}") from error
 
 
 class TraceSource(Protocol):

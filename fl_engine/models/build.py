@@ -114,7 +114,7 @@ def _check_keywords(name: str, target: Any, options: Mapping[str, Any], keywords
     """Raise ConfigError if the options cannot be passed as keywords to the user's class or function."""
     if passed := [each for each in options if each in PASSED]:
         path = f"model.{passed[0]}"
-        raise ConfigError(f"{path} must not be set, because the data set determines this option", path=path)
+        raise ConfigError.at(f"{path} must not be set, because the data set determines this option")
     if isinstance(target, nn.Module) and (wrong := [each for each in options if each not in OWN]):
         path = f"model.{wrong[0]}"
         message = f"{path} cannot be set, because {name} is already created. Set model.name to its class"
@@ -122,7 +122,7 @@ def _check_keywords(name: str, target: Any, options: Mapping[str, Any], keywords
     required = [n for n, each in keywords.items() if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
     if missing := [each for each in required if each not in options]:
         path = f"model.{missing[0]}"
-        raise ConfigError(f"{path} must be set, because {name} requires it", code="config.missing", path=path)
+        raise ConfigError.at(f"{path} must be set, because {name} requires it", code="config.missing")
 
 
 def options_of(model: Mapping[str, Any]) -> dict[str, Any]:

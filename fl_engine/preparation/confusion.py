@@ -50,10 +50,7 @@ class Confusion(Strict, strict=True):
 
 def check_classes(task: Task, name: str) -> None:
     if not isinstance(task, Classification):
-        raise ConfigError(
-            f"noise.labels must be 0 for {name}, because the targets of {task.name} are not classes",
-            path="noise.labels",
-        )
+        raise ConfigError.at(f"noise.labels must be 0 for {name}, because the targets of {task.name} are not classes")
 
 
 def measure_confusion(

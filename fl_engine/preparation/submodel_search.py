@@ -57,10 +57,9 @@ def feasible(kind: Kind, limit: float | None) -> list[str]:
     levels = [level for level, seconds in kind.seconds.items() if limit is None or seconds <= limit]
     if not levels:
         fastest = min(kind.seconds, key=lambda level: kind.seconds[level])
-        raise PoolError(
+        raise PoolError.at(
             f"algorithm.seconds must be at least {kind.seconds[fastest]:.3g} (for sub-network {fastest!r} on tier "
-            f"{kind.tier!r}), got {limit:g}. Increase algorithm.seconds, or decrease training.epochs",
-            path="algorithm.seconds",
+            f"{kind.tier!r}), got {limit:g}. Increase algorithm.seconds, or decrease training.epochs"
         )
     return levels
 
@@ -87,10 +86,9 @@ def search(
         able = [level for level in feasible(kind, limit) if level in params]
         grid = [(level, count) for level in able for count in sorted(set(bits)) if count <= kind.most_bits]
         if not grid:
-            raise PoolError(
+            raise PoolError.at(
                 f"algorithm.bits must contain a number of at most {kind.most_bits}, got {sorted(set(bits))}. "
-                f"algorithm.q_max limits tier {kind.tier!r} to {kind.most_bits} bits",
-                path="algorithm.bits",
+                f"algorithm.q_max limits tier {kind.tier!r} to {kind.most_bits} bits"
             )
         for each in grid:
             if each not in table:

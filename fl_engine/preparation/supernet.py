@@ -208,9 +208,8 @@ def _kinds(family: ModelFamily, server: PreparationContext, levels: Mapping[str,
     settings, samples = server.settings, server.samples
     wanted = settings["algorithm.level"]
     if wanted is not None and wanted not in levels:
-        raise PoolError(
-            f"algorithm.level must be the name of a sub-network, got {wanted!r}{nearest(wanted, levels)}",
-            path="algorithm.level",
+        raise PoolError.at(
+            f"algorithm.level must be the name of a sub-network, got {wanted!r}{nearest(wanted, levels)}"
         )
     params = {name: count_params(family, spec) for name, spec in levels.items() if wanted in (None, name)}
     tiers = adapter(tuple[devices.Tier, ...]).validate_json(json.dumps(settings["fleet.tiers"]))
@@ -219,9 +218,8 @@ def _kinds(family: ModelFamily, server: PreparationContext, levels: Mapping[str,
         members.setdefault(device.tier, []).append(device)
     most_bits = settings["algorithm.q_max"]
     if unknown := [tier for tier in most_bits if tier not in members]:
-        raise PoolError(
-            f"algorithm.q_max: the fleet does not have the tier {unknown[0]!r}{nearest(unknown[0], members)}",
-            path="algorithm.q_max",
+        raise PoolError.at(
+            f"algorithm.q_max: the fleet does not have the tier {unknown[0]!r}{nearest(unknown[0], members)}"
         )
     training = _Epochs(settings["training.epochs"], settings["training.batch_size"], settings["training.drop_last"])
     whole, found = count_params(family), []

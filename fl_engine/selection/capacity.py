@@ -62,20 +62,16 @@ def check_eligible(algorithm: Any, fleet: Sequence[Device], pool: Pool) -> tuple
     """Return the eligible devices. Raises ConfigError if no device is eligible."""
     if found := eligible(algorithm, fleet, pool):
         return found
-    raise ConfigError(
-        f"algorithm.eligible must be all, because {_too_weak(fleet, pool)}",
-        path="algorithm.eligible",
-    )
+    raise ConfigError.at(f"algorithm.eligible must be all, because {_too_weak(fleet, pool)}")
 
 
 def check_capacity(fleet: Sequence[Device], pool: Pool) -> None:
     """Raise ConfigError if a tier cannot hold any model and would never be selected. Log a warning about models that no
     device can hold."""
     if weak := _too_weak(fleet, pool):
-        raise ConfigError(
+        raise ConfigError.at(
             f"fleet.tiers: {weak}, so the devices of these tiers would never train. Increase the tiers' memory, or set "
-            "algorithm.selection={name: uniform}",
-            path="fleet.tiers",
+            "algorithm.selection={name: uniform}"
         )
     most = max(d.most for d in fleet)
     models = [pool[i] for i in dispatched(pool)]

@@ -31,7 +31,7 @@ def check(sampler: Sampler, augment: Sequence[Augmentation], goal: Task, x: Tens
         elif has_maps(goal):
             wrong = f"does not move the targets of a {goal.name} task with the pixels. Remove {name}"
         if wrong:
-            raise ModelError(f"training.augment: {name} {wrong}", path="training.augment")
+            raise ModelError.at(f"training.augment: {name} {wrong}")
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -192,9 +192,7 @@ class LaneNetwork:
         n = len(next(iter(params.values()), ()))
         if not self._side_by_side and n > 1:
             name = type(self.module).__name__
-            raise ModelError(
-                f"run.strategy must be single, because {name} cannot train several clients at once", path="run.strategy"
-            )
+            raise ModelError.at(f"run.strategy must be single, because {name} cannot train several clients at once")
         shapes = {name: tuple(tensor.shape[1:]) for name, tensor in params.items()}
         if shapes != self.shapes:
             wrong = ", ".join(dict.fromkeys(sorted(name for name, _ in shapes.items() ^ self.shapes.items())))

@@ -135,7 +135,7 @@ def _suitable(device: torch.device) -> Precision:
     if device.type == "cpu":
         return "bf16" if cpu_bf16() else "fp32"
     if device.type != "cuda":
-        raise ConfigError(f"run.precision must be fp32 or bf16 on {device.type}, got auto", path="run.precision")
+        raise ConfigError.at(f"run.precision must be fp32 or bf16 on {device.type}, got auto")
     capability = torch.cuda.get_device_capability(device)
     return "bf16" if capability >= (8, 0) else "amp" if capability >= (7, 0) else "fp32"
 

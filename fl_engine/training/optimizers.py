@@ -34,7 +34,7 @@ def stepper(optimizer: SGD | Adam, weights: Params, moments: Params) -> Callable
         used = [name for name, w in named if w.grad is not None]
         moved, gradients = [weights[name] for name in used], [g for _, w in named if (g := w.grad) is not None]
         if half and rate > torch.finfo(torch.float16).max:
-            raise ModelError(f"training.lr must be at most 65504 (float16), got {rate:g}", path="training.lr")
+            raise ModelError.at(f"training.lr must be at most 65504 (float16), got {rate:g}")
         if isinstance(o, SGD):
             buffers = [moments.get(f"momentum/{name}") for name in used]
             sgd(

@@ -38,7 +38,7 @@ def function(name: str, what: str) -> Callable[..., Any]:
     found: Any = resolve({}, name, what)
     wrong_class = isinstance(found, type) and (what != OPTIMIZER or not issubclass(found, torch.optim.Optimizer))
     if wrong_class or not callable(found):
-        raise ConfigError(f"{what} must be the name of a function, but {name!r} is {found!r}", path=what)
+        raise ConfigError.at(f"{what} must be the name of a function, but {name!r} is {found!r}")
     return found  # type: ignore[no-any-return]
 
 
@@ -197,4 +197,4 @@ def _named(what: str, name: str) -> Iterator[Callable[..., Any]]:
 
 
 def _error(what: str, name: str, problem: str) -> ModelError:
-    return ModelError(f"{what} = {name!r} {problem}", path=what)
+    return ModelError.at(f"{what} = {name!r} {problem}")
