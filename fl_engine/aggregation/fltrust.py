@@ -20,18 +20,18 @@ holders, the rule is the same. If only one client holds an element, the element 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from fl_engine.aggregation.averaging import StreamingMean, change_of, scaled
 from fl_engine.aggregation.judged import WithServerData
 from fl_engine.aggregation.privacy import Public
+from fl_engine.aggregation.rules import Received, Scores
 from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.fields import STRICT, Count
+from fl_engine.core.fields import Count
 from fl_engine.core.slicing import all_classes, is_statistic, take
-from fl_engine.core.types import Assignment, ClientUpdate, ParamLayout, Params, SubmodelSpec
+from fl_engine.core.types import ParamLayout, Params, SubmodelSpec
 
 LOWEST = 1e-6
 """Smallest cosine of an update that is merged."""
@@ -42,7 +42,6 @@ class FLTrust(WithServerData):
     """Weight updates by their similarity to the server's own training, and give all updates the length of the server's
     change (FLTrust, NDSS 2021)."""
 
-    __pydantic_config__ = STRICT
     name: Literal["fltrust"] = "fltrust"
     samples: Count = 256
     """Maximum number of the server's samples for training."""
@@ -50,13 +49,7 @@ class FLTrust(WithServerData):
     def start(self, old: Params, layout: ParamLayout, public: Public) -> TrustedMean:
         return TrustedMean(old, layout, public, self.samples)
 
-    def scores(
-        self,
-        updates: Iterable[tuple[Assignment, ClientUpdate]],
-        layout: ParamLayout,
-        server: ServerContext,
-        algorithm: Any,
-    ) -> dict[int, float]:
+    def scores(self, updates: Received, layout: ParamLayout, server: ServerContext, algorithm: Any) -> Scores:
         found = {}
         for assignment, update in updates:
             whole = all_classes(update.spec)
@@ -66,7 +59,7 @@ class FLTrust(WithServerData):
             found[update.client] = compared(update.payload, before, after)[0]
         return found
 
-    def lowest(self, scores: Mapping[int, float]) -> float:
+    def lowest(self, scores: Scores) -> float:
         return LOWEST
 
 

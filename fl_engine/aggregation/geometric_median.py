@@ -34,7 +34,7 @@ from typing import Literal
 
 from fl_engine.aggregation.averaging import StoredUpdates, StreamingMean, norm_of
 from fl_engine.aggregation.privacy import Public
-from fl_engine.core.fields import STRICT, Positive
+from fl_engine.core.fields import Options, Positive
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import ParamLayout, Params
 
@@ -45,10 +45,9 @@ ITERATIONS = 5
 
 
 @dataclass(frozen=True)
-class GeometricMedian:
+class GeometricMedian(Options):
     """Geometric median (RFA, IEEE TSP 2022): a mean in which updates far from the others have small weights."""
 
-    __pydantic_config__ = STRICT
     name: Literal["geometric_median"] = "geometric_median"
     clip: Positive | None = None
 

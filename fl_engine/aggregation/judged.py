@@ -20,25 +20,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Any, Literal
 
-from fl_engine.aggregation.privacy import Public
-from fl_engine.aggregation.rules import RULES, Aggregate, AggregationRule, Mean
+from fl_engine.aggregation.rules import Dropping, Received, Scores
 from fl_engine.core.clients import LARGEST_LOSS
 from fl_engine.core.contracts import Algorithm, KeepsClientState, ServerContext
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.fields import STRICT, Count
-from fl_engine.core.registry import Contract
+from fl_engine.core.fields import Count, Options
 from fl_engine.core.slicing import put
-from fl_engine.core.types import Assignment, ClientUpdate, ParamLayout, Params
+from fl_engine.core.types import ParamLayout
 
 MARGIN = 3.0
 """A smaller margin, and a limit closer to 0 than -1, drop more honest updates of clients with rare classes."""
 
 
-class WithServerData:
+class WithServerData(Options):
     """Base class of aggregations for which the server tests each update with its own data."""
 
     name: str
@@ -60,26 +57,14 @@ class WithServerData:
 
 
 @dataclass(frozen=True)
-class Judged(WithServerData):
+class Judged(WithServerData, Dropping):
     """Drop updates that make the model worse on the server's data (after Zeno, ICML 2019), and merge the others."""
 
-    __pydantic_config__ = STRICT
     name: Literal["judged"] = "judged"
-    rule: Annotated[AggregationRule, Contract("aggregation", RULES, AggregationRule)] = Mean()
-    """Aggregation of the updates that are not dropped."""
     samples: Count = 256
     """Maximum number of the server's samples on which updates are judged."""
 
-    def start(self, old: Params, layout: ParamLayout, public: Public) -> Aggregate:
-        return self.rule.start(old, layout, public)
-
-    def scores(
-        self,
-        updates: Iterable[tuple[Assignment, ClientUpdate]],
-        layout: ParamLayout,
-        server: ServerContext,
-        algorithm: Algorithm,
-    ) -> dict[int, float]:
+    def scores(self, updates: Received, layout: ParamLayout, server: ServerContext, algorithm: Any) -> Scores:
         before: dict[int, float] = {}
         """Map the ID of each payload to its loss. The clients of a level usually share a payload."""
         found = {}
@@ -93,6 +78,6 @@ class Judged(WithServerData):
             found[update.client] = -LARGEST_LOSS if math.isnan(score) else max(score, -LARGEST_LOSS)
         return found
 
-    def lowest(self, scores: Mapping[int, float]) -> float:
+    def lowest(self, scores: Scores) -> float:
         median = statistics.median_high(scores.values())  # if half of the clients are Byzantine, an honest score
         return min(median - MARGIN * abs(median), -1.0)

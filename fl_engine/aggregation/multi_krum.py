@@ -15,47 +15,29 @@ on them. If the updates have no weights in common, or if n < f + 3, no update is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fl_engine.aggregation.privacy import Public
-from fl_engine.aggregation.rules import RULES, Aggregate, AggregationRule, Mean
-from fl_engine.core.contracts import Algorithm, ServerContext
-from fl_engine.core.fields import STRICT
-from fl_engine.core.registry import Contract
+from fl_engine.aggregation.rules import Dropping, Received, Scores
+from fl_engine.core.contracts import ServerContext
 from fl_engine.core.slicing import common, is_statistic, take
-from fl_engine.core.types import Assignment, ClientUpdate, ParamLayout, Params, SubmodelSpec
+from fl_engine.core.types import ParamLayout, Params, SubmodelSpec
 
 
 @dataclass(frozen=True)
-class MultiKrum:
+class MultiKrum(Dropping):
     """Drop the updates that are farthest from the others (Multi-Krum, NeurIPS 2017), and merge the rest."""
 
-    __pydantic_config__ = STRICT
     name: Literal["multi_krum"] = "multi_krum"
-    rule: Annotated[AggregationRule, Contract("aggregation", RULES, AggregationRule)] = Mean()
-    """Aggregation of the updates that are not dropped."""
     byzantine: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
     """Fraction of the updates that is dropped: f = floor(byzantine * n)."""
 
-    def start(self, old: Params, layout: ParamLayout, public: Public) -> Aggregate:
-        return self.rule.start(old, layout, public)
-
-    def check(self, algorithm: Algorithm, server: ServerContext) -> None:
-        return None
-
-    def scores(
-        self,
-        updates: Iterable[tuple[Assignment, ClientUpdate]],
-        layout: ParamLayout,
-        server: ServerContext,
-        algorithm: Algorithm,
-    ) -> dict[int, float]:
+    def scores(self, updates: Received, layout: ParamLayout, server: ServerContext, algorithm: Any) -> Scores:
         received = [update for _, update in updates]
         shared: SubmodelSpec | None = received[0].spec
         for update in received:
@@ -67,7 +49,7 @@ class MultiKrum:
         nearest = _squared_distances(parts).sort(1).values[:, 1 : n - f - 1]  # column 0 is the distance to itself
         return {u.client: -score for u, score in zip(received, nearest.sum(1).tolist(), strict=True)}
 
-    def lowest(self, scores: Mapping[int, float]) -> float:
+    def lowest(self, scores: Scores) -> float:
         return sorted(scores.values())[self._most(len(scores))]
 
     def _most(self, updates: int) -> int:

@@ -38,7 +38,7 @@ from torch import Tensor
 from fl_engine.aggregation.averaging import Kind, Regions, change_of, norm_of
 from fl_engine.core.contracts import Algorithm, KeepsClientState, MeasuresClients, Selector
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.fields import STRICT, Positive
+from fl_engine.core.fields import Options, Positive
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import Device, ParamLayout, Params, Pool, RoundPlan, SubmodelSpec
 from fl_engine.selection import ByCapacity, ResourceTable, Uniform
@@ -129,10 +129,9 @@ def _derived(key: bytes, purpose: str) -> bytes:
 
 # -------------------------------------------------------------------------------------------------- the sum
 @dataclass(frozen=True)
-class Private:
+class Private(Options):
     """Noisy sum that hides whether the data of a single client were used. All clients have the same weight."""
 
-    __pydantic_config__ = STRICT
     name: Literal["private"] = "private"
     clip: Positive = 1.0
     """Maximum L2 norm C of an update's change."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from pydantic import Field
@@ -33,7 +33,8 @@ from fl_engine.aggregation.averaging import Region, StoredUpdates, StreamingMean
 from fl_engine.aggregation.geometric_median import GeometricMedian
 from fl_engine.aggregation.privacy import Public
 from fl_engine.core.contracts import Algorithm, ServerContext
-from fl_engine.core.fields import STRICT, Positive
+from fl_engine.core.fields import Options, Positive
+from fl_engine.core.registry import Contract
 from fl_engine.core.types import Assignment, ClientUpdate, ParamLayout, Params, SubmodelSpec
 
 
@@ -62,6 +63,12 @@ class AggregationRule(Protocol):
         that do not depend on clients' data."""
 
 
+Received = Iterable[tuple[Assignment, ClientUpdate]]
+"""Pairs of an assignment and the update that the server has received for it."""
+Scores = Mapping[int, float]
+"""Map clients to the scores of their updates."""
+
+
 @runtime_checkable
 class DropsUpdates(Protocol):
     """An aggregation that gives each update a score, and drops the updates with low scores before the merge."""
@@ -69,24 +76,17 @@ class DropsUpdates(Protocol):
     def check(self, algorithm: Algorithm, server: ServerContext) -> None:
         """Raise ConfigError if the algorithm or the server's data do not allow to compute scores."""
 
-    def scores(
-        self,
-        updates: Iterable[tuple[Assignment, ClientUpdate]],
-        layout: ParamLayout,
-        server: ServerContext,
-        algorithm: Algorithm,
-    ) -> Mapping[int, float]:
-        """Map each client to the score of its update. The method must be pure."""
+    def scores(self, updates: Received, layout: ParamLayout, server: ServerContext, algorithm: Any) -> Scores:
+        """Return the score of each update. The method must be pure."""
 
-    def lowest(self, scores: Mapping[int, float]) -> float:
+    def lowest(self, scores: Scores) -> float:
         """Return the lowest score of an update that is merged. `scores` contains at least one score."""
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(Options):
     """FedAvg: the weighted mean of each element over the updates that contain it (`averaging.StreamingMean`)."""
 
-    __pydantic_config__ = STRICT
     name: Literal["mean"] = "mean"
     clip: Positive | None = None
     """Maximum L2 norm of an update's weight change over all tensors together; null: no limit. Running statistics are
@@ -98,10 +98,9 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Median:
+class Median(Options):
     """Median, which tolerates Byzantine clients if they are fewer than half of the clients that hold an element."""
 
-    __pydantic_config__ = STRICT
     name: Literal["median"] = "median"
     clip: Positive | None = None
 
@@ -110,10 +109,9 @@ class Median:
 
 
 @dataclass(frozen=True)
-class TrimmedMean:
+class TrimmedMean(Options):
     """Trimmed mean, which tolerates Byzantine clients up to the fraction `trim` of the clients that hold an element."""
 
-    __pydantic_config__ = STRICT
     name: Literal["trimmed_mean"] = "trimmed_mean"
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
     """Fraction of the values that is dropped at each end."""
@@ -130,6 +128,20 @@ RULES: dict[str, type[AggregationRule]] = {
     "geometric_median": GeometricMedian,
 }
 """Aggregations that can merge the updates that another aggregation does not drop."""
+
+
+@dataclass(frozen=True)
+class Dropping(Options):
+    """Base class of aggregations that drop updates and let another aggregation merge the others."""
+
+    rule: Annotated[AggregationRule, Contract("aggregation", RULES, AggregationRule)] = Mean()
+    """Aggregation of the updates that are not dropped."""
+
+    def start(self, old: Params, layout: ParamLayout, public: Public) -> Aggregate:
+        return self.rule.start(old, layout, public)
+
+    def check(self, algorithm: Algorithm, server: ServerContext) -> None:
+        return None
 
 
 # --------------------------------------------------------------------------------------- median, trimmed mean

@@ -29,7 +29,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fl_engine.core.contracts import ServerOptimizer
-from fl_engine.core.fields import STRICT, Positive
+from fl_engine.core.fields import Options, Positive
 from fl_engine.core.registry import Contract
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import Params
@@ -38,17 +38,16 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True)
-class Average:
+class Average(Options):
     """FedAvg: the mean is the new model."""
 
-    __pydantic_config__ = STRICT
     name: Literal["average"] = "average"
 
     def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
         return {}, mean
 
 
-class _Adaptive:
+class _Adaptive(Options):
     lr: float
     b1: float
     b2: float = 0.0
@@ -82,7 +81,6 @@ class _Adaptive:
 class Adagrad(_Adaptive):
     """FedAdagrad."""
 
-    __pydantic_config__ = STRICT
     name: Literal["adagrad"] = "adagrad"
     lr: Positive = 0.1
     """Learning rate eta of the server."""
@@ -98,7 +96,6 @@ class Adagrad(_Adaptive):
 class FedAdam(_Adaptive):
     """FedAdam."""
 
-    __pydantic_config__ = STRICT
     name: Literal["adam"] = "adam"
     lr: Positive = 0.01
     b1: Beta = 0.9
@@ -115,7 +112,6 @@ class FedAdam(_Adaptive):
 class Yogi(_Adaptive):
     """FedYogi."""
 
-    __pydantic_config__ = STRICT
     name: Literal["yogi"] = "yogi"
     lr: Positive = 0.01
     b1: Beta = 0.9

@@ -42,7 +42,7 @@ from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import Interval, ModelFamily, ServerContext, around
 from fl_engine.core.errors import ConfigError, PoolError, nearest
-from fl_engine.core.fields import STRICT, Count, Fraction, NotNegative, Positive
+from fl_engine.core.fields import Count, Fraction, NotNegative, Options, Positive
 from fl_engine.core.types import Codecs, Device, Pool, Prepared, RoundContext, RoundPlan
 from fl_engine.core.widths import SIZES, nested
 from fl_engine.preparation.supernet import Supernet, anchors
@@ -51,10 +51,8 @@ from fl_engine.selection.capacity import by_tier, holds
 
 
 @dataclass(frozen=True)
-class Assigned:
+class Assigned(Options):
     """Sub-network and number of bits for a tier."""
-
-    __pydantic_config__ = STRICT
 
     level: str
     """Name of the sub-network."""

@@ -31,7 +31,7 @@ from fl_engine.algorithms.pooled import PooledAlgorithm, StaticBN
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import ModelError
-from fl_engine.core.fields import STRICT, Count, NotNegative, Positive
+from fl_engine.core.fields import Count, NotNegative, Options, Positive
 from fl_engine.core.types import (
     FULL,
     SGD,
@@ -50,10 +50,8 @@ log = logging.getLogger("flexfleet")
 
 
 @dataclass(frozen=True)
-class FineTuning:
+class FineTuning(Options):
     """Options of the server's training, which uses SGD without momentum. The last batch of an epoch may be smaller."""
-
-    __pydantic_config__ = STRICT
 
     epochs: Count = 1
     """Number of epochs over the server's data after every round."""

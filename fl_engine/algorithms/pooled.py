@@ -30,7 +30,7 @@ from fl_engine.core import costs, seeds
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily, Selector, ServerContext, ServerOptimizer
 from fl_engine.core.errors import ClientError, ConfigError, ModelError
-from fl_engine.core.fields import STRICT
+from fl_engine.core.fields import Options
 from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.state import constant
 from fl_engine.core.types import (
@@ -75,7 +75,7 @@ class PooledState:
 
 
 @dataclass(frozen=True)
-class PooledAlgorithm:
+class PooledAlgorithm(Options):
     """FedAvg on a pool of sub-models, with the options that all algorithms share.
 
     The default options of each method are from its paper, with three exceptions. HeteroFL and ScaleFL weight updates by
@@ -86,7 +86,6 @@ class PooledAlgorithm:
     by updates and by size are from FedRolex (Alam et al., NeurIPS 2022; thesis Sec. 3.3.6).
     """
 
-    __pydantic_config__ = STRICT
     preparations: ClassVar[tuple[str, ...]] = ()
     moving: ClassVar[bool] = False
     """True if pool models determine only the sizes of sub-models, and the channels change in every round."""

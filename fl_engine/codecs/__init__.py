@@ -15,16 +15,14 @@ from pydantic import ValidationError
 
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.errors import ConfigError, ModelError, brief
-from fl_engine.core.fields import STRICT, adapter
+from fl_engine.core.fields import Options, adapter
 from fl_engine.core.registry import Contract
 from fl_engine.core.types import Codec, Codecs, Header, Params
 
 
 @dataclass(frozen=True)
-class Identity:
+class Identity(Options):
     """Codec that does not change the tensors."""
-
-    __pydantic_config__ = STRICT
 
     def encode(self, tensors: Params, seed: int) -> Params:
         return dict(tensors)
@@ -37,7 +35,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Half:
+class Half(Options):
     """Codec with half precision, which rounds every value to the nearest float16 (IEEE 754 binary16, ties to even).
 
     The relative error is at most 2^-11. For values below 2^-14, the absolute error is at most 2^-25. A download rounds
@@ -45,7 +43,6 @@ class Half:
     Uploads contain weight changes, so only weight changes below 2^-25 are lost.
     """
 
-    __pydantic_config__ = STRICT
     bits: ClassVar[int] = 16
 
     def encode(self, tensors: Params, seed: int) -> Params:

@@ -35,7 +35,7 @@ from fl_engine.codecs import bits as packing
 from fl_engine.codecs.bits import Bytes
 from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError, ModelError
-from fl_engine.core.fields import STRICT, Count
+from fl_engine.core.fields import Count, Options
 from fl_engine.core.types import Header, Params
 
 MOST_LEVELS = 2**16 - 1
@@ -46,9 +46,7 @@ Levels = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Qsgd:
-    __pydantic_config__ = STRICT
-
+class Qsgd(Options):
     bits: Annotated[int, Field(ge=1, le=16)] = 8
     """Number of bits per level, from 1 to 16; the sign adds one bit."""
     levels: Annotated[int, Field(ge=1, le=MOST_LEVELS)] | None = None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fl_engine.core import boxes
 from fl_engine.core.errors import ModelError
-from fl_engine.core.fields import STRICT, Count, Fraction, Share
+from fl_engine.core.fields import Count, Fraction, Options, Share
 from fl_engine.core.registry import Contract
 from fl_engine.core.samples import IMAGE_AXES
 
@@ -40,10 +40,9 @@ class Augmentation(Protocol):
         targets that are boxes may change. The generator is on the CPU, and is used only for this batch."""
 
 
-class OfMaps:
+class OfMaps(Options):
     """Base class of augmentations for images and maps. By default, `moves_boxes` is True."""
 
-    __pydantic_config__ = STRICT
     moves_boxes: ClassVar[bool] = True
     name: str
 

@@ -22,6 +22,13 @@ from fl_engine.core.text import at_home, is_http
 STRICT = ConfigDict(extra="forbid", strict=True)
 """Value of `__pydantic_config__` in dataclasses that pydantic creates from a configuration."""
 
+
+class Options:
+    """Base class of dataclasses that pydantic creates, such as the options of an algorithm."""
+
+    __pydantic_config__ = STRICT
+
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fl_engine.core.errors import ModelError
-from fl_engine.core.fields import STRICT, Count, NotNegative, Share
+from fl_engine.core.fields import Count, NotNegative, Options, Share
 from fl_engine.core.registry import Contract
 from fl_engine.core.task import Task
 
@@ -33,10 +33,9 @@ class Sampler(Protocol):
 
 
 @dataclass(frozen=True)
-class Shuffle:
+class Shuffle(Options):
     """Draws every sample once, in random order."""
 
-    __pydantic_config__ = STRICT
     name: Literal["shuffle"] = "shuffle"
 
     def check(self, goal: Task) -> None:
@@ -47,14 +46,13 @@ class Shuffle:
 
 
 @dataclass(frozen=True)
-class Balanced:
+class Balanced(Options):
     """Draws with replacement. Each draw chooses one of the client's labels uniformly, then a sample with this label.
 
     For numeric targets, the labels are quantile bins of the client's targets. With `smoothing`, the weight of a sample
     is 1 / (smoothing + count of its label), so common labels are more likely. FedAIoT's code uses 1 / (1 + count).
     """
 
-    __pydantic_config__ = STRICT
     name: Literal["balanced"] = "balanced"
     smoothing: NotNegative = 0.0
 
@@ -94,10 +92,9 @@ class Schedule(Protocol):
 
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(Options):
     """Uses the rate lr in all steps."""
 
-    __pydantic_config__ = STRICT
     name: Literal["constant"] = "constant"
 
     def rate(self, lr: float, step: int, per_epoch: int, epochs: int) -> float:
@@ -105,14 +102,13 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Cosine:
+class Cosine(Options):
     """SGDR: Stochastic Gradient Descent with Warm Restarts (Loshchilov and Hutter, ICLR 2017), Eq. 5, applied per step.
 
     rate = lr * (floor + (1 - floor) * (1 + cos(pi * t / T)) / 2), with t steps since the last restart and T steps
     between two restarts. The first step uses lr. The rate of the last step is slightly above the floor and never 0.
     """
 
-    __pydantic_config__ = STRICT
     name: Literal["cosine"] = "cosine"
     floor: Share = 0.0
     """Minimum rate as a fraction of lr."""

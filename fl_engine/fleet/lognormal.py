@@ -20,7 +20,7 @@ from pydantic import Field
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.fields import STRICT
+from fl_engine.core.fields import Options
 from fl_engine.core.types import Device
 from fl_engine.fleet.trace import MOST_ROWS, ROW, Flags, Floats, Rows, Trace, Varying
 
@@ -35,8 +35,7 @@ SHORTEST_S = 1.0
 
 
 @dataclass(frozen=True)
-class LogNormal:
-    __pydantic_config__ = STRICT
+class LogNormal(Options):
     name: Literal["lognormal"] = "lognormal"
     speed: Amount | None = None
     """Median speed in 10^9 multiply-adds per second; null: the speed of each device's tier."""

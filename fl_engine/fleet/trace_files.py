@@ -26,7 +26,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fl_engine.core.errors import DataError, brief, printable
-from fl_engine.core.fields import STRICT, UserPath
+from fl_engine.core.fields import Options, UserPath
 from fl_engine.core.registry import Contract
 from fl_engine.core.system import hashed
 from fl_engine.core.types import Device
@@ -49,10 +49,9 @@ class TraceRow(BaseModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceFile:
+class TraceFile(Options):
     """A trace in a CSV file."""
 
-    __pydantic_config__ = STRICT
     name: Literal["file"] = "file"
     path: UserPath
     repeat_s: Annotated[float, Field(gt=0, le=1e9)] | None = None

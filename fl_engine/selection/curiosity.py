@@ -8,13 +8,13 @@ from typing import Literal
 
 import numpy as np
 
-from fl_engine.core.fields import STRICT, Count
+from fl_engine.core.fields import Count, Options
 from fl_engine.core.types import Assignment, ClientResult, ClientUpdate, Device, Pick, Pool, RoundContext, Tables
 from fl_engine.selection.capacity import dispatched, warn_too_weak
 
 
 @dataclass(frozen=True)
-class Curiosity:
+class Curiosity(Options):
     """AdaptiveFL's selection (Sec. 3.3, Alg. 1). The server learns the clients' capacities from results.
 
     Two tables are initialised with ones. `T_c[type][client]` (`curiosity`) counts how often a client received or
@@ -36,7 +36,6 @@ class Curiosity:
       clients is not drawn.
     """
 
-    __pydantic_config__ = STRICT
     name: Literal["curiosity"] = "curiosity"
     score: Literal["cs", "c", "s"] = "cs"
     per_type: Count = 3

@@ -22,7 +22,7 @@ from pydantic import Field
 from fl_engine.core.clients import LARGEST_LOSS
 from fl_engine.core.contracts import ClientContext, ClientMetric
 from fl_engine.core.costs import FORWARDS_PER_STEP
-from fl_engine.core.fields import STRICT, Count, Fraction, NotNegative, Positive, Share
+from fl_engine.core.fields import Count, Fraction, NotNegative, Options, Positive, Share
 from fl_engine.core.types import Assignment, ClientResult, ClientUpdate, Device, Pick, Pool, RoundContext, Tables
 from fl_engine.selection.capacity import check_capacity, dispatched, warn_too_weak
 
@@ -48,7 +48,7 @@ def rms_loss(client: ClientContext) -> float:
 
 
 @dataclass(frozen=True)
-class Oort:
+class Oort(Options):
     """Oort: Efficient Federated Learning via Guided Participant Selection (Lai et al., OSDI 2021), Sec. 4, Alg. 1.
 
     A client's statistical utility is U = |B| sqrt(mean loss^2) over all its samples B. Clients that were selected
@@ -101,7 +101,6 @@ class Oort:
     - Clients that are known to have no samples are never selected.
     """
 
-    __pydantic_config__ = STRICT
     name: Literal["oort"] = "oort"
     model: Literal["capacity", "largest"] = "capacity"
     """`capacity`: send each client the largest model that it can hold, and select only clients that can hold a model.

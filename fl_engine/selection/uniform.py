@@ -8,12 +8,12 @@ from typing import Literal
 
 import numpy as np
 
-from fl_engine.core.fields import STRICT
+from fl_engine.core.fields import Options
 from fl_engine.core.types import Assignment, ClientResult, Device, Pick, Pool, RoundContext, Tables
 from fl_engine.selection.capacity import able, check_capacity, dispatched, holds, level_of, warn_too_weak
 
 
-class LearnsNothing:
+class LearnsNothing(Options):
     """Base class for selectors without a state."""
 
     def learn(self, state: Tables, assignment: Assignment, result: ClientResult, seconds: float) -> Tables:
@@ -28,7 +28,6 @@ class Uniform(LearnsNothing):
     if none fits. `random`: a random model (AdaptiveFL's +Random). `largest`: the largest model (AdaptiveFL's +Greed).
     """
 
-    __pydantic_config__ = STRICT
     name: Literal["uniform"] = "uniform"
     model: Literal["capacity", "random", "largest"] = "capacity"
 
@@ -57,7 +56,6 @@ class ByCapacity(LearnsNothing):
     Each client gets the largest model that fits. The fleet is rejected if one of its tiers cannot hold any model.
     """
 
-    __pydantic_config__ = STRICT
     name: Literal["by_capacity"] = "by_capacity"
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
@@ -86,7 +84,6 @@ class ResourceTable(LearnsNothing):
     a model, fewer than k devices are selected.
     """
 
-    __pydantic_config__ = STRICT
     name: Literal["resource_table"] = "resource_table"
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:

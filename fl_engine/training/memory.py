@@ -26,7 +26,7 @@ from torch import Tensor
 from fl_engine.core import allowed, costs
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import EnvironmentFailure
-from fl_engine.core.fields import STRICT
+from fl_engine.core.fields import Options
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import full_shapes, is_statistic, made_up, random_targets, shapes, take
 from fl_engine.core.system import exit_text, resident_peak, without_main
@@ -40,10 +40,8 @@ Bytes = Annotated[int, Field(ge=0, lt=2**60)]
 
 
 @dataclass(frozen=True)
-class Peaks:
+class Peaks(Options):
     """Resident memory of a training process."""
-
-    __pydantic_config__ = STRICT
 
     base: Bytes
     """Bytes in use before training, including the data set."""
