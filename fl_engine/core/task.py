@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -98,6 +98,22 @@ class Task(Protocol):
 
     def measure(self, observed: Sequence[Tensor]) -> Measured:
         """Return the metrics over all batches. The result must not depend on the batch size."""
+
+
+class Described:
+    """Base class of the built-in tasks, which are dataclasses of options."""
+
+    name: ClassVar[str]
+
+    @property
+    def identity(self) -> object:
+        """Tuple of the task's name and the values of all options."""
+        task: Any = self
+        return (self.name, *(getattr(self, option.name) for option in fields(task)))
+
+    def present(self, y: Tensor) -> Tensor | None:
+        """Return None instead of a class mask, because outputs are not classes or a sample may have several classes."""
+        return None
 
 
 BESIDE = ("loss", "params")

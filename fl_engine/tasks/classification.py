@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_engine.core.errors import DataError
-from fl_engine.core.task import Measured, Metric, wrong_shape
+from fl_engine.core.task import Described, Measured, Metric, wrong_shape
 
 TOP = 5
 
@@ -42,7 +42,7 @@ def check_names(names: Sequence[str], classes: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-class Distilled:
+class Distilled(Described):
     """Mixin for distillation with class logits (batch, classes, ...)."""
 
     def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:

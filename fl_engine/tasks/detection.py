@@ -16,7 +16,7 @@ from torch import Tensor
 from fl_engine.core import boxes
 from fl_engine.core.errors import DataError, EnvironmentFailure, ModelError
 from fl_engine.core.system import install_command
-from fl_engine.core.task import Measured, Metric
+from fl_engine.core.task import Described, Measured, Metric
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ NEIGHBOURS = 1
 
 
 @dataclass(frozen=True)
-class Detection:
+class Detection(Described):
     """Object detection. Targets are float32 (N, most, 5) with at most `most` boxes per image (see `core.boxes`).
 
     The network divides the image into a grid of any size and returns (batch, 4 + categories, H, W). The first two
@@ -80,10 +80,6 @@ class Detection:
         """Number of categories plus 1. The extra label marks images without boxes."""
         return self.categories + 1
 
-    @property
-    def identity(self) -> object:
-        return self.name, self.categories, self.most
-
     def check(self, y: Tensor, what: str) -> Tensor:
         if not y.is_floating_point() or y.dim() != 3 or y.shape[1:] != (self.most, 5):
             raise DataError(
@@ -115,10 +111,6 @@ class Detection:
         # If counts are equal, NumPy's argmax returns the first index, while torch's argmax may return any index.
         found: NDArray[np.int64] = counts.numpy().argmax(1)
         return found
-
-    def present(self, y: Tensor) -> None:
-        """Return None instead of a class mask, because an image may contain several categories."""
-        return
 
     def examples(self, count: int, generator: torch.Generator) -> Tensor:
         """Return random targets with min(`most`, 10) boxes per image."""

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_engine.core.errors import DataError
-from fl_engine.core.task import Measured, Metric, wrong_shape
+from fl_engine.core.task import Described, Measured, Metric, wrong_shape
 
 
 @dataclass(frozen=True)
-class Multilabel:
+class Multilabel(Described):
     """Multi-label classification. Targets are float32 (N, outputs). Each target is 1 if the sample has the label,
     otherwise 0. The network returns one logit per label. A label with a positive logit is predicted."""
 
@@ -37,10 +37,6 @@ class Multilabel:
         """Number of outputs plus 1. The extra index marks samples without labels."""
         return self.outputs + 1
 
-    @property
-    def identity(self) -> object:
-        return self.name, self.outputs
-
     def check(self, y: Tensor, what: str) -> Tensor:
         if y.is_complex() or y.dim() != 2 or y.shape[1] != self.outputs or not bool(((y == 0) | (y == 1)).all()):
             raise DataError(
@@ -57,10 +53,6 @@ class Multilabel:
         # NumPy's argmax returns the first index of the maximum, while torch's argmax may return any index.
         found: NDArray[np.int64] = torch.cat([y.bool(), none], dim=1).numpy().argmax(1)
         return found
-
-    def present(self, y: Tensor) -> None:
-        """Return None instead of a class mask, because the loss of a label also depends on samples without it."""
-        return
 
     def examples(self, count: int, generator: torch.Generator) -> Tensor:
         return torch.randint(0, 2, (count, self.outputs), generator=generator).float()

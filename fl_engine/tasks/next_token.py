@@ -67,10 +67,6 @@ class NextToken(Distilled):
         """Number of labels for partition rules; always 0, because sequences do not have labels."""
         return 0
 
-    @property
-    def identity(self) -> object:
-        return self.name, self.tokens, self.length, self.padding, self.masked
-
     def check(self, y: Tensor, what: str) -> Tensor:
         y = numbers_below(self.tokens, y, (len(y), self.length), f"{what}: the next tokens")
         if bool((~self._learnt(y)).all(1).any()) or not bool(self._counted(y).any()):

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_engine.core.errors import DataError
-from fl_engine.core.task import Measured, Metric
+from fl_engine.core.task import Described, Measured, Metric
 
 
 @dataclass(frozen=True)
-class Regression:
+class Regression(Described):
     """Regression. Targets are float32 (N, outputs), or (N,) for one output. The network returns predictions."""
 
     outputs: int = 1
@@ -39,10 +39,6 @@ class Regression:
     @property
     def label_count(self) -> int:
         return self.bins
-
-    @property
-    def identity(self) -> object:
-        return self.name, self.outputs, self.bins
 
     def check(self, y: Tensor, what: str) -> Tensor:
         if y.dim() == 1 and self.outputs == 1:
@@ -73,10 +69,6 @@ class Regression:
         ordered = np.sort(first)
         edges = ordered[[i * len(ordered) // self.bins for i in range(1, self.bins)]]
         return np.searchsorted(edges, first, side="right").astype(np.int64)
-
-    def present(self, y: Tensor) -> None:
-        """Return None instead of a class mask, because outputs are not classes."""
-        return
 
     def examples(self, count: int, generator: torch.Generator) -> Tensor:
         return torch.randn(count, self.outputs, generator=generator)

@@ -46,10 +46,6 @@ class Segmentation(Distilled):
     def label_count(self) -> int:
         return self.categories
 
-    @property
-    def identity(self) -> object:
-        return self.name, self.categories, self.names
-
     def check(self, y: Tensor, what: str) -> Tensor:
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool or y.dim() != 3:
             kind = str(y.dtype).removeprefix("torch.")
@@ -71,10 +67,6 @@ class Segmentation(Distilled):
         counts = torch.stack([(y == category).flatten(1).sum(1) for category in range(self.categories)], dim=1)
         found: NDArray[np.int64] = counts.numpy().argmax(1)  # NumPy's argmax returns the first maximum, unlike torch's
         return found
-
-    def present(self, y: Tensor) -> None:
-        """Return None instead of a class mask, because a sample may contain several categories."""
-        return
 
     def examples(self, count: int, generator: torch.Generator) -> Tensor:
         """Return random targets of 4 x 4 pixels."""
