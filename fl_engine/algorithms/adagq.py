@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -47,17 +47,7 @@ from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.costs import FORWARDS_PER_STEP
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import is_statistic
-from fl_engine.core.types import (
-    ClientResult,
-    Codecs,
-    Device,
-    Params,
-    Pool,
-    PoolModel,
-    Prepared,
-    RoundContext,
-    RoundPlan,
-)
+from fl_engine.core.types import Codecs, Device, Params, Pool, PoolModel, Prepared, Results, RoundContext, RoundPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +98,7 @@ class AdaGQ(FineTuned):
         bits = share_bits(clocks, round(mean * len(clocks)), self.least, self.most)
         return with_codecs(plan, (Codecs(up=self._codec(each)) for each in bits))
 
-    def aggregated(
-        self, state: AdaGQState, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext
-    ) -> AdaGQState:
+    def aggregated(self, state: AdaGQState, plan: RoundPlan, results: Results, server: ServerContext) -> AdaGQState:
         merged: AdaGQState = super().aggregated(state, plan, results, server)
         norm = distance(state.params, merged.params)
         if norm > 0:

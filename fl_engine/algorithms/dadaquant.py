@@ -38,7 +38,7 @@ all clients use `q_min` levels in every round.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Annotated
@@ -55,7 +55,7 @@ from fl_engine.core import costs
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Count
-from fl_engine.core.types import ClientResult, ClientUpdate, Codecs, Device, Pool, Prepared, RoundContext, RoundPlan
+from fl_engine.core.types import ClientUpdate, Codecs, Device, Pool, Prepared, Results, RoundContext, RoundPlan
 
 Levels = Annotated[int, Field(ge=1, le=MOST_LEVELS)]
 
@@ -113,7 +113,7 @@ class DAdaQuant(FineTuned):
         return with_codecs(plan, (Codecs(up=self._codec(q)) for q in levels_of(weights, state.level)))
 
     def aggregated(
-        self, state: DAdaQuantState, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext
+        self, state: DAdaQuantState, plan: RoundPlan, results: Results, server: ServerContext
     ) -> DAdaQuantState:
         losses: list[float] = []
         merged: DAdaQuantState = super().aggregated(state, plan, _collecting_losses(results, losses), server)
@@ -124,7 +124,7 @@ class DAdaQuant(FineTuned):
         return merged
 
 
-def _collecting_losses(results: Iterable[ClientResult], losses: list[float]) -> Iterator[ClientResult]:
+def _collecting_losses(results: Results, losses: list[float]) -> Results:
     """Yield `results` unchanged, and append each reported loss to `losses`."""
     for result in results:
         if isinstance(result, ClientUpdate):

@@ -13,7 +13,6 @@ the larger levels fails.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -26,7 +25,6 @@ from fl_engine.core.fields import Fraction
 from fl_engine.core.slicing import take
 from fl_engine.core.types import (
     Assignment,
-    ClientResult,
     ClientUpdate,
     LocalTask,
     Params,
@@ -34,6 +32,7 @@ from fl_engine.core.types import (
     Pool,
     PoolModel,
     Prepared,
+    Results,
     RoundContext,
     RoundPlan,
     TaskContext,
@@ -87,9 +86,7 @@ class Decoupled(PooledAlgorithm):
     def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
         return self.whole(assignment, ctx, scaler=self.widths[assignment.level])
 
-    def merge(
-        self, state: DecoupledState, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext
-    ) -> DecoupledState:
+    def merge(self, state: DecoupledState, plan: RoundPlan, results: Results, server: ServerContext) -> DecoupledState:
         """Merge each level separately. The full model's layout is valid for every level, because levels are prefixes of
         the full model."""
         tables = state.tables

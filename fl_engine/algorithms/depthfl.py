@@ -24,7 +24,7 @@ the exact weights, g_k and h would accumulate the codec's rounding errors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,27 +32,25 @@ import torch
 from fl_engine.aggregation.averaging import Regions, limited
 from fl_engine.aggregation.rules import Mean
 from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms.levels import exit_pool
+from fl_engine.algorithms.levels import ExitLevels
 from fl_engine.algorithms.pooled import PooledAlgorithm, PooledState, Weighting
-from fl_engine.core.contracts import ModelFamily, ServerContext
+from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Count, NotNegative, Positive
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import (
     Assignment,
-    ClientResult,
     ClientUpdate,
     Device,
     ExitLoss,
     LocalTask,
     Params,
     Pool,
-    Prepared,
+    Results,
     RoundContext,
     RoundPlan,
     TaskContext,
 )
-from fl_engine.core.widths import choose_exits, with_exits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +62,9 @@ class DepthState(PooledState):
 
 
 @dataclass(frozen=True)
-class DepthFL(PooledAlgorithm):
-    targets: tuple[Positive, ...] = (25.0, 50.0, 100.0)
-    """Target size of each level in % of the full network. The target limits the depth of the level."""
-    exits: tuple[str, ...] | None = None
-    """Last block of each level except the largest level; null: chosen according to `targets`."""
+class DepthFL(ExitLevels):
+    ensemble = True
+
     kd_weight: NotNegative = 1.0
     """Weight of the distillation between exits; 0: no distillation."""
     temperature: Positive = 1.0
@@ -84,16 +80,6 @@ class DepthFL(PooledAlgorithm):
     @property
     def remembers_changes(self) -> bool:
         return self.alpha > 0
-
-    def _ends(self, family: ModelFamily) -> tuple[str, ...]:
-        ones = (1.0,) * len(self.targets)
-        return choose_exits(family, ones, self.targets) if self.exits is None else self.exits
-
-    def network(self, family: ModelFamily) -> ModelFamily:
-        return with_exits(family, self._ends(family))
-
-    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        return exit_pool(self, family, (1.0,) * len(self.targets), self._ends(family), ensemble=True)
 
     def check(self, fleet: Sequence[Device], pool: Pool, server: ServerContext) -> None:
         if self.alpha > 0 and type(self.aggregation) is not Mean:
@@ -122,9 +108,7 @@ class DepthFL(PooledAlgorithm):
         )
         return self.local_task(assignment, ctx.pool[level].spec, exits=exits, proximal=self.alpha)
 
-    def merge(
-        self, state: DepthState, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext
-    ) -> DepthState:
+    def merge(self, state: DepthState, plan: RoundPlan, results: Results, server: ServerContext) -> DepthState:
         if self.alpha == 0:
             merged: DepthState = super().merge(state, plan, results, server)
             return merged
@@ -135,7 +119,7 @@ class DepthFL(PooledAlgorithm):
 
         clip = self.aggregation.clip if isinstance(self.aggregation, Mean) else None
 
-        def remembering() -> Iterator[ClientResult]:
+        def remembering() -> Results:
             for result in results:
                 if not isinstance(result, ClientUpdate):
                     yield result

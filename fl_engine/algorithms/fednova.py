@@ -9,7 +9,7 @@ Departs from the paper: the option `server` defines the server's momentum.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from fl_engine.algorithms.training import Training
 from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.steps import Constant
-from fl_engine.core.types import ClientResult, ClientUpdate, Device, Pool, RoundPlan
+from fl_engine.core.types import ClientUpdate, Device, Pool, Results, RoundPlan
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class FedNova(FedAvg):
                 "clients"
             )
 
-    def merge(self, state: Any, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext) -> Any:
+    def merge(self, state: Any, plan: RoundPlan, results: Results, server: ServerContext) -> Any:
         """Return the state with `w + tau * sum_i p_i (w_i - w) / |a_i|`, where `tau = sum_i p_i |a_i|`."""
         updates = [result for result in results if isinstance(result, ClientUpdate)]
         weights = [self.weight(update, state, server) for update in updates]

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -36,10 +36,10 @@ from fl_engine.core.types import (
     FULL,
     SGD,
     Assignment,
-    ClientResult,
     Device,
     LocalTask,
     Pool,
+    Results,
     RoundPlan,
     SubmodelSpec,
     TaskContext,
@@ -99,10 +99,10 @@ class FineTuned(PooledAlgorithm):
     def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
         return self.whole(assignment, ctx)
 
-    def merge(self, state: Any, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext) -> Any:
+    def merge(self, state: Any, plan: RoundPlan, results: Results, server: ServerContext) -> Any:
         return self.tuned(state, self.aggregated(state, plan, results, server), plan, server)
 
-    def aggregated(self, state: Any, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext) -> Any:
+    def aggregated(self, state: Any, plan: RoundPlan, results: Results, server: ServerContext) -> Any:
         """Return the state after the merge, before the server's fine-tuning."""
         return super().merge(state, plan, results, server)
 

@@ -38,7 +38,6 @@ from fl_engine.core.costs import count_params
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import NotNegative, Positive, Share
 from fl_engine.core.types import FULL, Assignment, Distillation, LocalTask, Pool, PoolModel, Prepared, TaskContext
-from fl_engine.preparation.apoz import measured
 from fl_engine.selection import ResourceTable, Selection
 
 
@@ -138,7 +137,8 @@ class FlexFL(PooledAlgorithm):
     def _scores(self, prepared: Prepared, layers: int) -> tuple[float, ...]:
         if not self.use_apoz:
             return (0.5,) * layers
-        return measured(prepared) if self.apoz is None else self.apoz
+        scores: tuple[float, ...] = prepared["apoz"].scores if self.apoz is None else self.apoz
+        return scores
 
     def _percent(self, mains: Sequence[PoolModel]) -> list[float]:
         """Return the nominal sizes of the dispatched models in % of the full model."""

@@ -1,31 +1,22 @@
-"""Build pools that several algorithms use (prefixes, early exits, nested sub-networks), and define the base class of
-methods whose sub-models change from round to round."""
+"""Build pools that several algorithms use (prefixes, nested sub-networks), and define the base classes of methods with
+early exits and of methods whose sub-models change from round to round."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from fl_engine.algorithms.pooled import PooledAlgorithm, StaticBN, Weighting
 from fl_engine.core import pool as pools
+from fl_engine.core import widths as rules
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import PoolError
-from fl_engine.core.fields import Fraction
-from fl_engine.core.types import (
-    FULL,
-    Assignment,
-    Codecs,
-    LocalTask,
-    Pool,
-    PoolModel,
-    Prepared,
-    SubmodelSpec,
-    TaskContext,
-)
-from fl_engine.core.widths import SIZES, Rounding, Size, check_cuttable, early_exit, hidden, nested, prefix
+from fl_engine.core.fields import Fraction, Positive
+from fl_engine.core.types import FULL, Assignment, Codecs, LocalTask, Pool, Prepared, SubmodelSpec, TaskContext
+from fl_engine.core.widths import SIZES, Rounding, Size
 
 Widths = tuple[Fraction, Fraction, Fraction]
 WIDTHS: Widths = (0.5, 0.75, 1.0)
@@ -50,44 +41,63 @@ def prefix_pool(
         )
     layout = family.layout()
     if widths[0] < 1:
-        check_cuttable(hidden(layout), family)
+        rules.check_cuttable(rules.hidden(layout), family)
     models = [
-        algorithm.member(family, f"{width:g}x", prefix(layout, width, rounding), reported=width == 1 or not full_only)
-        for width in widths
+        algorithm.member(family, f"{w:g}x", rules.prefix(layout, w, rounding), reported=w == 1 or not full_only)
+        for w in widths
     ]
     if widths[-1] < 1:
         models.append(algorithm.member(family, "1x", FULL, sent=False))
     return pools.ascending(tuple(models))
 
 
-def exit_pool(
-    algorithm: PooledAlgorithm, family: ModelFamily, widths: Sequence[float], ends: Sequence[str], **more: Any
+@dataclass(frozen=True)
+class ExitLevels(PooledAlgorithm):
+    """Base class of methods whose levels end with early exits and are named `level1`, `level2` and so on."""
+
+    ensemble: ClassVar[bool] = False
+    """True if the prediction of a level is the mean of its exits' logits."""
+
+    targets: tuple[Positive, ...] = (25.0, 50.0, 100.0)
+    """Target size of each level in % of the full network. The target limits the depth of the level."""
+    exits: tuple[str, ...] | None = None
+    """Last block of each level except the largest level; null: chosen according to `targets`."""
+
+    def ratios(self) -> tuple[float, ...]:
+        """Return the width ratio of each level."""
+        return (1.0,) * len(self.targets)
+
+    def ends(self, family: ModelFamily) -> tuple[str, ...]:
+        return rules.choose_exits(family, self.ratios(), self.targets) if self.exits is None else self.exits
+
+    def network(self, family: ModelFamily) -> ModelFamily:
+        return rules.with_exits(family, self.ends(family))
+
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
+        ends, widths = self.ends(family), self.ratios()
+        if len(ends) != len(widths) - 1 or widths[-1] != 1 or list(widths) != sorted(widths):
+            raise PoolError.at(
+                "algorithm.widths must be in ascending order and end with 1, with one exit for each width except the "
+                f"last, got the widths {list(widths)} and the exits {list(ends)}"
+            )
+        specs = [rules.early_exit(family, w, end) for w, end in zip(widths, (*ends, None), strict=True)]
+        models = [self.member(family, f"level{i}", s, ensemble=self.ensemble) for i, s in enumerate(specs, 1)]
+        return pools.ascending(tuple(models))
+
+
+def nested_pool(
+    algorithm: PooledAlgorithm,
+    family: ModelFamily,
+    widths: Sequence[float],
+    codecs: Codecs,
+    sizes: Sequence[Size] = SIZES,
 ) -> Pool:
-    """Return one model for each width ratio, with the names `level1`, `level2` and so on. Each model ends with an exit
-    behind one of the blocks `ends`; the last model is the whole network. `more` sets fields of `PoolModel`."""
-    if len(ends) != len(widths) - 1 or widths[-1] != 1 or list(widths) != sorted(widths):
-        raise PoolError.at(
-            "algorithm.widths must be in ascending order and end with 1, with one exit for each width except the last, "
-            f"got the widths {list(widths)} and the exits {list(ends)}"
-        )
-    specs = [early_exit(family, w, end) for w, end in zip(widths, (*ends, None), strict=True)]
-    models = [algorithm.member(family, f"level{i}", spec, **more) for i, spec in enumerate(specs, 1)]
-    return pools.ascending(tuple(models))
-
-
-def nested_member(
-    algorithm: PooledAlgorithm, family: ModelFamily, size: Size, widths: Sequence[float], codecs: Codecs
-) -> PoolModel:
-    """Return the small, medium or large sub-network that the network defines (`contracts.Nested`), or a prefix of every
-    layer if the network does not define sub-networks. Raises PoolError if `widths` do not ascend to 1."""
-    spec = nested(family, widths, SIZES, only=size)[size]
-    return algorithm.member(family, size, spec, codecs=codecs)
-
-
-def nested_pool(algorithm: PooledAlgorithm, family: ModelFamily, widths: Sequence[float], codecs: Codecs) -> Pool:
-    """Return the small, medium and large sub-network. Raises PoolError unless each contains the previous one."""
-    models = tuple(nested_member(algorithm, family, size, widths, codecs) for size in SIZES)
-    return pools.check_nested(family, models)
+    """Return the sub-networks `sizes` that the network defines (`contracts.Nested`), or prefixes of every layer if the
+    network does not define sub-networks. Raises PoolError if `widths` do not ascend to 1, or unless each sub-network
+    contains the previous one."""
+    specs = {size: rules.nested(family, widths, SIZES, only=size)[size] for size in sizes}
+    models = (algorithm.member(family, size, spec, codecs=codecs) for size, spec in specs.items())
+    return pools.check_nested(family, tuple(models))
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ from fl_engine.core.types import (
     FULL,
     HEAD,
     Assignment,
-    ClientResult,
     ClientUpdate,
     Codecs,
     Device,
@@ -48,6 +47,7 @@ from fl_engine.core.types import (
     Pool,
     PoolModel,
     Prepared,
+    Results,
     RoundContext,
     RoundPlan,
     Scaler,
@@ -274,7 +274,7 @@ class PooledAlgorithm(Options):
         task = self.local_task(Assignment(round, -1, spec, {}, seed, 0), spec)
         return server.train_on_sample(task, params, most)
 
-    def merge(self, state: Any, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext) -> Any:
+    def merge(self, state: Any, plan: RoundPlan, results: Results, server: ServerContext) -> Any:
         """Aggregate the updates, apply the server's optimizer and return the new state. The selection learns from
         updates and failures. By default, each parameter is averaged over the clients that trained it.
 

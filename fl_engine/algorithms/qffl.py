@@ -9,7 +9,7 @@ Byzantine client can report a false loss of up to `LARGEST_LOSS`, so q-FFL requi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from fl_engine.core.clients import LARGEST_LOSS
 from fl_engine.core.contracts import ClientContext, ClientMetric, ServerContext
 from fl_engine.core.fields import NotNegative
 from fl_engine.core.slicing import is_statistic, take
-from fl_engine.core.types import ClientResult, ClientUpdate, RoundPlan
+from fl_engine.core.types import ClientUpdate, Results, RoundPlan
 
 SMALLEST_LOSS = 1e-10
 """Minimum loss, as in the authors' code, because a loss of 0 would give a client the weight 0."""
@@ -41,7 +41,7 @@ class QFFL(FedAvg):
         """Return `p_k * F_k^q`."""
         return super().weight(update, state, server) * float(_loss_of(update) ** self.q)
 
-    def merge(self, state: Any, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext) -> Any:
+    def merge(self, state: Any, plan: RoundPlan, results: Results, server: ServerContext) -> Any:
         """Return the state with the weights `w - sum_k Delta_k / sum_k h_k`. With the weights `p_k * F_k^q`, the
         weighted mean of the updates would subtract `sum_k Delta_k / (L * sum_k p_k * F_k^q)` from w. Therefore each
         change is multiplied by `L * sum_k p_k * F_k^q / sum_k h_k`."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fl_engine.algorithms.levels import WIDTHS, Bits, Widths, nested_member
+from fl_engine.algorithms.levels import WIDTHS, Bits, Widths, nested_pool
 from fl_engine.algorithms.pooled import PooledAlgorithm, StaticBN, check_fits
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.contracts import ModelFamily, ServerContext
@@ -45,7 +45,7 @@ class QuantizedFedAvg(PooledAlgorithm):
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         up = None if self.bits_up is None else Qsgd(bits=self.bits_up, bucket=self.bucket)
         codecs = Codecs(down=Qsgd(bits=self.bits, bucket=self.bucket), up=up)
-        return (nested_member(self, family, self.level, self.widths, codecs),)
+        return nested_pool(self, family, self.widths, codecs, (self.level,))
 
     def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
         if self.eligible == "capable" or self.on_too_small == "fail":

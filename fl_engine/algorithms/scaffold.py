@@ -10,7 +10,7 @@ can give clients' updates unequal weights. The option `server` defines the serve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fl_engine.aggregation.averaging import Regions, limited
@@ -24,12 +24,12 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import full_shapes, is_statistic
 from fl_engine.core.types import (
     Assignment,
-    ClientResult,
     ClientUpdate,
     Device,
     LocalTask,
     Params,
     Pool,
+    Results,
     RoundContext,
     RoundPlan,
     Start,
@@ -88,9 +88,7 @@ class Scaffold(FedAvg):
                 variate[VARIATE + name] = moved + own - (0 if common is None else common.to(moved.device))
         return variate
 
-    def merge(
-        self, state: ScaffoldState, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext
-    ) -> ScaffoldState:
+    def merge(self, state: ScaffoldState, plan: RoundPlan, results: Results, server: ServerContext) -> ScaffoldState:
         merged: ScaffoldState = super().merge(state, plan, results, server)
         clip = self.aggregation.clip if isinstance(self.aggregation, Mean) else None
         rate, changes = self.training.optimizer_in(plan.round).lr, Params()

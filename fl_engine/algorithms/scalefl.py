@@ -26,23 +26,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fl_engine.algorithms.levels import exit_pool
-from fl_engine.algorithms.pooled import PooledAlgorithm
-from fl_engine.core.contracts import ModelFamily, ServerContext
+from fl_engine.algorithms.levels import ExitLevels
 from fl_engine.core.fields import Fraction, Index, NotNegative, Positive
-from fl_engine.core.types import Assignment, ExitLoss, LocalTask, Pool, Prepared, TaskContext
-from fl_engine.core.widths import choose_exits, with_exits
+from fl_engine.core.types import Assignment, ExitLoss, LocalTask, TaskContext
 
 
 @dataclass(frozen=True)
-class ScaleFL(PooledAlgorithm):
+class ScaleFL(ExitLevels):
     widths: tuple[Fraction, ...] = (0.75, 0.82, 1.0)
     """Width ratio of each level, ending with 1. FlexFL's comparison uses the defaults for VGG16, 0.81/0.95/1 for
     ResNet34 and 0.87/0.89/1 for MobileNetV2."""
-    targets: tuple[Positive, ...] = (25.0, 50.0, 100.0)
-    """Target size of each level in % of the full network. The target limits the depth of the level."""
-    exits: tuple[str, ...] | None = None
-    """Last block of each level except the largest level; null: chosen according to `targets`."""
     kd_weight: NotNegative = 0.05
     """Weight of the distillation from the last exit; 0: no distillation."""
     temperature: Positive = 3.0
@@ -50,14 +43,8 @@ class ScaleFL(PooledAlgorithm):
     kd_from: Index = 0
     """Number of rounds before distillation starts. The authors' code uses a quarter of all rounds."""
 
-    def _ends(self, family: ModelFamily) -> tuple[str, ...]:
-        return choose_exits(family, self.widths, self.targets) if self.exits is None else self.exits
-
-    def network(self, family: ModelFamily) -> ModelFamily:
-        return with_exits(family, self._ends(family))
-
-    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        return exit_pool(self, family, self.widths, self._ends(family))
+    def ratios(self) -> tuple[float, ...]:
+        return self.widths
 
     def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
         """Train all exits with cross entropy, and distil from the last exit to the earlier exits (Eq. 4 and 5)."""

@@ -6,7 +6,7 @@ tracker. `core.types` defines the values that these objects exchange, and the pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -29,6 +29,7 @@ from fl_engine.core.types import (
     Pool,
     Prepared,
     Prunable,
+    Results,
     RoundContext,
     RoundPlan,
     Start,
@@ -214,7 +215,7 @@ class Algorithm(Protocol):
         ClientError if the model does not fit into `ctx.observed` (in % of the full model). The client then fails at
         stage `prune`."""
 
-    def merge(self, state: Any, plan: RoundPlan, results: Iterable[ClientResult], server: ServerContext) -> Any:
+    def merge(self, state: Any, plan: RoundPlan, results: Results, server: ServerContext) -> Any:
         """Return the state after a round. Constant fields must not change. Weights must be finite, and their names,
         types and shapes must not change (`rounds.checks`). `results` contains all results in client order and can be
         iterated several times. Each iteration step loads one update into the CPU's memory."""

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, TypeGuard, get_origin, get_type_hints
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    TypeAdapter,
-    model_serializer,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, model_serializer
 
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.text import at_home, is_http
@@ -92,9 +85,8 @@ class LeavesOut(BaseModel):
     left_out: ClassVar[tuple[str, ...]]
 
     @model_serializer(mode="wrap")
-    def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = handler(self)
-        return {name: value for name, value in fields.items() if value or name not in self.left_out}
+    def _without_empty(self, handler: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if value or name not in self.left_out}
 
 
 # The caches are bounded, because a notebook may define the same class many times.

@@ -76,8 +76,6 @@ def unpack(initial: S, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -
 
     Raises IntegrityError if the fields, tensor names, types or shapes differ from those of `initial`.
     """
-    if not isinstance(rest, Mapping):
-        raise IntegrityError(f"stored state: expected a mapping of fields, got {type(rest).__name__}")
     loaded: dict[str, Any] = {}
     for field, kind in _stored(initial):
         if kind == Params:

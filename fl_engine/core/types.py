@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
@@ -37,8 +37,9 @@ from fl_engine.core.submodels import (
 __all__ = [
     "FULL", "HEAD", "SGD", "Adam", "Assignment", "Axis", "ClientFailure", "ClientResult", "ClientUpdate", "Code",
     "Codec", "Codecs", "Device", "Distillation", "ExitLoss", "FailureDetails", "Header", "Keep", "LocalTask",
-    "OwnOptimizer", "ParamLayout", "Params", "Pick", "Pool", "PoolModel", "Prepared", "Prunable", "RoundContext",
-    "RoundPlan", "Sandwich", "Scaler", "Slot", "Stage", "Start", "SubmodelSpec", "Tables", "TaskContext", "changed",
+    "OwnOptimizer", "ParamLayout", "Params", "Pick", "Pool", "PoolModel", "Prepared", "Prunable", "Results",
+    "RoundContext", "RoundPlan", "Sandwich", "Scaler", "Slot", "Stage", "Start", "SubmodelSpec", "Tables",
+    "TaskContext", "changed",
 ]  # fmt: skip
 
 
@@ -351,6 +352,9 @@ class ClientFailure:
 
 
 ClientResult = ClientUpdate | ClientFailure
+
+Results = Iterable[ClientResult]
+"""Results of a round in client order."""
 
 R = TypeVar("R", ClientUpdate, ClientFailure, LocalTask)
 

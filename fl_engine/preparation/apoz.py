@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, ClassVar
 
-from pydantic import model_validator
-
 from fl_engine.core import pool, seeds
 from fl_engine.core.contracts import ModelFamily, PreparationContext
 from fl_engine.core.records import Strict
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import FULL, Adam, LocalTask, Params, Prepared
+from fl_engine.core.types import FULL, Adam, LocalTask, Params
 from fl_engine.training import local
 from fl_engine.training.evaluation import evaluate
 
@@ -41,12 +39,6 @@ class ApozScores(Strict):
     proxy_samples: int = 0
     proxy_accuracy: float | None = None
     seconds: float = 0.0
-
-    @model_validator(mode="after")
-    def _of_as_many_layers(self) -> ApozScores:
-        if self.reference and len(self.reference) != len(self.layers):
-            raise ValueError(f"reference must have {len(self.layers)} scores, one per layer, got {len(self.reference)}")
-        return self
 
     @property
     def scores(self) -> tuple[float, ...]:
@@ -92,12 +84,6 @@ def of_scores(family: ModelFamily, scores: Sequence[float]) -> ApozScores:
     sizes = pool.layer_sizes(family)
     layers = zip(family.prunable(), sizes, scores, pool.adjustment_weights(sizes), strict=True)
     return ApozScores(layers=tuple(ApozLayer(group=p.group, size=n, apoz=a, adjustment=w) for p, n, a, w in layers))
-
-
-def measured(prepared: Prepared) -> tuple[float, ...]:
-    """Return the APoZ scores A_i that the preparation `apoz` measured."""
-    found: ApozScores = prepared["apoz"]
-    return found.scores
 
 
 def _measure(family: ModelFamily, server: PreparationContext) -> tuple[Params, tuple[float, ...]]:

@@ -12,13 +12,10 @@ import logging
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import model_validator
 
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.fields import Index
-from fl_engine.core.records import Strict
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.task import Task
@@ -31,23 +28,6 @@ log = logging.getLogger("flexfleet")
 HELD_OUT = 0.2
 
 
-class Confusion(Strict, strict=True):
-    """Confusion matrix. counts[i][j] is the number of held-out samples of class i that were classified as class j."""
-
-    counts: tuple[tuple[Index, ...], ...]
-    accuracy: float
-
-    @model_validator(mode="after")
-    def _a_square(self) -> Confusion:
-        if not self.counts or any(len(row) != len(self.counts) for row in self.counts):
-            raise ValueError("counts must be a square matrix with a number for each pair of classes")
-        return self
-
-    @property
-    def matrix(self) -> NDArray[np.int64]:
-        return np.array(self.counts, dtype=np.int64)
-
-
 def check_classes(task: Task, name: str) -> None:
     if not isinstance(task, Classification):
         raise ConfigError.at(f"noise.labels must be 0 for {name}, because the targets of {task.name} are not classes")
@@ -55,9 +35,9 @@ def check_classes(task: Task, name: str) -> None:
 
 def measure_confusion(
     family: ModelFamily, data: Data, seed: int, epochs: int, lr: float, batch_size: int, device: str = "cpu"
-) -> Confusion:
-    """Train on four fifths of the training samples, and return the confusion matrix of the remaining fifth."""
-    check_classes(data.task, data.name)
+) -> NDArray[np.int64]:
+    """Train on four fifths of the training samples, and return the confusion matrix of the remaining fifth. Entry
+    [i, j] is the number of held-out samples of class i that were classified as class j."""
     order = seeds.rng(seed, "confusion").permutation(len(data.train_y))
     cut = round(HELD_OUT * len(order))
     if cut < 1:
@@ -72,6 +52,5 @@ def measure_confusion(
     start = initial_params(family, seeds.derive(seed, "confusion/init"))
     log.info("label noise: training on %d samples for %d epochs to measure confusion", len(train), epochs)
     for epoch in train_centrally(family, own, task, {k: v.to(device) for k, v in start.items()}, device=device):
-        score = epoch.score
-    rows = score.confusion.tolist()
-    return Confusion(counts=tuple(tuple(row) for row in rows), accuracy=score.value)
+        confusion: NDArray[np.int64] = epoch.score.confusion.numpy()
+    return confusion

@@ -31,7 +31,7 @@ from fl_engine.core.errors import PoolError, nearest
 from fl_engine.core.fields import adapter
 from fl_engine.core.records import Strict
 from fl_engine.core.slicing import initial_params, is_statistic, take
-from fl_engine.core.types import FULL, Adam, Device, LocalTask, Params, Sandwich, SubmodelSpec
+from fl_engine.core.types import FULL, SGD, Adam, Device, LocalTask, Params, Sandwich, SubmodelSpec
 from fl_engine.core.widths import SIZES, nested
 from fl_engine.exchange.coding import decode, encode, header_of
 from fl_engine.fleet import devices
@@ -221,7 +221,8 @@ def _kinds(family: ModelFamily, server: PreparationContext, levels: Mapping[str,
         raise PoolError.at(
             f"algorithm.q_max: the fleet does not have the tier {unknown[0]!r}{nearest(unknown[0], members)}"
         )
-    training = _Epochs(settings["training.epochs"], settings["training.batch_size"], settings["training.drop_last"])
+    epochs = {name: settings[f"training.{name}"] for name in ("epochs", "batch_size", "drop_last")}
+    training = LocalTask(FULL, SGD(0.0), **epochs, seed=0)
     whole, found = count_params(family), []
     for tier, own in members.items():
         draws = sum(costs.draws(training, samples[device.client]) for device in own) / len(own)
@@ -232,13 +233,6 @@ def _kinds(family: ModelFamily, server: PreparationContext, levels: Mapping[str,
         }
         found.append(Kind(tier, most_bits.get(tier, MOST_BITS), seconds))
     return found
-
-
-@dataclass(frozen=True)
-class _Epochs:
-    epochs: int
-    batch_size: int
-    drop_last: bool
 
 
 def _search(kinds: Sequence[Kind], params: Mapping[str, int], whole: float | None, scores: Scores) -> dict[str, Any]:

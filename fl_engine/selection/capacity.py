@@ -14,6 +14,13 @@ from fl_engine.core.types import Codecs, Device, Pool
 
 log = logging.getLogger("flexfleet")
 
+Rows = tuple[tuple[float, ...], ...]
+"""A table of `types.Tables`."""
+
+
+def rows_of(table: np.ndarray) -> Rows:
+    return tuple(tuple(row) for row in table.tolist())
+
 
 def round_size(fraction: float, clients: int) -> int:
     """Return the number of clients in a round, k = max(1, f * K) (FlexFL Alg. 2 line 7)."""

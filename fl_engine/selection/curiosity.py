@@ -10,7 +10,7 @@ import numpy as np
 
 from fl_engine.core.fields import Count, Options
 from fl_engine.core.types import Assignment, ClientResult, ClientUpdate, Device, Pick, Pool, RoundContext, Tables
-from fl_engine.selection.capacity import dispatched, warn_too_weak
+from fl_engine.selection.capacity import dispatched, rows_of, warn_too_weak
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,8 @@ class Curiosity(Options):
             least = 0 if failed else back
             resource[least, client] += self.per_type
             resource[least:, client] = np.maximum(resource[least:, client] - np.arange(models - least), 0)
-        return {"curiosity": _rows(curiosity), "resource": _rows(resource)}
+        return {"curiosity": rows_of(curiosity), "resource": rows_of(resource)}
 
     def _type(self, model: int, models: int) -> int:
         """Return the type of a model. With p = 3 and seven models, types 0, 1 and 2 are AdaptiveFL's S, M and L."""
         return model // self.per_type if model < models - 1 else (models - 2) // self.per_type + 1
-
-
-def _rows(table: np.ndarray) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(float(v) for v in row) for row in table)

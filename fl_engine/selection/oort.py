@@ -24,11 +24,10 @@ from fl_engine.core.contracts import ClientContext, ClientMetric
 from fl_engine.core.costs import FORWARDS_PER_STEP
 from fl_engine.core.fields import Count, Fraction, NotNegative, Options, Positive, Share
 from fl_engine.core.types import Assignment, ClientResult, ClientUpdate, Device, Pick, Pool, RoundContext, Tables
-from fl_engine.selection.capacity import check_capacity, dispatched, warn_too_weak
+from fl_engine.selection.capacity import Rows, check_capacity, dispatched, rows_of, warn_too_weak
 
 CLIENT, UTILITY, SELECTED, LAST, SECONDS, LEVEL = range(6)
 """Rows of `clients`."""
-Rows = tuple[tuple[float, ...], ...]
 NO_CLIENTS: Rows = ((),) * 6
 LATE, FAILED = -1.0, -2.0
 """Values in the column `utility` of `results` that mark stragglers and other failed clients."""
@@ -146,7 +145,7 @@ class Oort(Options):
         `clients`."""
         if state["results"] and state["results"][0][0] != assignment.round:
             clients, pacer = self.known(state, assignment.round)
-            state = {"clients": _rows(clients), "results": (), "pacer": pacer.rows}
+            state = {"clients": rows_of(clients), "results": (), "pacer": pacer.rows}
         if isinstance(result, ClientUpdate):
             utility = result.num_examples * result.metrics["rms_loss"]
         else:
@@ -306,10 +305,6 @@ def places(clients: np.ndarray, who: np.ndarray) -> tuple[np.ndarray, np.ndarray
         return np.zeros(len(who), dtype=int), np.zeros(len(who), dtype=bool)
     place = np.minimum(np.searchsorted(clients[CLIENT], who), clients.shape[1] - 1)
     return place, clients[CLIENT, place] == who
-
-
-def _rows(clients: np.ndarray) -> Rows:
-    return tuple(tuple(row) for row in clients.tolist())
 
 
 @dataclass(frozen=True)

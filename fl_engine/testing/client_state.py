@@ -13,14 +13,7 @@ import pytest
 from fl_engine.algorithms import CONTRACT
 from fl_engine.core.clients import header, kept_by_clients, split_state, with_prefix
 from fl_engine.core.contracts import KeepsClientState, ModelFamily
-from fl_engine.core.types import (
-    Assignment,
-    ClientUpdate,
-    Params,
-    RoundPlan,
-    Start,
-    TaskContext,
-)
+from fl_engine.core.types import Assignment, ClientUpdate, Params, RoundPlan, Start, TaskContext
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.updates import check_state
 from fl_engine.rounds.ledger import Ledger

@@ -17,15 +17,7 @@ from pydantic import TypeAdapter
 from fl_engine.backends import InProcess
 from fl_engine.core import seeds
 from fl_engine.core.clients import client_metrics
-from fl_engine.core.contracts import (
-    Algorithm,
-    Backend,
-    ChoosesNetwork,
-    MeasuresClients,
-    ModelFamily,
-    Searched,
-    Selector,
-)
+from fl_engine.core.contracts import Algorithm, Backend, MeasuresClients, ModelFamily, Searched, Selector
 from fl_engine.core.errors import ClientError
 from fl_engine.core.slicing import take
 from fl_engine.core.state import pack
@@ -52,7 +44,7 @@ from fl_engine.rounds.server import ServerSite
 from fl_engine.selection.capacity import dispatched, holds
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import Store, encode
-from fl_engine.testing.tiny import SEED, Memory, context_of, start_of, tiny_pool, update_of, with_level
+from fl_engine.testing.tiny import SEED, Memory, context_of, network_of, start_of, tiny_pool, update_of, with_level
 from fl_engine.training.evaluation import evaluate_pool
 
 LARGEST_R = 200.0
@@ -152,8 +144,7 @@ def check_search(algorithm: Algorithm, family: ModelFamily) -> None:
     if not isinstance(algorithm, Searched):
         return
     values = TypeAdapter[Any](type(algorithm)).dump_python(algorithm, mode="json")
-    network = algorithm.network(family) if isinstance(algorithm, ChoosesNetwork) else family
-    for path, interval in algorithm.search_space(tiny_pool(algorithm, network)).items():
+    for path, interval in algorithm.search_space(tiny_pool(algorithm, network_of(algorithm, family))).items():
         value: Any = values
         for part in path.split("."):
             entries = dict(enumerate(value)) if isinstance(value, list) else value or {}

@@ -153,6 +153,11 @@ def tiny_fleet(
     return devices.fleet(tiers, clients, SEED)
 
 
+def network_of(algorithm: Algorithm, family: ModelFamily) -> ModelFamily:
+    """Return the network that the algorithm trains instead of `family`."""
+    return algorithm.network(family) if isinstance(algorithm, ChoosesNetwork) else family
+
+
 def tiny_pool(algorithm: Algorithm, family: ModelFamily, apoz: Sequence[float] | None = None) -> Pool:
     """Return the algorithm's pool. Results of preparations are placeholders, except for the optional scores `apoz`."""
 
@@ -175,9 +180,7 @@ def tiny_site(
     data: Data | None = None,
 ) -> Site:
     """Return a site with one client per device. Client c has `sizes[c]` samples. By default, samples are images."""
-    family = TinyNet() if family is None else family
-    if isinstance(algorithm, ChoosesNetwork):
-        family = algorithm.network(family)
+    family = network_of(algorithm, TinyNet() if family is None else family)
     pool = tiny_pool(algorithm, family)
     if fleet is None:
         is_capable = getattr(algorithm, "eligible", "all") == "capable"

@@ -95,7 +95,7 @@ def _noisy(resolved: Resolved, parts: Partition) -> Partition:
     check_device(device)
     prepare_process((device,))
     found = measure_confusion(family, data, seed, n.epochs, n.lr, BATCH_SIZE, device)
-    mistakes = likely_mistakes(found.matrix, n.sure, parts.server_classes)
+    mistakes = likely_mistakes(found, n.sure, parts.server_classes)
     _, held = held_out(config, parts, data)
     noise, noisy = draw_noise(data.train_y.numpy(), parts.clients, mistakes, n.labels, seed, held)
     reached = noise.reached(sum(map(len, parts.clients)))

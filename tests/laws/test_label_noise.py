@@ -91,7 +91,7 @@ def test_labels_that_a_client_does_not_train_on_stay_right() -> None:
 
 def test_confusion_has_a_row_for_each_true_class() -> None:
     data, family = tiny_data(), TinyNet()
-    matrix = measure_confusion(family, data, seed=3, epochs=1, lr=1e-30, batch_size=16).matrix
+    matrix = measure_confusion(family, data, seed=3, epochs=1, lr=1e-30, batch_size=16)
     held_out = seeds.rng(3, "confusion").permutation(len(data.train_y))[: matrix.sum()]
     of_class = np.bincount(data.train_y.numpy()[held_out], minlength=family.outputs)
     assert matrix.sum(1).tolist() == of_class.tolist() != matrix.sum(0).tolist()

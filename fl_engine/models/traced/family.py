@@ -21,19 +21,10 @@ from fl_engine.core.seeds import drawing
 from fl_engine.core.slicing import take
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Params, Prunable, Slot, SubmodelSpec
 from fl_engine.models.exits import check_spec
-from fl_engine.models.traced import graph, subnetwork, verify
+from fl_engine.models.traced import graph, subnetwork, user_module, verify
 from fl_engine.models.traced.flow import Flow, Sizes, layout_of, replace_written_sizes
 from fl_engine.models.traced.graph import cannot_cut, unusable
-from fl_engine.models.traced.user_module import (
-    Build,
-    ModuleTrial,
-    draws_numbers,
-    makes_module,
-    name_of,
-    new_module,
-    try_module,
-    without_dropout,
-)
+from fl_engine.models.traced.user_module import Build, ModuleTrial, makes_module, name_of, new_module
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +180,7 @@ def analysis(family: ModuleFamily) -> Analysis:
     elsewhere = torch.empty(0).device.type != "cpu"
     with drawing(0, torch.device("cpu")), torch.device("cpu") if elsewhere else nullcontext():
         module = new_module(family.build[0], family.input_shape, family.outputs)
-        trial = try_module(name, module, family.input_shape, family.outputs)
+        trial = user_module.try_module(name, module, family.input_shape, family.outputs)
         return (_whole if family.whole else _cut)(name, module, trial, family)
 
 
@@ -202,7 +193,8 @@ def _cut(name: str, module: nn.Module, trial: ModuleTrial, family: ModuleFamily)
     replace_written_sizes(name, traced, flow)
     tree = subnetwork.of_graph(traced)
     # The graph contains modules instead of F.dropout, so `without_dropout` removes every dropout.
-    draws = draws_numbers(without_dropout(fx.GraphModule(traced.module, traced.graph)).train(), trial.x)
+    plain = user_module.without_dropout(fx.GraphModule(traced.module, traced.graph))
+    draws = user_module.draws_numbers(plain.train(), trial.x)
     constants = subnetwork.emptied(name, tree, trial.changing)
     derived = layout_of(flow, list(tree.state_dict()), family.outputs)
     kept = tuple(dict.fromkeys((*flow.mixing, *flow.fixed)))
