@@ -164,9 +164,9 @@ def record_round(
     if results.limited:
         metrics["clients_limited"] = float(len(results.limited))
     if updates:
-        examples = sum(update.num_examples for update in updates)
+        samples = sum(update.num_examples for update in updates)
         metrics["seconds_encode_clients"] = math.fsum(u.metrics.get("seconds_encode", 0.0) for u in updates)
-        metrics["train_loss"] = sum(u.metrics["loss"] * u.num_examples for u in updates) / examples
+        metrics["train_loss"] = sum(u.metrics["loss"] * u.num_examples for u in updates) / samples
     times = dict(sorted(results.times.items()))
     merged = [times[update.client] for update in updates if update.client in times]
     numerics = run.site.numerics
