@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import shutil
 import tempfile
@@ -23,9 +22,6 @@ from fl_engine.data.files import part_of
 
 log = logging.getLogger(__name__)
 
-HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-"""Maps format versions to header readers. Version 3.0 is not supported; only arrays with named fields require it."""
-
 DAMAGE = (
     OSError, ValueError, TypeError, LookupError, SyntaxError, TokenError, MemoryError, RecursionError, OverflowError,
 )  # fmt: skip
@@ -36,14 +32,13 @@ def map_npy(path: Path) -> NDArray[np.generic]:
     """Map the array in a .npy file into memory. Values are read from disk only when they are used, so a wrong size in
     the header cannot exhaust the memory. Raises ValueError if the file is not a valid array of numbers."""
     try:
-        with path.open("rb") as file:
-            shape, fortran, dtype = HEADERS[np.lib.format.read_magic(file)](file)
-            start = file.tell()
-        if dtype.kind not in "iuf":
-            raise ValueError(f"{dtype} of {' x '.join(map(str, shape))}")
-        if (size := path.stat().st_size - start) != math.prod(shape) * dtype.itemsize:
+        with np.errstate(over="ignore"):  # NumPy rejects too large shapes
+            found = np.lib.format.open_memmap(path, "r")
+        if found.dtype.kind not in "iuf":
+            raise ValueError(f"{found.dtype} of {' x '.join(map(str, found.shape))}")
+        if (size := path.stat().st_size - found.offset) != found.nbytes:
             raise ValueError(f"{size} bytes of numbers")
-        return np.memmap(path, dtype, "r", start, shape, "F" if fortran else "C")
+        return found
     except DAMAGE as error:
         raise ValueError(str(error)[:300]) from error
 

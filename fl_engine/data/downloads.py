@@ -95,19 +95,12 @@ def extract(archive: Path, members: Mapping[str, Path]) -> None:
     DataError if the archive is damaged or a member is missing, and EnvironmentFailure if a member cannot be written.
     """
     try:
-        if archive.suffix == ".zip":
-            with zipfile.ZipFile(archive) as packed:
-                for name, target in members.items():
-                    with packed.open(name) as content, replacing(target) as out:
-                        shutil.copyfileobj(content, out, CHUNK)
-            return
-        with tarfile.open(archive) as tar:
+        with zipfile.ZipFile(archive) if archive.suffix == ".zip" else tarfile.open(archive) as packed:
             for name, target in members.items():
-                member = tar.getmember(name)
-                source = tar.extractfile(member) if member.isreg() else None
-                if source is None:
+                content = packed.open(name) if isinstance(packed, zipfile.ZipFile) else packed.extractfile(name)
+                if content is None:
                     raise DataError(f"{archive}: {name} must be a regular file. Delete the archive and fetch it again")
-                with source, replacing(target) as out:
-                    shutil.copyfileobj(source, out, CHUNK)
+                with content, replacing(target) as out:
+                    shutil.copyfileobj(content, out, CHUNK)
     except DAMAGE as error:
         raise DataError(f"{archive} cannot be unpacked ({error}). Delete the archive and fetch it again") from error

@@ -35,7 +35,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 BILINEAR = 2
 """Pillow's `Image.Resampling.BILINEAR`."""
-DAMAGE = (OSError, ValueError, LookupError, EOFError, RuntimeError, struct.error, SyntaxError, MemoryError)
+DAMAGE = (OSError, LookupError, EOFError, RuntimeError, struct.error, SyntaxError, MemoryError)
 """Exceptions that Pillow raises for damaged images."""
 log = logging.getLogger(__name__)
 
@@ -87,6 +87,16 @@ def damaged(where: Path | str, expected: str, found: object) -> DataError:
     return DataError(f"{where}: expected {expected}, found {str(found)[:400]}. Delete the file and download it again")
 
 
+@contextmanager
+def expecting(where: Path | str, expected: str, *errors: type[Exception]) -> Iterator[None]:
+    """Raise `damaged(where, expected, error)` for a ValueError, an OverflowError or one of `errors` in the block."""
+    kinds: tuple[type[Exception], ...] = (ValueError, OverflowError, *errors)
+    try:
+        yield
+    except kinds as error:
+        raise damaged(where, expected, error) from error
+
+
 def check_labels(where: Path | str, labels: NDArray[np.integer], classes: int) -> None:
     """Raise DataError if a label is outside 0 .. classes - 1."""
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
@@ -119,10 +129,8 @@ def read(path: Path, checksum: str | None = None, most: int | None = None) -> by
 
 def read_text(path: Path, most: int, checksum: str | None = None) -> str:
     """Return the content of a UTF-8 file. Raises the same errors as `read`, and DataError if the file is not UTF-8."""
-    try:
+    with expecting(path, "UTF-8"):
         return read(path, checksum, most).decode()
-    except UnicodeDecodeError as error:
-        raise damaged(path, "UTF-8", error) from error
 
 
 def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -168,8 +176,6 @@ def open_jpeg(path: Path, most: int) -> Iterator[Any]:
     except ImportError as error:
         raise EnvironmentFailure("Pillow is required to read JPEG files. Run `pip install pillow`") from error
     content = read(path, most=most)
-    try:
-        with Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
-            yield image
-    except (*DAMAGE, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise damaged(path, "a JPEG file", error) from error
+    bombs = Image.DecompressionBombError, Image.DecompressionBombWarning
+    with expecting(path, "a JPEG file", *DAMAGE, *bombs), Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
+        yield image

@@ -7,7 +7,7 @@ and their normalisation. A simulation on one machine reads the same folders and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -124,18 +124,9 @@ def joined(server: Data, partition: Partition, parts: Sequence[Data]) -> tuple[D
     return data, replace(partition, clients=held)
 
 
-class Unknown(Mapping[int, int]):
+class Unknown(dict[int, int]):
     """Placeholder for the clients' sample counts if the server does not have them. `get` returns the default, and
     indexing raises PartitionError."""
-
-    def __init__(self, clients: int) -> None:
-        self._clients = clients
-
-    def __len__(self) -> int:
-        return self._clients
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self._clients))
 
     def get(self, client: int, default: Any = None) -> Any:
         return default

@@ -26,9 +26,12 @@ EQUAL = 1e-6
 """Standard deviations below this fraction of the mean are treated as rounding errors of float32."""
 
 
-def as_tensors(x: NDArray[Any], y: NDArray[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def as_tensors(
+    train_x: NDArray[Any], train_y: NDArray[Any], test_x: NDArray[Any], test_y: NDArray[Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return samples and targets as tensors that share the arrays' memory."""
-    return torch.from_numpy(x), torch.from_numpy(y)
+    of = torch.from_numpy
+    return of(train_x), of(train_y), of(test_x), of(test_y)
 
 
 def fingerprint(data: Data) -> str:

@@ -20,13 +20,12 @@ import re
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from fl_engine.core.samples import Data
 from fl_engine.core.text import need_plain
-from fl_engine.data.files import damaged, read, require_by_hand
-from fl_engine.data.transforms import moments, random_split
+from fl_engine.data.files import damaged, expecting, read, require_by_hand
+from fl_engine.data.transforms import as_tensors, moments, random_split
 from fl_engine.tasks import Regression
 
 ABOUT = "Appliances energy prediction, 18 features, the target a number (R2), 15,788 + 3,947; CC BY 4.0; 12 MB, by hand"
@@ -70,9 +69,8 @@ def load(root: Path, rows: int = ROWS) -> Data:
     train_x, test_x = (
         np.stack(list(part.values()), axis=1).round(DECIMALS).astype(np.float32) for part in (of_train, of_test)
     )
-    train_y, test_y = (torch.from_numpy(target[part]) for part in (train, test))
-    mean, std = moments(train_x)
-    return Data("aep", Regression(), torch.from_numpy(train_x), train_y, torch.from_numpy(test_x), test_y, mean, std)
+    tensors = as_tensors(train_x, target[train], test_x, target[test])
+    return Data("aep", Regression(), *tensors, *moments(train_x))
 
 
 def prepared(train: Table, test: Table) -> tuple[Table, Table]:
@@ -140,7 +138,7 @@ def uncorrelated(table: Table) -> list[str]:
 
 def _read(path: Path, rows: int) -> Table:
     """Return all columns as numbers, with the date in seconds since 1970."""
-    try:
+    with expecting(path, f"{rows} rows of the columns {COLUMNS[0]}, ..., {COLUMNS[-1]}", csv.Error):
         first, *lines = csv.reader(read(path).decode("ascii").splitlines(), strict=True)
         if (found := tuple(name.lower() for name in first)) != COLUMNS:
             raise ValueError(f"the columns {', '.join(found)[:400]}")
@@ -156,6 +154,4 @@ def _read(path: Path, rows: int) -> Table:
         table = dict(zip(COLUMNS[1:], (column.astype(np.float64) for column in numbers), strict=True))
         if not all(np.isfinite(column).all() for column in table.values()):
             raise ValueError("a value that is NaN or infinite")
-    except (ValueError, OverflowError, csv.Error) as error:
-        raise damaged(path, f"{rows} rows of the columns {COLUMNS[0]}, ..., {COLUMNS[-1]}", error) from error
     return {"date": date.astype(np.int64).astype(np.float64), **table}

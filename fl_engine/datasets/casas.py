@@ -130,9 +130,8 @@ def load(root: Path) -> Data:
         sample[EVENTS - len(row) :] = token[np.frombuffer(row, dtype=np.intc)]
     y, source = np.array(labels, dtype=np.int64), np.array(homes, dtype=np.int64)
     train, test = random_split(len(rows), TEST_SHARE)
-    tensors = (*as_tensors(x[train], y[train]), *as_tensors(x[test], y[test]))
-    task = Classification(len(CLASSES))
-    data = Data("casas", task, *tensors, natural_client=torch.from_numpy(source[train]))
+    tensors = as_tensors(x[train], y[train], x[test], y[test])
+    data = Data("casas", Classification(len(CLASSES)), *tensors, natural_client=torch.from_numpy(source[train]))
     warn_of_other_counts(data, *PUBLISHED)
     return data
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
+from numpy.typing import NDArray
 
 from fl_engine.core.samples import Data
 from fl_engine.data.downloads import RemoteFile, download_members
@@ -62,14 +62,14 @@ class CifarSet:
         folder = root / self.name / self.inner
         train = self._read(folder, self.train, self.samples[0] // len(self.train))
         test = self._read(folder, (self.test,), self.samples[1])
-        return Data(self.name, Classification(self.classes), *train, *test, self.mean, self.std)
+        return Data(self.name, Classification(self.classes), *as_tensors(*train, *test), self.mean, self.std)
 
     def fetch(self, root: Path) -> None:
         """Download the archive and unpack the files that do not exist. Raises the same errors as `download_members`."""
         members = {f"{self.inner}/{Path(file).name}": root / file for file in self.files}
         download_members(self.archive, root / self.name, members)
 
-    def _read(self, folder: Path, names: tuple[str, ...], records: int) -> tuple[Tensor, Tensor]:
+    def _read(self, folder: Path, names: tuple[str, ...], records: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Return uint8 images (N, 3, 32, 32) and int64 labels (N,). Every file must have exactly `records` records."""
         x, y, size = [], [], self.label_bytes + math.prod(CHW)
         for name in names:
@@ -82,7 +82,7 @@ class CifarSet:
             check_labels(path, labels, self.classes)
             x.append(table[:, self.label_bytes :].reshape(records, *CHW))
             y.append(labels)
-        return as_tensors(np.concatenate(x), np.concatenate(y).astype(np.int64))
+        return np.concatenate(x), np.concatenate(y).astype(np.int64)
 
 
 CIFAR10 = CifarSet(

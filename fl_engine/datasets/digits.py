@@ -56,5 +56,5 @@ def load(root: Path) -> Data:
     labels = table[:, 64].copy()
     test = np.zeros(len(labels), dtype=bool)
     test[stratified(labels, TEST_SAMPLES, seeds.rng(0, "digits/test"))] = True
-    tensors = (*as_tensors(images[~test], labels[~test]), *as_tensors(images[test], labels[test]))
+    tensors = as_tensors(images[~test], labels[~test], images[test], labels[test])
     return Data("digits", Classification(10), *tensors, MEAN, STD)

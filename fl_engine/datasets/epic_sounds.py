@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 
 from fl_engine.core.samples import Data
 from fl_engine.data.array_files import cached
-from fl_engine.data.files import damaged, read, require_by_hand, warn_of_other_counts
+from fl_engine.data.files import damaged, expecting, read, require_by_hand, warn_of_other_counts
 from fl_engine.tasks import Classification
 
 ABOUT = (
@@ -124,11 +124,9 @@ def _pack(audio: Path, parts: Sequence[list[Segment]], folder: Path) -> None:
 def segments(path: Path) -> list[Segment]:
     """Return the rows of an annotation file. Raises DataError if the columns, a value or the number of rows is
     wrong."""
-    try:
+    with expecting(path, f"a table in CSV with the columns {', '.join(COLUMNS)}", csv.Error):
         rows = csv.DictReader(io.StringIO(read(path, most=MOST_BYTES).decode(), newline=""))
         found = [_segment(*(row.get(name) or "" for name in COLUMNS)) for row in rows]
-    except (ValueError, csv.Error) as error:
-        raise damaged(path, f"a table in CSV with the columns {', '.join(COLUMNS)}", error) from error
     if not 0 < len(found) <= MOST_SEGMENTS:
         raise damaged(path, f"1 to {MOST_SEGMENTS} segments", len(found))
     return found
@@ -146,18 +144,16 @@ def _sound(path: Path, segment: Segment) -> NDArray[np.float64]:
     """Return the middle 1.999 s of the segment, or the whole segment if it is shorter, with values in [-1, 1]."""
     length = min(segment.stop - segment.start, CLIP)
     start = segment.start + (segment.stop - segment.start - length) // 2
-    try:
-        with path.open("rb") as file, wave.open(file) as sound:
-            form = (sound.getframerate(), sound.getnchannels(), sound.getsampwidth())
-            if form != (RATE, 1, 2) or segment.stop > sound.getnframes():
-                raise ValueError(f"{form} and {sound.getnframes()} samples")
-            sound.setpos(start)
-            content = sound.readframes(length)
-            if len(content) != 2 * length:
-                raise ValueError("a truncated file")
-    except (OSError, EOFError, wave.Error, struct.error, ValueError, RuntimeError, MemoryError) as error:
-        expected = f"a WAV file of {RATE} samples a second, 1 channel, 2 bytes a sample, up to sample {segment.stop}"
-        raise damaged(path, expected, error) from error
+    expected = f"a WAV file of {RATE} samples a second, 1 channel, 2 bytes a sample, up to sample {segment.stop}"
+    errors = OSError, EOFError, wave.Error, struct.error, RuntimeError, MemoryError
+    with expecting(path, expected, *errors), path.open("rb") as file, wave.open(file) as sound:
+        form = (sound.getframerate(), sound.getnchannels(), sound.getsampwidth())
+        if form != (RATE, 1, 2) or segment.stop > sound.getnframes():
+            raise ValueError(f"{form} and {sound.getnframes()} samples")
+        sound.setpos(start)
+        content = sound.readframes(length)
+        if len(content) != 2 * length:
+            raise ValueError("a truncated file")
     return np.frombuffer(content, dtype="<i2") / 32768
 
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from fl_engine.core import seeds
 from fl_engine.core.samples import Data
 from fl_engine.data.array_files import cached
-from fl_engine.data.files import damaged, each_once, read, require_by_hand
+from fl_engine.data.files import damaged, each_once, expecting, read, require_by_hand
 from fl_engine.data.transforms import byte_statistics
 from fl_engine.tasks import Classification
 
@@ -100,10 +100,8 @@ def _test(samples: int, writer: str) -> NDArray[np.bool_]:
 
 def _writers(path: Path) -> list[tuple[str, NDArray[np.uint8], NDArray[np.int64]]]:
     """Return the name, images (n, 1, 28, 28) and labels (n,) of each writer, in the order of the file."""
-    try:
+    with expecting(path, "JSON", RecursionError, MemoryError):
         found = json.loads(read(path, most=MOST_BYTES), object_pairs_hook=each_once)
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise damaged(path, "JSON", error) from error
     names, numbers, data = (found.get(key) if isinstance(found, dict) else None for key in KEYS)
     if not (isinstance(names, list) and isinstance(numbers, list) and isinstance(data, dict)):
         raise damaged(path, f"an object with {', '.join(KEYS)}, as LEAF writes it", type(found).__name__)
@@ -131,10 +129,8 @@ def _samples(path: Path, writer: str, found: Any, number: Any) -> tuple[NDArray[
 
 def _image(where: str, image: Any) -> NDArray[np.uint8]:
     """Return an image (28, 28) from a list of 784 numbers in [0, 1]."""
-    try:
+    with expecting(where, f"{SIDE * SIDE} numbers", TypeError):
         values = np.frombuffer(array("d", image if isinstance(image, list) else []))  # accepts only numbers
-    except (TypeError, OverflowError) as error:
-        raise damaged(where, f"{SIDE * SIDE} numbers", error) from error
     if len(values) != SIDE * SIDE:
         raise damaged(where, f"{SIDE * SIDE} numbers", len(values))
     low, high = values.min(), values.max()

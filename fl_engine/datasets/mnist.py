@@ -23,11 +23,10 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fl_engine.core.samples import Data
 from fl_engine.data.downloads import RemoteFile, download, download_members
-from fl_engine.data.files import check_labels, damaged, read, require
+from fl_engine.data.files import check_labels, damaged, expecting, read, require
 from fl_engine.data.transforms import as_tensors, byte_statistics
 from fl_engine.tasks import Classification
 
@@ -60,7 +59,7 @@ class IdxSet:
         require(self.name, root, self.files, self.url)
         train = self._read(root, self.files[:2], self.samples[0])
         test = self._read(root, self.files[2:], self.samples[1])
-        return Data(self.name, Classification(self.classes), *train, *test, *byte_statistics(train[0].numpy()))
+        return Data(self.name, Classification(self.classes), *as_tensors(*train, *test), *byte_statistics(train[0]))
 
     def fetch(self, root: Path) -> None:
         """Download missing files. Raises the same errors as `downloads.download` and `download_members`."""
@@ -71,7 +70,7 @@ class IdxSet:
         for path in paths:
             download(RemoteFile(f"{self.url}/{path.name}", path.name, self.checksums[path.name]), path.parent)
 
-    def _read(self, root: Path, files: tuple[str, ...], samples: int) -> tuple[Tensor, Tensor]:
+    def _read(self, root: Path, files: tuple[str, ...], samples: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Return uint8 images (N, 1, 28, 28) and int64 labels (N,) from a pair of files."""
 
         images_path, labels_path = (root / file for file in files)
@@ -79,7 +78,7 @@ class IdxSet:
         labels = self._idx(labels_path, (samples,))
         check_labels(labels_path, labels, self.classes)
         upright = images.transpose(0, 2, 1) if self.by_columns else images
-        return as_tensors(upright[:, None].copy(), labels.astype(np.int64))
+        return upright[:, None].copy(), labels.astype(np.int64)
 
     def _idx(self, path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
         """Return the array in a gzipped idx file of unsigned bytes (format: http://yann.lecun.com/exdb/mnist).
@@ -90,11 +89,9 @@ class IdxSet:
         """
         header = bytes((0, 0, 8, len(shape))) + np.array(shape, dtype=">u4").tobytes()
         size = len(header) + math.prod(shape)
-        try:
-            with gzip.open(io.BytesIO(read(path, self.checksums.get(path.name)))) as file:
-                content = file.read(size + 1)
-        except (OSError, EOFError, zlib.error) as error:
-            raise damaged(path, "a gzip file", error) from error
+        packed = io.BytesIO(read(path, self.checksums.get(path.name)))
+        with expecting(path, "a gzip file", OSError, EOFError, zlib.error), gzip.open(packed) as file:
+            content = file.read(size + 1)
         if not content.startswith(header) or len(content) != size:
             expected = f"an idx file of {' x '.join(map(str, shape))} bytes with the header 0x{header.hex()}"
             raise damaged(path, expected, f"{len(content)} bytes with the header 0x{content[: len(header)].hex()}")

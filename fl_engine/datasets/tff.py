@@ -87,7 +87,7 @@ def load_femnist(root: Path) -> Data:
         tuple(map(np.concatenate, zip(*part.values(), strict=True))) for part in (train, test)
     )
     source = _numbered([len(labels) for _, labels in train.values()])
-    tensors = (*as_tensors(train_x, train_y), *as_tensors(test_x, test_y))
+    tensors = as_tensors(train_x, train_y, test_x, test_y)
     return Data("femnist_tff", Classification(CLASSES), *tensors, *byte_statistics(train_x), source)
 
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from fl_engine.core.samples import Data
-from fl_engine.data.files import damaged, read_text, require_by_hand
+from fl_engine.data.files import expecting, read_text, require_by_hand
 from fl_engine.data.transforms import as_tensors, moments
 from fl_engine.tasks import Classification
 
@@ -54,9 +54,8 @@ def load(root: Path, samples: tuple[int, int] = SAMPLES) -> Data:
     (train_x, train_y, people), (test_x, test_y, _) = (
         _part(root / FOLDER / part, part, count) for part, count in zip(PARTS, samples, strict=True)
     )
-    tensors = (*as_tensors(train_x, train_y), *as_tensors(test_x, test_y))
-    task = Classification(len(ACTIVITIES))
-    return Data("uci_har", task, *tensors, *moments(train_x), torch.from_numpy(people))
+    tensors = as_tensors(train_x, train_y, test_x, test_y)
+    return Data("uci_har", Classification(len(ACTIVITIES)), *tensors, *moments(train_x), torch.from_numpy(people))
 
 
 def _part(folder: Path, part: str, samples: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -72,13 +71,11 @@ def _part(folder: Path, part: str, samples: int) -> tuple[NDArray[Any], NDArray[
 
 def _numbers(path: Path, shape: tuple[int, int], dtype: type[np.generic], most: int | None = None) -> NDArray[Any]:
     """Return the numbers in a file, which must be finite and from 1 to `most` if `most` is given."""
-    try:
+    form = "finite numbers" if most is None else f"integers from 1 to {most}"
+    with expecting(path, f"{shape[0]} lines of {shape[1]} {form}"):
         found = np.array([line.split() for line in read_text(path, MOST_BYTES).splitlines()], dtype=dtype)
         if found.shape != shape:
             raise ValueError(f"{' x '.join(map(str, found.shape))} numbers")
         if not np.isfinite(found).all() or (most is not None and not ((found >= 1) & (found <= most)).all()):
             raise ValueError("other numbers")
-    except (ValueError, OverflowError) as error:
-        form = "finite numbers" if most is None else f"integers from 1 to {most}"
-        raise damaged(path, f"{shape[0]} lines of {shape[1]} {form}", error) from error
     return found

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from fl_engine.core.samples import Data
 from fl_engine.data.array_files import map_npy
-from fl_engine.data.files import damaged, require_by_hand
+from fl_engine.data.files import damaged, expecting, require_by_hand
 from fl_engine.data.transforms import as_tensors, moments
 from fl_engine.tasks import Classification
 
@@ -48,9 +48,8 @@ def load(root: Path, samples: tuple[int, int] = SAMPLES) -> Data:
     require_by_hand("uthar", root, FILES, HOW)
     parts = [_part(root / FOLDER, part, count) for part, count in zip(("train", "test"), samples, strict=True)]
     (train_x, train_y), (test_x, test_y) = parts
-    mean, std = moments(train_x, axis=1)
-    train, test = as_tensors(train_x, train_y), as_tensors(test_x, test_y)
-    return Data("uthar", Classification(len(ACTIVITIES)), *train, *test, mean, std)
+    tensors = as_tensors(train_x, train_y, test_x, test_y)
+    return Data("uthar", Classification(len(ACTIVITIES)), *tensors, *moments(train_x, axis=1))
 
 
 def _part(folder: Path, part: str, samples: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -67,10 +66,8 @@ def _part(folder: Path, part: str, samples: int) -> tuple[NDArray[np.float32], N
 def _array(path: Path, shape: tuple[int, ...]) -> NDArray[np.generic]:
     """Return the array in a .npy file, reshaped to `shape`. Raises DataError if the number of samples or the total
     number of values differs from `shape`."""
-    try:
+    with expecting(path, f"a NumPy array (.npy) of {' x '.join(map(str, shape))} numbers"):
         found = map_npy(path)
         if found.shape[:1] != shape[:1] or found.size != math.prod(shape):
             raise ValueError(f"{found.dtype} of {' x '.join(map(str, found.shape))}")
         return found.reshape(shape)
-    except ValueError as error:
-        raise damaged(path, f"a NumPy array (.npy) of {' x '.join(map(str, shape))} numbers", error) from error

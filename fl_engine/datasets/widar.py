@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.core.text import need_plain
-from fl_engine.data.files import damaged, read, require_by_hand, warn_of_other_counts
+from fl_engine.data.files import damaged, expecting, read, require_by_hand, warn_of_other_counts
 from fl_engine.tasks import Classification
 
 ABOUT = "Widar3.0, 22x20x20 velocity profiles, 9 gestures, 11,372 + 5,222; CC BY-NC 4.0; 3.3 GB, by hand"
@@ -103,7 +103,7 @@ def _read(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def profile(path: Path) -> NDArray[np.float32]:
     """Read a profile (22, 20, 20) from 22 lines of 400 numbers. Raises DataError if the file is damaged."""
-    try:
+    with expecting(path, "22 lines of 400 numbers"):
         lines = [line.split(",") for line in read(path).decode("ascii").splitlines()]
         if [len(line) for line in lines] != [SHAPE[1] * SHAPE[2]] * SHAPE[0]:
             raise ValueError(f"{len(lines)} lines with {sum(map(len, lines))} numbers in total")
@@ -112,6 +112,4 @@ def profile(path: Path) -> NDArray[np.float32]:
             values = np.array([float(number) for line in lines for number in line]).astype(np.float32)
         if not np.isfinite(values).all():
             raise ValueError("a value that is NaN or infinite")
-    except (ValueError, OverflowError) as error:
-        raise damaged(path, "22 lines of 400 numbers", error) from error
     return values.reshape(SHAPE)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from fl_engine.core import seeds
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.files import damaged, read, require_by_hand
+from fl_engine.data.files import damaged, expecting, read, require_by_hand
 from fl_engine.data.transforms import as_tensors, moments
 from fl_engine.tasks import Classification
 
@@ -90,7 +90,7 @@ def load(root: Path, device: str) -> Data:
     train_x, test_x = (np.concatenate([found[s][0] for s in part]) for part in (train, test))
     train_y, test_y = (np.concatenate([found[s][1] for s in part]) for part in (train, test))
     people = np.repeat(np.array(train, dtype=np.int64), [len(found[s][1]) for s in train])
-    tensors = (*as_tensors(train_x, train_y), *as_tensors(test_x, test_y))
+    tensors = as_tensors(train_x, train_y, test_x, test_y)
     return Data(name, Classification(len(ACTIVITIES)), *tensors, *moments(train_x), torch.from_numpy(people))
 
 
@@ -128,7 +128,8 @@ def joined(accel: NDArray[np.void], gyro: NDArray[np.void]) -> tuple[NDArray[np.
 def read_lines(path: Path, subject: int) -> NDArray[np.void]:
     """Return the parsed lines of one file. A line has the form
     `1600,A,90426708196641,7.091625,-0.5916671,8.195502;`."""
-    try:
+    form = f"lines `{subject},A,90426708196641,7.1,-0.6,8.2;` of person, activity, time and three numbers"
+    with expecting(path, form):
         text = read(path).decode("ascii").splitlines()
         lines = {number: line for number, line in enumerate(map(str.strip, text), 1) if line}
         if not lines:
@@ -143,7 +144,4 @@ def read_lines(path: Path, subject: int) -> NDArray[np.void]:
             wrong |= ~np.isfinite(table[axis])
         if wrong.any():
             raise ValueError(f"{table[wrong][0].item()} in line {list(lines)[int(wrong.argmax())]}")
-    except (ValueError, OverflowError) as error:
-        form = f"lines `{subject},A,90426708196641,7.1,-0.6,8.2;` of person, activity, time and three numbers"
-        raise damaged(path, form, error) from error
     return table

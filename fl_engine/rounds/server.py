@@ -33,7 +33,7 @@ class ServerSite:
     @cached_property
     def samples(self) -> Mapping[int, int]:
         if self.site.most is not None:
-            return Unknown(len(self.site.partition.clients))
+            return Unknown.fromkeys(range(len(self.site.partition.clients)), 0)
         return {client: len(indices) for client, indices in enumerate(self.site.partition.clients)}
 
     @cached_property
