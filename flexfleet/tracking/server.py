@@ -50,9 +50,10 @@ ANSWER_S = 3.0
 ANSWERED = "FLEXFLEET_MLFLOW_ANSWERED"
 """Environment variable with the digest of the address that has answered, and the process that sent the request. The
 processes that this process starts do not repeat the request, because they can make the server slow."""
-CURE = "Start the server, correct the address, or set tracking.mlflow=null"
-PROBE = "/api/2.0/mlflow/experiments/search?max_results=1"
-"""Path of the first request, which every MLflow server answers with a JSON object."""
+CURE = (
+    "Start the server, correct the address or the login (MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
+    "MLFLOW_TRACKING_TOKEN), or set tracking.mlflow=null"
+)
 SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
@@ -197,21 +198,22 @@ def _check_answer(uri: str) -> None:
     """Send the first request to a server. MLflow itself would retry the request for minutes. Raises the errors of
     `check_server`."""
     kind = uri.partition("://")[0].partition("+")[0].lower()
-    ask = _ask if kind in ("http", "https") else databases.check_connection if kind in databases.KINDS else None
-    if ask is None or _has_answered(uri):
+    if kind not in ("http", "https", *databases.KINDS) or _has_answered(uri):
         return
+    import mlflow  # the import takes seconds, which are not part of the limit
+
     failed: list[Exception] = []
 
     def request() -> None:
         try:
             with explained(uri, "the connection"):
-                ask(address(uri))
-        except Unreachable as error:
-            failed.append(Unreachable(f"{error}. {CURE}"))
+                databases.check_connection(address(uri))
+                if kind not in databases.KINDS:
+                    mlflow.MlflowClient(tracking_uri=address(uri)).search_experiments(max_results=1)
+        except (Unreachable, Refused) as error:
+            failed.append(type(error)(f"{error}. {CURE}"))
         except Exception as error:
             failed.append(error)
-
-    import mlflow  # noqa: F401 - the import takes seconds, which are not part of the limit
 
     with first_calls(uri):
         thread = threading.Thread(target=request, daemon=True)
@@ -228,25 +230,6 @@ def _has_answered(uri: str) -> bool:
     """Return whether the server has answered the process that started this process."""
     digest, _, process = os.environ.get(ANSWERED, "").partition(" ")
     return digest == sha256(address(uri).encode()) and process != str(os.getpid())
-
-
-def _ask(uri: str) -> None:
-    """List experiments. Raises MLflow's errors, Unreachable or Refused."""
-    from mlflow.utils.credentials import get_default_host_creds
-    from mlflow.utils.rest_utils import http_request
-
-    options = {"max_retries": 0, "timeout": ANSWER_S, "raise_on_status": False}
-    answer = http_request(get_default_host_creds(uri.rstrip("/")), PROBE, "GET", **options)
-    status = f"HTTP status {answer.status_code}"
-    if answer.status_code in (429, 500, 502, 503, 504):
-        raise Unreachable(f"MLflow at {masked(uri)} does not answer: {status}")
-    if answer.status_code in (401, 403):
-        raise Refused(
-            f"{masked(uri)} refused the login: {status}. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
-            "MLFLOW_TRACKING_TOKEN. A server that restricts host names must also accept the one in this address"
-        )
-    if answer.status_code != 200 or not answer.text.startswith("{"):
-        raise Refused(f"{masked(uri)} is not an MLflow server: it answers {PROBE} with {status}. Correct the address")
 
 
 def connect(uri: str, experiment: str, patience_s: float = 0.0) -> tuple[Client, str]:
@@ -315,7 +298,7 @@ def is_away(error: BaseException) -> bool:
     with suppress(ImportError):  # mlflow-skinny has no SQLAlchemy
         if databases.is_away(error):
             return True
-    return isinstance(error, MlflowException) and int(error.get_http_status_code()) >= 500
+    return isinstance(error, MlflowException) and int(error.get_http_status_code()) in (500, 502, 503, 504)
 
 
 def _errors() -> tuple[type[Exception], ...]:
