@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from tokenize import TokenError
 
 import numpy as np
 import torch
@@ -18,14 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_engine.core.errors import DataError
-from fl_engine.data.files import part_of
+from fl_engine.data.files import DAMAGE, part_of
 
 log = logging.getLogger(__name__)
-
-DAMAGE = (
-    OSError, ValueError, TypeError, LookupError, SyntaxError, TokenError, MemoryError, RecursionError, OverflowError,
-)  # fmt: skip
-"""Exceptions that NumPy raises for a file that is not an array."""
 
 
 def map_npy(path: Path) -> NDArray[np.generic]:

@@ -8,26 +8,18 @@ from __future__ import annotations
 import hashlib
 import http.client
 import logging
-import lzma
 import shutil
-import struct
 import tarfile
 import urllib.request
 import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from fl_engine.core.errors import DataError, EnvironmentFailure
-from fl_engine.data.files import read, replacing
+from fl_engine.data.files import expecting, read, replacing
 
 CHUNK = 1 << 20
-DAMAGE = (
-    KeyError, tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError,
-    RuntimeError, struct.error, MemoryError,
-)  # fmt: skip
-"""Exceptions that damaged archives cause. For example, a wrong size in a header may cause a MemoryError."""
 
 log = logging.getLogger(__name__)
 
@@ -94,13 +86,12 @@ def extract(archive: Path, members: Mapping[str, Path]) -> None:
     Other members are ignored. Files are written only to the target paths, never to paths from the archive. Raises
     DataError if the archive is damaged or a member is missing, and EnvironmentFailure if a member cannot be written.
     """
-    try:
-        with zipfile.ZipFile(archive) if archive.suffix == ".zip" else tarfile.open(archive) as packed:
-            for name, target in members.items():
-                content = packed.open(name) if isinstance(packed, zipfile.ZipFile) else packed.extractfile(name)
-                if content is None:
-                    raise DataError(f"{archive}: {name} must be a regular file. Delete the archive and fetch it again")
-                with content, replacing(target) as out:
-                    shutil.copyfileobj(content, out, CHUNK)
-    except DAMAGE as error:
-        raise DataError(f"{archive} cannot be unpacked ({error}). Delete the archive and fetch it again") from error
+    form = "an intact archive with the files of the data set"
+    is_zip = archive.suffix == ".zip"
+    with expecting(archive, form), zipfile.ZipFile(archive) if is_zip else tarfile.open(archive) as packed:
+        for name, target in members.items():
+            content = packed.open(name) if isinstance(packed, zipfile.ZipFile) else packed.extractfile(name)
+            if content is None:
+                raise ValueError(f"{name}, which is not a regular file")
+            with content, replacing(target) as out:
+                shutil.copyfileobj(content, out, CHUNK)

@@ -6,18 +6,25 @@ need it.
 
 from __future__ import annotations
 
+import csv
 import errno
 import hashlib
 import io
 import logging
+import lzma
 import os
 import secrets
 import stat
 import struct
+import tarfile
+import wave
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -35,8 +42,11 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 BILINEAR = 2
 """Pillow's `Image.Resampling.BILINEAR`."""
-DAMAGE = (OSError, LookupError, EOFError, RuntimeError, struct.error, SyntaxError, MemoryError)
-"""Exceptions that Pillow raises for damaged images."""
+DAMAGE = (
+    OSError, ValueError, TypeError, LookupError, ArithmeticError, SyntaxError, TokenError, EOFError, RuntimeError,
+    MemoryError, struct.error, zlib.error, lzma.LZMAError, csv.Error, wave.Error, tarfile.TarError, zipfile.BadZipFile,
+)  # fmt: skip
+"""Exceptions that libraries raise for damaged files. For example, a wrong size in a header may cause a MemoryError."""
 log = logging.getLogger(__name__)
 
 
@@ -88,12 +98,11 @@ def damaged(where: Path | str, expected: str, found: object) -> DataError:
 
 
 @contextmanager
-def expecting(where: Path | str, expected: str, *errors: type[Exception]) -> Iterator[None]:
-    """Raise `damaged(where, expected, error)` for a ValueError, an OverflowError or one of `errors` in the block."""
-    kinds: tuple[type[Exception], ...] = (ValueError, OverflowError, *errors)
+def expecting(where: Path | str, expected: str) -> Iterator[None]:
+    """Raise `damaged(where, expected, error)` if the block raises an error in `DAMAGE`."""
     try:
         yield
-    except kinds as error:
+    except DAMAGE as error:
         raise damaged(where, expected, error) from error
 
 
@@ -176,6 +185,8 @@ def open_jpeg(path: Path, most: int) -> Iterator[Any]:
     except ImportError as error:
         raise EnvironmentFailure("Pillow is required to read JPEG files. Run `pip install pillow`") from error
     content = read(path, most=most)
-    bombs = Image.DecompressionBombError, Image.DecompressionBombWarning
-    with expecting(path, "a JPEG file", *DAMAGE, *bombs), Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
-        yield image
+    try:
+        with expecting(path, "a JPEG file"), Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
+            yield image
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise damaged(path, "a smaller image", error) from error

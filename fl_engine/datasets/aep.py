@@ -138,7 +138,7 @@ def uncorrelated(table: Table) -> list[str]:
 
 def _read(path: Path, rows: int) -> Table:
     """Return all columns as numbers, with the date in seconds since 1970."""
-    with expecting(path, f"{rows} rows of the columns {COLUMNS[0]}, ..., {COLUMNS[-1]}", csv.Error):
+    with expecting(path, f"{rows} rows of the columns {COLUMNS[0]}, ..., {COLUMNS[-1]}"):
         first, *lines = csv.reader(read(path).decode("ascii").splitlines(), strict=True)
         if (found := tuple(name.lower() for name in first)) != COLUMNS:
             raise ValueError(f"the columns {', '.join(found)[:400]}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from fl_engine.core import seeds
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.samples import Data
+from fl_engine.data.files import DAMAGE
 from fl_engine.data.transforms import as_tensors, stratified
 from fl_engine.storage.store import sha256
 from fl_engine.tasks import Classification
@@ -43,7 +43,7 @@ def _table() -> NDArray[np.int64]:
             table = np.loadtxt(file, delimiter=",", dtype=np.int64)
         if sha256(table.astype("<i8").tobytes()) != CHECKSUM:
             raise ValueError("other values")
-    except (OSError, EOFError, zlib.error, ValueError) as error:
+    except DAMAGE as error:
         raise EnvironmentFailure(f"{path} must contain the digits data ({error}). Reinstall scikit-learn") from error
     return table
 

@@ -100,7 +100,7 @@ def _test(samples: int, writer: str) -> NDArray[np.bool_]:
 
 def _writers(path: Path) -> list[tuple[str, NDArray[np.uint8], NDArray[np.int64]]]:
     """Return the name, images (n, 1, 28, 28) and labels (n,) of each writer, in the order of the file."""
-    with expecting(path, "JSON", RecursionError, MemoryError):
+    with expecting(path, "JSON"):
         found = json.loads(read(path, most=MOST_BYTES), object_pairs_hook=each_once)
     names, numbers, data = (found.get(key) if isinstance(found, dict) else None for key in KEYS)
     if not (isinstance(names, list) and isinstance(numbers, list) and isinstance(data, dict)):
@@ -129,7 +129,7 @@ def _samples(path: Path, writer: str, found: Any, number: Any) -> tuple[NDArray[
 
 def _image(where: str, image: Any) -> NDArray[np.uint8]:
     """Return an image (28, 28) from a list of 784 numbers in [0, 1]."""
-    with expecting(where, f"{SIDE * SIDE} numbers", TypeError):
+    with expecting(where, f"{SIDE * SIDE} numbers"):
         values = np.frombuffer(array("d", image if isinstance(image, list) else []))  # accepts only numbers
     if len(values) != SIDE * SIDE:
         raise damaged(where, f"{SIDE * SIDE} numbers", len(values))

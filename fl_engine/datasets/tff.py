@@ -34,11 +34,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_engine.core.errors import DataError, EnvironmentFailure
+from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.samples import Data
 from fl_engine.core.system import install_command
 from fl_engine.data.downloads import RemoteFile, download_members
-from fl_engine.data.files import check_labels, damaged, require
+from fl_engine.data.files import check_labels, damaged, expecting, require
 from fl_engine.data.transforms import as_tensors, byte_statistics
 from fl_engine.datasets.femnist import CLASSES, SIDE
 from fl_engine.tasks import Classification, NextToken
@@ -142,19 +142,16 @@ def _clients(path: Path, arrays: tuple[str, ...], read: Callable[..., Any], most
     except ImportError as error:
         raise EnvironmentFailure(f"{path} requires h5py. Run `{install_command('hdf5')}`") from error
     found = {}
-    try:
-        with h5py.File(path, "r") as file:
-            examples = file.get("examples")
-            if not isinstance(examples, h5py.Group) or not len(examples):
-                raise damaged(path, "a group 'examples' with a group for each client", "none")
-            for name in heapq.nsmallest(most or len(examples), examples):
-                client, who = examples.get(name), f"{path}: client {name[:80]!r}"
-                members = [client.get(each) if isinstance(client, h5py.Group) else None for each in arrays]
-                if not all(isinstance(each, h5py.Dataset) for each in members):
-                    raise damaged(who, f"the arrays {', '.join(arrays)}", "none")
-                found[name] = read(who, *members)
-    except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as HDF5 ({error}). Delete the file and fetch it again") from error
+    with expecting(path, "an HDF5 file"), h5py.File(path, "r") as file:
+        examples = file.get("examples")
+        if not isinstance(examples, h5py.Group) or not len(examples):
+            raise damaged(path, "a group 'examples' with a group for each client", "none")
+        for name in heapq.nsmallest(most or len(examples), examples):
+            client, who = examples.get(name), f"{path}: client {name[:80]!r}"
+            members = [client.get(each) if isinstance(client, h5py.Group) else None for each in arrays]
+            if not all(isinstance(each, h5py.Dataset) for each in members):
+                raise damaged(who, f"the arrays {', '.join(arrays)}", "none")
+            found[name] = read(who, *members)
     return found
 
 
