@@ -166,12 +166,23 @@ class PooledAlgorithm(Options):
         return self.assign(state, context, self.select(state, context))
 
     def select(self, state: Any, context: RoundContext, purpose: str = "select") -> list[Pick]:
-        """Select clients, and return their pairs (client, level). Each `purpose` has a separate random stream."""
+        """Select clients, and return their pairs (client, level). Each `purpose` has a separate random stream.
+
+        Clients in `context.without` are drawn like all others, and replaced afterwards. Therefore the selection is the
+        same with and without these clients until one of them is drawn.
+        """
         allowed = replace(context, available=eligible(self, context.available, state.pool))
         count = round_size(self.training.fraction * context.over_provision, len(context.fleet))
         count = count if context.slots is None else min(count, context.slots)
         rng = seeds.rng(context.seed, purpose, context.round)
-        return self.selector(state.pool).pick(state.tables, allowed, count, rng)
+        selector = self.selector(state.pool)
+        picks = selector.pick(state.tables, allowed, count, rng)
+        while missing := [client for client, _ in picks if client in context.without]:
+            picks = [pick for pick in picks if pick[0] not in missing]
+            drawn = {client for client, _ in picks} | context.without
+            rest = replace(allowed, available=tuple(d for d in allowed.available if d.client not in drawn))
+            picks = sorted(picks + selector.pick(state.tables, rest, len(missing), rng)) if rest.available else picks
+        return picks
 
     def check_samples(self, context: RoundContext) -> None:
         """Raise ConfigError if the server does not know the clients' sample counts."""

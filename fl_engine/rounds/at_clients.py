@@ -67,6 +67,7 @@ def plan_evaluation(
     if count < len(devices):
         drawn = seeds.rng(run.site.seed, "evaluate on clients", round).permutation(len(devices))[:count]
         devices = [devices[i] for i in sorted(drawn)]
+    devices = [device for device in devices if device.client not in run.options.without]  # after the draw
     weights = published(state)
     sent: dict[int, Params] = {}
     assignments = []

@@ -109,9 +109,10 @@ class Ledger:
         key: KeyOf | None = None,
         lock: RunLock | None = None,
         keep_rounds: float = 0,
+        pinned: int | None = None,
     ) -> None:
         self.store = store
-        self.checkpoints = Checkpoints(store, keep_every, lock, keep_rounds)
+        self.checkpoints = Checkpoints(store, keep_every, lock, keep_rounds, pinned)
         self.mailbox = RoundMailbox(store, rules, key)
         self.states = TensorFiles(self.checkpoints, FOLDER, lambda rest: named(rest).values())
         self.pending = TensorFiles(

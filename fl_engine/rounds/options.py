@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, NonNegativeInt, field_validator
 
 from fl_engine.core.fields import Count, Fraction, Moves, NotNegative, Positive, Section
 from fl_engine.rounds import fault_injection
@@ -29,7 +29,7 @@ class RoundsConfig(Section):
     evaluate_every: Count = 1
     """Evaluate after every n-th round and after the last round."""
     commit_every: Annotated[Literal["auto"] | Count, Moves.EXECUTION] = "auto"
-    """Commit after every n-th round; auto: every round if updates are stored, otherwise at most every two seconds."""
+    """Commit every n-th round; auto: every round if updates are stored, otherwise every two seconds."""
     keep_every: Annotated[Count | None, Moves.EXECUTION] = None
     """Keep the state of every n-th round; null: keep only the states of the last two commits."""
     keep_updates: Annotated[bool, Moves.EXECUTION] = False
@@ -44,7 +44,9 @@ class RoundsConfig(Section):
     deadline_s: Positive | None = None
     """Reject updates that take longer than this number of simulated seconds; null: wait for all updates."""
     quorum: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Minimum fraction of the required updates that a merge needs. With fewer updates, the model does not change."""
+    """Fraction of the required updates below which a round merges nothing, so the model does not change."""
+    without: tuple[NonNegativeInt, ...] = ()
+    """Clients (by number) that never train and never evaluate; their places go to other clients."""
     faults: str | None = None
     """Simulated dropouts, stragglers and Byzantine clients, each with a fraction of all assignments, for example
     drop=0.2,slow=0.1x5,nan=0.02,scale=0.02x100,flip=0.02,corrupt=0.01,uphill=0.02,backdoor=0.02; null: no faults."""

@@ -119,7 +119,7 @@ def record_round(
         bytes_down: Bytes sent in this round; None if this number is the sum of `sent_bytes`.
     """
     lines, updates, failures = [], list[ClientUpdate](), list[ClientFailure]()
-    pruned, examples = 0, set[str]()
+    pruned, described = 0, set[str]()
     for head in results.heads():
         assignment = plan.assignment_of[head.client]
         if isinstance(head, ClientUpdate):
@@ -129,10 +129,10 @@ def record_round(
             failures.append(head)
             log.warning("round %d: client %d failed (%s): %s", head.round + 1, head.client, head.stage, head.reason)
         line = _line(run.site.pool, assignment.level, head, results.times.get(head.client))
-        if isinstance(head, ClientFailure) and head.details is not None and line["failure"] not in examples:
-            if len(examples) < EXAMPLES:
+        if isinstance(head, ClientFailure) and head.details is not None and line["failure"] not in described:
+            if len(described) < EXAMPLES:
                 line["details"] = asdict(head.details)
-            examples.add(line["failure"])
+            described.add(line["failure"])
         if head.client in results.scores:
             line["score"] = results.scores[head.client]
         if head.client in results.limited:

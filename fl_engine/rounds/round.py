@@ -123,6 +123,9 @@ def plan_round(
     begin = before.clock if before.pending else run.begins(round, before.clock)
     context = run.context(round, begin, {update.client for update in before.pending})
     plan = run.algorithm.plan(before.state, context)
+    if context.without:
+        kept = tuple(each for each in plan.assignments if each.client not in context.without)
+        plan = replace(plan, assignments=kept)
     check_planned(run.algorithm, plan, len(run.site.fleet), len(run.site.pool))
     watch.ends("plan")
     plan = coding.encode_plan(plan, run.site.pool, run.codecs, run.site.seed)

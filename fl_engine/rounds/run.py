@@ -80,6 +80,7 @@ class Run:
             slots=None if self.options.mode == "synchronous" else self.at_once - len(busy),
             samples=tuple(self.site.rules.samples),
             draws=self._draws,
+            without=frozenset(self.options.without),
         )
 
     def available(self, clock: float, busy: Collection[int] = ()) -> tuple[Device, ...]:

@@ -94,12 +94,18 @@ class RoundFile(NamedTuple):
 class Checkpoints:
     """Reads and writes commits. `keep_every` is n to keep the state of every n-th round, or None to keep only the last
     two states. `lock` is the run's lock, or None if only this machine can access the store. The states and results of
-    the last `keep_rounds` rounds are also kept."""
+    the last `keep_rounds` rounds are also kept, and the state of the round `pinned`."""
 
     def __init__(
-        self, store: Store, keep_every: int | None = None, lock: RunLock | None = None, keep_rounds: float = 0
+        self,
+        store: Store,
+        keep_every: int | None = None,
+        lock: RunLock | None = None,
+        keep_rounds: float = 0,
+        pinned: int | None = None,
     ) -> None:
-        self.store, self.keep_every, self.lock, self.keep_rounds = store, keep_every, lock, keep_rounds
+        self.store, self.keep_every, self.lock = store, keep_every, lock
+        self.keep_rounds, self.pinned = keep_rounds, pinned
 
     def commits(self) -> list[int]:
         """Return the committed rounds in ascending order."""
@@ -283,6 +289,7 @@ class Checkpoints:
             if file.round not in commits or file.name not in (*STATE_FILES, MARK):
                 return file.round <= round
             kept = self.keep_every is not None and (file.round + 1) % self.keep_every == 0
+            kept = kept or file.round == self.pinned
             kept = kept or (self.keep_rounds > 0 and file.round >= round - self.keep_rounds)
             has_state = file.name in ("state.safetensors", "state.json")
             return file.round < commits[-2:][0] and not kept and (has_state or file.round <= packed)

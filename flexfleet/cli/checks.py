@@ -37,6 +37,8 @@ def verify(args: argparse.Namespace) -> None:
             show(f"{name} again, with equal bits: {len(again)} of {found.rounds} rounds")
     if found.evaluated:
         show("evaluated the final model again, with equal results")
+    if found.forgotten:
+        show(f"the model does not depend on the clients {', '.join(map(str, found.forgotten))}")
     for text in found.not_checked:
         show(f"not checked: {text}")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import fl_engine
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.text import at_home, path_of
-from flexfleet.cli import checks, completion, host, kubeflow, listing, many_runs, runs
+from flexfleet.cli import checks, completion, forks, host, kubeflow, listing, many_runs, runs
 from flexfleet.config.dotted import SHORT, STUDY
 from flexfleet.files import terminal
 from flexfleet.worker.__main__ import add_options
@@ -204,6 +204,28 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument(
         "--on-step", metavar="module:function", help="function to call with (spec, weights, batch) before each step"
     )
+
+    c = plain("fork", forks.fork, "continue a run after some round with other settings, or without some clients")
+    c.add_argument("run", type=path_of, metavar="RUN", help="folder of a run")
+    c.add_argument("--at", type=int, metavar="N", help="number of rounds that both runs share")
+    terminal.add_set(c, "change a parameter for the rounds that follow")
+    c.add_argument(
+        "--without", action="append", default=[], metavar="WHO",
+        help="leave out clients: client=7, client=7,9, tier=NAME or label=3 (clients with this label); may be repeated",
+    )  # fmt: skip
+    c.add_argument("--run-id", metavar="ID", help="name of the new run")
+    c.add_argument("--resume", action="store_true", help="continue the fork --run-id")
+
+    c = plain("contributions", forks.contributions, "measure what each client contributes, by leaving it out")
+    c.add_argument("run", type=path_of, metavar="RUN", help="folder of a finished run")
+    c.add_argument("--by", choices=("client", "tier"), default="client", help="what to leave out (default: client)")
+    c.add_argument("--jobs", type=int, default=1, metavar="N", help="number of parallel forks (default: 1)")
+
+    c = plain("forget", forks.forget, "train a run again without a client, and certify that its data were not used")
+    c.add_argument("run", type=path_of, metavar="RUN", help="folder of a run")
+    c.add_argument("--client", required=True, metavar="LIST", help="clients to forget, such as 7 or 7,9")
+    c.add_argument("--run-id", metavar="ID", help="name of the new run")
+    c.add_argument("--resume", action="store_true", help="continue the run --run-id")
 
     c = plain("diff", checks.diff, "show where two runs part, and which parameters or inputs differ")
     c.add_argument("first", type=path_of, metavar="RUN", help="folder of a run")

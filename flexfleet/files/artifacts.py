@@ -141,6 +141,16 @@ def _model_of(level: Level) -> PoolModel:
         raise IntegrityError(f"pool.json: the level {level.name!r} is not valid: {error}") from error
 
 
+class Forked(Strict):
+    """Origin of a fork (`flexfleet fork`), which shares its first rounds with another run."""
+
+    run_id: str
+    round: int
+    """Number of shared rounds."""
+    link: str
+    """Link of the last shared round (`rounds.chain`); empty if no round is shared."""
+
+
 class RunFile(Artifact):
     """Configuration and inputs of a run, which are stored in run.json when the run starts."""
 
@@ -163,6 +173,7 @@ class RunFile(Artifact):
     """Map classes and functions of the user (package.module:Name) to the sha256 of their source code."""
     code_sha256: str | None = None
     """The sha256 of the wheel with the user's code (`run.code`). The wheel is stored as code/<sha256>.whl."""
+    forked: Forked | None = None
     mlflow_run_id: str | None = None
     key_at: str | None = None
     """Address of the run's key, for error messages only."""

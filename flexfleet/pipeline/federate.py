@@ -109,7 +109,9 @@ def federate(
         wheel = own_code.wheel_of(config)
         rules = replace(site.rules, algorithm=algorithm, seed=None if devices_decide(config) else config.seed)
         signs = key_of(key) if apart else None
-        ledger = Ledger(store, config.rounds.keep_every, rules, signs, held, config.run.kept_rounds)
+        forked = known.forked if known else None
+        pinned = forked.round - 1 if forked else None
+        ledger = Ledger(store, config.rounds.keep_every, rules, signs, held, config.run.kept_rounds, pinned)
 
         record = RunFile(
             run_id=run_id,
@@ -122,6 +124,7 @@ def federate(
             folders_sha256=folders,
             sources=sources(config),
             code_sha256=None if wheel is None else sha256(wheel),
+            forked=forked,
             mlflow_run_id=(known.mlflow_run_id if known else None) or attempt.mlflow_run_id,
             key_at=str(place),
             key_sha256=sha256(key),

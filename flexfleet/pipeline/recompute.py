@@ -30,6 +30,7 @@ from flexfleet.files.artifacts import EvaluationFile, History, RunFile
 from flexfleet.files.run_folder import check_manifest
 from flexfleet.pipeline import keys, partition
 from flexfleet.pipeline.evaluate import evaluate
+from flexfleet.pipeline.fork import check_certificate
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.resume import devices_decide, store_of
 
@@ -42,6 +43,11 @@ class Recomputation:
     initial: Any
     backend: InProcess
     ledger: Ledger
+
+    @property
+    def restarts(self) -> bool:
+        """True if rounds can be computed from a stored state. Old client states and waiting updates are not stored."""
+        return not self.rounds.client_state and self.rounds.options.mode != "buffered"
 
 
 def recomputation(resolved: Resolved, folder: Path, run: RunFile) -> Recomputation:
@@ -110,6 +116,8 @@ def replay_client(
             raise ConfigError(message, path=wrong[0])
         other = configs.parse_with_algorithm(applied(run.config, settings), stored=True)[1]
     again = recomputation(resolved, folder, run)
+    if run.forked is not None and (round < run.forked.round or not again.restarts):
+        raise ConfigError(f"round {round + 1} of a fork cannot be replayed. Replay a round of {run.forked.run_id}")
     return replay(again.rounds, again.initial, again.backend, again.ledger, round, client, other, on_step)
 
 
@@ -128,6 +136,8 @@ class Verified:
     """Rounds whose clients were trained again."""
     evaluated: bool
     """True if the final model was evaluated again."""
+    forgotten: tuple[int, ...]
+    """Clients on whose data the model does not depend, according to the run's certificate (`flexfleet forget`)."""
     not_checked: tuple[str, ...]
     """Reasons why something was not checked."""
 
@@ -168,8 +178,14 @@ def verify(
     found = _check_history(folder, link, public_key) if (folder / "history.json").exists() else None
     if found is None:
         left.append("the signature, because the run has not finished")
-    chosen = set(range(count) if every else rounds)
-    chosen |= set(random.sample(sorted(set(range(count)) - chosen), min(sample, count - len(chosen))))
+    first = 0 if run.forked is None else run.forked.round
+    if run.forked is not None and first:
+        if rows[first - 1].link != run.forked.link:
+            raise IntegrityError(f"{folder / 'run.json'}: the shared rounds are not those of {run.forked.run_id}")
+        left.append(f"rounds 1 to {first}, which are rounds of {run.forked.run_id}. Verify that run")
+    chosen = set(range(first, count) if every else rounds) - set(range(first))
+    others = sorted(set(range(first, count)) - chosen)
+    chosen |= set(random.sample(others, min(sample, len(others))))
     merged, trained, evaluated = list[int](), list[int](), False
     try:
         again = recomputation(resolved, folder, run)
@@ -181,16 +197,21 @@ def verify(
             if sha256(laid_out(published(final))) != found.model_sha256:
                 raise IntegrityError(f"{folder / 'model.safetensors'} is not the model of the last round")
         kept = kept_results(again.ledger)
+        if first and not again.restarts:
+            left.append("the rounds of a fork whose clients keep states or whose updates wait")
+            chosen, kept = set(), set()
         for train, some in ((True, chosen), (False, kept - chosen)):
             for each, how in verify_rounds(again.rounds, again.initial, again.backend, again.ledger, some, train):
                 (merged if how == "merged" else trained).append(each + 1)
                 progress(f"round {each + 1}: {how} again, equal")
         if evaluated := (folder / "evaluation.json").exists():
             _check_evaluation(resolved, folder)
-        if rest := count - len(merged) - len(trained):
+        if rest := count - first - len(merged) - len(trained):
             left.append(f"the merge of {rest} of {count} rounds (run.keep = {resolved.config.run.keep})")
-    key = "" if found is None else found.public_key
-    return Verified(run.run_id, count, key, tuple(merged), tuple(trained), evaluated, tuple(left))
+    key, forgotten = "" if found is None else found.public_key, tuple[int, ...]()
+    if found is not None and (proof := check_certificate(folder, ledger.checkpoints.each_row(), found)) is not None:
+        forgotten = proof.forgotten
+    return Verified(run.run_id, count, key, tuple(merged), tuple(trained), evaluated, forgotten, tuple(left))
 
 
 def _check_history(folder: Path, link: str, public_key: str | None) -> History:
