@@ -188,8 +188,8 @@ def natural(groups: Ints, clients: int) -> tuple[Ints, ...]:
     """
     names, rank = np.unique(groups, return_inverse=True)
     if not 1 <= clients <= len(names):
-        most = f"{len(names)} (the number of natural clients)"
-        raise PartitionError(f"partition.clients must be from 1 to {most}, got {clients}")
+        most = f"{len(names)}, the number of natural clients with samples that are not in the proxy"
+        raise PartitionError(f"partition.clients must be from 1 to {most}, got {clients}", path="partition.clients")
     return tuple(np.flatnonzero(rank % clients == client) for client in range(clients))
 
 

@@ -108,7 +108,7 @@ def partition(
     rng, own = seeds.rng(seed, "partition"), dict[str, Any]()
     match rule:
         case "natural":
-            parts = rules.natural(_sources(data, rest, clients), clients)
+            parts = rules.natural(_sources(data, rest), clients)
         case "manual":
             if owner is None:
                 raise PartitionError("partition.map must be a JSON file if partition.rule=manual", path="partition.map")
@@ -158,22 +158,16 @@ def _proxy(data: Data, samples: int, config: PartitionConfig, seed: int) -> tupl
     return rules.split_classes(labels_of(data), server_classes, count, rng)
 
 
-def _sources(data: Data, rest: Ints, clients: int) -> Ints:
+def _sources(data: Data, rest: Ints) -> Ints:
     """Return the source (writer, user) of each sample that is not in the proxy. Raises PartitionError if the sources
-    are unknown, or if too few sources have samples outside of the proxy."""
+    are unknown."""
     if data.natural_client is None:
         raise PartitionError(
             f"partition.rule must not be natural, because {data.name} does not contain the source of each sample",
             path="partition.rule",
         )
-    sources = data.natural_client.numpy()
-    every, left = len(np.unique(sources)), len(np.unique(sources[rest]))
-    if left < clients <= every:
-        raise PartitionError(
-            f"partition.clients must be at most {left}, got {clients}. Lower partition.clients or partition.proxy",
-            path="partition.clients",
-        )
-    return sources[rest]
+    sources: Ints = data.natural_client.numpy()[rest]
+    return sources
 
 
 def _check_labels(data: Data, rule: str) -> None:

@@ -180,9 +180,8 @@ def accept_all(
             failures.append(work)
             continue
         shared = site.numerics.strategy == "batched" and not work.assignment.evaluates and local.can_share(work.task)
-        key: object = work.assignment.client
-        if shared:
-            key = local.kind(site.layout, work.task, len(work.indices), frozenset(work.linear))
+        kind = (site.layout, work.task, len(work.indices), frozenset(work.linear))
+        key: object = local.kind(*kind) if shared else work.assignment.client
         group = open_groups.get(key)
         if group is None or len(group) >= site.numerics.lanes:
             group = open_groups[key] = []

@@ -37,19 +37,13 @@ def proxy_of(url: str) -> dict[str, Any]:
     if not address or _is_excluded(server.netloc.rpartition("@")[2], server.hostname or "", known.get("no", "")):
         return {}
     variable = f"{server.scheme if server.scheme in known else 'all'}_PROXY".upper()
-    try:
-        proxy = urlsplit(address if "://" in address else f"http://{address}")
-        host, port = proxy.hostname, proxy.port
-    except ValueError:
-        host = port = None
-    if not host or proxy.scheme not in ("http", "https"):
-        raise ConfigError(f"{variable} must be http://host:port, got {masked(address)!r}", path=variable)
-    where = f"[{host}]" if ":" in host else host
-    headers = {}
-    if proxy.username is not None:
-        user = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
-        headers = urllib3.make_headers(proxy_basic_auth=user)
-    return {"proxy_url": f"{proxy.scheme}://{where}" + (f":{port}" if port else ""), "proxy_headers": headers}
+    with suppress(urllib3.exceptions.LocationParseError):
+        proxy = urllib3.util.parse_url(address if "://" in address else f"http://{address}")
+        if proxy.host and proxy.scheme in ("http", "https"):
+            user = None if proxy.auth is None else unquote(proxy.auth if ":" in proxy.auth else f"{proxy.auth}:")
+            headers = urllib3.make_headers(proxy_basic_auth=user)
+            return {"proxy_url": proxy._replace(auth=None, path=None).url, "proxy_headers": headers}
+    raise ConfigError(f"{variable} must be http://host:port, got {masked(address)!r}", path=variable)
 
 
 def _is_excluded(netloc: str, host: str, excluded: str) -> bool:

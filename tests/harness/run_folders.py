@@ -10,8 +10,8 @@ from typing import Any
 from fl_engine.data.partition import PartitionManifest
 from fl_engine.preparation.apoz import ApozLayer
 from fl_engine.storage.checkpoints import Row
-from fl_engine.storage.store import sha256
-from flexfleet.files.artifacts import Apoz, EvaluationFile, History, Level, LevelScore, PoolFile, RunFile
+from fl_engine.storage.store import FolderStore, sha256
+from flexfleet.files.artifacts import Apoz, EvaluationFile, Level, LevelScore, PoolFile, RunFile, history_of
 
 GROUPS = {"conv1": 16, "conv2": 32, "fc1": 64}
 # Widths per layer, share, gamma; M2' and M3' are made on devices and not reported.
@@ -125,7 +125,7 @@ def write_run(folder: Path, algorithm: str, run_id: str | None = None, **config:
         pool_sha256=sha256(pool.read_bytes()),
         partition_sha256=sha256(partition.read_bytes()),
     ).write(folder / "run.json")
-    History(rounds=tuple(history), model_sha256="a" * 64, seconds=6.0).write(folder / "history.json")
+    FolderStore(folder).put("history.json", history_of(history, "a" * 64))
     EvaluationFile(
         rounds=3,
         test_samples=100,
