@@ -63,7 +63,8 @@ def load(root: Path) -> Data:
     """
     require_by_hand("widar", root, FILES, HOW)
     every = list(listed(root / FOLDER))
-    users = in_order(every)
+    counts = Counter(sample.user for sample in every)
+    users = sorted(counts, key=lambda user: (counts[user], user))
     trains = {users[place] for place in TRAINS if place < len(users)}
     if not trains:
         raise DataError(
@@ -85,12 +86,6 @@ def listed(folder: Path) -> Iterator[Sample]:
         if gesture is None or user is None:
             raise damaged(path, "a folder `<number>-<gesture>` and a file `user<number>-....csv`", "other names")
         yield Sample(int(gesture[1]), int(user[1]), path)
-
-
-def in_order(samples: Sequence[Sample]) -> list[int]:
-    """Return the users sorted by number of samples, fewest first. Users with equal counts are sorted by number."""
-    counts = Counter(sample.user for sample in samples)
-    return sorted(counts, key=lambda user: (counts[user], user))
 
 
 def _read(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,7 +41,7 @@ from fl_engine.exchange.updates import Rules, payload_bytes, read_update
 from fl_engine.storage import run_files
 from fl_engine.storage.overlapping import overlapped
 from fl_engine.storage.run_files import WAY_OUT, round_folder
-from fl_engine.storage.store import Store, canonical, decode, laid_out, sha256, tensor_bytes
+from fl_engine.storage.store import Store, canonical, laid_out, sha256, tensor_bytes
 
 log = logging.getLogger("flexfleet")
 
@@ -171,15 +171,9 @@ class Mailbox:
                 raise IntegrityError(f"{self.store.uri(name)} must be an assignment for this round and client")
             return assignment
 
-        def tensors(file: str, most: int | None) -> Params:
-            value = self.store.get(folder + file, most)
-            if file != f"{sha256(value)}.safetensors":
-                raise IntegrityError(f"{self.store.uri(folder + file)} is damaged: its SHA-256 is wrong")
-            return decode(value, self.store.uri(folder + file))
-
         found = list(overlapped(self.store, 0, read, clients))
         files = {file: o.most for o in found for file in (o.payload, o.memory) if file is not None}
-        known = {file: tensors(file, most) for file, most in files.items()}
+        known = {file: run_files.read_tensors(self.store, folder + file, most) for file, most in files.items()}
         return {o.client: self._assignment(o, known, self.store.uri(f"{folder}{o.client}.json")) for o in found}
 
     @staticmethod

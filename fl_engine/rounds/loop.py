@@ -31,7 +31,7 @@ from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.round import Progress, run_round
 from fl_engine.rounds.run import Run
 from fl_engine.storage.checkpoints import Row
-from fl_engine.storage.tensor_files import FILES, KEY, named
+from fl_engine.storage.tensor_files import KEY, named
 
 log = logging.getLogger("flexfleet")
 
@@ -215,7 +215,7 @@ def _packed(progress: Progress, options: RoundsConfig) -> tuple[Params, dict[str
     if progress.pending:
         rest[buffer.KEY] = [update.model_dump(mode="json") for update in progress.pending]
     if progress.states:
-        rest[KEY] = FILES.dump_python(dict(progress.states), mode="json")
+        rest[KEY] = {str(client): file for client, file in progress.states.items()}
     return tensors, rest
 
 

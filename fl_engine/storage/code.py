@@ -21,6 +21,7 @@ from pathlib import Path
 
 from fl_engine.core.allowed import OURS, wheels
 from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.records import read_bytes
 from fl_engine.storage.store import sha256
 
 LARGEST = 64 * 2**20
@@ -108,7 +109,12 @@ def enable(value: bytes, digest: str, where: str, file: str | None = None) -> No
     ConfigError if an installed package has the wheel's name."""
     if (found := sha256(value)) != digest:
         raise IntegrityError(f"{where} must have the SHA-256 {digest}, got {found}. The package is not imported")
-    name = _name_in(value, where)
+    try:
+        with zipfile.ZipFile(io.BytesIO(value)) as archive:
+            (about,) = [each for each in archive.namelist() if each.endswith("-0.dist-info/METADATA")]
+    except (zipfile.BadZipFile, ValueError) as error:
+        raise IntegrityError(f"{where} must be a valid wheel: {error}") from error
+    name = about.partition("-0.dist-info/")[0]
     if wheels.get(name, ("", ""))[0] == digest:
         return
     taken = getattr(sys.modules.get(name), "__file__", None)
@@ -164,15 +170,6 @@ def enabled(digest: str) -> bool:
     return any(known == digest for known, _ in wheels.values())
 
 
-def _name_in(value: bytes, where: str) -> str:
-    try:
-        with zipfile.ZipFile(io.BytesIO(value)) as archive:
-            (about,) = [each for each in archive.namelist() if each.endswith("-0.dist-info/METADATA")]
-    except (zipfile.BadZipFile, ValueError) as error:
-        raise IntegrityError(f"{where} must be a valid wheel: {error}") from error
-    return about.partition("-0.dist-info/")[0]
-
-
 class Handed:
     """A wheel that is sent to another process on this machine. When this object is unpickled, the wheel is verified and
     enabled. Unpickle this object first, because the classes of other objects may be in the wheel."""
@@ -186,8 +183,4 @@ class Handed:
 
 def enable_file(path: str, digest: str) -> None:
     """Verify and enable a wheel file. Raises IntegrityError if the file cannot be read."""
-    try:
-        value = Path(path).read_bytes()
-    except OSError as error:
-        raise IntegrityError(f"the wheel {path} cannot be read: {error.strerror}") from error
-    enable(value, digest, path, path)
+    enable(read_bytes(Path(path)), digest, path, path)

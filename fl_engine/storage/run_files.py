@@ -8,7 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from fl_engine.core.errors import IntegrityError, TooLarge
-from fl_engine.storage.store import Store, Value, sha256
+from fl_engine.core.types import Params
+from fl_engine.storage.store import Store, Value, decode, sha256
 
 WAY_OUT = "To continue from the last good commit, resume with --discard-damaged. Later rounds are computed again"
 
@@ -30,6 +31,15 @@ def json_of(value: bytes, name: str) -> Any:
 
 def sum_of(value: Value) -> str:
     return f"{sha256(value)}:{len(value)}"
+
+
+def read_tensors(store: Store, key: str, most: int | None = None) -> Params:
+    """Read a file whose name ends with its SHA-256 and `.safetensors`, and read at most `most` bytes. Raises
+    IntegrityError if the file is missing or damaged."""
+    value, uri = store.get(key, most), store.uri(key)
+    if not key.endswith(f"{sha256(value)}.safetensors"):
+        raise IntegrityError(f"{uri} is damaged: its SHA-256 is wrong")
+    return decode(value, uri)
 
 
 def read_verified(store: Store, key: str, expected: str | None) -> bytes:

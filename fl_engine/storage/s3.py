@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import urllib3
 
@@ -24,9 +24,6 @@ from fl_engine.storage.outage import waiting
 from fl_engine.storage.s3_settings import AT_ONCE, OWN, SIGNING, connect, endpoint_of
 from fl_engine.storage.store import FolderStore, Store, Value, check_size, sha256
 from fl_engine.storage.urls import FIXED, Upload, Verb, md5, whole
-
-if TYPE_CHECKING:
-    from botocore.exceptions import ClientError
 
 R = TypeVar("R")
 
@@ -257,7 +254,11 @@ class S3Store:
                 raise IntegrityError(f"{self.uri(key)} is missing from the run store") from None
             if status >= 500 or status in (408, 429):
                 raise Busy(f"{self.uri(key)}: the server responds with {status} {code}. Try again later") from error
-            raise Refused(_refusal(error, self.uri(key))) from error
+            message = error.response["Error"].get("Message") or ""
+            reason = f"{code} {message}".rstrip(" .")  # radosgw may omit the message; Amazon ends it with a full stop
+            hint = HINTS.get(code, "Check AWS_ENDPOINT_URL and the credentials")
+            text = f"{self.uri(key)}: the server rejects {error.operation_name} with {reason}. {hint}"
+            raise Refused(text) from error
         except (BotoCoreError, urllib3.exceptions.HTTPError) as error:
             gone = isinstance(error, HTTPClientError | NoConnection | urllib3.exceptions.HTTPError)
             refused = isinstance(error, SSLError | urllib3.exceptions.SSLError)
@@ -282,10 +283,3 @@ def _is_foreign(response: Mapping[str, Any]) -> bool:
         return False
     is_page = status == 500 and headers.get("content-type", "").startswith("text/html")
     return is_page or (status < 500 and status not in (407, 408, 429))
-
-
-def _refusal(error: ClientError, uri: str) -> str:
-    code, message = error.response["Error"].get("Code", ""), error.response["Error"].get("Message")
-    reason = f"{code} {message or ''}".rstrip(" .")  # radosgw may omit the message; Amazon ends it with a full stop
-    hint = HINTS.get(code, "Check AWS_ENDPOINT_URL and the credentials")
-    return f"{uri}: the server rejects {error.operation_name} with {reason}. {hint}"

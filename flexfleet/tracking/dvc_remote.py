@@ -266,20 +266,15 @@ def folder_of(root: str | None) -> Path:
     except FlexfleetError as error:
         raise type(error)(f"{what}: {error}") from error
     except Exception as error:  # DVC, git and file systems raise errors without a common class
-        raise _unavailable(what, error) from error
+        chain = list(causes(error))
+        failed = any(isinstance(each, OSError) and not isinstance(each, MISSING) for each in chain)
+        message = f"{what} is not available: {type(chain[-1]).__name__}: {masked(str(chain[-1]))}"
+        raise (EnvironmentFailure(message) if failed else DataError(message, path="dataset.root")) from error
 
 
 def is_fetched(root: str) -> bool:
     """Return whether `root` names a path in a DVC repository, and is not an existing folder."""
     return REV.fullmatch(root) is not None and not Path(root).exists()
-
-
-def _unavailable(what: str, error: BaseException) -> FlexfleetError:
-    """Return a FlexfleetError with the message of the original error, which is the last cause of `error`."""
-    chain = list(causes(error))
-    failed = any(isinstance(each, OSError) and not isinstance(each, MISSING) for each in chain)
-    message = f"{what} is not available: {type(chain[-1]).__name__}: {masked(str(chain[-1]))}"
-    return EnvironmentFailure(message) if failed else DataError(message, path="dataset.root")
 
 
 def _get(files: Any, path: str, part: Path) -> None:

@@ -256,9 +256,8 @@ def connect(uri: str, experiment: str, patience_s: float = 0.0) -> tuple[Client,
 def first_calls(uri: str) -> Iterator[None]:
     """Log slow calls. Raises ConfigError for a rejected call, and UnreachableAddress if the server does not respond."""
     try:
-        with called_while_waiting(
-            lambda s: log.warning("waiting for MLflow at %s for %s", masked(uri), span(s)), SILENT_S
-        ):
+        text = "waiting for MLflow at %s for %s"
+        with called_while_waiting(lambda seconds: log.warning(text, masked(uri), span(seconds)), SILENT_S):
             yield
     except (Refused, Unreachable) as error:
         kind = UnreachableAddress if isinstance(error, Unreachable) else ConfigError
@@ -274,9 +273,8 @@ def explained(uri: str, what: str) -> Iterator[None]:
         server = f"MLflow at {masked(uri)}"
         if is_away(error):
             reason = [*databases.causes(error)][-1]  # MLflow's own message repeats the whole request
-            raise Unreachable(
-                f"{server} does not answer: {getattr(reason, 'strerror', None) or first_line(reason)}"
-            ) from error
+            why = getattr(reason, "strerror", None) or first_line(reason)
+            raise Unreachable(f"{server} does not answer: {why}") from error
         raise Refused(f"{server} refused {what}: {first_line(error)}") from error
 
 

@@ -104,8 +104,7 @@ class MLflow:
 
         known = self.client.get_run(self.run_id).data.params
         texts = {name_in_mlflow(k): str(v)[:MLFLOW_PARAM_CHARS] for k, v in values.items()}
-        new = {k: v for k, v in texts.items() if k not in known}
-        params = [Param(k, v) for k, v in new.items()]
+        params = [Param(key, text) for key, text in texts.items() if key not in known]
         for start in range(0, len(params), 100):
             self.client.log_batch(self.run_id, params=params[start : start + 100])
 
@@ -302,11 +301,8 @@ def log_table(
             file.write("]}")
         client.log_artifact(run_id, file.name)
     tables = json.loads(client.get_run(run_id).data.tags.get(TABLES, "[]"))
-    client.set_tag(
-        run_id,
-        TABLES,
-        json.dumps([each for each in tables if each["path"] != name] + [{"path": name, "type": "table"}]),
-    )
+    tables = [each for each in tables if each["path"] != name] + [{"path": name, "type": "table"}]
+    client.set_tag(run_id, TABLES, json.dumps(tables))
 
 
 def log_confusion(client: Client, run_id: str, path: Path) -> None:
