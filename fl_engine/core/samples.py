@@ -263,6 +263,12 @@ class Data:
         vars(found).update(natural_client=None, natural_test_client=None)
         return found
 
+    def tested_on(self, positions: Tensor) -> Data:
+        """Return this data set with the training samples at `positions` as test samples."""
+        found = copy.copy(self)
+        vars(found).update(test_x=self.train_x[positions], test_y=self.train_y[positions], natural_test_client=None)
+        return found
+
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the samples and targets at `positions`, which are either all in the training set or all in the test
         set. The test samples follow the training samples, so len(train_y) is the position of the first test sample."""

@@ -27,7 +27,7 @@ from fl_engine.rounds.acceptance import MovementHistory
 from fl_engine.rounds.checks import check_begun
 from fl_engine.rounds.collect import Clients, OnResult
 from fl_engine.rounds.ledger import Ledger
-from fl_engine.rounds.options import RoundsConfig
+from fl_engine.rounds.options import Course, RoundsConfig
 from fl_engine.rounds.round import Progress, run_round
 from fl_engine.rounds.run import Run
 from fl_engine.storage.checkpoints import Row
@@ -75,7 +75,7 @@ def federate(
     clients = Clients(backend, mailbox, should_stop, states, waiting, watcher, on_result)
     kept = [files for files in (states, waiting) if files is not None]
     with resume_hint(ledger):
-        progress, first = _resume(initial, ledger, discard_damaged)
+        progress, first = _resume(initial, ledger, discard_damaged, options)
         check_begun(run.algorithm, progress.state)
         del initial
         for files in kept:
@@ -83,7 +83,7 @@ def federate(
         rows = ledger.checkpoints.rows(lines=False)
         end = _end(options, rows)
         tracker.metrics([(row.round + 1, row.metrics) for row in rows])
-        link = rows[-1].link if rows else ""
+        link, course = rows[-1].link if rows else "", Course(options, (row.metrics for row in rows))
         uncommitted: list[Row] = []
         last_commit = time.monotonic()
 
@@ -115,19 +115,17 @@ def federate(
             progress = after  # After an exception, only earlier rounds are committed.
             uncommitted.append(row)
             link = row.link
-            over = options.over(round + 1, progress.clock)
-            if stop or over or ledger.checkpoints.keep_rounds or _due(options, stored, round, last_commit):
+            over = course.add(row.metrics)
+            ledger.checkpoints.best = course.best
+            due = course.best == round or ledger.checkpoints.keep_rounds > 0
+            if stop or over or due or _due(options, stored, round, last_commit):
                 commit()
             if over:
                 break
             if stop:
                 raise Stopped(f"a callback stopped the run after round {round + 1}. Resume with --resume")
-        if options.stop_simulated_s is not None:
-            log.info(
-                "stopping: the simulated time is %.1f s (rounds.stop_simulated_s = %g)",
-                progress.clock,
-                options.stop_simulated_s,
-            )
+        if course.rounds < options.stop:
+            log.info("stopping after round %d and %.1f simulated seconds", course.rounds, progress.clock)
     return progress.state
 
 
@@ -136,7 +134,7 @@ def check_end(ledger: Ledger, options: RoundsConfig, discard_damaged: bool = Fal
     the store. A damaged ledger is ignored, because `federate` reports it."""
     with suppress(IntegrityError):
         last = _last_good(ledger) if discard_damaged else max(ledger.checkpoints.commits(), default=None)
-        if last is not None and (last + 1 >= options.stop or options.stop_simulated_s is not None):
+        if last is not None and (last + 1 >= options.stop or options.simulated_limit or options.until):
             _end(options, list(islice(ledger.checkpoints.each_row(lines=False), last + 1)))
 
 
@@ -147,7 +145,8 @@ def _end(options: RoundsConfig, rows: Sequence[Row]) -> int | None:
     evaluated = any("avg" in row.metrics or "diverged" in row.metrics for row in rows)
     if end is None or (done <= end and (done < end or evaluated or not rows)):
         return end
-    path = "rounds.stop" if end >= options.stop else "rounds.stop_simulated_s"
+    shorter = "rounds.until" if options.until else "rounds.stop_simulated_s"
+    path = "rounds.stop" if end >= options.stop else shorter
     why = f"{done} rounds are committed" + ("" if done > end else " without an evaluation")
     raise ConfigError(f"{path} ends the run after round {end}, but {why}. Increase {path}", path=path)
 
@@ -167,7 +166,7 @@ def resume_hint(ledger: Ledger | None = None) -> Iterator[None]:
         raise type(error)(text, code=error.code, path=error.path) from error
 
 
-def _resume(initial: Any, ledger: Ledger, discard_damaged: bool) -> tuple[Progress, int]:
+def _resume(initial: Any, ledger: Ledger, discard_damaged: bool, options: RoundsConfig) -> tuple[Progress, int]:
     """Load the last committed round. Return the run's progress, and the number of the next round."""
     commits = ledger.checkpoints.commits()
     last = commits[-1] if commits else None
@@ -177,8 +176,9 @@ def _resume(initial: Any, ledger: Ledger, discard_damaged: bool) -> tuple[Progre
             log.warning("continuing after round %d, the last undamaged commit", 0 if last is None else last + 1)
         ledger.checkpoints.discard_after(last)
     progress, rest = load_progress(initial, ledger, last)
+    rows = ledger.checkpoints.rows(lines=False)
+    ledger.checkpoints.best = Course(options, (row.metrics for row in rows)).best
     if not discard_damaged:  # `discard_damaged` has already checked the files.
-        ledger.checkpoints.rows(lines=False)
         buffer.check_files(ledger.pending, rest)
     ledger.checkpoints.tidy()  # Do this after the checks, because only `discard_damaged` may delete damaged files.
     if last is None:

@@ -10,9 +10,11 @@ from math import isfinite
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from fl_engine.aggregation import privacy
 from fl_engine.core.clients import with_prefix
-from fl_engine.core.errors import IntegrityError
+from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.system import at_work
 from fl_engine.core.types import Params, RoundContext, RoundPlan
 from fl_engine.exchange import coding
@@ -23,6 +25,7 @@ from fl_engine.rounds.acceptance import MovementHistory
 from fl_engine.rounds.buffer import PendingUpdate
 from fl_engine.rounds.checks import check_finite, check_merged, check_planned
 from fl_engine.rounds.collect import Clients, collect
+from fl_engine.rounds.options import SCORE
 from fl_engine.rounds.recorder import record_round
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.timing import Stopwatch
@@ -94,6 +97,8 @@ def run_round(run: Run, before: Progress, round: int, clients: Clients) -> tuple
     if (round + 1) % run.options.evaluate_every == 0 or run.options.over(round + 1, clock):
         with at_work(tensor_bytes(published(state))):
             metrics |= _scores(run, state)
+            if run.options.until is not None:
+                metrics |= _validation(run, state, run.options.until.metric)
         if run.evaluation is not None:
             own = partial(_stored_state, run, round, files=states, states=clients.states)
             found, evaluations = at_clients.evaluate_at_clients(run, state, round, clock, clients, own)
@@ -149,6 +154,18 @@ def _scores(run: Run, state: Any) -> dict[str, float]:
     if "backdoor" in run.faults.kinds:
         found["backdoor_success"] = poisoning.backdoor_success(run.site, state, run.devices)
     return found | _of_devices(run, scores)
+
+
+def _validation(run: Run, state: Any, metric: str) -> dict[str, float]:
+    """Return the scores on the proxy's validation samples, on which nothing trains."""
+    site, pool = run.site, run.site.pool
+    chosen = torch.from_numpy(site.partition.proxy_test)
+    if not len(chosen):
+        raise ConfigError("rounds.until needs validation samples. Increase partition.proxy", path="rounds.until")
+    scores = evaluate_pool(site.family, published(state), pool, site.data.tested_on(chosen), run.devices)
+    found = {"avg": average(scores), "full": scores[pool[-1].name].value}
+    sign = 1 if site.data.task.metric.higher_is_better else -1
+    return {f"validation/{name}": value for name, value in found.items()} | {SCORE: sign * found[metric]}
 
 
 def _of_devices(run: Run, scores: Mapping[str, Score]) -> dict[str, float]:

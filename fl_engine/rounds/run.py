@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fl_engine.aggregation import privacy
@@ -48,7 +48,10 @@ class Run:
 
     @cached_property
     def server(self) -> ServerSite:
-        return ServerSite(self.site, self.devices[0])
+        site, parts = self.site, self.site.partition
+        if self.options.until is not None:  # never train on the validation samples
+            site = replace(site, partition=replace(parts, proxy_test=parts.proxy_test[:0]))
+        return ServerSite(site, self.devices[0])
 
     def begins(self, round: int, clock: float) -> float:
         """Return the start of the round in simulated seconds, if the previous round ends at `clock`. A round begins as

@@ -106,6 +106,8 @@ class Checkpoints:
     ) -> None:
         self.store, self.keep_every, self.lock = store, keep_every, lock
         self.keep_rounds, self.pinned = keep_rounds, pinned
+        self.best: int | None = None
+        """Round with the best model, whose state is also kept."""
 
     def commits(self) -> list[int]:
         """Return the committed rounds in ascending order."""
@@ -289,7 +291,7 @@ class Checkpoints:
             if file.round not in commits or file.name not in (*STATE_FILES, MARK):
                 return file.round <= round
             kept = self.keep_every is not None and (file.round + 1) % self.keep_every == 0
-            kept = kept or file.round == self.pinned
+            kept = kept or file.round in (self.pinned, self.best)
             kept = kept or (self.keep_rounds > 0 and file.round >= round - self.keep_rounds)
             has_state = file.name in ("state.safetensors", "state.json")
             return file.round < commits[-2:][0] and not kept and (has_state or file.round <= packed)

@@ -213,7 +213,7 @@ def algorithm(config: Config) -> Algorithm:
         "rounds.norm_bound=null": rounds.bound is not None,
         "rounds.over_provision=1": rounds.over_provision != 1,
         "rounds.quorum=0": rounds.quorum != 0,
-        "rounds.stop_simulated_s=null": rounds.stop_simulated_s is not None,
+        "rounds.stop_simulated_s=null": rounds.simulated_limit is not None,
         "fleet.trace=null": config.fleet.trace is not None,
         "evaluate.on=server": config.evaluate.on == "clients",
         "pretrain.reference=false": config.pretrain.reference,

@@ -39,8 +39,8 @@ def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) 
     url = address(config)
     where = f"tune.storage = {url}" if url else f"{folder / 'study.log'}"
     databases.check_spelling("tune.storage", url or "")
-    by_clock = config.rounds.stop_simulated_s is not None  # with a time limit, the number of rounds is unknown
-    warm_up = 1 if by_clock else max(1, config.rounds.stop // 4)
+    unknown = config.rounds.simulated_limit is not None or config.rounds.until is not None  # the number of rounds
+    warm_up = 1 if unknown else max(1, config.rounds.stop // 4)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=warm_up)
     try:
         if url:

@@ -24,7 +24,9 @@ from flexfleet.files import prepared
 from flexfleet.files.artifacts import Artifact, RunFile
 
 MANIFEST = "manifest.json"
-FILES = ("*.json", "model.safetensors", "partition/**/*", "pretrain/**/*", "pool/**/*", "code/*")
+BEST_MODEL = "best.safetensors"
+"""Model of the round with the best validation score (`rounds.until`)."""
+FILES = ("*.json", "model.safetensors", BEST_MODEL, "partition/**/*", "pretrain/**/*", "pool/**/*", "code/*")
 """Patterns of the files in a manifest."""
 UNFINISHED = (".lock", "run.json", "central.json", "partition", "pretrain", "pool", "rounds", "code", "secret", "site")
 """Entries in the folder of a run or central training that has no results yet."""

@@ -33,7 +33,7 @@ from flexfleet.config.run_names import check_name
 from flexfleet.config.sources import sources
 from flexfleet.files.artifacts import RunFile, history_of
 from flexfleet.files.progress import counted_warnings
-from flexfleet.files.run_folder import MANIFEST, folder_lock
+from flexfleet.files.run_folder import BEST_MODEL, MANIFEST, folder_lock
 from flexfleet.files.run_status import tally_of
 from flexfleet.files.signals import stop_on_signals
 from flexfleet.pipeline import enrollment, keys, own_code, partition, resume
@@ -243,9 +243,14 @@ def _put_site(
 def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLflow | None, secret: bytes) -> Path:
     ledger.checkpoints.check_lock()
     value, folder = laid_out(published(final)), FolderStore(out)
+    best, which = None, ledger.checkpoints.best
+    if which is not None:
+        best = laid_out(published(loop.load_progress(final, ledger, which)[0].state))
     for store in (folder, ledger.store) if ledger.checkpoints.lock is not None else (folder,):
         store.sweep("")  # delete temporary files of killed processes
         store.put("model.safetensors", value)
+        if best is not None:
+            store.put(BEST_MODEL, best)
     each_row = ledger.checkpoints.each_row  # read one round at a time, because a round can have 10,000 clients
     tally = tally_of(row.metrics for row in ledger.checkpoints.each_row(lines=False))
     if mlflow is not None:

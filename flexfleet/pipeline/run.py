@@ -14,6 +14,7 @@ from fl_engine.core.system import of_posix
 from fl_engine.data import partition as partitions
 from fl_engine.rounds import timing
 from fl_engine.rounds.loop import resume_hint
+from fl_engine.rounds.options import SCORE
 from fl_engine.storage.store import Store
 from flexfleet.config import PRIVATE, parse_with_algorithm, public
 from flexfleet.config.run_names import check_name
@@ -187,6 +188,10 @@ def result(
         "highest": {str(share): {"avg": avg[share], "full": full[share]} for share in SHARES},
         **timing.means(measured, MEANS),
     }
+    scored = [m for m in measured if SCORE in m]
+    if scored:
+        chosen = max(scored, key=lambda m: m[SCORE])  # the first of equal scores, as `Course` chooses
+        metrics["best_model"] = {name: chosen[name] for name in ("round", "avg", "full", SCORE)}
     if tally is not None:
         noise = partitions.read_manifest(out / "partition" / partitions.MANIFEST).reached
         precise = precisions.of_run(out, list(evaluation.levels), history.model_sha256)
