@@ -22,7 +22,7 @@ from fl_engine.algorithms.levels import prefix_pool
 from fl_engine.algorithms.pooled import PooledAlgorithm, PooledState, stepped
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import Fraction
-from fl_engine.core.slicing import take
+from fl_engine.core.slicing import take, under
 from fl_engine.core.types import (
     Assignment,
     ClientUpdate,
@@ -106,23 +106,18 @@ class Decoupled(PooledAlgorithm):
         moments: Params = {}
         for model in state.pool:
             name = model.name
-            moved, own = stepped(self.server, _with_prefix(state.moments, name), old[name], aggregates[name])
+            moved, own = stepped(self.server, under(state.moments, f"{name}/"), old[name], aggregates[name])
             levels |= {f"{name}/{n}": t for n, t in own.items()}
             moments |= {f"{name}/{n}": t for n, t in moved.items()}
         largest = state.pool[-1].name
         return replace(
             state,
-            params=_with_prefix(levels, largest),
+            params=under(levels, f"{largest}/"),
             levels={n: t for n, t in levels.items() if not n.startswith(f"{largest}/")},
             tables=tables,
             moments=moments,
         )
 
 
-def _with_prefix(tensors: Params, level: str) -> Params:
-    prefix = f"{level}/"
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
 def _own(state: DecoupledState, model: PoolModel) -> Params:
-    return state.params if model == state.pool[-1] else _with_prefix(state.levels, model.name)
+    return state.params if model == state.pool[-1] else under(state.levels, f"{model.name}/")

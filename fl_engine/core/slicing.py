@@ -70,6 +70,11 @@ def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: Submodel
     return out
 
 
+def under(params: Params, prefix: str) -> Params:
+    """Return the tensors whose names begin with `prefix`, without the prefix."""
+    return {name.removeprefix(prefix): tensor for name, tensor in params.items() if name.startswith(prefix)}
+
+
 def put(part: Params, layout: ParamLayout, spec: SubmodelSpec, into: Params, have: SubmodelSpec) -> Params:
     """Return a copy of `into`, which are weights of `have`, with the weights `part` of its sub-model `spec`."""
     local = {name: _local(layout, name, spec, have) for name in (*layout.groups, *layout.choices)}

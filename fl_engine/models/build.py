@@ -113,16 +113,14 @@ def check_options(model: Mapping[str, Any]) -> None:
 def _check_keywords(name: str, target: Any, options: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
     """Raise ConfigError if the options cannot be passed as keywords to the user's class or function."""
     if passed := [each for each in options if each in PASSED]:
-        path = f"model.{passed[0]}"
-        raise ConfigError.at(f"{path} must not be set, because the data set determines this option")
+        raise ConfigError.at(f"model.{passed[0]} must not be set, because the data set determines this option")
     if isinstance(target, nn.Module) and (wrong := [each for each in options if each not in OWN]):
         path = f"model.{wrong[0]}"
         message = f"{path} cannot be set, because {name} is already created. Set model.name to its class"
         raise ConfigError(message, code="config.unknown", path=path)
     required = [n for n, each in keywords.items() if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
     if missing := [each for each in required if each not in options]:
-        path = f"model.{missing[0]}"
-        raise ConfigError.at(f"{path} must be set, because {name} requires it", code="config.missing")
+        raise ConfigError.at(f"model.{missing[0]} must be set, because {name} requires it", code="config.missing")
 
 
 def options_of(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from fl_engine.core.errors import ConfigError, ModelError, PoolError
 from fl_engine.core.slicing import contains, full_shapes, initial_params, shapes, take
 from fl_engine.core.types import FULL, ClientUpdate, Codecs, SubmodelSpec
 from fl_engine.core.widths import exit_name
-from fl_engine.exchange.client import Site, execute
+from fl_engine.exchange.client import Site
 from fl_engine.rounds.ledger import Ledger
 from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.run import Run
@@ -73,7 +73,6 @@ from fl_engine.testing.tiny import (
     start_of,
     tiny_pool,
     tiny_site,
-    with_level,
 )
 from fl_engine.training import strategy
 from fl_engine.training.evaluation import published, weights_of
@@ -271,11 +270,7 @@ class AlgorithmSuite(Suite):
         for aggregation in (Mean(), Median()):
             chosen = self.with_aggregation(algorithm, aggregation)
             site = tiny_site(chosen, family)
-            state = start_or_skip(chosen, site)
-            plan = chosen.plan(state, context_of(site, 0))
-            executed = (execute(chosen, assignment, site) for assignment in plan.assignments)
-            results = [with_level(each, site) if isinstance(each, ClientUpdate) else each for each in executed]
-            merged.append(chosen.merge(state, plan, results, ServerSite(site)).params)
+            merged.append(played(chosen, site, start_or_skip(chosen, site), rounds=1)[0].params)
         different = any(not torch.equal(tensor, merged[1][name]) for name, tensor in merged[0].items())
         assert different, "merge ignores the option `aggregation`: call `self.aggregation.start`, or remove the option"
 

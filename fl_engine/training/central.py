@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import Diverged
 from fl_engine.core.samples import Data
+from fl_engine.core.slicing import under
 from fl_engine.core.text import PERCENT
 from fl_engine.core.types import LocalTask, Params
 from fl_engine.training import local
@@ -69,6 +70,4 @@ def train_centrally(
 
 def weights_in(snapshot: Params) -> Params:
     """Return the float32 weights in an epoch's snapshot, which are the same as the epoch's `params`."""
-    prefix = "weights/"
-    lanes = {name.removeprefix(prefix): t for name, t in snapshot.items() if name.startswith(prefix)}
-    return {name: t[0].float().contiguous() for name, t in lanes.items()}
+    return {name: t[0].float().contiguous() for name, t in under(snapshot, "weights/").items()}

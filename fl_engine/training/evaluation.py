@@ -18,7 +18,7 @@ from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samples import Data, batch_layout, outputs_of, split
-from fl_engine.core.slicing import runnable, take
+from fl_engine.core.slicing import runnable, take, under
 from fl_engine.core.task import Task, measured
 from fl_engine.core.types import FULL, ParamLayout, Params, Pool, PoolModel, SubmodelSpec
 
@@ -181,9 +181,7 @@ def recalibrated(
 def weights_of(published: Params, layout: ParamLayout, model: PoolModel) -> Params:
     """Return the weights of a pool model. By default, the weights are a slice of the global model. If the pool model
     does not share weights, `published` contains the weights with the names `<level>/<name>`."""
-    prefix = f"{model.name}/"
-    own = {name.removeprefix(prefix): t for name, t in published.items() if name.startswith(prefix)}
-    if own:
+    if own := under(published, f"{model.name}/"):
         return own
     return take({name: t for name, t in published.items() if name in layout.slots}, layout, model.spec)
 

@@ -15,7 +15,7 @@ from fl_engine.core import costs
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError, first_line
 from fl_engine.core.samples import batch_layout
-from fl_engine.core.slicing import is_statistic, largest
+from fl_engine.core.slicing import is_statistic, largest, under
 from fl_engine.core.task import Task
 from fl_engine.core.types import FULL, SGD, LocalTask, OwnOptimizer, ParamLayout, Params, SubmodelSpec
 from fl_engine.training import batches, lanes, optimizers, user_code
@@ -214,7 +214,7 @@ class Session:
     @torch.no_grad()
     def restore(self, snapshot: Params) -> None:
         """Resume from a snapshot of the same jobs. Raises ModelError if the network or the precision has changed."""
-        weights, moments, counted = (_part(snapshot, name) for name in ("weights", "moments", "counted"))
+        weights, moments, counted = (under(snapshot, f"{name}/") for name in ("weights", "moments", "counted"))
         if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in self._state.items()}:
             raise ModelError("the snapshot belongs to another network. Resume with the same network or start a new run")
         if (SCALE in moments) != (self._scale is not None):
@@ -244,10 +244,6 @@ def _in_half(job: TrainingJob) -> TrainingJob:
     x = job.x.half() if job.x.is_floating_point() else job.x
     task = replace(job.task, optimizer=replace(job.task.optimizer, weight_decay=0.0))
     return replace(job, task=task, start=start, x=x, linear=linear)
-
-
-def _part(snapshot: Params, part: str) -> Params:
-    return {name.removeprefix(f"{part}/"): t for name, t in snapshot.items() if name.startswith(f"{part}/")}
 
 
 def _within(params: Params) -> bool:
