@@ -23,24 +23,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from fl_engine.core.errors import DataError, brief, printable
 from fl_engine.core.fields import Options, UserPath
+from fl_engine.core.records import Strict
 from fl_engine.core.registry import Contract
 from fl_engine.core.system import hashed
 from fl_engine.core.types import Device
 from fl_engine.fleet.lognormal import LogNormal
 from fl_engine.fleet.trace import MOST_ROWS, ROW, Trace
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Moment = Annotated[Number, Field(ge=0, le=1e9)]
+Moment = Annotated[float, Field(ge=0, le=1e9)]
 """Time in seconds. The maximum of 10^9 seconds is 31 years."""
-Rate = Annotated[Number, Field(ge=1e-6, le=1e9)]
+Rate = Annotated[float, Field(ge=1e-6, le=1e9)]
 
 
-class TraceRow(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class TraceRow(Strict):
     client: int
     time: Moment
     online: bool

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, brief
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError
+from fl_engine.core.records import Record, parsed
 from fl_engine.core.samples import Data, outputs_of
 from fl_engine.core.slicing import initial_params, is_statistic, runnable
 from fl_engine.core.system import install_command
@@ -49,12 +49,9 @@ BATCH = 128
 Floats = tuple[float, ...]
 
 
-class About(BaseModel):
+class About(Record):
     """submodel.json."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    schema_version: Literal[1]
     level: str
     dataset: str
     model: str
@@ -138,7 +135,6 @@ def export(
     options = {f.name: getattr(family, f.name) for f in fields(cast(Any, family))}
     options |= getattr(family, "keywords", {})
     about = About(
-        schema_version=1,
         level=member.name,
         dataset=data.name,
         model=model_name,
@@ -313,12 +309,9 @@ def load(folder: str | Path) -> RawNetwork:
 
 def read(folder: str | Path) -> About:
     path = Path(folder) / ABOUT
-    try:
-        return About.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        raise IntegrityError(f"{path} does not exist. Pass the folder of an exported level") from None
-    except ValidationError as error:
-        raise IntegrityError(f"{path} does not describe an exported level: {brief(error)}") from error
+    if not path.exists():
+        raise IntegrityError(f"{path} does not exist. Pass the folder of an exported level")
+    return parsed(About, path.read_bytes(), str(path))
 
 
 logging.getLogger("torch.onnx").setLevel(logging.ERROR)

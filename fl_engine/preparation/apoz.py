@@ -17,7 +17,6 @@ from fl_engine.core.records import Strict
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, Adam, LocalTask, Params
 from fl_engine.training import local
-from fl_engine.training.evaluation import evaluate
 
 log = logging.getLogger("flexfleet")
 
@@ -63,13 +62,13 @@ class MeasureApoz:
         started = time.monotonic()
         params, scores = _measure(family, server)
         data = server.data
-        score = evaluate(family, params, FULL, data, data.test_x, data.test_y, server.device)
+        accuracy = server.evaluate(FULL, params)
         reference = _measure(family, server.reference)[1] if server.reference is not None else None
         found = of_scores(family, scores)
         figures = {
             "reference": reference,
             "proxy_samples": len(data.train_y) + len(data.test_y),
-            "proxy_accuracy": score.value if isfinite(score.value) else None,
+            "proxy_accuracy": accuracy if isfinite(accuracy) else None,
             "seconds": round(time.monotonic() - started, 3),
         }
         return found.model_copy(update=figures)
@@ -86,19 +85,26 @@ def of_scores(family: ModelFamily, scores: Sequence[float]) -> ApozScores:
     return ApozScores(layers=tuple(ApozLayer(group=p.group, size=n, apoz=a, adjustment=w) for p, n, a, w in layers))
 
 
-def _measure(family: ModelFamily, server: PreparationContext) -> tuple[Params, tuple[float, ...]]:
-    """Pre-train the network and measure APoZ. Return the weights and the scores, even if the training diverges."""
+def pretraining(family: ModelFamily, server: PreparationContext, purpose: str) -> tuple[LocalTask, Params]:
+    """Return the task of a training with Adam on the server's data, and the initial weights. `purpose` determines the
+    task's random numbers."""
+    settings = server.settings
     task = LocalTask(
         spec=FULL,
-        optimizer=Adam(server.settings["pretrain.lr"]),
-        epochs=server.settings["pretrain.epochs"],
-        batch_size=server.settings["pretrain.batch_size"],
+        optimizer=Adam(settings["pretrain.lr"]),
+        epochs=settings["pretrain.epochs"],
+        batch_size=settings["pretrain.batch_size"],
         drop_last=True,
-        seed=seeds.derive(server.seed, "pretrain"),
+        seed=seeds.derive(server.seed, purpose),
     )
-    data = server.data
-    start = {k: v.to(server.device) for k, v in initial_params(family, seeds.derive(server.seed, "init")).items()}
+    log.info("%s: training on %d samples for %d epochs", purpose, len(server.data.train_y), task.epochs)
+    start = initial_params(family, seeds.derive(server.seed, "init"))
+    return task, {name: tensor.to(server.device) for name, tensor in start.items()}
+
+
+def _measure(family: ModelFamily, server: PreparationContext) -> tuple[Params, tuple[float, ...]]:
+    """Pre-train the network and measure APoZ. Return the weights and the scores, even if the training diverges."""
+    data, (task, start) = server.data, pretraining(family, server, "pretrain")
     x, y = data.normalise(data.train_x.to(server.device)), data.train_y.to(server.device)
-    log.info("pretrain: training on %d samples for %d epochs", len(y), task.epochs)
     trained = local.train(family, data.task, [local.TrainingJob(task, start, x, y)])[0]
     return trained.params, pool.measure_apoz(family, trained.params, data.normalise(data.test_x.to(server.device)))

@@ -30,16 +30,17 @@ from fl_engine.core.costs import count_params
 from fl_engine.core.errors import PoolError, nearest
 from fl_engine.core.fields import adapter
 from fl_engine.core.records import Strict
-from fl_engine.core.slicing import initial_params, is_statistic, take
-from fl_engine.core.types import FULL, SGD, Adam, Device, LocalTask, Params, Sandwich, SubmodelSpec
+from fl_engine.core.slicing import is_statistic, take
+from fl_engine.core.types import FULL, SGD, Device, LocalTask, Params, Sandwich, SubmodelSpec
 from fl_engine.core.widths import SIZES, nested
 from fl_engine.exchange.coding import decode, encode, header_of
 from fl_engine.fleet import devices
+from fl_engine.preparation.apoz import pretraining
 from fl_engine.preparation.submodel_search import Candidate, Kind, feasible, search, spread
 from fl_engine.preparation.weights import Weights
 from fl_engine.selection.capacity import holds
 from fl_engine.storage.store import tensor_bytes
-from fl_engine.training.evaluation import evaluate, recalibrated
+from fl_engine.training.evaluation import recalibrated
 
 log = logging.getLogger("flexfleet")
 
@@ -142,20 +143,9 @@ def sandwich(task: LocalTask, smaller: Sequence[SubmodelSpec], kd_weight: float 
 
 def _trained(family: ModelFamily, server: PreparationContext, levels: Mapping[str, SubmodelSpec]) -> Params:
     """Train the whole network from scratch and return the weights."""
-    settings = server.settings
     *smaller, _ = levels.values()
-    task = LocalTask(
-        spec=FULL,
-        optimizer=Adam(settings["pretrain.lr"]),
-        epochs=settings["pretrain.epochs"],
-        batch_size=settings["pretrain.batch_size"],
-        drop_last=True,
-        seed=seeds.derive(server.seed, "supernet"),
-    )
-    task = sandwich(task, smaller, settings["algorithm.kd_weight"])
-    log.info("supernet: training on %d samples for %d epochs", len(server.data.train_y), task.epochs)
-    start = initial_params(family, seeds.derive(server.seed, "init"))
-    return server.train(task, {name: tensor.to(server.device) for name, tensor in start.items()})
+    task, start = pretraining(family, server, "supernet")
+    return server.train(sandwich(task, smaller, server.settings["algorithm.kd_weight"]), start)
 
 
 @dataclass(frozen=True)
@@ -198,8 +188,7 @@ class Scores:
         return weights
 
     def _of(self, name: str, weights: Params) -> float | None:
-        data, spec = self.server.data, self.levels[name]
-        value = evaluate(self.family, weights, spec, data, data.test_x, data.test_y, self.server.device).value
+        value = self.server.evaluate(self.levels[name], weights)
         return value if isfinite(value) else None
 
 

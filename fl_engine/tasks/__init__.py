@@ -12,10 +12,5 @@ from fl_engine.tasks.segmentation import Segmentation
 __all__ = ["TASKS", "Classification", "Detection", "Multilabel", "NextToken", "Regression", "Segmentation"]
 
 TASKS: dict[str, type] = {
-    "classification": Classification,
-    "detection": Detection,
-    "multilabel": Multilabel,
-    "next_token": NextToken,
-    "regression": Regression,
-    "segmentation": Segmentation,
+    kind.name: kind for kind in (Classification, Detection, Multilabel, NextToken, Regression, Segmentation)
 }

@@ -9,15 +9,14 @@ from hypothesis import HealthCheck, settings
 
 from fl_engine.training.isolation import isolated
 
-# Without this call, pytest explains failed assertions only in test files.
-NAMES = ("algorithms", "backends", "client_state", "codecs", "datasets", "models", "rounds", "tiny")
-pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in NAMES))
-
 SUITES = {
     "AlgorithmSuite": "algorithms", "BackendSuite": "backends", "ClientStateSuite": "client_state",
     "CodecSuite": "codecs", "DatasetSuite": "datasets", "ModelSuite": "models",
 }  # fmt: skip
 """Map each suite to its module, which is imported when the suite is first used."""
+
+# Without this call, pytest explains failed assertions only in test files.
+pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in (*SUITES.values(), "rounds", "tiny")))
 
 
 def __getattr__(name: str) -> Any:

@@ -75,10 +75,16 @@ def train(
     if any(len(job.y) == 0 for job in jobs):
         raise ModelError("a client must have at least one sample to train, got 0")
     if numerics.strategy == "single" or jobs[0].x.device.type != "cpu" or not can_share(jobs[0].task):
-        return [trained for job in jobs for trained in _train(family, goal, [job], numerics, most_steps, on_step)]
-    if len(jobs) == 1:  # Stack two copies of the job, because training a single job rounds differently.
-        return _train(family, goal, [*jobs, *jobs], numerics, most_steps, on_step)[:1]
-    return _train(family, goal, jobs, numerics, most_steps, on_step)
+        groups: list[Sequence[TrainingJob]] = [[job] for job in jobs]
+    else:  # Stack two copies of a single job, because training one job rounds differently.
+        groups = [jobs if len(jobs) > 1 else [*jobs, *jobs]]
+    found: list[Trained] = []
+    for group in groups:
+        with Session(family, goal, group, numerics) as session:
+            for _ in range(group[0].task.epochs):
+                session.epoch(most_steps, on_step)
+        found += session.trained()
+    return found[: len(jobs)]
 
 
 def can_share(task: LocalTask) -> bool:
@@ -96,20 +102,6 @@ def kind(layout: ParamLayout, task: LocalTask, samples: int, remembered: frozens
     distillation, the key contains the sub-model's channels, because a teacher has its student's leading channels."""
     spec = task.spec if task.distillation else layout.form(task.spec)
     return spec, replace(task, spec=FULL, seed=0), costs.batches(task, samples), remembered
-
-
-def _train(
-    family: ModelFamily,
-    goal: Task,
-    jobs: Sequence[TrainingJob],
-    numerics: Numerics,
-    most_steps: int | None,
-    on_step: OnStep | None,
-) -> list[Trained]:
-    with Session(family, goal, jobs, numerics) as session:
-        for _ in range(jobs[0].task.epochs):
-            session.epoch(most_steps, on_step)
-    return session.trained()
 
 
 class Session:

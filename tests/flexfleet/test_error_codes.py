@@ -27,7 +27,8 @@ def test_every_code_in_the_source_has_a_cause_and_a_cure() -> None:
     for folder in ("fl_engine", "flexfleet"):
         for path in (ROOT / folder).rglob("*.py"):
             for call in ast.walk(ast.parse(path.read_text("utf-8"))):
-                if isinstance(call, ast.Call) and getattr(call.func, "id", None) in classes:
+                kind = getattr(call.func, "value", call.func) if isinstance(call, ast.Call) else None  # Kind or Kind.at
+                if isinstance(call, ast.Call) and getattr(kind, "id", None) in classes:
                     used |= {
                         k.value.value for k in call.keywords if k.arg == "code" and isinstance(k.value, ast.Constant)
                     }
