@@ -241,9 +241,11 @@ def of_levels(
     name: str = "levels",
     measure: Measure = ACCURACY,
     along: str = "round",
+    shared: int = 0,
 ) -> str:
     """Plot the metric of each level over the rounds. `levels` are all levels of the pool, from the smallest to the
-    largest. `along` is the name of the x-axis."""
+    largest. `along` is the name of the x-axis. The first `shared` rounds, those of a fork's parent, have a grey
+    background."""
     colours = level_colours(levels)
     having = {level: [r for r in rows if f"{measure.name}/{level}" in r.metrics] for level in reversed(levels)}
 
@@ -257,6 +259,8 @@ def of_levels(
                 axes.plot(*thinned([r.round + 1 for r in own], values), **look)
                 ends.append((own[-1].round + 1, values[-1], level, colours[level]))
             lines.append(values)
+        if shared:
+            axes.axvspan(0.5, shared + 0.5, color="0.9", zorder=0)
         focus(axes, lines)
         name_axes(axes, along, measure.title, whole_x=True)
         label_ends(axes, ends)

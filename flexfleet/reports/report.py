@@ -185,7 +185,9 @@ def _part(i: int, names: Sequence[str], runs: Sequence[FinishedRun], two: Sequen
     alone = len(levels) == 1 and run.pool.levels[0].share == 1
     drawings = {
         "pool": None if alone else plots.pool_widths(run.pool, run.apoz, f"pool-{i}"),
-        "levels": plots.of_levels(run.rows, levels, f"levels-{i}", run.measure),
+        "levels": plots.of_levels(
+            run.rows, levels, f"levels-{i}", run.measure, shared=run.file.forked.round if run.file.forked else 0
+        ),
         "local": plots.local_accuracy(histograms, colours, f"local-{i}") if histograms else None,
         "clients": plots.clients_per_round(run.rows, f"clients-{i}"),
         "partition": plots.partition_map(counts, f"partition-{i}", run.partition.label)

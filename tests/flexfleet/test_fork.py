@@ -47,6 +47,7 @@ def test_fork_shares_rounds_and_continues_with_other_settings(flexfleet: Any) ->
     done = flexfleet("fork", "runs/a", "--at", "2", "--run-id", "b", "--json", sets=["training.lr=0.2"])
     assert done.code == 0, done.err
     assert links("runs/b")[:2] == links("runs/a")[:2]
+    assert "Rounds 1 to 2 (grey) are those of a." in Path("runs/b/report.html").read_text()
     found = flexfleet("diff", "runs/a", "runs/b", "--json").json
     assert found["settings"] == {"training.lr": [0.05, 0.2]} and found["round"] == 3
     proof = flexfleet("verify", "runs/b", "--all", "--json").json
