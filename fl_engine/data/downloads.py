@@ -26,11 +26,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """Describes a file to download: official URL, local file name, and checksum as `algorithm:hex`."""
+    """Describes a file to download: official URL, and checksum as `algorithm:hex`."""
 
     url: str
-    filename: str
     checksum: str
+
+    @property
+    def filename(self) -> str:
+        return self.url.rpartition("/")[2]
 
 
 def download(remote: RemoteFile, folder: Path) -> Path:

@@ -14,7 +14,6 @@ import logging
 import lzma
 import os
 import secrets
-import stat
 import struct
 import tarfile
 import wave
@@ -116,15 +115,14 @@ def check_labels(where: Path | str, labels: NDArray[np.integer], classes: int) -
 def read(path: Path, checksum: str | None = None, most: int | None = None) -> bytes:
     """Return the content of a file. If `checksum` (`md5:...`, `sha1:...`) is given, the content must match it.
 
-    Raises DataError if `path` is a pipe or a device, or if the file cannot be read, has more than `most` bytes or does
+    Raises DataError if `path` is not a regular file, or if the file cannot be read, has more than `most` bytes or does
     not match its checksum.
     """
     try:
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):
-            raise DataError(f"{path} must be a regular file, found a pipe, a socket or a device")
-        if most is not None and about.st_size > most:
-            raise DataError(f"{path} must have at most {most} bytes, found {about.st_size}. Check the file")
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path} must be a regular file")
+        if most is not None and (size := path.stat().st_size) > most:
+            raise DataError(f"{path} must have at most {most} bytes, found {size}. Check the file")
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error})") from error

@@ -88,11 +88,7 @@ class CifarSet:
 CIFAR10 = CifarSet(
     "cifar10",
     "CIFAR-10, 32x32 colour, 10 classes, 50,000 + 10,000; no licence stated, cite Krizhevsky 2009; 170 MB",
-    RemoteFile(
-        "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-        "cifar-10-binary.tar.gz",
-        "md5:c32a1d4ab5d03f1284b67883e8d87530",
-    ),
+    RemoteFile("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "md5:c32a1d4ab5d03f1284b67883e8d87530"),
     inner="cifar-10-batches-bin",
     train=tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
     test="test_batch.bin",
@@ -111,11 +107,7 @@ CIFAR10 = CifarSet(
 CIFAR100 = CifarSet(
     "cifar100",
     "CIFAR-100, 32x32 colour, 100 classes, 50,000 + 10,000; no licence stated, cite Krizhevsky 2009; 169 MB",
-    RemoteFile(
-        "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
-        "cifar-100-binary.tar.gz",
-        "md5:03b5dce01913d631647c71ecec9e9cb8",
-    ),
+    RemoteFile("https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz", "md5:03b5dce01913d631647c71ecec9e9cb8"),
     inner="cifar-100-binary",
     train=("train.bin",),
     test="test.bin",

@@ -67,7 +67,7 @@ class IdxSet:
             download_members(self.archive, root / FOLDER, {f"{INNER}/{path.name}": path for path in paths})
             return
         for path in paths:
-            download(RemoteFile(f"{self.url}/{path.name}", path.name, self.checksums[path.name]), path.parent)
+            download(RemoteFile(f"{self.url}/{path.name}", self.checksums[path.name]), path.parent)
 
     def _read(self, root: Path, files: tuple[str, ...], samples: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Return uint8 images (N, 1, 28, 28) and int64 labels (N,) from a pair of files."""
@@ -143,7 +143,7 @@ def _emnist(name: str, split: str, classes: int, train: int, test: int) -> IdxSe
         classes,
         (train, test),
         url,
-        archive=RemoteFile(url, "gzip.zip", "md5:58c8d27c78d21e728a6bc7b3cc06412e"),
+        archive=RemoteFile(url, "md5:58c8d27c78d21e728a6bc7b3cc06412e"),
         by_columns=True,
     )
 

@@ -38,7 +38,6 @@ ABOUT_TEXT = "Shakespeare, the next character at each of 80 positions, 299 roles
 FOLDER = "shakespeare"
 REMOTE = RemoteFile(
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-    "input.txt",
     "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 )
 URL = REMOTE.url

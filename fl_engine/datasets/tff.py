@@ -45,7 +45,7 @@ from fl_engine.tasks import Classification, NextToken
 
 
 def _remote(name: str, checksum: str) -> RemoteFile:
-    return RemoteFile(f"https://storage.googleapis.com/tff-datasets-public/{name}", name, f"sha256:{checksum}")
+    return RemoteFile(f"https://storage.googleapis.com/tff-datasets-public/{name}", f"sha256:{checksum}")
 
 
 ABOUT_FEMNIST = (

@@ -36,7 +36,6 @@ FOLDER = "tiny-imagenet-200"
 """Name of the folder in the archive."""
 ARCHIVE = RemoteFile(
     "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
-    "tiny-imagenet-200.zip",
     "sha256:6198c8ae015e2b3e007c7841da39ec069199b9aa3bfa943a462022fe5e43c821",
 )
 URL = ARCHIVE.url

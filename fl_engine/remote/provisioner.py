@@ -40,6 +40,8 @@ class Provisioner:
 
     options: AgentsConfig | KubernetesConfig
     mailboxes: Mailboxes
+    registry: Registry
+    """Keys of the devices. A provisioner without a registry overrides `names` and `member`."""
     lease_s: float = LEASE_S
     """Seconds without a heartbeat after which a worker is treated as lost."""
     room: int = 1
@@ -61,21 +63,22 @@ class Provisioner:
 
     def suits(self, own: str | None, pool: str) -> bool:
         """Return whether a worker of the pool `own` may execute assignments of `pool`. None means any pool."""
-        raise NotImplementedError
+        return own in (None, pool)
 
     def torch_device(self, client: int) -> str:
         return "cpu"
 
     def names(self) -> Collection[str]:
         """Return the names of the mailboxes. A known worker whose name is missing counts as revoked."""
-        raise NotImplementedError
+        return self.registry.names()
 
     def member(self, name: str) -> Member:
         """Return a worker. Raises IntegrityError or KeyError if the worker has been revoked."""
-        raise NotImplementedError
+        return self.registry.member(name)
 
     def enroll(self, member: Member) -> None:
         """Store a device's id after its enrollment."""
+        self.registry.put(member)
 
     def begin(self, plan: RoundPlan) -> None:
         """Prepare for a round."""
@@ -110,27 +113,15 @@ class Enrolled(Provisioner):
     def __init__(
         self, fleet: Sequence[Device], registry: Registry, mailboxes: Mailboxes, options: AgentsConfig
     ) -> None:
-        self._fleet, self._registry, self.mailboxes, self.options = fleet, registry, mailboxes, options
+        self._fleet, self.registry, self.mailboxes, self.options = fleet, registry, mailboxes, options
         self.wait_s, self.lease_s = options.wait_s, options.lease_s
 
     def pool(self, client: int) -> str:
         return self._fleet[client].tier
 
-    def suits(self, own: str | None, pool: str) -> bool:
-        return own in (None, pool)
-
-    def names(self) -> Collection[str]:
-        return self._registry.names()
-
-    def member(self, name: str) -> Member:
-        return self._registry.member(name)
-
-    def enroll(self, member: Member) -> None:
-        self._registry.put(member)
-
     def advice(self, names: Sequence[str], pools: Sequence[str]) -> str:
         invite = f"flexfleet invite --tier {pools[0] if pools else 'TIER'}"
         if not names:
-            where = self._registry.store.uri()
+            where = self.registry.store.uri()
             return f"No device is invited in run.secrets ({where}). Invite one: {invite}"
         return f"Start `flexfleet agent` on the devices ({', '.join(names)}), or invite others: {invite}"

@@ -180,14 +180,12 @@ class FolderStore:
         raise EnvironmentFailure(f"{part.parent} cannot be created. Check that the parent is a folder")
 
     def get(self, key: str, limit: int | None = None) -> bytes:
-        path, name = self.root / key, self.uri(key)
+        name = self.uri(key)
         with self._explained(key):
-            if not path.is_file():
-                raise IntegrityError(f"{name} is missing from the run store")
             try:
-                with path.open("rb") as file:
+                with (self.root / key).open("rb") as file:
                     value = file.read(-1 if limit is None else limit + 1)
-            except FileNotFoundError:  # deleted since
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 raise IntegrityError(f"{name} is missing from the run store") from None
         check_size(name, len(value), limit)
         return value

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError, to_json
@@ -39,14 +39,9 @@ class Index(Artifact):
     made: dict[str, PreparedEntry]
 
 
-def file_of(name: str) -> str:
-    """Return the name of the JSON file, such as `apoz.json` or `package.module.NAME.json`."""
-    return f"{name.replace(':', '.')}.json"
-
-
-def weights_file_of(name: str) -> str:
-    """Return the name of the weights file, such as `supernet.safetensors`."""
-    return f"{name.replace(':', '.')}.safetensors"
+def file_of(name: str, kind: Literal["json", "safetensors"] = "json") -> str:
+    """Return the name of the JSON file or of the weights file, such as `apoz.json` or `package.module.NAME.json`."""
+    return f"{name.replace(':', '.')}.{kind}"
 
 
 def index(folder: Path) -> dict[str, PreparedEntry]:
@@ -57,14 +52,14 @@ def index(folder: Path) -> dict[str, PreparedEntry]:
 
 def entry_of(inputs: str, name: str, files: Mapping[str, bytes]) -> PreparedEntry:
     """Return the index entry for a result. `files` maps file names to contents."""
-    weights = files.get(weights_file_of(name))
+    weights = files.get(file_of(name, "safetensors"))
     sha = None if weights is None else sha256(weights)
     return PreparedEntry(inputs=inputs, sha256=sha256(files[file_of(name)]), weights_sha256=sha)
 
 
 def is_there(folder: Path, name: str, entry: PreparedEntry) -> bool:
     """Return whether all files of a result exist."""
-    of_weights = [] if entry.weights_sha256 is None else [weights_file_of(name)]
+    of_weights = [] if entry.weights_sha256 is None else [file_of(name, "safetensors")]
     return all((folder / file).exists() for file in (file_of(name), *of_weights))
 
 
@@ -77,7 +72,7 @@ def read(folder: Path, names: Iterable[str]) -> Prepared:
         path = folder / file_of(name)
         made = decoded(preparation(name), read_bytes(path, known[name].sha256), str(path))
         if (sha := known[name].weights_sha256) is not None:
-            made = attached(made, read_params(folder / weights_file_of(name), sha))
+            made = attached(made, read_params(folder / file_of(name, "safetensors"), sha))
         found[name] = made
     return found
 

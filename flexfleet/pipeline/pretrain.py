@@ -62,7 +62,7 @@ def pretrain(resolved: Resolved, partition: Path, out: Path) -> Path:
     made = {n: e for n, e in before.items() if e.inputs == wanted.get(n) and prepared.is_there(out, n, e)}
     Index(made=made).write(out / prepared.INDEX)
     for name in before.keys() - made.keys():
-        for file in (prepared.file_of(name), prepared.weights_file_of(name)):
+        for file in (prepared.file_of(name), prepared.file_of(name, "safetensors")):
             (out / file).unlink(missing_ok=True)
     for name in names:
         if name in made:
@@ -99,7 +99,7 @@ def _computed(resolved: Resolved, name: str, parts: Partition) -> dict[str, byte
     if not (weights := given({name: result})):
         return files
     try:
-        return {prepared.weights_file_of(name): encode(fitting(resolved.family, weights)), **files}
+        return {prepared.file_of(name, "safetensors"): encode(fitting(resolved.family, weights)), **files}
     except ModelError as error:
         raise ConfigError(f"preparation {name!r} returned weights that do not fit the network: {error}") from error
 

@@ -188,7 +188,7 @@ def epic_sounds_files(root: Path, train: Sequence[tuple[str, int, int, int]], te
 def remote(path: Path, algorithm: str = "md5") -> RemoteFile:
     """Return a file as one to download."""
     digest = hashlib.new(algorithm, path.read_bytes()).hexdigest()
-    return RemoteFile(path.as_uri(), path.name, f"{algorithm}:{digest}")
+    return RemoteFile(path.as_uri(), f"{algorithm}:{digest}")
 
 
 def write(path: Path, content: bytes) -> Path:

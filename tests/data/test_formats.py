@@ -127,30 +127,30 @@ def test_digits_are_the_same_on_every_machine(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- downloads
 def test_download_keeps_a_correct_file_and_logs_progress(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     content = bytes(4 * downloads.CHUNK)
-    (tmp_path / "there").write_bytes(content)
-    remote = RemoteFile((tmp_path / "there").as_uri(), "here", md5(content))
+    (tmp_path / "here").write_bytes(content)
+    remote = RemoteFile((tmp_path / "here").as_uri(), md5(content))
     with caplog.at_level(logging.INFO):
         path = downloads.download(remote, tmp_path / "new" / "folder")
     assert path == tmp_path / "new" / "folder" / "here"
     assert path.read_bytes() == content
     assert [message.split(" %")[0].split()[-1] for message in caplog.messages] == ["25", "50", "75", "100"]
-    (tmp_path / "there").unlink()
+    (tmp_path / "here").unlink()
     assert downloads.download(remote, tmp_path / "new" / "folder") == path  # it is there: no address is opened
 
 
 def test_download_never_overwrites(tmp_path: Path) -> None:
     (tmp_path / "here").write_bytes(b"mine")
     with pytest.raises(DataError):
-        downloads.download(RemoteFile("file:///nowhere", "here", md5(b"right")), tmp_path)
+        downloads.download(RemoteFile("file:///nowhere/here", md5(b"right")), tmp_path)
     assert (tmp_path / "here").read_bytes() == b"mine"
 
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """The path is the status and the Content-Length; the body is always `whole`."""
+    """The path is the status, the Content-Length and a name; the body is always `whole`."""
 
     def answer(request: Request) -> None:
-        status, length = request.path[1:].split("/")
+        status, length, _ = request.path[1:].split("/")
         request.respond(int(status), b"whole", {"Content-Length": length or None})
 
     with serving(answer) as address:
@@ -159,7 +159,7 @@ def server() -> Iterator[str]:
 
 def test_download_failures_are_errors_and_leave_no_file(server: str, tmp_path: Path) -> None:
     for length in ("5", "", "five", "-5"):
-        remote = RemoteFile(f"{server}/200/{length}", f"whole{length}", md5(b"whole"))
+        remote = RemoteFile(f"{server}/200/{length}/whole{length}", md5(b"whole"))
         assert downloads.download(remote, tmp_path / "new").read_bytes() == b"whole"
     for path, raised in (
         ("403/", EnvironmentFailure),
@@ -168,7 +168,7 @@ def test_download_failures_are_errors_and_leave_no_file(server: str, tmp_path: P
         ("200/9", EnvironmentFailure),
     ):
         with pytest.raises(raised):
-            downloads.download(RemoteFile(f"{server}/{path}", "here", md5(b"right")), tmp_path / "other")
+            downloads.download(RemoteFile(f"{server}/{path}/here", md5(b"right")), tmp_path / "other")
     assert not any((tmp_path / "other").iterdir())
 
 
@@ -180,7 +180,7 @@ def archive(root: Path, to: Path, names: tuple[str, ...] = (*CIFAR.train, CIFAR.
         tar.addfile(evil, io.BytesIO(b"evil"))
         for name in names:
             tar.add(batch(root, name), f"cifar-10-batches-bin/{name}")
-    return RemoteFile(to.as_uri(), "cifar-10-binary.tar.gz", md5(to.read_bytes()))
+    return RemoteFile(to.as_uri(), md5(to.read_bytes()))
 
 
 def test_fetch_cifar10_unpacks_the_batches_and_nothing_else(cifar: Path, tmp_path: Path) -> None:

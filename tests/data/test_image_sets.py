@@ -65,7 +65,7 @@ def test_emnist_is_unpacked_from_the_archive_of_all_splits(tmp_path: Path) -> No
     assert fingerprint(SPLIT.load(copy)) == fingerprint(SPLIT.load(tmp_path))
     found = {path.relative_to(copy).as_posix() for path in (tmp_path / "a").rglob("*") if path.is_file()}
     assert found == {*SPLIT.files, "emnist/gzip.zip"}
-    replace(SPLIT, archive=RemoteFile("file:///nowhere", "gzip.zip", "md5:0")).fetch(copy)  # all files exist
+    replace(SPLIT, archive=RemoteFile("file:///nowhere/gzip.zip", "md5:0")).fetch(copy)  # all files exist
 
 
 # ---------------------------------------------------------------------------------------------------- CIFAR-100
@@ -149,10 +149,12 @@ def test_tiny_imagenet_unpacks_only_its_own_members(tiny: Path, tmp_path: Path) 
     assert found == {path.relative_to(tiny) for path in tiny.rglob("*.*")} | {Path(path.name)}
     lost = next((copy / "tiny-imagenet-200" / "train").rglob("*.JPEG"))
     lost.unlink()
-    tiny_imagenet.fetch(copy, replace(made.remote(path, "sha256"), url="file:///nowhere"))  # from the archive
+    tiny_imagenet.fetch(
+        copy, replace(made.remote(path, "sha256"), url=f"file:///nowhere/{path.name}")
+    )  # from the archive
     assert lost.is_file()
     (copy / path.name).unlink()
-    tiny_imagenet.fetch(copy, RemoteFile("file:///nowhere", path.name, "md5:0"))  # as someone else unpacked it
+    tiny_imagenet.fetch(copy, RemoteFile(f"file:///nowhere/{path.name}", "md5:0"))  # as someone else unpacked it
     path.write_bytes(b"no archive")
     with pytest.raises(DataError):
         tiny_imagenet.fetch(tmp_path / "b", made.remote(path, "sha256"))
