@@ -177,12 +177,13 @@ class PooledAlgorithm(Options):
         rng = seeds.rng(context.seed, purpose, context.round)
         selector = self.selector(state.pool)
         picks = selector.pick(state.tables, allowed, count, rng)
-        while missing := [client for client, _ in picks if client in context.without]:
-            picks = [pick for pick in picks if pick[0] not in missing]
-            drawn = {client for client, _ in picks} | context.without
+        kept = [pick for pick in picks if pick[0] not in context.without]
+        if len(kept) < len(picks):
+            drawn = {client for client, _ in kept} | context.without
             rest = replace(allowed, available=tuple(d for d in allowed.available if d.client not in drawn))
-            picks = sorted(picks + selector.pick(state.tables, rest, len(missing), rng)) if rest.available else picks
-        return picks
+            if rest.available:
+                kept = sorted(kept + selector.pick(state.tables, rest, len(picks) - len(kept), rng))
+        return kept
 
     def check_samples(self, context: RoundContext) -> None:
         """Raise ConfigError if the server does not know the clients' sample counts."""
