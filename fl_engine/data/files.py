@@ -81,14 +81,11 @@ def warn_of_other_counts(data: Data, train: int, test: int) -> None:
     """Log a warning if the numbers of training or test samples differ from the published numbers."""
     found = len(data.train_y), len(data.test_y)
     if found != (train, test):
-        log.warning(
+        text = (
             "%s has %d training and %d test samples, but the published set has %d and %d. Some files are missing or "
-            "belong to another version, so the split also differs from the published split",
-            data.name,
-            *found,
-            train,
-            test,
+            "belong to another version, so the split also differs from the published split"
         )
+        log.warning(text, data.name, *found, train, test)
 
 
 def damaged(where: Path | str, expected: str, found: object) -> DataError:

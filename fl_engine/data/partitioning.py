@@ -108,7 +108,10 @@ def partition(
     rng, own = seeds.rng(seed, "partition"), dict[str, Any]()
     match rule:
         case "natural":
-            parts = rules.natural(_sources(data, rest), clients)
+            if data.natural_client is None:
+                text = f"because {data.name} does not contain the source (writer, user) of each sample"
+                raise PartitionError(f"partition.rule must not be natural, {text}", path="partition.rule")
+            parts = rules.natural(data.natural_client.numpy()[rest], clients)
         case "manual":
             if owner is None:
                 raise PartitionError("partition.map must be a JSON file if partition.rule=manual", path="partition.map")
@@ -156,18 +159,6 @@ def _proxy(data: Data, samples: int, config: PartitionConfig, seed: int) -> tupl
             f"partition.server_classes must be [] because the targets of {data.name} ({data.task.name}) are not classes"
         )
     return rules.split_classes(labels_of(data), server_classes, count, rng)
-
-
-def _sources(data: Data, rest: Ints) -> Ints:
-    """Return the source (writer, user) of each sample that is not in the proxy. Raises PartitionError if the sources
-    are unknown."""
-    if data.natural_client is None:
-        raise PartitionError(
-            f"partition.rule must not be natural, because {data.name} does not contain the source of each sample",
-            path="partition.rule",
-        )
-    sources: Ints = data.natural_client.numpy()[rest]
-    return sources
 
 
 def _check_labels(data: Data, rule: str) -> None:

@@ -13,7 +13,6 @@ import importlib.util
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import EnvironmentFailure
@@ -32,8 +31,9 @@ MEAN, STD = (0.3054,), (0.3762,)
 """Mean and standard deviation of the pixels in the 1,438 training images, divided by 255."""
 
 
-def _table() -> NDArray[np.int64]:
-    """Return rows of 64 pixels and a label. The file is read directly, because importing scikit-learn takes 2 s."""
+def load(root: Path) -> Data:
+    """Load the data set; `root` is ignored. Raises EnvironmentFailure if scikit-learn is missing or damaged."""
+    # Read the file directly, because importing scikit-learn takes 2 s. A row has 64 pixels and a label.
     found = importlib.util.find_spec("sklearn")
     if found is None or found.origin is None:
         raise EnvironmentFailure("digits requires scikit-learn, which is not installed. Run `pip install scikit-learn`")
@@ -45,12 +45,6 @@ def _table() -> NDArray[np.int64]:
             raise ValueError("other values")
     except DAMAGE as error:
         raise EnvironmentFailure(f"{path} must contain the digits data ({error}). Reinstall scikit-learn") from error
-    return table
-
-
-def load(root: Path) -> Data:
-    """Load the data set; `root` is ignored. Raises EnvironmentFailure if scikit-learn is missing or damaged."""
-    table = _table()
     # Scale the pixels from [0, 16] to [0, 255]. Integer arithmetic gives the same pixels on all machines.
     images = ((table[:, :64].reshape(-1, 1, 8, 8) * 255 + 8) // 16).astype(np.uint8)
     labels = table[:, 64].copy()

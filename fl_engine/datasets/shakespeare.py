@@ -99,9 +99,13 @@ def _check(path: Path, test: Sized, characters: Sized) -> None:
         raise damaged(path, f"at most {MOST_CHARACTERS} different characters", len(characters))
 
 
-def _roles(path: Path, checksum: str | None) -> dict[str, list[str]]:
-    """Return the lines of each role in the order of the text. As in LEAF, repeated spaces become one space, and each
-    line ends with a line feed."""
+Lines = list[tuple[int, str]]
+"""Lines of the text, each with the number of the role that speaks it."""
+
+
+def _parts(path: Path, checksum: str | None) -> tuple[Lines, Lines]:
+    """Return the training lines and the test lines. As in LEAF, repeated spaces become one space, and each line ends
+    with a line feed."""
     roles: dict[str, list[str]] = {}
     role: list[str] | None = None
     for number, line in enumerate(read_text(path, MOST_BYTES, checksum).split("\n"), 1):
@@ -113,16 +117,8 @@ def _roles(path: Path, checksum: str | None) -> dict[str, list[str]]:
             role = roles.setdefault(line[:-1], [])
         else:
             raise damaged(f"{path}: line {number}", "a role such as `ROMEO:` at the start of a block", f"{line[:80]!r}")
-    return {name: lines for name, lines in roles.items() if lines}
-
-
-Lines = list[tuple[int, str]]
-"""Lines of the text, each with the number of the role that speaks it."""
-
-
-def _parts(path: Path, checksum: str | None) -> tuple[Lines, Lines]:
     parts: tuple[Lines, Lines] = ([], [])
-    for client, role_lines in enumerate(_roles(path, checksum).values()):
+    for client, role_lines in enumerate(filter(None, roles.values())):
         cut = len(role_lines) - len(role_lines) // TEST_SHARE
         for part, chosen in zip(parts, (role_lines[:cut], role_lines[cut:]), strict=True):
             part += [(client, line) for line in chosen]

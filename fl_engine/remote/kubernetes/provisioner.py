@@ -195,7 +195,11 @@ class Pods(Provisioner):
         while not self._over:
             try:
                 if not found:
-                    self._find()
+                    found_jobs = list(self._objects.adopted(self._label, self._classes))
+                    for job in found_jobs:
+                        log.info("reusing the Job %s of an earlier coordinator", job.name)
+                    with self._lock:
+                        self._jobs += found_jobs
                 found, is_new = True, self._is_new
                 try:
                     if is_new:  # the scheduler has read the results of all ended pods
@@ -221,13 +225,6 @@ class Pods(Provisioner):
         self._looked.set()
         with self._lock:
             self._error = error
-
-    def _find(self) -> None:
-        found = list(self._objects.adopted(self._label, self._classes))
-        for job in found:
-            log.info("reusing the Job %s of an earlier coordinator", job.name)
-        with self._lock:
-            self._jobs += found
 
     def _look(self) -> None:
         with self._lock:
