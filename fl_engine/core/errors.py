@@ -89,8 +89,9 @@ class FlexfleetError(Exception):
 
     @classmethod
     def at(cls: type[E], message: str, *, code: str | None = None) -> E:
-        """Return an error whose message begins with the dotted name of the wrong parameter, which becomes `path`."""
-        return cls(message, code=code, path=message.split(maxsplit=1)[0].rstrip(":"))
+        """Return an error whose message begins with the dotted name of the wrong parameter, which becomes `path`. The
+        name may have dashes or a backtick in front, and ends at a space, a colon, `=` or a backtick."""
+        return cls(message, code=code, path=re.split(r"[\s:=`]", message.lstrip("-`"), maxsplit=1)[0])
 
     def as_json(self) -> dict[str, Any]:
         """Return the JSON object that a command with `--json` prints for the error."""

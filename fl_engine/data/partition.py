@@ -185,10 +185,9 @@ def read_map(path: Path, samples: int) -> Ints:
     positions = np.concatenate([np.array(each, dtype=np.int64) for each in found.clients])
     of_each = np.repeat(np.arange(len(found.clients)), [len(each) for each in found.clients])
     if not np.array_equal(np.sort(positions), np.arange(samples)):
-        raise PartitionError(
+        raise PartitionError.at(
             f"partition.map = {path} must contain each position from 0 to {samples - 1} exactly once, got "
-            f"{len(positions)} positions up to {positions.max()}",
-            path="partition.map",
+            f"{len(positions)} positions up to {positions.max()}"
         )
     owner = np.empty(samples, dtype=np.int64)
     owner[positions] = of_each

@@ -118,10 +118,10 @@ def quantity(labels: Ints, clients: int, alpha: float, minimum: int, rng: np.ran
 
 def _drawn(clients: int, alpha: float, rng: np.random.Generator) -> NDArray[np.float64]:
     if not (math.isfinite(alpha) and alpha > 0):
-        raise PartitionError(f"partition.alpha must be positive and finite, got {alpha}", path="partition.alpha")
+        raise PartitionError.at(f"partition.alpha must be positive and finite, got {alpha}")
     shares = rng.dirichlet(np.full(clients, alpha))
     if not math.isclose(shares.sum(), 1.0, rel_tol=1e-9):
-        raise PartitionError(f"partition.alpha={alpha} is too large. Set partition.rule=iid", path="partition.alpha")
+        raise PartitionError.at(f"partition.alpha={alpha} is too large. Set partition.rule=iid")
     return shares
 
 
@@ -189,7 +189,7 @@ def natural(groups: Ints, clients: int) -> tuple[Ints, ...]:
     names, rank = np.unique(groups, return_inverse=True)
     if not 1 <= clients <= len(names):
         most = f"{len(names)}, the number of natural clients with samples that are not in the proxy"
-        raise PartitionError(f"partition.clients must be from 1 to {most}, got {clients}", path="partition.clients")
+        raise PartitionError.at(f"partition.clients must be from 1 to {most}, got {clients}")
     return tuple(np.flatnonzero(rank % clients == client) for client in range(clients))
 
 
@@ -250,8 +250,7 @@ def _to_measure(size: int) -> int:
 def check_room(samples: int, clients: int, minimum: int) -> None:
     """Raise PartitionError unless there are enough samples to give every client `minimum` samples."""
     if clients < 1 or minimum < 1 or clients * minimum > samples:
-        raise PartitionError(
+        raise PartitionError.at(
             f"partition.clients={clients} with partition.minimum={minimum} requires {clients * minimum} samples, but "
-            f"only {samples} are available. Lower partition.clients or partition.minimum",
-            path="partition.clients",
+            f"only {samples} are available. Lower partition.clients or partition.minimum"
         )

@@ -110,11 +110,11 @@ def partition(
         case "natural":
             if data.natural_client is None:
                 text = f"because {data.name} does not contain the source (writer, user) of each sample"
-                raise PartitionError(f"partition.rule must not be natural, {text}", path="partition.rule")
+                raise PartitionError.at(f"partition.rule must not be natural, {text}")
             parts = rules.natural(data.natural_client.numpy()[rest], clients)
         case "manual":
             if owner is None:
-                raise PartitionError("partition.map must be a JSON file if partition.rule=manual", path="partition.map")
+                raise PartitionError.at("partition.map must be a JSON file if partition.rule=manual")
             parts = rules.manual(owner, clients, rest)
         case "iid":
             parts = rules.iid(labels[rest], clients, rng)
@@ -163,15 +163,13 @@ def _proxy(data: Data, samples: int, config: PartitionConfig, seed: int) -> tupl
 
 def _check_labels(data: Data, rule: str) -> None:
     if not data.task.label_count:
-        raise PartitionError(
+        raise PartitionError.at(
             f"partition.rule={rule} requires labels, but the targets of {data.name} ({data.task.name}) have no labels. "
-            "Choose another rule, set partition.features, or define quantile bins for the task",
-            path="partition.rule",
+            "Choose another rule, set partition.features, or define quantile bins for the task"
         )
     if rule == "disjoint_labels" and (has_boxes(data.task) or has_maps(data.task)):
-        raise PartitionError(
-            f"partition.rule must not be {rule}, because the samples of {data.name} have several labels",
-            path="partition.rule",
+        raise PartitionError.at(
+            f"partition.rule must not be {rule}, because the samples of {data.name} have several labels"
         )
 
 

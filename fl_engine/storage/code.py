@@ -60,7 +60,7 @@ def pack(source: Path) -> bytes:
 
 
 def _wrong(text: str) -> ConfigError:
-    return ConfigError(f"run.code {text}", path="run.code")
+    return ConfigError.at(f"run.code {text}")
 
 
 def _files(folder: Path) -> Iterator[tuple[str, bytes]]:

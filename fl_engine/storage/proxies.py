@@ -43,7 +43,7 @@ def proxy_of(url: str) -> dict[str, Any]:
             user = None if proxy.auth is None else unquote(proxy.auth if ":" in proxy.auth else f"{proxy.auth}:")
             headers = urllib3.make_headers(proxy_basic_auth=user)
             return {"proxy_url": proxy._replace(auth=None, path=None).url, "proxy_headers": headers}
-    raise ConfigError(f"{variable} must be http://host:port, got {masked(address)!r}", path=variable)
+    raise ConfigError.at(f"{variable} must be http://host:port, got {masked(address)!r}")
 
 
 def _is_excluded(netloc: str, host: str, excluded: str) -> bool:

@@ -66,7 +66,7 @@ def check_place(name: str, uri: str | None) -> None:
     except ConfigError:
         got = masked(uri or "")
         hint = f". {BUCKET_RULE}" if got.startswith("s3://") else f". Write ./{got} for a folder" * ("/" not in got)
-        raise ConfigError(f"{name} must be s3://bucket/prefix or a folder, got {got!r}{hint}", path=name) from None
+        raise ConfigError.at(f"{name} must be s3://bucket/prefix or a folder, got {got!r}{hint}") from None
 
 
 def patient(method: Callable[..., R]) -> Callable[..., R]:

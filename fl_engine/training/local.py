@@ -231,7 +231,7 @@ def _in_half(job: TrainingJob) -> TrainingJob:
     """Convert the job's weights and samples to float16, except tokens and targets. Weight decay is set to 0."""
     if not isinstance(job.task.optimizer, SGD):
         cure = f"Set central.optimizer=sgd and {user_code.OPTIMIZER}=null, or set run.precision=amp"
-        raise ModelError(f"run.precision=fp16 supports only SGD. {cure}", path="run.precision")
+        raise ModelError.at(f"run.precision=fp16 supports only SGD. {cure}")
     start, linear = ({name: t.half() for name, t in params.items()} for params in (job.start, job.linear))
     x = job.x.half() if job.x.is_floating_point() else job.x
     task = replace(job.task, optimizer=replace(job.task.optimizer, weight_decay=0.0))

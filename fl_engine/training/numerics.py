@@ -125,7 +125,7 @@ def choose_precision(
     found = {device: _suitable(torch.device(device)) for device in devices}
     if len(set(found.values())) != 1:
         each = ", ".join(f"{precision} on {device}" for device, precision in found.items())
-        raise ConfigError(f"run.precision=auto selects {each}. Set one precision for all devices", path="run.precision")
+        raise ConfigError.at(f"run.precision=auto selects {each}. Set one precision for all devices")
     precision = next(iter(found.values()))
     log.info("run.precision=auto: using %s, the fastest suitable precision of %s", precision, ", ".join(found))
     return precision

@@ -47,7 +47,7 @@ class Arguments:
         keywords = {name: value for name, value in given.items() if value is not None}
         config, options = keywords.pop("config", None), keywords.pop("options", {})
         if not isinstance(options, Mapping):
-            raise ConfigError(f"options must map dotted names to values, got {quoted(options)}", path="options")
+            raise ConfigError.at(f"options must map dotted names to values, got {quoted(options)}")
         self._given = _sections(config)
         self._values = merged(Config().model_dump(mode="json"), self._given)
         self._data: dict[str, Data] = {}
@@ -105,10 +105,9 @@ class Arguments:
         data = self._data.get(leaves(values).get("dataset.name", ""))
         if data is not None and data.natural_client is not None:
             if "partition.alpha" in given and "partition.rule" not in given:
-                raise ConfigError(
+                raise ConfigError.at(
                     "partition.alpha requires partition.rule=dirichlet. For data with owners, the default is natural",
                     code="config.conflict",
-                    path="partition.alpha",
                 )
             owned = {"rule": "natural", "clients": len(set(data.natural_client.tolist())), "minimum": 1}
             if "partition.rule" in given and values["partition"]["rule"] != "natural":
@@ -143,7 +142,7 @@ def _sections(config: Any) -> dict[str, Any]:
         return dict(plain(config, "config"))
     if isinstance(config, str | Path):
         return read_file(config)
-    raise ConfigError(f"config must be a file, a mapping or a Config, got {type(config).__name__}", path="config")
+    raise ConfigError.at(f"config must be a file, a mapping or a Config, got {type(config).__name__}")
 
 
 def plain(value: Any, what: str) -> Any:
@@ -285,9 +284,8 @@ def entries_of(
 def _labels(algorithms: Any) -> dict[str, tuple[Any, dict[str, Any]]]:
     """Map the label of each variant to its algorithm and its other settings. Raises ConfigError."""
     if isinstance(algorithms, str | type) or not hasattr(algorithms, "__iter__"):
-        raise ConfigError(
-            f"algorithms must be a list, or a mapping from labels to algorithms, got {quoted(algorithms)}",
-            path="algorithms",
+        raise ConfigError.at(
+            f"algorithms must be a list, or a mapping from labels to algorithms, got {quoted(algorithms)}"
         )
     labels: dict[str, tuple[Any, dict[str, Any]]] = {}
     for item in algorithms.items() if isinstance(algorithms, Mapping) else algorithms:
@@ -306,12 +304,10 @@ def _labels(algorithms: Any) -> dict[str, tuple[Any, dict[str, Any]]]:
             label = (options.get("algorithm.name") or options["algorithm"]["name"]).rpartition(":")[2]
         check_label(label)
         if label in labels:
-            raise ConfigError(
-                f"algorithms: {label!r} is given twice. Use labels: {{'a': ..., 'b': ...}}", path="algorithms"
-            )
+            raise ConfigError.at(f"algorithms: {label!r} is given twice. Use labels: {{'a': ..., 'b': ...}}")
         labels[label] = value, settings
     if not labels:
-        raise ConfigError("algorithms must contain at least one algorithm", path="algorithms")
+        raise ConfigError.at("algorithms must contain at least one algorithm")
     return labels
 
 
@@ -319,7 +315,7 @@ def by_dotted_name(values: Any, what: str) -> dict[str, Any]:
     """Return a copy of `values` in which dotted names replace short names. Raises ConfigError if `values` is not a
     mapping, or if it contains a parameter twice."""
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{what} must be a mapping such as {{'training.lr': ...}}, got {quoted(values)}", path=what)
+        raise ConfigError.at(f"{what} must be a mapping such as {{'training.lr': ...}}, got {quoted(values)}")
     paths = {path: SHORT.get(str(path), str(path)) for path in values}
     check_once((f"{what}[{path!r}]", {name: None}) for path, name in paths.items())
     return {name: values[path] for path, name in paths.items()}

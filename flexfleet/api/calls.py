@@ -102,7 +102,7 @@ def run_watched(
 ) -> T:
     """Run all steps of a run with callbacks, and return `result(folder)`, where `folder` is the run's folder."""
     if resume and run_id is None:
-        raise ConfigError("run_id must be the name of the run to resume, because resume=True", path="run_id")
+        raise ConfigError.at("run_id must be the name of the run to resume, because resume=True")
     config = resolved.config
     check_reach(config)
     name = new_name(config) if run_id is None else check_name(run_id, "run_id")

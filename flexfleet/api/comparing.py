@@ -78,10 +78,10 @@ def compare(
         >>> flexfleet.compare(["flexfl", "heterofl"], seeds=(0, 1, 2), rounds=20).table
     """
     if resume and id is None:
-        raise ConfigError("id must be the name of the comparison to resume, because resume=True", path="id")
+        raise ConfigError.at("id must be the name of the comparison to resume, because resume=True")
     for name, values in (("seeds", seeds), ("to", to)):
         if isinstance(values, str) or not hasattr(values, "__iter__"):
-            raise ConfigError(f"{name} must be a list of numbers, got {values!r}", path=name)
+            raise ConfigError.at(f"{name} must be a list of numbers, got {values!r}")
     reach = accuracies_of(to)
     name = dated("compare") if id is None else id
     runs = entries_of(algorithms, seeds_of(plain(each, "seeds") for each in seeds), over or {}, name, common)

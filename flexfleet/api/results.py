@@ -147,14 +147,14 @@ class Result(StoredRun):
             >>> x, y = result.client_data(3)
         """
         if self._config.partition.rule == LOCAL:
-            raise ConfigError("partition.rule=local: only the clients can read their samples", path="partition.rule")
+            raise ConfigError.at("partition.rule=local: only the clients can read their samples")
         chosen = torch.from_numpy(self.partition[self._client(client)])
         with self._resolved(("dataset",)) as resolved:
             return resolved.data.train_x[chosen], resolved.data.train_y[chosen]
 
     def _client(self, client: int) -> int:
         if isinstance(client, bool) or not hasattr(client, "__index__") or client not in self.partition:
-            raise ConfigError(f"client must be from 0 to {len(self.partition) - 1}, got {client!r}", path="client")
+            raise ConfigError.at(f"client must be from 0 to {len(self.partition) - 1}, got {client!r}")
         return int(client)
 
     @property
@@ -232,13 +232,13 @@ class Result(StoredRun):
         """
         folder = path_of(path)
         if folder.suffix == ".onnx":
-            raise ConfigError(f"path must be a folder, not an .onnx file, got {str(path)!r}", path="path")
+            raise ConfigError.at(f"path must be a folder, not an .onnx file, got {str(path)!r}")
         with self._resolved(("model", "dataset")) as resolved:
             member, data = self._member(level), resolved.data
             score = self.metrics.get("levels", {}).get(member.name)
             if score is None:
                 known = ", ".join(self.metrics.get("levels", {})) or "none"
-                raise ConfigError(f"level {member.name} has no test score. Levels with a score: {known}", path="level")
+                raise ConfigError.at(f"level {member.name} has no test score. Levels with a score: {known}")
             prepare_process(("cpu",))
             name, proxy = resolved.config.model["name"], self._proxy(resolved)
             _, network = exports.export(name, resolved.family, self._params, member, data, proxy, score, folder)
@@ -385,7 +385,7 @@ class Result(StoredRun):
         """
         for name, value in (("round", round), ("client", client)):
             if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise ConfigError(f"{name} must be a whole number, got {value!r}", path=name)
+                raise ConfigError.at(f"{name} must be a whole number, got {value!r}")
         with self._resolved() as resolved:
             return replay_client(resolved, self.folder, self._run, round - 1, client, settings or {}, on_step)
 

@@ -48,11 +48,11 @@ class EarlyStopping(Callback):
         mode: Literal["max", "min"] | None = None,
     ) -> None:
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-            raise ConfigError(f"patience must be a whole number of at least 1, got {patience!r}", path="patience")
+            raise ConfigError.at(f"patience must be a whole number of at least 1, got {patience!r}")
         if not min_delta >= 0:
-            raise ConfigError(f"min_delta must be at least 0, got {min_delta!r}", path="min_delta")
+            raise ConfigError.at(f"min_delta must be at least 0, got {min_delta!r}")
         if mode not in ("max", "min", None):
-            raise ConfigError(f"mode must be 'max', 'min' or None, got {mode!r}", path="mode")
+            raise ConfigError.at(f"mode must be 'max', 'min' or None, got {mode!r}")
         self._metric, self._patience, self._min_delta = metric, patience, min_delta
         lower = "loss" in metric or metric.partition("/")[0] in LOWER if mode is None else mode == "min"
         self._sign = -1 if lower else 1

@@ -37,14 +37,12 @@ def with_task(task: Any, parts: Sequence[Array], name: str) -> tuple[Task, list[
         task = _only_task(parts, name)
     if isinstance(task, str):
         if task not in TASKS:
-            raise DataError(
-                f"task must be the name of a task or a task object, got {task!r}{nearest(task, TASKS)}", path="task"
-            )
+            raise DataError.at(f"task must be the name of a task or a task object, got {task!r}{nearest(task, TASKS)}")
         if "U" in kinds and task != "classification":
             raise DataError(f"{name}: targets of the task {task} must be numbers, got strings", path="task")
         return TASKS[task](parts, name)
     if isinstance(task, type) or not isinstance(task, Task):
-        raise DataError(f"task must be a name or a task object, such as Classification(10), got {task!r}", path="task")
+        raise DataError.at(f"task must be a name or a task object, such as Classification(10), got {task!r}")
     numbers = [_numbered(part, class_names(task), name) if "U" in kinds else part for part in parts]
     return task, [part.astype(np.uint8) if part.dtype.kind == "b" else part for part in numbers]
 

@@ -74,7 +74,7 @@ def tune(
         >>> study = flexfleet.tune("fedprox", space={"algorithm.mu": (0.001, 1.0)}, trials=20)
     """
     if resume and id is None:
-        raise ConfigError("id must be the name of the study to resume, because resume=True", path="id")
+        raise ConfigError.at("id must be the name of the study to resume, because resume=True")
     given = {"trials": trials, "metric": metric, "seeds": seeds, "held_out": held_out, "workers": jobs}
     config = study_of(space, given, {**common, "algorithm": algorithm, "seed": seed})
     check_reach(config, config.tune.workers)

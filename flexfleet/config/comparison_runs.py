@@ -81,10 +81,9 @@ def labels_of(text: str) -> dict[str, str]:
 def check_label(label: object) -> None:
     """Raise ConfigError if the label cannot be part of a folder name."""
     if not isinstance(label, str) or not LABEL.fullmatch(label) or label == SHARED:
-        raise ConfigError(
+        raise ConfigError.at(
             f"algorithms: a label must consist of letters, digits, '_', '-' and '.', and {SHARED!r} is reserved, got "
-            f"{label!r}. Write a variant as label=name",
-            path="algorithms",
+            f"{label!r}. Write a variant as label=name"
         )
 
 
@@ -96,7 +95,7 @@ def seeds_of(given: str | Iterable[Any]) -> tuple[int, ...]:
     except ValueError:
         found = (given,)
     if not found or not all(type(seed) is int for seed in found) or len(set(found)) < len(found):
-        raise ConfigError(f"seeds must be different whole numbers, such as 0,1,2, got {found!r}", path="seeds")
+        raise ConfigError.at(f"seeds must be different whole numbers, such as 0,1,2, got {found!r}")
     return found
 
 
@@ -109,7 +108,7 @@ def accuracies_of(given: str | Iterable[Any]) -> tuple[float, ...]:
         found = {given}
     if not all(isinstance(value, int | float) and 0 < value <= 1 for value in found):
         text = ", ".join(map(str, found))
-        raise ConfigError(f"`to` must contain accuracies above 0 and at most 1, such as 0.4, got {text}", path="to")
+        raise ConfigError.at(f"`to` must contain accuracies above 0 and at most 1, such as 0.4, got {text}")
     return tuple(sorted(found))
 
 
@@ -207,8 +206,8 @@ def factors_of(texts: Sequence[str]) -> dict[str, list[Any]]:
     for text in texts:
         path, sign, listed = (word.strip() for word in text.partition("="))
         if not sign or not path or not listed or path in out:
-            raise ConfigError(
-                f"--over must be a.b=value,value and name each parameter only once, got {quoted(text)}", path="over"
+            raise ConfigError.at(
+                f"--over must be a.b=value,value and name each parameter only once, got {quoted(text)}"
             )
         try:
             out[path] = read_yaml(f"[{listed}]")
@@ -243,7 +242,7 @@ def crossed(labels: Iterable[str], factors: Mapping[str, Sequence[Any]]) -> dict
             at = dict(zip(factors, values, strict=True))
             name = "-".join([label, *(f"{path.rpartition('.')[2]}{_word(value)}" for path, value in at.items())])
             if name in out:
-                raise ConfigError(f"over: two combinations of values have the name {name}. Remove one", path="over")
+                raise ConfigError.at(f"over: two combinations of values have the name {name}. Remove one")
             out[name] = (label, at)
     return out
 

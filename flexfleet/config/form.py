@@ -50,7 +50,7 @@ def _read(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> tuple[O
     try:
         check_plain(advanced)
     except ValueError as error:
-        raise ConfigError(f"advanced must contain only values with a JSON type: {error}", path="advanced") from error
+        raise ConfigError.at(f"advanced must contain only values with a JSON type: {error}") from error
     dotted.no_passwords({**parameters, **advanced})
     known = dotted.SHORT | dotted.STUDY
     wrong: list[FlexfleetError] = []
@@ -88,9 +88,8 @@ def _read(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> tuple[O
 def object_of(advanced: Any) -> Mapping[str, Any]:
     """Return the form's field `advanced`. Raises ConfigError if the JSON value in this field is not an object."""
     if not isinstance(advanced, Mapping):
-        raise ConfigError(
-            f'advanced must be a JSON object, such as {{"algorithm.kd_weight": 5}}, got {kind_of(advanced)}',
-            path="advanced",
+        raise ConfigError.at(
+            f'advanced must be a JSON object, such as {{"algorithm.kd_weight": 5}}, got {kind_of(advanced)}'
         )
     return advanced
 

@@ -193,11 +193,10 @@ def algorithm(config: Config) -> Algorithm:
     check_names("algorithm", options, known)
     training = adapter(Training).dump_python(config.training, mode="json")
     if training["fraction"] * config.rounds.over_provision > 1:
-        raise ConfigError(
+        raise ConfigError.at(
             f"training.fraction times rounds.over_provision must be at most 1, got {config.training.fraction} * "
             f"{config.rounds.over_provision}",
             code="config.conflict",
-            path="training.fraction",
         )
     _check_own_functions(config)
     try:

@@ -173,10 +173,9 @@ def _check_length(entry: PlannedRun, out: Path) -> None:
     stop = entry.config.rounds.stop
     done = max((round + 1 for round in Checkpoints(store_of(entry.config, entry.name, out)).commits()), default=0)
     if done > stop:
-        raise ConfigError(
+        raise ConfigError.at(
             f"`rounds.stop` must be at least {done}, the number of rounds in {out}, got {stop}. Increase rounds.stop, "
-            "or choose another --id",
-            path="rounds.stop",
+            "or choose another --id"
         )
 
 

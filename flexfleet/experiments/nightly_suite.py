@@ -132,10 +132,9 @@ def nightly_run(path: Path, id: str, overrides: Mapping[str, Any], more_seeds: t
     def load_one(given: Overrides) -> Config:
         config = load_config(None, given, stored=True)
         if config.publish.models:
-            raise ConfigError(
+            raise ConfigError.at(
                 "`publish.models` must be false in a nightly regression run. Models are registered only if the "
-                "run passes. Remove the setting",
-                path="publish.models",
+                "run passes. Remove the setting"
             )
         tracking = config.tracking
         if not (tracking.experiment or named_experiment() or platform_experiment(tracking.mlflow)):

@@ -67,7 +67,7 @@ def _check(config: Config) -> None:
     tune_space.check_names(config)
     for path, seeds in (("tune.seeds", tune.seeds), ("tune.held_out", (*tune.seeds, *tune.held_out))):
         if twice := [str(seed) for seed, count in Counter(seeds).items() if count > 1]:
-            raise ConfigError(f"`{path}` must not repeat seeds, got {', '.join(twice)} more than once", path=path)
+            raise ConfigError.at(f"`{path}` must not repeat seeds, got {', '.join(twice)} more than once")
     resolved = Resolved.of(config)
     check(resolved, publishes=False)
     need_packages(resolved)
@@ -141,10 +141,9 @@ def prepare(config: Config, id: str, out: Path, job_id: str) -> list[dict[str, s
     many, has_database = config.tune.workers, tune_storage.address(config) is not None
     check_count(many, "tune.workers", "tune.workers")
     if many > 1 and not has_database:
-        raise ConfigError(
+        raise ConfigError.at(
             f"`tune.workers` = {many} requires a database that all pods can reach. Set tune.storage to the address, "
-            "or store the address in the Secret flexfleet-tune as FLEXFLEET_TUNE_STORAGE, or set tune.workers to 1",
-            path="tune.workers",
+            "or store the address in the Secret flexfleet-tune as FLEXFLEET_TUNE_STORAGE, or set tune.workers to 1"
         )
     _check(config)
     study = tune_storage.open_study(config, out, id) if has_database else None

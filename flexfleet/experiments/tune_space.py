@@ -34,10 +34,9 @@ def space_of(config: Config, pool: Pool) -> dict[str, Range]:
         message = f"{config.algorithm['name']} declares an invalid search space: {brief(error)}"
         raise ConfigError(message, path="tune.space") from error
     if not space:
-        raise ConfigError(
+        raise ConfigError.at(
             f"`tune.space` is empty, and {config.algorithm['name']} does not declare a search space for this "
-            "configuration. Set the range of a parameter as a.b: {low, high}",
-            path="tune.space",
+            "configuration. Set the range of a parameter as a.b: {low, high}"
         )
     return space
 
@@ -162,7 +161,7 @@ def check_names(config: Config) -> None:
         else:
             return
     if errors:
-        raise ConfigError(f"`tune.space`: {errors[0]}", code=errors[0].code, path="tune.space")
+        raise ConfigError.at(f"`tune.space`: {errors[0]}", code=errors[0].code)
 
 
 def excess(pool: Pool, config: Config, family: ModelFamily) -> dict[str, float]:

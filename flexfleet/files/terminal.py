@@ -208,7 +208,7 @@ def set_log_format(handlers: Iterable[logging.Handler]) -> None:
     ConfigError for a value other than `json` and `text` (default)."""
     kind = os.environ.get(LOG_FORMAT) or "text"
     if kind not in ("text", "json"):
-        raise ConfigError(f"{LOG_FORMAT} must be text or json, got {kind!r}", path=LOG_FORMAT)
+        raise ConfigError.at(f"{LOG_FORMAT} must be text or json, got {kind!r}")
     if kind == "json":
         logging.captureWarnings(True)
         for handler in handlers:

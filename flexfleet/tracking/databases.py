@@ -48,10 +48,9 @@ def check_spelling(name: str, address: str) -> None:
         return
     has_at = kind in SERVERS and "@" in rest[who.end() :].partition("?")[0]
     if has_at or any(map(str.isspace, who[0])):
-        raise ConfigError(
+        raise ConfigError.at(
             f"{name} = {kind}://... must not have {'@' if has_at else 'a space'} in the user or password. Write @ as "
-            "%40, a space as %20, / as %2F, : as %3A and % as %25",
-            path=name,
+            "%40, a space as %20, / as %2F, : as %3A and % as %25"
         )
 
 
@@ -66,10 +65,9 @@ def check_url(name: str, address: str) -> None:
         try:
             make_url(address).get_dialect()
         except (ArgumentError, ValueError) as error:
-            raise ConfigError(
+            raise ConfigError.at(
                 f"{name} must be the URL of a database, such as sqlite:///study.db or postgresql://host/studies, got "
-                f"{masked(address)!r}: {first_line(error)}",
-                path=name,
+                f"{masked(address)!r}: {first_line(error)}"
             ) from None
 
 

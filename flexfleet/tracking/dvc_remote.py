@@ -64,7 +64,7 @@ def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
     for text in pointers.values():
         checksum(text)
     if "://" not in place_of(remote) and not Path(place_of(remote)).is_dir():
-        raise ConfigError(f"publish.dvc: {place_of(remote)} must be an existing folder", path="publish.dvc")
+        raise ConfigError.at(f"publish.dvc: {place_of(remote)} must be an existing folder")
     with _scratch(remote, IntegrityError) as (repo, folder):
         for name, text in pointers.items():
             (folder / f"{name}.dvc").write_text(text, encoding="utf-8")
@@ -157,10 +157,9 @@ def check(remote: str) -> None:
     check_place("publish.dvc", remote)
     if "/" not in remote and not Path(remote).exists():
         if names := sorted(_remotes()):
-            raise ConfigError(
+            raise ConfigError.at(
                 f"publish.dvc must be a DVC remote ({', '.join(names)}), s3://bucket/prefix or a folder, got {remote!r}"
-                f"{did_you_mean(remote, names)}. Write ./{remote} for a new folder",
-                path="publish.dvc",
+                f"{did_you_mean(remote, names)}. Write ./{remote} for a new folder"
             )
         log.warning("publish.dvc: DVC has no remote %r here, so files are pushed to the folder ./%s", remote, remote)
 

@@ -179,7 +179,7 @@ def check_address(uri: str) -> None:
     elif HOST_AND_PORT.fullmatch(uri) and not Path(uri).exists():
         wrong = f"it has no scheme. Write http://{uri} for a server, or ./{uri} for a folder"
     if wrong is not None:
-        raise ConfigError(f"tracking.mlflow = {masked(uri)!r} cannot be used: {wrong}", path="tracking.mlflow")
+        raise ConfigError.at(f"tracking.mlflow = {masked(uri)!r} cannot be used: {wrong}")
 
 
 def check_server(uri: str) -> None:

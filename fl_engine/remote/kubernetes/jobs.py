@@ -125,7 +125,7 @@ def check(options: KubernetesConfig, tiers: Sequence[str]) -> None:
     template(options.template)
     for name in sorted(options.pools.keys() - set(tiers)):
         if hint := did_you_mean(name, set(tiers) - options.pools.keys()):
-            raise ConfigError(f"kubernetes.pools: {name!r} is not a tier of the fleet{hint}", path="kubernetes.pools")
+            raise ConfigError.at(f"kubernetes.pools: {name!r} is not a tier of the fleet{hint}")
 
 
 def settings_sum(of: Resource, options: KubernetesConfig) -> str:

@@ -159,7 +159,7 @@ class WorkerJob:
 def check_reach(uri: str) -> None:
     """Raise ConfigError if the store at `uri` cannot issue URLs for pods."""
     if not uri.startswith("s3://"):
-        raise ConfigError(f"run.remote must be an s3:// address that pods can reach, got {uri}", path="run.remote")
+        raise ConfigError.at(f"run.remote must be an s3:// address that pods can reach, got {uri}")
 
 
 @dataclass
@@ -181,7 +181,7 @@ def image_for(options: KubernetesConfig) -> str:
     """Return the image of the pods. Raises ConfigError if the image is not set."""
     image = options.image or os.environ.get("FLEXFLEET_IMAGE")
     if not image:
-        raise ConfigError("kubernetes.image or FLEXFLEET_IMAGE must name the pods' image", path="kubernetes.image")
+        raise ConfigError.at("kubernetes.image or FLEXFLEET_IMAGE must name the pods' image")
     return image
 
 
