@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
+from contextlib import suppress
 from typing import Annotated, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -250,14 +251,12 @@ def check_own(address: str, message: str | None, folder: str | None) -> None:
 
 
 def _server(address: str) -> str:
-    try:
+    with suppress(ValueError):
         parts = urlsplit(address)
         port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-    except ValueError as error:
-        raise ConfigError(f"the address must be http(s)://host:port: {error}") from None
-    if port is None or not parts.hostname:
-        raise ConfigError(f"the address must be http(s)://host:port, got {masked(address)[:200]!r}")
-    return f"{parts.scheme}://{parts.hostname}:{port}"
+        if port is not None and parts.hostname:
+            return f"{parts.scheme}://{parts.hostname}:{port}"
+    raise ConfigError(f"the address must be http(s)://host:port, got {masked(address)[:200]!r}")
 
 
 def check_version(value: bytes, name: str, by_device: bool) -> None:

@@ -49,12 +49,10 @@ def read_verified(store: Store, key: str, expected: str | None) -> bytes:
         raise IntegrityError(f"{store.uri(key)} is not used, because the coordinator has not sent the file's SHA-256")
     try:
         value = store.get(key, int(expected.partition(":")[2]))
+        if (found := sum_of(value)) == expected:
+            return value
+        why = f"expected the SHA-256 and size {expected}, got {found}"
     except TooLarge as error:
-        raise _replaced(store.uri(key), str(error)) from error
-    if (found := sum_of(value)) != expected:
-        raise _replaced(store.uri(key), f"expected the SHA-256 and size {expected}, got {found}")
-    return value
-
-
-def _replaced(name: str, why: str) -> IntegrityError:
-    return IntegrityError(f"{name} differs from the coordinator's file: {why}. Resume the run to get new assignments")
+        why = str(error)
+    name, cure = store.uri(key), "Resume the run to get new assignments"
+    raise IntegrityError(f"{name} differs from the coordinator's file: {why}. {cure}")

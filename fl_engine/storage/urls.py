@@ -9,9 +9,9 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -139,8 +139,7 @@ class UrlStore:
         if (upload := self._writes.get(key)) is None:
             raise IntegrityError(f"No upload URL was issued for {key}")
         for _ in range(SENDS):
-            with self._explained(upload.verb, key, upload.url):
-                answer = self._checked(self._requests.send(upload, value), upload.verb, key)
+            answer = self._answer(upload.verb, key, upload.url, lambda: self._requests.send(upload, value))
             if _etag(answer) in (None, digest("md5", value).hex()):
                 return
         raise IntegrityError(f"{upload.verb} {self.uri(key)}: the server received damaged data {SENDS} times")
@@ -148,9 +147,8 @@ class UrlStore:
     def get(self, key: str, limit: int | None = None) -> bytes:
         if (url := self._reads.get(key)) is None:
             raise IntegrityError(f"No URL was issued to read {key}")
-        with self._explained("GET", key, url):
-            answer = self._requests.ask("GET", url, lambda response: whole(response, self.uri(key), limit))
-            return self._checked(answer, "GET", key).data
+        read = partial(whole, name=self.uri(key), limit=limit)
+        return self._answer("GET", key, url, lambda: self._requests.ask("GET", url, read)).data
 
     def list(self, prefix: str) -> list[str]:
         return sorted(key for key in self._reads if key.startswith(prefix))
@@ -167,14 +165,11 @@ class UrlStore:
     def uri(self, key: str = "") -> str:
         return f"the run store's {key}"
 
-    @contextmanager
-    def _explained(self, verb: str, key: str, url: str) -> Iterator[None]:
+    def _answer(self, verb: str, key: str, url: str, ask: Callable[[], Answer]) -> Answer:
         try:
-            yield
+            answer = ask()
         except urllib3.exceptions.HTTPError as error:
             raise Unreachable(f"{verb} {self.uri(key)}: {why(error, url)}") from None
-
-    def _checked(self, answer: Answer, verb: str, key: str) -> Answer:
         if answer.status >= 300:
             text = printable(answer.data[:300].decode(errors="replace"))
             kind = Unreachable if answer.status >= 500 or answer.status == 429 else IntegrityError
