@@ -124,6 +124,12 @@ def hold(store: Store, ttl_s: float | None = None, heartbeat_s: float = HEARTBEA
         thread.join(RELEASE_S)
 
 
+def check_free(store: Store) -> None:
+    """Raise InUse if a coordinator holds the lock. Wait up to four heartbeats if this is not certain."""
+    if newest := _newest(store):
+        _wait_for(store, newest, _machine(), 4 * HEARTBEAT_S, HEARTBEAT_S / 10)
+
+
 def _wait_for(store: Store, number: int, machine: str, ttl_s: float, poll_s: float) -> None:
     """Wait until the lock is free. Raises InUse if the lock's holder is running."""
     first = _content(store, number)

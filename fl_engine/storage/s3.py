@@ -22,7 +22,7 @@ from fl_engine.core.text import is_address
 from fl_engine.storage import proxies
 from fl_engine.storage.outage import waiting
 from fl_engine.storage.s3_settings import AT_ONCE, OWN, SIGNING, connect, endpoint_of
-from fl_engine.storage.store import FolderStore, Store, Value, check_size, sha256
+from fl_engine.storage.store import FolderStore, Value, check_size, sha256
 from fl_engine.storage.urls import FIXED, Upload, Verb, md5, whole
 
 R = TypeVar("R")
@@ -51,7 +51,7 @@ HINTS = {
 }
 
 
-def open_store(uri: str, hasty: bool = False, patience_s: float = 0.0) -> Store:
+def open_store(uri: str, hasty: bool = False, patience_s: float = 0.0) -> S3Store | FolderStore:
     """Open `s3://bucket/prefix` or a folder. `hasty` and `patience_s` are options of `S3Store`. Raises ConfigError if
     `uri` has a scheme other than s3, because such a `uri` is probably not a folder."""
     return S3Store(uri, hasty=hasty, patience_s=patience_s) if is_address(uri) else FolderStore(uri)
@@ -180,13 +180,17 @@ class S3Store:
                 time.sleep(0.2 * 2**attempt)
             return read()
 
-    @patient
     def list(self, prefix: str) -> list[str]:
+        return sorted(self.sizes(prefix))
+
+    @patient
+    def sizes(self, prefix: str) -> dict[str, tuple[int, float]]:
+        """Return the same as `FolderStore.sizes`."""
         where = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, "PaginationConfig": {"PageSize": PAGE}}
         with self._explained(prefix):
             pages = self._client.get_paginator("list_objects_v2").paginate(**where)
-            found = [item["Key"] for page in pages for item in page.get("Contents", ())]
-        return sorted(key.removeprefix(self._prefix) for key in found)
+            found = [item for page in pages for item in page.get("Contents", ())]
+        return {f["Key"].removeprefix(self._prefix): (f["Size"], f["LastModified"].timestamp()) for f in found}
 
     @patient
     def delete(self, *keys: str) -> None:

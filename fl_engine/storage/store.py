@@ -201,6 +201,15 @@ class FolderStore:
                 found += [(here / name).as_posix() for name in names if not name.endswith(".part")]
             return sorted(key for key in found if key.startswith(prefix))
 
+    def sizes(self, prefix: str) -> dict[str, tuple[int, float]]:
+        """Map each key that starts with `prefix` to its size in bytes and the time of its last change."""
+        found = {}
+        for key in self.list(prefix):
+            with suppress(FileNotFoundError):  # another process has deleted the file
+                stat = (self.root / key).stat()
+                found[key] = stat.st_size, stat.st_mtime
+        return found
+
     def delete(self, *keys: str) -> None:
         for key in keys:
             path = self.root / key

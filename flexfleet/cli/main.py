@@ -244,6 +244,14 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     c.add_argument("--failures", action="store_true", help="show why clients of RUN failed, with logs and tracebacks")
 
+    c = add("gc", runs.gc, "delete runs that nothing keeps, with their exports, MLflow runs and DVC objects")
+    c.add_argument(
+        "--keep", required=True, metavar="LIST",
+        help="keep these runs, comparisons and studies: names, aliases of registered models, ages; champion,30d",
+    )  # fmt: skip
+    c.add_argument("--dry-run", action="store_true", help="list only, and delete nothing")
+    terminal.add_short(c, ("mlflow_uri", "store_uri"))
+
     c = add("invite", host.invite, "invite devices that train with their own data (run.backend=agents), or revoke one")
     c.add_argument("--tier", metavar="NAME", help="the devices' tier in the fleet (default: any)")
     c.add_argument("--count", type=int, default=1, metavar="N", help="number of devices (default: 1)")

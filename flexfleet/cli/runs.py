@@ -1,4 +1,4 @@
-"""Commands for one configuration or for finished runs: run, central, pool, check, report, status."""
+"""Commands for one configuration or for finished runs: run, central, pool, check, report, status, gc."""
 
 from __future__ import annotations
 
@@ -272,6 +272,22 @@ def _show_failures(failures: Sequence[Mapping[str, Any]], as_json: bool) -> None
     for each in failures:
         first, *more = lines_of(each)
         show("\n  ".join([f"{each['count']} update{'s' if each['count'] > 1 else ''}: {first}", *more]))
+
+
+def gc(args: argparse.Namespace) -> None:
+    from flexfleet.pipeline.gc import collect
+    from flexfleet.pipeline.prepare import config_of
+
+    with stopping_at_once():
+        found = collect(config_of(args), args.keep, args.dry_run)
+    if args.json:
+        show(json.dumps(found))
+        return
+    for row in found["entries"]:
+        show(f"{row['name']:40} {row['kind']:10} {row['bytes'] / 1e6:10.2f} MB")
+    for name, why in found["kept"].items():
+        show(f"{name:40} kept: {why}")
+    show(f"{'would delete' if args.dry_run else 'deleted'} {found['bytes'] / 1e6:.2f} MB")
 
 
 def _invited(config: Config) -> list[dict[str, Any]]:

@@ -7,13 +7,14 @@ Each push or pull uses a new scratch repository, because DVC locks a repository 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -71,6 +72,24 @@ def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
         repo.pull(targets=[str(folder / f"{name}.dvc") for name in pointers])
         out.mkdir(parents=True)
         return [Path(shutil.move(folder / name, out / name)) for name in pointers]
+
+
+def delete(gone: Iterable[str], kept: Iterable[str], remote: str, dry_run: bool) -> int:
+    """Delete the objects of the checksums `gone`, except for objects of the checksums `kept`. Return the total size in
+    bytes. If `dry_run` is True, delete nothing. Raises EnvironmentFailure if the remote is unreachable."""
+    with _scratch(remote, EnvironmentFailure) as (repo, _):
+        store = repo.cloud.get_remote_odb("here")
+
+        def objects(checksums: Iterable[str]) -> set[str]:
+            there = {each for each in checksums if store.exists(each)}
+            lists = [json.loads(store.fs.cat_file(store.oid_to_path(each))) for each in there if each.endswith(".dir")]
+            return there | {file["md5"] for files in lists for file in files if store.exists(file["md5"])}
+
+        unused = sorted(objects(gone) - objects(kept), key=lambda each: each.endswith(".dir"))  # lists last
+        total: int = sum(store.fs.size(store.oid_to_path(each)) for each in unused)
+        for each in () if dry_run else unused:
+            store.delete(each)
+        return total
 
 
 def probe(remote: str) -> None:
@@ -226,6 +245,14 @@ def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
         got = client.download_artifacts(mlflow_run_id, POINTERS, scratch)
         pointers = {path.stem: path.read_text("utf-8") for path in sorted(Path(got).iterdir())}
     return pull(pointers, tags["dvc.remote"], out)
+
+
+def pushed_by_others(client: Client, run_ids: Collection[str]) -> set[str]:
+    """Return the checksums of all files that MLflow runs other than `run_ids` have pushed."""
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    runs = client.search_runs(experiments, "tags.`dvc.remote` != ''", max_results=50_000)
+    tags = [tag for run in runs if run.info.run_id not in run_ids for tag in run.data.tags.values()]
+    return {tag for tag in tags if MD5.fullmatch(tag)}
 
 
 # ------------------------------------------------------------------------------------------------ DVC data sets

@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import entry_points
@@ -249,6 +249,43 @@ def connect(uri: str, experiment: str, patience_s: float = 0.0) -> tuple[Client,
                 if known is None:
                     raise
     return client, str(known.experiment_id)
+
+
+# ------------------------------------------------------------------------------------------------------ deletion
+def runs_by_alias(client: Client, run_ids: Iterable[str]) -> dict[str, set[str]]:
+    """Map each alias, and each address models:/NAME@ALIAS, to those of the MLflow runs from which its models come."""
+    found: dict[str, set[str]] = {}
+    for run in run_ids:
+        for each in client.search_model_versions(f"run_id = '{run}'"):
+            for alias in client.get_model_version(each.name, each.version).aliases:
+                for word in (alias, f"models:/{each.name}@{alias}"):
+                    found.setdefault(word, set()).add(run)
+    return found
+
+
+def delete_run(client: Client, run_id: str, dry_run: bool) -> int:
+    """Delete an MLflow run, its artifacts and its model versions, or nothing if `dry_run` is True. Return the size of
+    the artifacts in bytes."""
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    try:
+        uri = client.get_run(run_id).info.artifact_uri
+    except Refused as error:
+        if code_of(error) != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return 0
+    for version in () if dry_run else client.search_model_versions(f"run_id = '{run_id}'"):
+        client.delete_model_version(version.name, version.version)
+    with explained(client.uri, "a call for artifacts"):
+        artifacts = get_artifact_repository(uri, tracking_uri=address(client.uri))
+        files = artifacts.list_artifacts()
+        for each in files:
+            files += artifacts.list_artifacts(each.path) if each.is_dir else []
+        if not dry_run:
+            artifacts.delete_artifacts()
+    if not dry_run:
+        client.delete_run(run_id)
+    return sum(each.file_size or 0 for each in files)
 
 
 # ------------------------------------------------------------------------------------------------------ errors
