@@ -94,6 +94,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "--model": ("small_cnn", "vgg16", "x", "mine:X", "typo:X", "fl_engine.core.types:Device"),
     "--param": ("run_id=a", "x=1", "x", "=", "suite=x"),
     "--tag": ("a=b", "a", "=b", ""),
+    "--keep": ("30d", "a", "0d", "champion", "x", "a,,30d", ""),
+    "--seconds": ("0.01", "0", "-1", "nan", "x"),
     "--faults": ("drop=0.2", "drop=2", "slow=0.1", "slow=0.1xinf", "x", "nan=nan", ","),
     "pipeline": ("train", "compare", "tune", "nightly", "x"),
     "names": ("digits", "cifar10", "fashion_mnist", "x", "mine:X", "0" * 32),
