@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.core.errors import ConfigError, InUse, nearest
+from fl_engine.models.build import INIT
 from fl_engine.remote.kubernetes.cluster import Cluster
 from fl_engine.storage import run_lock
 from fl_engine.storage.checkpoints import MARK
@@ -54,13 +55,15 @@ class Entry:
                     self.changed = max(self.changed, changed)
                 if name in RECORDS:
                     self.records.append(json.loads(store.get(key), object_hook=self._noted))
+        self.runs = {record["run_id"] for record in self.records if "run_id" in record}
+        self.parents = {record["forked"]["run_id"] for record in self.records if record.get("forked")}
         self.tracked = {str(record["mlflow_run_id"]) for record in self.records if record.get("mlflow_run_id")}
         self.pointers = {dvc_remote.checksum(path.read_text("utf-8")) for path in folder.rglob("dvc/*.dvc")}
 
     def _noted(self, value: dict[str, Any]) -> dict[str, Any]:
         """Store the texts that may name another entry, and return `value`."""
         texts = {key: text for key, text in value.items() if isinstance(text, str)}
-        self.texts |= {text for key, text in texts.items() if "/" in text or key in ("init", "forked")}
+        self.texts |= {text for key, text in texts.items() if "/" in text or key == INIT}
         return value
 
     def check_free(self) -> None:
@@ -174,9 +177,11 @@ def _kept(entries: dict[str, Entry], keep: str, home: Path, aliases: dict[str, s
             kept[name] = "in use"
     queue = list(kept)
     for name in queue:
+        needed = {other for other, entry in entries.items() if entry.runs & entries[name].parents}
         for text in entries[name].texts:
-            tops = {os.path.relpath(base / text, home).partition("/")[0] for base in (Path(), home)}
-            for other in ((tops & entries.keys()) | named(text)) - kept.keys():
-                kept[other] = f"{name} refers to it"
-                queue.append(other)
+            parts = {os.path.relpath(base / text, home).partition("/")[0] for base in (Path(), home)}
+            needed |= (parts & entries.keys()) | named(text)
+        for other in sorted(needed - kept.keys()):
+            kept[other] = f"{name} refers to it"
+            queue.append(other)
     return kept

@@ -32,13 +32,13 @@ def killed(*_: object) -> None:
 
 @pytest.fixture
 def copies(finished: tuple[Path, Any]) -> Callable[..., None]:
-    """Copy the finished run runs/a, with changes to its configuration, as if it had ended a number of days ago."""
+    """Copy the finished run runs/a, with changes to its record, as if it had ended a number of days ago."""
 
-    def copy(name: str, days: float = 0.0, **changes: dict[str, Any]) -> Path:
+    def copy(name: str, days: float = 0.0, config: dict[str, Any] | None = None, **changes: Any) -> Path:
         out = Path(shutil.copytree(finished[0], f"runs/{name}"))
-        if changes:
-            record = json.loads((out / "run.json").read_text())
-            for section, values in changes.items():
+        if config or changes:
+            record = json.loads((out / "run.json").read_text()) | changes
+            for section, values in (config or {}).items():
                 record["config"][section] |= values
             (out / "run.json").write_text(json.dumps(record))
         for path in out.rglob("*"):
@@ -61,17 +61,18 @@ def test_dry_run_deletes_nothing_and_counts_all_bytes(copies: Any, flexfleet: An
 def test_ages_names_and_references_keep_runs(copies: Any, flexfleet: Any) -> None:
     for name in ("old", "named"):
         copies(name, days=40)
-    copies("young", days=20, model={"init": "runs/start/model.safetensors"})
-    copies("start", days=40, fleet={"trace": {"name": "file", "path": "runs/deep/trace.csv"}})
-    copies("deep", days=40)
+    copies("young", days=20, config={"model": {"init": "start"}})
+    copies("start", days=40, config={"fleet": {"trace": {"name": "file", "path": "runs/deep/trace.csv"}}})
+    copies("deep", days=40, forked={"run_id": "x-s0", "round": 1, "link": ""})
+    copies("cmp/x-s0", days=40, run_id="x-s0")
     copies("study/trials/0", days=40)
     copies("study/trials/1", days=1)
     Path("runs/mine").mkdir()
     (Path("runs/mine") / "notes.txt").write_text("not a run")
     found = flexfleet("gc", "--keep", "named,30d", "--json").json
     assert {row["name"] for row in found["entries"]} == {"old"}
-    assert found["kept"]["deep"] == "start refers to it"
-    assert {p.name for p in Path("runs").iterdir()} == {"a", "named", "young", "start", "deep", "study", "mine"}
+    assert (found["kept"]["deep"], found["kept"]["cmp"]) == ("start refers to it", "deep refers to it")
+    assert {p.name for p in Path("runs").iterdir()} == {"a", "named", "young", "start", "deep", "cmp", "study", "mine"}
 
 
 @pytest.mark.parametrize("keep", ["", "champoin", "12h", "b,,a"])
