@@ -32,17 +32,6 @@ Convs = tuple[tuple[str, int], ...]
 MOST_CONVS = 8
 
 
-def check_exits(name: str, exits: tuple[str, ...], points: tuple[str, ...], convs: Convs = ()) -> None:
-    """Raise ModelError unless `exits` is a subset of `points` in the same order, and `convs` is valid for `points`."""
-    blocks = ", ".join(points)
-    if exits != tuple(block for block in points if block in exits):
-        raise ModelError(f"{name}: exits must be a subset of {blocks} in this order, got {exits!r}", path="model.exits")
-    fits = all(block in points and 0 <= count <= MOST_CONVS for block, count in convs)
-    if not fits or len(dict(convs)) != len(convs):
-        expected = f"pairs of a distinct block ({blocks}) and a number from 0 to {MOST_CONVS}"
-        raise ModelError(f"{name}: exit_convs must be {expected}, got {convs!r}", path="model.exit_convs")
-
-
 def check_spec(
     layout: ParamLayout, spec: SubmodelSpec, skippable: Collection[str] = (), exits: Collection[str] = ()
 ) -> None:

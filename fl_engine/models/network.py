@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, get_args
+from typing import ClassVar, cast, get_args
 
 from torch import nn
 
@@ -19,7 +19,7 @@ from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import blank, without_storage
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.core.widths import exit_name
-from fl_engine.models.exits import Convs, WithExits, check_exits, check_spec, exit_head
+from fl_engine.models.exits import MOST_CONVS, Convs, WithExits, check_spec, exit_head
 from fl_engine.models.layers import LayerMaker, Norm, axes_of, scaled
 
 WIDEST, LARGEST = 1000, 2**16
@@ -48,9 +48,8 @@ class Network(ABC):
         """Raise a ModelError that names the option unless `holds` is true. `expected` describes the valid values."""
         if not holds:
             path = "model.name" if option in ("input_shape", "outputs") else f"model.{option}"  # not options
-            raise ModelError(
-                f"{type(self).__name__}: {option} must be {expected}, got {getattr(self, option)!r}", path=path
-            )
+            what = f"{type(self).__name__}: {option}"
+            raise ModelError(f"{what} must be {expected}, got {getattr(self, option)!r}", path=path)
 
     def check_size(self, option: str, least: int = 1) -> None:
         value = getattr(self, option)
@@ -127,7 +126,9 @@ class ExitNetwork(Network):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_exits(type(self).__name__, self.exits, self.exit_points(), self._convs()[0])
+        points = self.exit_points()
+        in_order = self.exits == tuple(block for block in points if block in self.exits)
+        self.require("exits", in_order, f"a subset of {', '.join(points)} in this order")
 
     @abstractmethod
     def layers(self, make: LayerMaker) -> OrderedDict[str, nn.Module]:
@@ -146,16 +147,13 @@ class ExitNetwork(Network):
         layers = self.layers(make)
         if not self.exits:
             return nn.Sequential(layers)
-        convs, norm = self._convs()
+        convs, norm = dict(getattr(self, "exit_convs", ())), cast(Norm, getattr(self, "norm", "batch"))
         heads = {
-            block: exit_head(make, self.exit_axis(block), dict(convs).get(block, 0), norm)
+            block: exit_head(make, self.exit_axis(block), convs.get(block, 0), norm)
             for block in self.exits
             if make.has_block(exit_name(block))
         }
         return WithExits(layers, heads, self.exit_points(), make)
-
-    def _convs(self) -> tuple[Convs, Norm]:
-        return (), "batch"
 
 
 class Stages(Network):
@@ -220,9 +218,10 @@ class NormedNetwork(ExitNetwork):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_norm()
-
-    def _convs(self) -> tuple[Convs, Norm]:
-        return self.exit_convs, self.norm
+        points, convs = self.exit_points(), self.exit_convs
+        fits = all(block in points and 0 <= count <= MOST_CONVS for block, count in convs)
+        pairs = f"pairs of a distinct block ({', '.join(points)}) and a number from 0 to {MOST_CONVS}"
+        self.require("exit_convs", fits and len(dict(convs)) == len(convs), pairs)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def _drawn(devices: Sequence[Device], count: int, rng: np.random.Generator) -> l
 
 
 @dataclass(frozen=True)
-class ResourceTable(LearnsNothing):
+class ResourceTable(ByCapacity):
     """FlexFL's selection: draw a level uniformly, then draw a device whose maximum memory can hold this level.
 
     Departs from the paper, which only mentions a resource table. The authors' code is written for 17 devices and draws
@@ -84,11 +84,7 @@ class ResourceTable(LearnsNothing):
     a model, fewer than k devices are selected.
     """
 
-    name: Literal["resource_table"] = "resource_table"
-
-    def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
-        check_capacity(fleet, pool)
-        return {}
+    name: Literal["resource_table"] = "resource_table"  # type: ignore[assignment]
 
     def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:
         pool, levels = context.pool, dispatched(context.pool)

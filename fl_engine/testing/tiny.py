@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fl_engine.algorithms.training import Training
 from fl_engine.core import seeds
 from fl_engine.core.clients import ENCODING
-from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily
+from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily, Tracker
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import index_of, initial_params
@@ -262,19 +262,11 @@ def assert_same_bits(left: Params, right: Params) -> None:
         assert a.numpy().tobytes() == b.numpy().tobytes(), name
 
 
-class Memory:
-    """A tracker that stores everything in memory."""
+class Memory(Tracker):
+    """A tracker that stores the metrics in memory."""
 
     def __init__(self) -> None:
-        self.logged_params: dict[str, Any] = {}
         self.rows: dict[int, dict[str, float]] = {}
-        self.status: str | None = None
-
-    def params(self, values: Mapping[str, Any]) -> None:
-        self.logged_params.update(values)
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         self.rows.update({step: dict(values) for step, values in rows})
-
-    def finish(self, status: str) -> None:
-        self.status = status

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -134,18 +133,12 @@ class Dropout(nn.Module):
         return x * (masks[0] if len(masks) == 1 else torch.cat(masks, dim=1)) / (1 - self.p)
 
 
-@runtime_checkable
-class RunsInLanes(Protocol):
-    """Protocol of a layer with weights. `in_lanes` returns a replacement with separate weights for each lane."""
-
-    def in_lanes(self) -> nn.Module: ...
-
-
 def _replacement(layer: nn.Module) -> nn.Module | None:
     """Return the layer that replaces `layer` in lanes; None if no replacement exists. A layer without a replacement can
-    run in lanes only if it has no weights."""
-    if isinstance(layer, RunsInLanes):
-        return layer.in_lanes()
+    run in lanes only if it has no weights. The optional method `in_lanes` of a layer returns the layer's replacement,
+    which has separate weights for each lane."""
+    if (in_lanes := getattr(layer, "in_lanes", None)) is not None:
+        return in_lanes()  # type: ignore[no-any-return]
     if type(layer) is nn.Conv2d and layer.padding_mode == "zeros":
         return Conv2d(layer)
     if type(layer) is nn.Linear:
