@@ -40,6 +40,7 @@ from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
+from fl_engine.core.system import resident_peak
 from fl_engine.data.partition import Partition
 from fl_engine.exchange.client import Site
 from fl_engine.fleet import devices
@@ -54,7 +55,6 @@ from fl_engine.storage.store import FolderStore
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import Memory, tiny_pool
 from fl_engine.training import strategy
-from fl_engine.training.memory import resident_peak
 
 ROOT = Path(__file__).parents[1]
 ROUNDS, LONG = 6, 10_000

@@ -28,6 +28,7 @@ from fl_engine.backends.processes import Processes
 from fl_engine.codecs import Half, Qsgd
 from fl_engine.core.contracts import Algorithm, ServerContext
 from fl_engine.core.costs import count_params
+from fl_engine.core.system import resident_peak, restart_peak
 from fl_engine.core.types import FULL, Axis, ClientResult, Codecs, ParamLayout, Prunable, RoundPlan, SubmodelSpec
 from fl_engine.models.layers import FREE, linear_slots
 from fl_engine.rounds import loop as rounds
@@ -37,7 +38,6 @@ from fl_engine.rounds.run import Run
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tiny import Memory, start_of, tiny_data, tiny_fleet, tiny_site
-from fl_engine.training.memory import resident_peak, restart_peak
 
 INNER = 5
 """Number of matrices of size hidden x hidden in the network."""

@@ -36,6 +36,7 @@ from fl_engine.algorithms.training import Training
 from fl_engine.backends import InProcess
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core.contracts import Algorithm
+from fl_engine.core.system import resident_peak
 from fl_engine.core.types import ClientResult, ClientUpdate, Pool, RoundPlan
 from fl_engine.exchange.client import Site
 from fl_engine.fleet import devices
@@ -45,7 +46,6 @@ from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.run import Run
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tiny import TRAINING, Memory, TinyNet, start_of, tiny_data, tiny_fleet, tiny_partition, tiny_site
-from fl_engine.training.memory import resident_peak
 from fl_engine.training.numerics import Numerics
 
 Way = Literal["memory", "store"]

@@ -86,6 +86,8 @@ def flexfleet(argv: list[str]) -> list[str]:
         converted = any(word.startswith("publish.precision=") for word in argv)  # which takes the ONNX files
         quick = [pair for pair in QUICK if not (converted and pair == "publish.onnx=false")]
         argv += [word for pair in (*quick, *untracked) for word in ("--set", pair)]
+    if command == "fork" and "--at" in argv:  # the run has one round
+        argv[argv.index("--at") + 1] = "1"
     if command == "regress" and "--suite" not in argv:  # half an hour: all is checked, nothing runs
         return [sys.executable, "-c", WHOLE_SUITE, *argv]
     if command == "regress":  # with a reference of three seeds

@@ -330,7 +330,7 @@ def test_float_data_take_less_than_their_size_twice() -> None:
     """Also counts temporary arrays, because the peak of the memory is measured."""
     text = """
 import numpy as np, flexfleet as ff
-from fl_engine.training.memory import resident_peak, restart_peak
+from fl_engine.core.system import resident_peak, restart_peak
 x = np.ones((200_000, 250), np.float32)
 x[::2] = 3
 make = ff.from_arrays
