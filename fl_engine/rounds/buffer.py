@@ -145,8 +145,7 @@ def check(algorithm: Algorithm, options: RoundsConfig) -> None:
     for name, wanted in {"over_provision": 1, "deadline_s": None, "quorum": 0}.items():
         if getattr(options, name) != wanted:
             value = "null" if wanted is None else wanted
-            message = f"rounds.{name} must be {value} if rounds.mode=buffered"
-            raise ConfigError(message, code="config.conflict", path=f"rounds.{name}")
+            raise ConfigError.at(f"rounds.{name} must be {value} if rounds.mode=buffered", code="config.conflict")
     name = type(algorithm).__name__
     if is_private(algorithm):
         _refuse("a private aggregation requires updates from a single round")

@@ -27,10 +27,9 @@ TARGET = 0
 def check(data: Data) -> None:
     """Raise ConfigError if no back door can be trained with these data."""
     if not (data.has_images and isinstance(data.task, Classification) and bool((data.test_y != TARGET).any())):
-        raise ConfigError(
+        raise ConfigError.at(
             f"rounds.faults: backdoor requires images that are classified, got {data.name} with the task "
-            f"{data.task.name}. Choose uphill, or another data set",
-            path="rounds.faults",
+            f"{data.task.name}. Choose uphill, or another data set"
         )
 
 

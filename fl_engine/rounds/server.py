@@ -109,9 +109,8 @@ def _proxy(*parts: np.ndarray) -> torch.Tensor:
     """Return the indices of the proxy samples in the training data. Raises ConfigError if the result is empty."""
     own = torch.from_numpy(np.sort(np.concatenate(parts)))
     if not len(own):
-        raise ConfigError(
+        raise ConfigError.at(
             "partition.proxy must select at least one sample for the server. Increase this fraction, or set "
-            "partition.server_classes",
-            path="partition.proxy",
+            "partition.server_classes"
         )
     return own

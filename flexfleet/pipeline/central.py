@@ -85,9 +85,8 @@ def central(resolved: Resolved, run_id: str, attempt: Attempt = Attempt()) -> Ru
     """
     config = resolved.config
     if config.partition.rule == LOCAL:
-        raise ConfigError(
-            "partition.rule must not be local for central training, because no machine has all training samples",
-            path="partition.rule",
+        raise ConfigError.at(
+            "partition.rule must not be local for central training, because no machine has all training samples"
         )
     need_packages(resolved)
     out = Path(config.run.store) / check_name(run_id, "run_id")

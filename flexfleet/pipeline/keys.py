@@ -155,17 +155,15 @@ def check_folder(config: Config) -> None:
 def _check_bucket(uri: str, remote: str | None) -> None:
     names = [f"{SETTINGS}{name}" for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")]
     if missing := [name for name in names if not os.environ.get(name)]:
-        message = f"run.secrets = {uri!r} requires separate credentials. Set {' and '.join(missing)}"
-        raise ConfigError(message, path="run.secrets")
+        raise ConfigError.at(f"run.secrets = {uri!r} requires separate credentials. Set {' and '.join(missing)}")
     if os.environ[names[0]] in {setting("AWS_ACCESS_KEY_ID", whose) for whose in (OWN, SIGNING)}:
         raise ConfigError(f"{names[0]} must differ from the access keys of the coordinator and of the URL signer")
     buckets = [each.partition("://")[2].partition("/")[0] for each in (uri, remote or "")]
     servers = [(endpoint_of(settings) or "").rstrip("/") for settings in (SETTINGS, OWN)]
     if buckets[0] == buckets[1] and servers[0] == servers[1]:
-        raise ConfigError(
+        raise ConfigError.at(
             f"run.secrets must be in a different bucket from run.remote ({remote!r}), because clients get URLs for "
-            f"that bucket, got {uri!r}",
-            path="run.secrets",
+            f"that bucket, got {uri!r}"
         )
 
 

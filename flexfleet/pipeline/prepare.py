@@ -213,11 +213,9 @@ def _found(config: Config) -> Data:
             raise
         reason = f"{type(error).__name__}: {first_line(error)}{line_in(source.load, error)}"
         kind = EnvironmentFailure if isinstance(error, OSError) else DataError
-        message = f"dataset.name = {name!r} failed to read {root} (dataset.root): {reason}"
-        raise kind(message, path="dataset.name") from error
+        raise kind.at(f"dataset.name = {name!r} failed to read {root} (dataset.root): {reason}") from error
     if not isinstance(found, Data):
-        message = f"dataset.name = {name!r} must load a Data, got {type(found).__name__}"
-        raise DataError(message, path="dataset.name")
+        raise DataError.at(f"dataset.name = {name!r} must load a Data, got {type(found).__name__}")
     return found
 
 
@@ -256,8 +254,7 @@ def check_takes(data: Data, family: ModelFamily) -> None:
     if isinstance(family, TakesTokens):
         largest = max(int(data.train_x.max()), int(data.test_x.max()))
         if largest >= family.vocabulary:
-            raise ConfigError(
+            raise ConfigError.at(
                 f"model.vocabulary must be at least {largest + 1}, got {family.vocabulary}. {data.name} contains the "
-                f"token {largest}",
-                path="model.vocabulary",
+                f"token {largest}"
             )

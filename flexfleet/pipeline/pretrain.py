@@ -107,10 +107,9 @@ def _computed(resolved: Resolved, name: str, parts: Partition) -> dict[str, byte
 def need_proxy(name: str, kind: Preparation, parts: Partition) -> None:
     """Raise PartitionError if a preparation needs data on the server and the server has no data."""
     if kind.needs_data and not (len(parts.proxy_train) and len(parts.proxy_test)):
-        raise PartitionError(
+        raise PartitionError.at(
             f"partition.proxy is too small: preparation {name} requires data on the server. Increase the fraction, set "
-            "partition.server_classes, or choose another algorithm (for flexfl set algorithm.use_apoz=false)",
-            path="partition.proxy",
+            "partition.server_classes, or choose another algorithm (for flexfl set algorithm.use_apoz=false)"
         )
 
 

@@ -161,8 +161,7 @@ def _version(client: Any, name: str, source: str, run_id: str, model: str, about
             client.create_registered_model(name)
         except Refused as error:
             if code_of(error) != "RESOURCE_ALREADY_EXISTS":
-                message = f"publish.name: MLflow refuses the name {name!r}: {error}"
-                raise ConfigError(message, path="publish.name") from error
+                raise ConfigError.at(f"publish.name: MLflow refuses the name {name!r}: {error}") from error
         version = client.create_model_version(name, source, run_id, tags={MODEL: model}, description=about)
     _give(client, version, CANDIDATE)
 

@@ -124,19 +124,17 @@ def _check_unchanged(known: RunFile, config: Config, out: Path) -> None:
     """Raise ConfigError if the user's package, or a parameter that affects results, has changed since the run
     started."""
     if known.code_sha256 != (found := own_code.sha256_of(config)):
-        raise ConfigError(
+        raise ConfigError.at(
             f"run.code = {config.run.code} (sha256 {found}) has changed since {out} was started (sha256 "
-            f"{known.code_sha256}). Restore the files, or choose another --run-id",
-            path="run.code",
+            f"{known.code_sha256}). Restore the files, or choose another --run-id"
         )
     began = configs.parse_schema(known.config)
     before, now = configs.flatten(began), configs.flatten(config.settled(began))
     check_same(out, before, now, lambda name: configs.moves(name) is Moves.RESULT)
     if devices_decide(began) != devices_decide(config):
-        raise ConfigError(
+        raise ConfigError.at(
             f"run.backend must be {began.run.backend} as in {out}, got {config.run.backend}. The two backends measure "
-            "free memory differently. Restore run.backend, or choose another --run-id",
-            path="run.backend",
+            "free memory differently. Restore run.backend, or choose another --run-id"
         )
 
 
@@ -145,10 +143,9 @@ def same_place(known: RunFile, config: Config, run_id: str, out: Path) -> None:
     before, now = known.config["run"].get("remote"), configs.public(config).run.remote
     moved = before != now or (now is not None and known.run_id != run_id)
     if moved and not Checkpoints(store_of(config, run_id, out)).commits():
-        raise ConfigError(
+        raise ConfigError.at(
             f"run.remote = {now} does not contain the rounds of {out}. The run was started with run.remote = {before} "
-            f"(run ID {known.run_id}). Restore this value, or copy the run's files from there to the new store",
-            path="run.remote",
+            f"(run ID {known.run_id}). Restore this value, or copy the run's files from there to the new store"
         )
 
 
