@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -223,6 +223,7 @@ FULL = SubmodelSpec()
 """The whole network."""
 
 
+@runtime_checkable
 class Codec(Protocol):
     """Encodes weights for transfer. A codec is a frozen dataclass of options with pure methods.
 

@@ -29,16 +29,15 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from fl_engine.aggregation.fltrust import FLTrust
 from fl_engine.aggregation.privacy import is_private
 from fl_engine.core.contracts import Algorithm, KeepsClientState, RemembersChanges
 from fl_engine.core.errors import ConfigError, IntegrityError, brief
 from fl_engine.core.fields import Index, NotNegative, adapter
-from fl_engine.core.records import Record
 from fl_engine.core.slicing import is_statistic, take
-from fl_engine.core.types import Assignment, ClientUpdate, ParamLayout, Params, RoundPlan, SubmodelSpec
+from fl_engine.core.types import Assignment, ClientUpdate, ParamLayout, Params, RoundPlan, changed
 from fl_engine.exchange import coding
 from fl_engine.rounds import recorder
 from fl_engine.rounds.options import RoundsConfig
@@ -55,22 +54,16 @@ KEY = "rounds/pending"
 """Key of the pending updates in the JSON of a commit."""
 
 
-class PendingUpdate(Record):
-    """Metadata of an update that finishes in a later round."""
+@dataclass(frozen=True)
+class PendingUpdate:
+    """An update that finishes in a later round."""
 
-    round: Index
-    """Number of the round that selected the client."""
-    client: Index
-    sent: dict[str, Any]
-    """Sub-model that was sent. The field `spec` describes the sub-model after training."""
-    spec: dict[str, Any]
-    seed: int
-    level: Index
-    hints: dict[str, Any]
-    trained: Index | None
-    """Level of the sub-model `spec`; None if the pool does not contain the sub-model."""
-    examples: Index
-    metrics: dict[str, float]
+    __pydantic_config__ = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    assignment: Assignment
+    """The assignment without tensors. Its round is the round that selected the client."""
+    update: ClientUpdate
+    """The update without tensors."""
     times: Times
     finish: NotNegative
     """Time on the simulated clock at which the update finishes, in seconds."""
@@ -83,38 +76,9 @@ class PendingUpdate(Record):
     file: Annotated[str, Field(pattern=f"^{FILE.pattern}$")]
     """Name of the file that stores the change of the weights."""
 
-    @staticmethod
-    def of(
-        update: ClientUpdate, assignment: Assignment, times: Times, finish: float, up: int, file: str
-    ) -> PendingUpdate:
-        return PendingUpdate(
-            round=assignment.round,
-            client=assignment.client,
-            sent=assignment.spec.to_json(),
-            spec=update.spec.to_json(),
-            seed=assignment.seed,
-            level=assignment.level,
-            hints=dict(assignment.hints),
-            trained=update.level,
-            examples=update.num_examples,
-            metrics=dict(update.metrics),
-            times=times,
-            finish=finish,
-            down=coding.bytes_sent(assignment),
-            up=up,
-            size=tensor_bytes(assignment.payload),
-            file=file,
-        )
-
-    def assignment(self, round: int) -> Assignment:
-        """Return the assignment with the current round's number, because algorithms and selectors expect it."""
-        return Assignment(round, self.client, SubmodelSpec.from_json(self.sent), {}, self.seed, self.level, self.hints)
-
-    def update(self, round: int, weights: Params) -> ClientUpdate:
-        spec = SubmodelSpec.from_json(self.spec)
-        return ClientUpdate(
-            round, self.client, spec, weights, self.examples, self.metrics, self.trained, self.times.total
-        )
+    @property
+    def client(self) -> int:
+        return self.update.client
 
 
 def pending_in(rest: Mapping[str, Any]) -> tuple[PendingUpdate, ...]:
@@ -215,7 +179,18 @@ def collect_due(
         up = results.sizes[client][0] if isinstance(result, ClientUpdate) else None
         if isinstance(result, ClientUpdate) and up is not None and client not in first:
             file = files.put(changes(result, assignment, run.site.layout))
-            waiting.append(PendingUpdate.of(result, assignment, results.times[client], finish[client], up, file))
+            waiting.append(
+                PendingUpdate(
+                    changed(assignment, payload={}, memory={}, codecs=None, encoded=None),
+                    changed(result, payload={}, encoded=None),
+                    results.times[client],
+                    finish[client],
+                    coding.bytes_sent(assignment),
+                    up,
+                    tensor_bytes(assignment.payload),
+                    file,
+                )
+            )
             continue
         found.add(result, up)
         assignments.append(assignment)
@@ -223,17 +198,19 @@ def collect_due(
         if client in results.times:
             found.times[client] = results.times[client]
     stale = dict.fromkeys((head.client for head in new if head.client in first), 0)
-    for update in pending:
-        client = update.client
+    for late in pending:
+        client = late.client
         if client not in first:
-            waiting.append(update)
+            waiting.append(late)
             continue
-        stale[client], down[client] = plan.round - update.round, (update.down, update.size)
-        found.times[client] = update.times
+        stale[client], down[client] = plan.round - late.assignment.round, (late.down, late.size)
+        found.times[client] = late.times
         weight = (1 + stale[client]) ** -run.options.staleness
-        now = take(state.params, run.site.layout, SubmodelSpec.from_json(update.spec))
-        found.add(update.update(plan.round, moved(now, files.get(update.file), weight)), update.up)
-        assignments.append(update.assignment(plan.round))
+        now = take(state.params, run.site.layout, late.update.spec)
+        weights = moved(now, files.get(late.file), weight)
+        found.add(changed(late.update, round=plan.round, payload=weights), late.up)
+        # Algorithms and selectors expect the number of the current round.
+        assignments.append(changed(late.assignment, round=plan.round))
     merged = RoundPlan(plan.round, tuple(sorted(assignments, key=lambda assignment: assignment.client)))
     waiting.sort(key=lambda update: update.client)
     until = max((finish[client] for client in first), default=clock)

@@ -213,7 +213,7 @@ def _packed(progress: Progress, options: RoundsConfig) -> tuple[Params, dict[str
     if options.bound is not None:
         rest[HISTORY] = adapter(MovementHistory).dump_python(progress.history, mode="json")
     if progress.pending:
-        rest[buffer.KEY] = [update.model_dump(mode="json") for update in progress.pending]
+        rest[buffer.KEY] = adapter(tuple[buffer.PendingUpdate, ...]).dump_python(progress.pending, mode="json")
     if progress.states:
         rest[KEY] = {str(client): file for client, file in progress.states.items()}
     return tensors, rest

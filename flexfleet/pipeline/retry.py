@@ -96,6 +96,7 @@ def digest_of(resolved: Resolved, partition: Path, pool: Path) -> str:
     parameters = {k: v for k, v in flatten(config.settled()).items() if moves(k) in (Moves.RESULT, Moves.LENGTH)}
     precision = choose_precision(config.run.precision, config.run.devices, None)
     package = Path(fl_engine.__file__).parent
+    trace, local = config.fleet.trace, config.partition.folders is not None and not config.run.apart
     parts: dict[str, Any] = {
         "parameters": parameters,
         "partition": sha256(FolderStore(partition).get("partition.json")),
@@ -103,17 +104,11 @@ def digest_of(resolved: Resolved, partition: Path, pool: Path) -> str:
         "numerics": describe(Numerics(precision=precision), config.run.devices),
         "strategy": config.run.strategy,
         "code": {str(p.relative_to(package)): sha256(p.read_bytes()) for p in sorted(package.rglob("*.py"))},
+        "own code": sha256_of(config),
+        "sources": sources(config),
+        "noise": describe_noise() if privacy.is_private(resolved.algorithm) else None,
+        "devices decide": devices_decide(config),
+        "trace": digest(trace) if trace is not None and trace.files else None,
+        "folders": folders_sum(simulated(resolved, site_of(resolved, partition, pool))) if local else None,
     }
-    if (code := sha256_of(config)) is not None:
-        parts["own code"] = code
-    if found := sources(config):
-        parts["sources"] = found
-    if privacy.is_private(resolved.algorithm):
-        parts["noise"] = describe_noise()
-    if devices_decide(config):
-        parts["devices decide"] = True
-    if config.fleet.trace is not None and config.fleet.trace.files:
-        parts["trace"] = digest(config.fleet.trace)
-    if config.partition.folders is not None and not config.run.apart:
-        parts["folders"] = folders_sum(simulated(resolved, site_of(resolved, partition, pool)))
     return sha256(json.dumps(parts, sort_keys=True).encode())[:12]
