@@ -24,7 +24,7 @@ train between two merges. A client that fails is also replaced only at the next 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Annotated, Any
 
@@ -181,7 +181,7 @@ def collect_due(
             file = files.put(changes(result, assignment, run.site.layout))
             waiting.append(
                 PendingUpdate(
-                    changed(assignment, payload={}, memory={}, codecs=None, encoded=None),
+                    replace(assignment, payload={}, memory={}, codecs=None, encoded=None),
                     changed(result, payload={}, encoded=None),
                     results.times[client],
                     finish[client],
@@ -210,7 +210,7 @@ def collect_due(
         weights = moved(now, files.get(late.file), weight)
         found.add(changed(late.update, round=plan.round, payload=weights), late.up)
         # Algorithms and selectors expect the number of the current round.
-        assignments.append(changed(late.assignment, round=plan.round))
+        assignments.append(replace(late.assignment, round=plan.round))
     merged = RoundPlan(plan.round, tuple(sorted(assignments, key=lambda assignment: assignment.client)))
     waiting.sort(key=lambda update: update.client)
     until = max((finish[client] for client in first), default=clock)

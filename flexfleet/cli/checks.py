@@ -9,16 +9,18 @@ from bdb import BdbQuit
 from dataclasses import asdict
 from typing import Any
 
+from fl_engine.core.allowed import trust
 from fl_engine.core.errors import ConfigError, Stopped
+from fl_engine.core.registry import resolve
+from flexfleet.api.results import load
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import show
+from flexfleet.pipeline.difference import difference
 
 log = logging.getLogger("flexfleet")
 
 
 def verify(args: argparse.Namespace) -> None:
-    from flexfleet.api.results import load
-
     if args.sample < 0:
         raise ConfigError(f"--sample must be at least 0, got {args.sample}", path="sample")
     rounds = [_number(text, "--rounds") for text in args.rounds.split(",") if text.strip()]
@@ -44,9 +46,6 @@ def verify(args: argparse.Namespace) -> None:
 
 
 def diff(args: argparse.Namespace) -> None:
-    from flexfleet.api.results import load
-    from flexfleet.pipeline.difference import difference
-
     found = difference(load(args.first).folder, load(args.second).folder)
     if args.json:
         show(json.dumps(asdict(found)))
@@ -65,10 +64,6 @@ def diff(args: argparse.Namespace) -> None:
 
 
 def replay(args: argparse.Namespace) -> None:
-    from fl_engine.core.allowed import trust
-    from fl_engine.core.registry import resolve
-    from flexfleet.api.results import load
-
     on_step: Any = None
     if args.on_step is not None:
         if ":" not in args.on_step:

@@ -6,36 +6,32 @@ import argparse
 import json
 import logging
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from flexfleet.config.run_names import dated
+from flexfleet.experiments.compare import check_jobs
+from flexfleet.files.artifacts import RunResult
 from flexfleet.files.terminal import show
-
-if TYPE_CHECKING:
-    from flexfleet.files.artifacts import RunResult
+from flexfleet.pipeline import contributions as measuring
+from flexfleet.pipeline import fork as forking
+from flexfleet.pipeline.fork import CERTIFICATE, clients_of
+from flexfleet.pipeline.resume import Attempt
+from flexfleet.reports.finished_run import load_all
+from flexfleet.reports.report import table
 
 log = logging.getLogger("flexfleet")
 
 
 def fork(args: argparse.Namespace) -> None:
-    from flexfleet.config.run_names import dated
-    from flexfleet.pipeline.fork import clients_of
-    from flexfleet.pipeline.fork import fork as start
-    from flexfleet.pipeline.resume import Attempt
-
     without = clients_of(args.without, args.run)
     run_id = args.run_id or dated(f"{args.run.resolve().name}-fork")
-    _show(args, start(args.run, run_id, args.at, args.set, without, Attempt(args.resume)))
+    _show(args, forking.fork(args.run, run_id, args.at, args.set, without, Attempt(args.resume)))
 
 
 def forget(args: argparse.Namespace) -> None:
-    from flexfleet.config.run_names import dated
-    from flexfleet.pipeline.fork import CERTIFICATE, clients_of
-    from flexfleet.pipeline.fork import forget as start
-    from flexfleet.pipeline.resume import Attempt
-
     clients = clients_of([f"client={args.client}"], args.run)
     run_id = args.run_id or dated(f"{args.run.resolve().name}-without-{args.client.replace(',', '-')}")
-    result = start(args.run, run_id, clients, Attempt(args.resume))
+    result = forking.forget(args.run, run_id, clients, Attempt(args.resume))
     _show(args, result)
     log.info("wrote the certificate %s next to %s; `flexfleet verify` checks it", CERTIFICATE, result.report)
 
@@ -44,25 +40,16 @@ def _show(args: argparse.Namespace, result: RunResult) -> None:
     if args.json:
         show(result.model_dump_json())
         return
-    from pathlib import Path
-
-    from flexfleet.reports.finished_run import load_all
-    from flexfleet.reports.report import table
-
     show(table(load_all([args.run, Path(result.report).parent])))
     show(f"report: {result.report}")
 
 
 def contributions(args: argparse.Namespace) -> None:
-    from flexfleet.experiments.compare import check_jobs
-    from flexfleet.pipeline.contributions import contributions as compute
-    from flexfleet.pipeline.contributions import plan
-
     check_jobs(args.jobs)
-    planned = plan(args.run, args.by)
+    planned = measuring.plan(args.run, args.by)
     show_cost = show if not args.json else log.info
     show_cost(planned.cost(args.jobs))
-    found = compute(args.run, planned, args.jobs)
+    found = measuring.contributions(args.run, planned, args.jobs)
     if args.json:
         show(json.dumps({"metric": planned.metric, "contributions": [asdict(each) for each in found]}))
         return

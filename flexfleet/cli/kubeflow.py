@@ -12,9 +12,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fl_engine.core.errors import BadInput, ConfigError, FlexfleetError, Interrupted, Stopped, masked
-from flexfleet.cli.runs import tags_of
 from flexfleet.files.signals import stopping_at_once
-from flexfleet.files.terminal import show
+from flexfleet.files.terminal import show, tags_of
 
 if TYPE_CHECKING:
     from flexfleet.config.dotted import Overrides

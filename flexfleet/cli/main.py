@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import fl_engine
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.text import at_home, path_of
-from flexfleet.cli import checks, completion, forks, host, kubeflow, listing, many_runs, runs
+from flexfleet.cli.listing import LISTS
 from flexfleet.config.dotted import SHORT, STUDY
 from flexfleet.files import terminal
 from flexfleet.worker.__main__ import add_options
@@ -62,14 +63,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--version", action="version", version=f"flexfleet {fl_engine.__version__}")
     subparsers = p.add_subparsers(dest="command", required=True, metavar="command")
 
-    def plain(name: str, call: Callable[..., int | None], about: str) -> argparse.ArgumentParser:
+    def plain(name: str, call: str, about: str) -> argparse.ArgumentParser:
+        """Add a command. `call` is the function in `flexfleet.cli`, whose module is imported when the command runs."""
         c = subparsers.add_parser(name, help=about, description=about)
         c.set_defaults(call=call)
         c.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout")
         terminal.add_loudness(c)
         return c
 
-    def add(name: str, call: Callable[..., int | None], about: str) -> argparse.ArgumentParser:
+    def add(name: str, call: str, about: str) -> argparse.ArgumentParser:
         c = plain(name, call, about)
         terminal.add_config(c)
         return c
@@ -82,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
             "--param", action="append", default=[], metavar="key=value", help="a field of the pipeline, such as run_id"
         )
 
-    c = add("run", runs.run, "partition, pre-train, build the pool, run the rounds, evaluate, and write a report")
+    c = add("run", "runs.run", "partition, pre-train, build the pool, run the rounds, evaluate, and write a report")
     c.add_argument("--run-id", metavar="NAME", help="name of the run's folder (default: algorithm, seed and time)")
     terminal.add_resume(c)
     terminal.add_faults(c)
@@ -92,13 +94,13 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--tag", action="append", default=[], metavar="key=value", help="tag of the MLflow run; repeatable")
     terminal.add_short(c, SHORT)
 
-    c = add("central", runs.central, "train the network on all training samples, as a reference for federated runs")
+    c = add("central", "runs.central", "train the network on all training samples, as a reference for federated runs")
     c.add_argument("--run-id", metavar="NAME", help="name of the run's folder (default: central, seed and time)")
     terminal.add_resume(c)
     c.add_argument("--tag", action="append", default=[], metavar="key=value", help="tag of the MLflow run; repeatable")
     terminal.add_short(c, ("dataset", "model", "seed", "mlflow_uri", "store_uri"))
 
-    c = add("compare", many_runs.compare, "compare several algorithms and seeds on one task, in one table")
+    c = add("compare", "many_runs.compare", "compare several algorithms and seeds on one task, in one table")
     c.description, c.formatter_class = COMPARE, argparse.RawDescriptionHelpFormatter
     c.add_argument("--algorithms", metavar="LIST", help="algorithms: name or label=name, such as flexfl,no_kd=flexfl")
     c.add_argument("--suite", type=at_home, metavar="NAME", help="name or file of a suite; --algorithms selects rows")
@@ -122,13 +124,13 @@ def parser() -> argparse.ArgumentParser:
     terminal.add_faults(c)
     terminal.add_short(c, (name for name in SHORT if name not in ("algorithm", "seed")))
 
-    c = add("tune", many_runs.tune, "search hyper-parameters, then compare the best setting with the default")
+    c = add("tune", "many_runs.tune", "search hyper-parameters, then compare the best setting with the default")
     c.add_argument("--id", metavar="NAME", help="name of the study's folder (default: the time)")
     c.add_argument("--jobs", type=int, metavar="N", help="number of parallel workers (default: tune.workers)")
     c.add_argument("--resume", action="store_true", help="resume the study if it exists")
     terminal.add_short(c, (*SHORT, *STUDY))
 
-    c = plain("regress", many_runs.regress, "run a fixed suite; exit code 5 if a metric is worse than its reference")
+    c = plain("regress", "many_runs.regress", "run a fixed suite; exit code 5 if a metric is worse than its reference")
     c.add_argument(
         "--suite", type=at_home, default="digits", metavar="NAME", help="shipped suite or file (default: digits)"
     )
@@ -138,7 +140,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--update", action="store_true", help="run 20 seeds, and write the suite's reference values")
     c.add_argument("--resume", action="store_true", help="resume the regression run if it exists")
 
-    c = add("submit", kubeflow.submit, "start a pipeline on Kubeflow, and upload a new version if the graph changed")
+    c = add("submit", "kubeflow.submit", "start a pipeline on Kubeflow, and upload a new version if the graph changed")
     action = c.add_mutually_exclusive_group(required=True)
     action.add_argument("pipeline", nargs="?", help="train, compare, tune or nightly")
     c.add_argument(
@@ -157,20 +159,22 @@ def parser() -> argparse.ArgumentParser:
     )
 
     c = plain(
-        "export-pipeline", kubeflow.export_pipeline, "write a pipeline's YAML for this cluster, for Kubeflow's UI"
+        "export-pipeline", "kubeflow.export_pipeline", "write a pipeline's YAML for this cluster, for Kubeflow's UI"
     )
     c.description, c.formatter_class = EXPORT, argparse.RawDescriptionHelpFormatter
     c.add_argument("pipeline", help="train, compare, tune or nightly")
     c.add_argument("--out", type=path_of, metavar="FILE", help="file to write (default: stdout)")
 
-    c = plain("nightly", kubeflow.nightly, "schedule a nightly regression run on Kubeflow, and disable older schedules")
+    c = plain(
+        "nightly", "kubeflow.nightly", "schedule a nightly regression run on Kubeflow, and disable older schedules"
+    )
     c.add_argument("--cron", default="0 0 2 * * *", help="six fields in UTC, seconds first (default: 0 0 2 * * *)")
     c.add_argument("--name", default="flexfleet-nightly", help="name of the recurring run (default: flexfleet-nightly)")
     c.add_argument("--suite", default="digits", metavar="NAME", help="a suite in the image (default: digits)")
     terminal.add_set(c, "override tracking.mlflow, run.remote, ...")
     add_kubeflow(c)
 
-    c = add("pool", runs.pool, "show the model pool: sizes, multiply-adds per sample (MACs), widths")
+    c = add("pool", "runs.pool", "show the model pool: sizes, multiply-adds per sample (MACs), widths")
     terminal.add_short(c, ("dataset", "model", "algorithm"))
     c.add_argument(
         "--input",
@@ -184,18 +188,18 @@ def parser() -> argparse.ArgumentParser:
         "--flops-as", choices=("thop",), help="count linear layers twice, as FedRolex's Table 3.6 does, and show means"
     )
 
-    c = plain("report", runs.report, "show finished runs in one table and on one HTML page")
+    c = plain("report", "runs.report", "show finished runs in one table and on one HTML page")
     c.add_argument("runs", type=path_of, nargs="+", metavar="RUN", help="folder of a finished run")
     c.add_argument("--out", type=path_of, default=Path("report.html"), metavar="FILE")
 
-    c = plain("verify", checks.verify, "check that nothing in a run has changed, and compute parts of it again")
+    c = plain("verify", "checks.verify", "check that nothing in a run has changed, and compute parts of it again")
     c.add_argument("run", type=path_of, metavar="RUN", help="folder of a run")
     c.add_argument("--rounds", default="", metavar="LIST", help="train the clients of these rounds again, such as 3,7")
     c.add_argument("--sample", type=int, default=0, metavar="N", help="train the clients of N random rounds again")
     c.add_argument("--all", action="store_true", help="train the clients of all rounds again")
     c.add_argument("--public-key", metavar="HEX", help="expected key of the signature")
 
-    c = plain("replay", checks.replay, "train one client of one round again, and compare the bits with the run")
+    c = plain("replay", "checks.replay", "train one client of one round again, and compare the bits with the run")
     c.add_argument("run", type=path_of, metavar="RUN", help="folder of a run")
     c.add_argument("--round", type=int, required=True, metavar="N", help="number of the round, from 1")
     c.add_argument("--client", type=int, required=True, metavar="N", help="number of the client")
@@ -205,7 +209,7 @@ def parser() -> argparse.ArgumentParser:
         "--on-step", metavar="module:function", help="function to call with (spec, weights, batch) before each step"
     )
 
-    c = plain("fork", forks.fork, "continue a run after some round with other settings, or without some clients")
+    c = plain("fork", "forks.fork", "continue a run after some round with other settings, or without some clients")
     c.add_argument("run", type=path_of, metavar="RUN", help="folder of a run")
     c.add_argument("--at", type=int, metavar="N", help="number of rounds that both runs share")
     terminal.add_set(c, "change a parameter for the rounds that follow")
@@ -216,35 +220,35 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--run-id", metavar="ID", help="name of the new run")
     c.add_argument("--resume", action="store_true", help="continue the fork --run-id")
 
-    c = plain("contributions", forks.contributions, "measure what each client contributes, by leaving it out")
+    c = plain("contributions", "forks.contributions", "measure what each client contributes, by leaving it out")
     c.add_argument("run", type=path_of, metavar="RUN", help="folder of a finished run")
     c.add_argument("--by", choices=("client", "tier"), default="client", help="what to leave out (default: client)")
     c.add_argument("--jobs", type=int, default=1, metavar="N", help="number of parallel forks (default: 1)")
 
-    c = plain("forget", forks.forget, "train a run again without a client, and certify that its data were not used")
+    c = plain("forget", "forks.forget", "train a run again without a client, and certify that its data were not used")
     c.add_argument("run", type=path_of, metavar="RUN", help="folder of a run")
     c.add_argument("--client", required=True, metavar="LIST", help="clients to forget, such as 7 or 7,9")
     c.add_argument("--run-id", metavar="ID", help="name of the new run")
     c.add_argument("--resume", action="store_true", help="continue the run --run-id")
 
-    c = plain("diff", checks.diff, "show where two runs part, and which parameters or inputs differ")
+    c = plain("diff", "checks.diff", "show where two runs part, and which parameters or inputs differ")
     c.add_argument("first", type=path_of, metavar="RUN", help="folder of a run")
     c.add_argument("second", type=path_of, metavar="RUN", help="folder of another run")
 
-    c = add("fetch", host.fetch, "download and check data sets, or files that a run pushed with DVC; list data sets")
+    c = add("fetch", "host.fetch", "download and check data sets, or files that a run pushed with DVC; list data sets")
     c.add_argument("names", nargs="*", metavar="NAME", help="names of data sets, or the ID of an MLflow run")
     c.add_argument("--root", metavar="DIR", help="data folder (default: FLEXFLEET_DATA, or ~/.cache/flexfleet/data)")
     c.add_argument("--out", type=path_of, metavar="DIR", help="folder for the files of a run (default: runs/ID)")
     terminal.add_short(c, ("mlflow_uri",))
 
-    c = add("status", runs.status, "show the progress of runs, and the state of invited devices")
+    c = add("status", "runs.status", "show the progress of runs, and the state of invited devices")
     c.add_argument(
         "run", type=path_of, nargs="?", metavar="RUN",
         help="folder of a run, a comparison or a study (default: all runs in run.store)",
     )  # fmt: skip
     c.add_argument("--failures", action="store_true", help="show why clients of RUN failed, with logs and tracebacks")
 
-    c = add("gc", runs.gc, "delete runs that nothing keeps, with their exports, MLflow runs and DVC objects")
+    c = add("gc", "runs.gc", "delete runs that nothing keeps, with their exports, MLflow runs and DVC objects")
     c.add_argument(
         "--keep", required=True, metavar="LIST",
         help="keep these runs, comparisons and studies: names, aliases of registered models, ages; champion,30d",
@@ -252,7 +256,9 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--dry-run", action="store_true", help="list only, and delete nothing")
     terminal.add_short(c, ("mlflow_uri", "store_uri"))
 
-    c = add("invite", host.invite, "invite devices that train with their own data (run.backend=agents), or revoke one")
+    c = add(
+        "invite", "host.invite", "invite devices that train with their own data (run.backend=agents), or revoke one"
+    )
     c.add_argument("--tier", metavar="NAME", help="the devices' tier in the fleet (default: any)")
     c.add_argument("--count", type=int, default=1, metavar="N", help="number of devices (default: 1)")
     c.add_argument(
@@ -261,10 +267,10 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     c.add_argument("--revoke", metavar="NAME", help="revoke this device, so that it gets no further assignments")
 
-    c = plain("agent", host.agent, "execute assignments on this invited device, until the server stops responding")
+    c = plain("agent", "host.agent", "execute assignments on this invited device, until the server stops responding")
     add_options(c)
 
-    c = add("profile", host.profile, "measure how fast this device trains, and print an entry for fleet.tiers")
+    c = add("profile", "host.profile", "measure how fast this device trains, and print an entry for fleet.tiers")
     c.add_argument("--tier", metavar="NAME", help="name of the tier (default: name of the machine)")
     c.add_argument("--memory", type=float, metavar="MB", help="memory that training may use (default: the free memory)")
     c.add_argument("--seconds", type=float, default=5.0, metavar="S", help="training time for each level (default: 5)")
@@ -272,14 +278,14 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--out", type=path_of, metavar="FILE", help="also write the entry to this file, as YAML")
     terminal.add_short(c, ("dataset", "model", "algorithm"))
 
-    c = add("check", runs.check, "check parameters, data, partition, fleet and pool without training")
+    c = add("check", "runs.check", "check parameters, data, partition, fleet and pool without training")
     c.add_argument(
         "--connect", action="store_true",
         help="also contact S3, MLflow, the DVC remote, the cluster and Kubeflow; exit code 6 if one cannot be used",
     )  # fmt: skip
     terminal.add_short(c, SHORT)
 
-    c = plain("init", listing.init, "write a params.yaml that explains every parameter, or files for a new algorithm")
+    c = plain("init", "listing.init", "write a params.yaml that explains every parameter, or files for a new algorithm")
     c.add_argument(
         "folder", type=path_of, nargs="?", default=Path(), metavar="DIR", help="folder (default: working directory)"
     )
@@ -288,22 +294,22 @@ def parser() -> argparse.ArgumentParser:
         help="write NAME.py, a small algorithm to modify, and test_NAME.py, its conformance test, instead",
     )  # fmt: skip
 
-    c = add("params", listing.params, "explain the parameters in use, or all parameters that contain a word")
+    c = add("params", "listing.params", "explain the parameters in use, or all parameters that contain a word")
     c.add_argument("word", nargs="?", metavar="WORD", help="part of a name, choice or description, or an algorithm")
     terminal.add_short(c, ("model", "algorithm"))
 
-    c = plain("list", listing.list_, "list algorithms, models, data sets, fleets, suites and other components")
-    c.add_argument("what", choices=tuple(listing.LISTS), metavar="WHAT", help=", ".join(listing.LISTS))
+    c = plain("list", "listing.list_", "list algorithms, models, data sets, fleets, suites and other components")
+    c.add_argument("what", choices=tuple(LISTS), metavar="WHAT", help=", ".join(LISTS))
 
     c = plain(
         "completion",
-        completion.completion,
+        "completion.completion",
         'print the completion script of a shell: eval "$(flexfleet completion bash)"',
     )
     c.add_argument("shell", choices=("bash", "zsh", "fish"))
     c.set_defaults(parser=parser)
 
-    c = plain("doctor", host.doctor, "show what is installed, and which features each extra enables")
+    c = plain("doctor", "host.doctor", "show what is installed, and which features each extra enables")
     return p
 
 
@@ -319,7 +325,8 @@ def dispatch(argv: Sequence[str]) -> int:
             f"can run only {', '.join(ON_DEVICES)}"
         )
     terminal.settle(args)
-    return args.call(args) or 0
+    module, _, function = args.call.partition(".")
+    return getattr(import_module(f"flexfleet.cli.{module}"), function)(args) or 0
 
 
 def main() -> None:

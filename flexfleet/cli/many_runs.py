@@ -6,31 +6,29 @@ import argparse
 import logging
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.allowed import trust
+from fl_engine.core.errors import ConfigError, GateFailed
+from flexfleet.cli.listing import list_
 from flexfleet.cli.runs import check_resume, show_tracked
+from flexfleet.config import Config, comparison_runs, load_config
+from flexfleet.config.comparison_runs import PlannedRun
+from flexfleet.config.dotted import Overrides
+from flexfleet.config.read import read_file
+from flexfleet.config.run_names import dated
+from flexfleet.experiments import nightly, published_suites, webhook
+from flexfleet.experiments.compare import check_jobs, run_comparison
+from flexfleet.experiments.comparison_report import text as table
+from flexfleet.experiments.tune import tune as search
+from flexfleet.experiments.tune_report import text
 from flexfleet.files.terminal import show
-
-if TYPE_CHECKING:
-    from flexfleet.config import Config
-    from flexfleet.config.dotted import Overrides
+from flexfleet.pipeline.prepare import config_of
 
 log = logging.getLogger("flexfleet")
 
 
 def compare(args: argparse.Namespace) -> None:
-    from fl_engine.core.allowed import trust
-    from flexfleet.config import comparison_runs, load_config
-    from flexfleet.config.comparison_runs import PlannedRun
-    from flexfleet.config.read import read_file
-    from flexfleet.config.run_names import dated
-    from flexfleet.experiments import published_suites
-    from flexfleet.pipeline.prepare import config_of
-
     if args.suites:
-        from flexfleet.cli.listing import list_
-
         return list_(argparse.Namespace(what="suites", json=args.json))
     check_resume(args, "--id")
 
@@ -56,9 +54,6 @@ def compare(args: argparse.Namespace) -> None:
     else:
         raise ConfigError("compare needs --suite or --algorithms, such as flexfl,all_large", code="config.missing")
 
-    from flexfleet.experiments.compare import run_comparison
-    from flexfleet.experiments.comparison_report import text as table
-
     options = [f"--{o.replace('_', '-')}" for o in ("discard_damaged", "accept_numerics") if getattr(args, o)]
     comparison = run_comparison(
         runs,
@@ -79,28 +74,16 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def tune(args: argparse.Namespace) -> None:
-    from flexfleet.config.run_names import dated
-    from flexfleet.pipeline.prepare import config_of
-
     check_resume(args, "--id")
     if args.jobs is not None:
         args.set = {**args.set, "tune.workers": args.jobs}
     name = dated("tune") if args.id is None else args.id
     config = config_of(args)
-
-    from flexfleet.experiments.tune import tune as search
-    from flexfleet.experiments.tune_report import text
-
     tuned = search(config, name, resume=args.resume)
     show(tuned.model_dump_json() if args.json else text(tuned, Path(config.run.store) / name))
 
 
 def regress(args: argparse.Namespace) -> int:
-    from fl_engine.core.errors import GateFailed
-    from flexfleet.config.run_names import dated
-    from flexfleet.experiments import nightly, webhook
-    from flexfleet.experiments.compare import check_jobs
-
     id = dated("night") if args.id is None else args.id
     check_jobs(args.jobs)
     if args.update:

@@ -10,26 +10,45 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from fl_engine.core.contracts import ModelFamily, PublishedFor
+from fl_engine.core.costs import count_macs
 from fl_engine.core.errors import ConfigError, Diverged, EnvironmentFailure, FlexfleetError, IntegrityError, masked
+from fl_engine.core.types import SubmodelSpec
+from fl_engine.models.build import model_kind
+from fl_engine.preparation.weights import given as weights_of
+from fl_engine.rounds.server import ServerSite
+from flexfleet.cli.connections import connections
+from flexfleet.config import Config
+from flexfleet.config.run_names import dated, new_name
+from flexfleet.config.schema import DatasetConfig
+from flexfleet.files import prepared
+from flexfleet.files.artifacts import Apoz, PoolFile
+from flexfleet.files.measure import Measure
+from flexfleet.files.progress import recorded_warnings
+from flexfleet.files.run_status import lines_of
 from flexfleet.files.signals import stopping_at_once
-from flexfleet.files.terminal import show
-
-if TYPE_CHECKING:
-    from fl_engine.core.contracts import ModelFamily
-    from flexfleet.config import Config
-    from flexfleet.files.artifacts import PoolFile
-    from flexfleet.pipeline.resume import Attempt
+from flexfleet.files.terminal import show, tags_of
+from flexfleet.pipeline import enrollment, model_pool, partition, pretrain
+from flexfleet.pipeline.central import central as train
+from flexfleet.pipeline.check import check as examine
+from flexfleet.pipeline.check import check_folders
+from flexfleet.pipeline.gc import collect
+from flexfleet.pipeline.prepare import config_of, resolved_of
+from flexfleet.pipeline.resume import Attempt
+from flexfleet.pipeline.run import run as run_all
+from flexfleet.pipeline.status import describe, failures_of, list_runs, runs_in
+from flexfleet.reports import precisions
+from flexfleet.reports.finished_run import load, load_all
+from flexfleet.reports.report import report as write_report
+from flexfleet.reports.report import table
+from flexfleet.tracking.server import check_address
 
 log = logging.getLogger("flexfleet")
 
 
 def run(args: argparse.Namespace) -> int:
-    from flexfleet.config.run_names import new_name
-    from flexfleet.pipeline.prepare import resolved_of
-    from flexfleet.pipeline.run import run as run_all
-
     check_resume(args, "--run-id")
     resolved = resolved_of(args)
     config = resolved.config
@@ -39,10 +58,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         show(result.model_dump_json())
     else:
-        from flexfleet.reports import precisions
-        from flexfleet.reports.finished_run import load
-        from flexfleet.reports.report import table
-
         show(table([load(out)]))
         if found := precisions.of_run(out, list(result.metrics["levels"]), result.model_sha256):
             show(precisions.table(found))
@@ -52,17 +67,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _attempt(args: argparse.Namespace) -> Attempt:
-    from flexfleet.pipeline.resume import Attempt
-
     return Attempt(args.resume, args.discard_damaged, args.accept_numerics, tags_of(args.tag))
 
 
 def central(args: argparse.Namespace) -> None:
-    from flexfleet.config.run_names import dated
-    from flexfleet.files.measure import Measure
-    from flexfleet.pipeline.central import central as train
-    from flexfleet.pipeline.prepare import resolved_of
-
     check_resume(args, "--run-id")
     resolved = resolved_of(args)
     config = resolved.config
@@ -79,13 +87,6 @@ def central(args: argparse.Namespace) -> None:
 
 
 def pool(args: argparse.Namespace) -> None:
-    from fl_engine.preparation.weights import given as weights_of
-    from fl_engine.rounds.server import ServerSite
-    from flexfleet.files import prepared
-    from flexfleet.files.artifacts import Apoz
-    from flexfleet.pipeline import model_pool, partition, pretrain
-    from flexfleet.pipeline.prepare import resolved_of
-
     resolved = resolved_of(args)
     config, algorithm = resolved.config, resolved.algorithm
     results: dict[str, Any] = {"apoz": Apoz.read(args.apoz)} if args.apoz else {}
@@ -141,9 +142,6 @@ def pool(args: argparse.Namespace) -> None:
 def _as_in_table_3_6(built: PoolFile, family: ModelFamily) -> tuple[PoolFile, dict[str, float]]:
     """Count the pool's multiply-adds as in FedRolex's Table 3.6; return the pool with these counts, and `means`.
     `means` contains the mean parameters, multiply-adds and size (MB of 2^20 bytes) of the models sent to clients."""
-    from fl_engine.core.costs import count_macs
-    from fl_engine.core.types import SubmodelSpec
-
     levels = tuple(
         m.model_copy(update={"macs": count_macs(family, SubmodelSpec.from_json(m.spec), linear=2)})
         for m in built.levels
@@ -157,10 +155,6 @@ def _as_in_table_3_6(built: PoolFile, family: ModelFamily) -> tuple[PoolFile, di
 def _sample(args: argparse.Namespace, config: Config, needs_data: bool) -> tuple[tuple[int, ...], int] | None:
     """Return the sample shape and the number of outputs, as given by --input and --classes or by the network's
     publication. Return None if these values can only be read from the data set."""
-    from fl_engine.core.contracts import PublishedFor
-    from fl_engine.models.build import model_kind
-    from flexfleet.config.schema import DatasetConfig
-
     if args.input is None and args.classes is None:
         kind = model_kind(config.model)
         is_named = "dataset.name" in args.set or config.dataset.name != DatasetConfig().name
@@ -178,12 +172,6 @@ def _sample(args: argparse.Namespace, config: Config, needs_data: bool) -> tuple
 
 
 def check(args: argparse.Namespace) -> int:
-    from flexfleet.files.progress import recorded_warnings
-    from flexfleet.pipeline.check import check as examine
-    from flexfleet.pipeline.check import check_folders
-    from flexfleet.pipeline.prepare import resolved_of
-    from flexfleet.tracking.server import check_address
-
     with recorded_warnings() as warnings:
         resolved = resolved_of(args)
         config = resolved.config
@@ -197,8 +185,6 @@ def check(args: argparse.Namespace) -> int:
         facts["warnings"] = [each.getMessage() for each in warnings]
     contacted = []
     if args.connect:
-        from flexfleet.cli.connections import connections
-
         contacted = connections(config)
         facts |= {"ok": all(each.ok for each in contacted), "connections": [asdict(each) for each in contacted]}
     hidden = ("ok", "connections")
@@ -209,10 +195,6 @@ def check(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace) -> None:
     with stopping_at_once():
-        from flexfleet.reports.finished_run import load_all
-        from flexfleet.reports.report import report as write_report
-        from flexfleet.reports.report import table
-
         loaded = load_all(args.runs)
         for run in args.runs:
             if not (run / "result.json").is_file():
@@ -226,10 +208,6 @@ def report(args: argparse.Namespace) -> None:
 
 
 def status(args: argparse.Namespace) -> None:
-    from flexfleet.files.measure import Measure
-    from flexfleet.pipeline.prepare import config_of
-    from flexfleet.pipeline.status import describe, failures_of, list_runs, runs_in
-
     if args.failures:
         if args.run is None:
             raise ConfigError("--failures needs RUN, the folder of a run", code="config.missing")
@@ -262,8 +240,6 @@ def status(args: argparse.Namespace) -> None:
 
 
 def _show_failures(failures: Sequence[Mapping[str, Any]], as_json: bool) -> None:
-    from flexfleet.files.run_status import lines_of
-
     if as_json:
         show(json.dumps({"failures": failures}))
         return
@@ -275,9 +251,6 @@ def _show_failures(failures: Sequence[Mapping[str, Any]], as_json: bool) -> None
 
 
 def gc(args: argparse.Namespace) -> None:
-    from flexfleet.pipeline.gc import collect
-    from flexfleet.pipeline.prepare import config_of
-
     with stopping_at_once():
         found = collect(config_of(args), args.keep, args.dry_run)
     if args.json:
@@ -292,8 +265,6 @@ def gc(args: argparse.Namespace) -> None:
 
 def _invited(config: Config) -> list[dict[str, Any]]:
     """Return the invited devices. If an error occurs, log it and return an empty list, so that runs are still shown."""
-    from flexfleet.pipeline import enrollment
-
     try:
         return enrollment.status(config)
     except FlexfleetError as error:
@@ -305,18 +276,6 @@ def check_resume(args: argparse.Namespace, option: str) -> None:
     """Raise ConfigError if `--resume` is set without the option `option`, which names the folder to resume."""
     if args.resume and getattr(args, option[2:].replace("-", "_")) is None:
         raise ConfigError(f"--resume needs {option}, the name of the folder to resume", code="config.missing")
-
-
-def tags_of(texts: Sequence[str], option: str = "--tag") -> dict[str, str]:
-    """Parse the `key=value` strings of an option into {key: value}. Raises ConfigError for bad or repeated keys."""
-    pairs = [text.partition("=") for text in texts]
-    wrong = [text for text, (key, sign, _) in zip(texts, pairs, strict=True) if not key or not sign]
-    if wrong:
-        raise ConfigError(f"{option} must be key=value, got {wrong[0]!r}")
-    tags = {key: value for key, _, value in pairs}
-    if len(tags) < len(pairs):
-        raise ConfigError(f"{option} must not repeat a key, got {', '.join(texts)}", code="config.given_twice")
-    return tags
 
 
 def show_tracked(config: Config) -> None:

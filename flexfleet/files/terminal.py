@@ -160,6 +160,18 @@ def _read(path: str, text: str) -> Any:
         return pair_of(f"{path}={text}")[1]  # raises ConfigError
 
 
+def tags_of(texts: Sequence[str], option: str = "--tag") -> dict[str, str]:
+    """Parse the `key=value` strings of an option into {key: value}. Raises ConfigError for bad or repeated keys."""
+    pairs = [text.partition("=") for text in texts]
+    wrong = [text for text, (key, sign, _) in zip(texts, pairs, strict=True) if not key or not sign]
+    if wrong:
+        raise ConfigError(f"{option} must be key=value, got {wrong[0]!r}")
+    tags = {key: value for key, _, value in pairs}
+    if len(tags) < len(pairs):
+        raise ConfigError(f"{option} must not repeat a key, got {', '.join(texts)}", code="config.given_twice")
+    return tags
+
+
 def add_faults(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--faults", dest="rounds.faults", action=_Given, default=argparse.SUPPRESS, metavar="LIST",
