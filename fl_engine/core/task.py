@@ -111,6 +111,10 @@ class Described:
         task: Any = self
         return (self.name, *(getattr(self, option.name) for option in fields(task)))
 
+    def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
+        """Return the outputs divided by the temperature."""
+        return outputs_bo / temperature
+
     def present(self, y: Tensor) -> Tensor | None:
         """Return None instead of a class mask, because outputs are not classes or a sample may have several classes."""
         return None

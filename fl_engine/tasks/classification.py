@@ -83,9 +83,7 @@ class Classification(Distilled):
     def outputs(self) -> int:
         return self.classes
 
-    @property
-    def label_count(self) -> int:
-        return self.classes
+    label_count = outputs
 
     @property
     def identity(self) -> object:

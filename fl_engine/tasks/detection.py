@@ -16,7 +16,8 @@ from torch import Tensor
 from fl_engine.core import boxes
 from fl_engine.core.errors import DataError, EnvironmentFailure, ModelError
 from fl_engine.core.system import install_command
-from fl_engine.core.task import Described, Measured, Metric
+from fl_engine.core.task import Described, Measured, Metric, wrong_shape
+from fl_engine.tasks.multilabel import divergence_of_labels
 
 log = logging.getLogger(__name__)
 
@@ -153,12 +154,7 @@ class Detection(Described):
         teacher = self.softened(teacher_bo, temperature)
         score = (teacher[:, BOX:] * temperature).amax(1, keepdim=True).sigmoid()
         of_boxes = score * (softened_bo[:, :BOX] - teacher[:, :BOX]).square()
-        wanted = teacher[:, BOX:].sigmoid()
-        cross, own = (
-            F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
-            for logits in (softened_bo[:, BOX:], teacher[:, BOX:])
-        )
-        return torch.cat([of_boxes, cross - own], dim=1)
+        return torch.cat([of_boxes, divergence_of_labels(softened_bo[:, BOX:], teacher[:, BOX:])], dim=1)
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
         """Return float32 (batch, DETECTIONS + most, 6) with the detections, sorted by descending score, and the
@@ -202,12 +198,9 @@ class Detection(Described):
     def _decoded(self, outputs_bo: Tensor) -> tuple[Tensor, Tensor]:
         """Decode boxes (batch, 4, cells), as fractions of the image, and logits (batch, categories, cells)."""
         if outputs_bo.dim() != 4 or outputs_bo.shape[1] != self.outputs:
-            raise ModelError(
-                f"a network for the task detection must return a tensor of shape (batch, {self.outputs}, H, W) with "
-                f"a box and {self.categories} scores per cell, got {tuple(outputs_bo.shape)}. Set "
-                "model.name=point_detector",
-                path="model.name",
-            )
+            expected = f"(batch, {self.outputs}, H, W) with a box and {self.categories} scores per cell"
+            error = wrong_shape(self, outputs_bo, expected)
+            raise ModelError(f"{error}. Set model.name=point_detector", path="model.name")
         rows, columns = outputs_bo.shape[2:]
         size = torch.tensor([columns, rows], device=outputs_bo.device, dtype=outputs_bo.dtype)[:, None]
         flat = outputs_bo.flatten(2)

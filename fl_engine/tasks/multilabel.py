@@ -63,18 +63,8 @@ class Multilabel(Described):
             raise wrong_shape(self, outputs_bo, f"(batch, {self.outputs})")
         return F.binary_cross_entropy_with_logits(outputs_bo, y, reduction="none").mean(1)
 
-    def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
-        """Return the logits divided by the temperature."""
-        return outputs_bo / temperature
-
     def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
-        """Return KL(teacher || student) for each label. Each logit is converted to a separate probability."""
-        teacher = teacher_bo / temperature
-        wanted = teacher.sigmoid()
-        cross, own = (
-            F.binary_cross_entropy_with_logits(logits, wanted, reduction="none") for logits in (softened_bo, teacher)
-        )
-        return cross - own
+        return divergence_of_labels(softened_bo, teacher_bo / temperature)
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
         """Return int64 (2, outputs). For each label, the first row contains the number of correct predictions, and the
@@ -89,3 +79,10 @@ class Multilabel(Described):
         known = total > 0
         each = 2 * right[known] / total[known]
         return Measured({self.metric.name: float(2 * right.sum() / total.sum()), self.macro.name: float(each.mean())})
+
+
+def divergence_of_labels(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return KL(teacher || student) for each logit, which is converted to a separate probability."""
+    wanted = teacher.sigmoid()
+    cross, own = (F.binary_cross_entropy_with_logits(each, wanted, reduction="none") for each in (student, teacher))
+    return cross - own

@@ -70,9 +70,7 @@ class NextToken(Distilled):
     def check(self, y: Tensor, what: str) -> Tensor:
         y = numbers_below(self.tokens, y, (len(y), self.length), f"{what}: the next tokens")
         if bool((~self._learnt(y)).all(1).any()) or not bool(self._counted(y).any()):
-            raise DataError(
-                f"{what}: every sample must have a token that is not padding, and some tokens must not be masked"
-            )
+            raise DataError(f"{what}: each sample needs a token other than padding, and some tokens must not be masked")
         return y
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:

@@ -57,9 +57,7 @@ class Regression(Described):
                 f"({len(wrong)} such samples). Remove these samples"
             )
         if bool((y == y[:1]).all(0).any()):
-            raise DataError(
-                f"{what}: each target must differ between samples, because R2 is undefined for a constant target"
-            )
+            raise DataError(f"{what}: each target must vary, because R2 is undefined for a constant target")
         return y
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
@@ -76,10 +74,6 @@ class Regression(Described):
     def loss(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
         """Return the squared error of each sample, averaged over the outputs."""
         return (outputs_bo - y).square().mean(1)
-
-    def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
-        """Return the outputs divided by the temperature, because distillation multiplies the loss by temperature^2."""
-        return outputs_bo / temperature
 
     def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
         """Return the squared difference to the teacher, because the KL divergence of a single output is always 0."""

@@ -42,9 +42,7 @@ class Segmentation(Distilled):
     def outputs(self) -> int:
         return self.categories
 
-    @property
-    def label_count(self) -> int:
-        return self.categories
+    label_count = outputs
 
     def check(self, y: Tensor, what: str) -> Tensor:
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool or y.dim() != 3:
@@ -57,9 +55,7 @@ class Segmentation(Distilled):
                 f"{int(y[wrong][0])} in {int(wrong.flatten(1).any(1).sum())} samples"
             )
         if bool((y == VOID).flatten(1).all(1).any()):
-            raise DataError(
-                f"{what}: each sample must have a pixel that is not {VOID} (ignored). Remove the other samples"
-            )
+            raise DataError(f"{what}: each sample needs a pixel that is not {VOID} (ignored). Remove the other samples")
         return y.to(torch.uint8)
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
