@@ -46,34 +46,9 @@ from fl_engine.rounds.verify import check_equal, verify_rounds
 from fl_engine.selection import Uniform
 from fl_engine.selection.capacity import round_size
 from fl_engine.storage.store import FolderStore, tensor_bytes
-from fl_engine.testing import Suite, law
+from fl_engine.testing import Suite, law, rounds, tiny
 from fl_engine.testing.kinds import KINDS
 from fl_engine.testing.models import kept_mask
-from fl_engine.testing.rounds import (
-    LARGEST_R,
-    Recording,
-    check_search,
-    check_silent,
-    copied,
-    federated,
-    played,
-    results_of,
-    snapshot,
-    task_context,
-    task_or_none,
-    train_loss,
-)
-from fl_engine.testing.tiny import (
-    SEED,
-    TinyNet,
-    assert_same_assignments,
-    assert_same_bits,
-    context_of,
-    failure_of,
-    start_of,
-    tiny_pool,
-    tiny_site,
-)
 from fl_engine.training import strategy
 from fl_engine.training.evaluation import published, weights_of
 
@@ -86,15 +61,15 @@ class AlgorithmSuite(Suite):
 
     @pytest.fixture
     def family(self) -> ModelFamily:
-        return TinyNet()
+        return tiny.TinyNet()
 
     @pytest.fixture
     def site(self, algorithm: Algorithm, family: ModelFamily) -> Site:
-        return tiny_site(algorithm, family)
+        return tiny.tiny_site(algorithm, family)
 
     @pytest.fixture
     def state(self, algorithm: Algorithm, site: Site) -> Any:
-        return start_of(algorithm, site)
+        return tiny.start_of(algorithm, site)
 
     def promises_to_fit(self, algorithm: Algorithm) -> bool:
         """Return True if a device never receives a model that is larger than the device's maximum capacity."""
@@ -130,7 +105,9 @@ class AlgorithmSuite(Suite):
 
     def test_pool_ascends_to_the_full_model(self, algorithm: Algorithm, site: Site) -> None:
         layout, whole = site.family.layout(), count_params(site.family)
-        assert tiny_pool(algorithm, site.family) == site.pool, "the pool follows from the algorithm and the network"
+        assert tiny.tiny_pool(algorithm, site.family) == site.pool, (
+            "the pool follows from the algorithm and the network"
+        )
         for model in site.pool:
             assert model.params == count_params(site.family, model.spec), model.name
             assert model.share == pytest.approx(model.params / whole, rel=1e-12)
@@ -152,31 +129,34 @@ class AlgorithmSuite(Suite):
 
     def test_init_keeps_the_parameters(self, algorithm: Algorithm, site: Site) -> None:
         params = initial_params(site.family, seed=1)
-        assert_same_bits(start_of(algorithm, site, copied(params)).params, params)
+        tiny.assert_same_bits(tiny.start_of(algorithm, site, rounds.copied(params)).params, params)
 
     def test_search_space_contains_the_configured_values(self, algorithm: Algorithm, family: ModelFamily) -> None:
-        check_search(algorithm, family)
+        rounds.check_search(algorithm, family)
 
     def test_silent_client_is_not_selected_more_often(self, algorithm: Algorithm, site: Site) -> None:
         selector = getattr(algorithm, "selector", None)
         if selector is None:
             pytest.skip("this algorithm draws its clients itself")
-        check_silent(selector(site.pool), site.pool)
+        rounds.check_silent(selector(site.pool), site.pool)
 
     # --- plan
     @law
     @given(round=ROUNDS, seed=SEEDS)
     def test_plan_is_pure(self, algorithm: Algorithm, site: Site, state: Any, round: int, seed: int) -> None:
-        before = snapshot(state)
+        before = rounds.snapshot(state)
         torch.manual_seed(1)
-        first = algorithm.plan(state, context_of(site, round, seed))
+        first = algorithm.plan(state, tiny.context_of(site, round, seed))
         torch.manual_seed(2)
-        algorithm.plan(state, context_of(site, round + 1, seed))
-        assert_same_assignments(algorithm.plan(state, context_of(site, round, seed)), first)
-        assert snapshot(state) == before
+        algorithm.plan(state, tiny.context_of(site, round + 1, seed))
+        tiny.assert_same_assignments(algorithm.plan(state, tiny.context_of(site, round, seed)), first)
+        assert rounds.snapshot(state) == before
 
     def test_rounds_and_seeds_differ(self, algorithm: Algorithm, site: Site, state: Any) -> None:
-        plans = [algorithm.plan(state, context_of(site, r, s)) for r, s in [*((r, SEED) for r in range(30)), (0, 99)]]
+        plans = [
+            algorithm.plan(state, tiny.context_of(site, r, s))
+            for r, s in [*((r, tiny.SEED) for r in range(30)), (0, 99)]
+        ]
         drawn = [assignment.seed for plan in plans for assignment in plan.assignments]
         assert len(set(drawn)) == len(drawn), "two assignments would train alike"
         assert len({tuple((a.client, a.spec) for a in plan.assignments) for plan in plans}) > 1
@@ -187,7 +167,7 @@ class AlgorithmSuite(Suite):
         self, algorithm: Algorithm, site: Site, state: Any, round: int, seed: int
     ) -> None:
         layout, full = site.family.layout(), full_shapes(site.family)
-        plan = algorithm.plan(state, context_of(site, round, seed))
+        plan = algorithm.plan(state, tiny.context_of(site, round, seed))
         clients = [assignment.client for assignment in plan.assignments]
         assert plan.round == round and all(assignment.round == round for assignment in plan.assignments)
         assert 1 <= len(clients) <= self.most_assignments(algorithm, site)
@@ -202,26 +182,26 @@ class AlgorithmSuite(Suite):
             assert json.loads(json.dumps(dict(assignment.hints))) == dict(assignment.hints), "hints travel as JSON"
             assert assignment.payload.keys() == set(shapes(layout, assignment.spec, full))
             if model.name in {name.partition("/")[0] for name in published(state)}:
-                assert_same_bits(assignment.payload, weights_of(published(state), layout, model))
+                tiny.assert_same_bits(assignment.payload, weights_of(published(state), layout, model))
                 continue
-            assert_same_bits(assignment.payload, take(state.params, layout, assignment.spec))
+            tiny.assert_same_bits(assignment.payload, take(state.params, layout, assignment.spec))
             for name, tensor in assignment.payload.items():
                 mask = kept_mask(layout, assignment.spec, name, full[name])
                 assert torch.equal(tensor.flatten(), state.params[name][mask]), name
 
     # --- task
     @law
-    @given(round=ROUNDS, observed=st.floats(0, LARGEST_R))
+    @given(round=ROUNDS, observed=st.floats(0, rounds.LARGEST_R))
     def test_client_trains_at_most_what_it_was_sent(
         self, algorithm: Algorithm, site: Site, state: Any, round: int, observed: float
     ) -> None:
         layout = site.family.layout()
-        for assignment in algorithm.plan(state, context_of(site, round, SEED)).assignments:
-            before = copied(assignment.payload)
-            context = task_context(site, assignment.client, observed)
-            task = task_or_none(algorithm, assignment, context)
-            assert task == task_or_none(algorithm, assignment, context), "task is pure"
-            assert_same_bits(assignment.payload, before)
+        for assignment in algorithm.plan(state, tiny.context_of(site, round, tiny.SEED)).assignments:
+            before = rounds.copied(assignment.payload)
+            context = rounds.task_context(site, assignment.client, observed)
+            task = rounds.task_or_none(algorithm, assignment, context)
+            assert task == rounds.task_or_none(algorithm, assignment, context), "task is pure"
+            tiny.assert_same_bits(assignment.payload, before)
             if task is None:
                 continue
             assert contains(layout, assignment.spec, task.spec)
@@ -234,8 +214,11 @@ class AlgorithmSuite(Suite):
                 assert count_params(site.family, teacher) < count_params(site.family, task.spec)
 
     def test_client_with_enough_memory_trains_everything(self, algorithm: Algorithm, site: Site, state: Any) -> None:
-        for assignment in algorithm.plan(state, context_of(site, 0, SEED)).assignments:
-            assert algorithm.task(assignment, task_context(site, assignment.client, LARGEST_R)).spec == assignment.spec
+        for assignment in algorithm.plan(state, tiny.context_of(site, 0, tiny.SEED)).assignments:
+            assert (
+                algorithm.task(assignment, rounds.task_context(site, assignment.client, rounds.LARGEST_R)).spec
+                == assignment.spec
+            )
 
     # --- merge
     @law
@@ -243,17 +226,17 @@ class AlgorithmSuite(Suite):
     def test_merging_untouched_slices_changes_nothing(
         self, algorithm: Algorithm, site: Site, state: Any, round: int, data: st.DataObject
     ) -> None:
-        plan, results = results_of(algorithm, site, state, round, data, noise=False)
-        before = snapshot(state)
-        assert_same_bits(algorithm.merge(state, plan, results, ServerSite(site)).params, state.params)
-        assert snapshot(state) == before
+        plan, results = rounds.results_of(algorithm, site, state, round, data, noise=False)
+        before = rounds.snapshot(state)
+        tiny.assert_same_bits(algorithm.merge(state, plan, results, ServerSite(site)).params, state.params)
+        assert rounds.snapshot(state) == before
 
     @law
     @given(round=ROUNDS, data=st.data())
     def test_untrained_elements_keep_their_value(
         self, algorithm: Algorithm, site: Site, state: Any, round: int, data: st.DataObject
     ) -> None:
-        plan, results = results_of(algorithm, site, state, round, data)
+        plan, results = rounds.results_of(algorithm, site, state, round, data)
         layout, merged = site.family.layout(), algorithm.merge(state, plan, results, ServerSite(site)).params
         assert list(merged) == list(state.params)
         for name, old in state.params.items():
@@ -269,8 +252,8 @@ class AlgorithmSuite(Suite):
         merged = []
         for aggregation in (Mean(), Median()):
             chosen = self.with_aggregation(algorithm, aggregation)
-            site = tiny_site(chosen, family)
-            merged.append(played(chosen, site, start_or_skip(chosen, site), rounds=1)[0].params)
+            site = tiny.tiny_site(chosen, family)
+            merged.append(rounds.played(chosen, site, start_or_skip(chosen, site), rounds=1)[0].params)
         different = any(not torch.equal(tensor, merged[1][name]) for name, tensor in merged[0].items())
         assert different, "merge ignores the option `aggregation`: call `self.aggregation.start`, or remove the option"
 
@@ -280,9 +263,9 @@ class AlgorithmSuite(Suite):
         self, algorithm: Algorithm, site: Site, round: int, data: st.DataObject
     ) -> None:
         # Use float64, because rounding errors of float32 would hide a difference.
-        params = {name: t.double() for name, t in initial_params(site.family, SEED).items()}
-        state = start_of(algorithm, site, params)
-        plan, results = results_of(algorithm, site, state, round, data)
+        params = {name: t.double() for name, t in initial_params(site.family, tiny.SEED).items()}
+        state = tiny.start_of(algorithm, site, params)
+        plan, results = rounds.results_of(algorithm, site, state, round, data)
         merged = algorithm.merge(state, plan, results, ServerSite(site)).params
         other = algorithm.merge(state, plan, data.draw(st.permutations(results)), ServerSite(site)).params
         for name, tensor in merged.items():
@@ -293,17 +276,17 @@ class AlgorithmSuite(Suite):
     def test_failures_do_not_stop_a_round(
         self, algorithm: Algorithm, site: Site, state: Any, round: int, data: st.DataObject
     ) -> None:
-        plan, results = results_of(algorithm, site, state, round, data)
+        plan, results = rounds.results_of(algorithm, site, state, round, data)
         failed = data.draw(st.integers(0, len(plan.assignments) - 1))
-        failures = [failure_of(assignment) for assignment in plan.assignments]
+        failures = [tiny.failure_of(assignment) for assignment in plan.assignments]
         survivors = [result for i, result in enumerate(results) if i != failed]
         with_failure = [failures[i] if i == failed else result for i, result in enumerate(results)]
         merged = algorithm.merge(state, plan, with_failure, ServerSite(site))
-        assert_same_bits(merged.params, algorithm.merge(state, plan, survivors, ServerSite(site)).params)
+        tiny.assert_same_bits(merged.params, algorithm.merge(state, plan, survivors, ServerSite(site)).params)
         unchanged = algorithm.merge(state, plan, failures, ServerSite(site))
-        assert_same_bits(unchanged.params, state.params)
+        tiny.assert_same_bits(unchanged.params, state.params)
         for later in (merged, unchanged):
-            assert algorithm.plan(later, context_of(site, round + 1, SEED)).assignments
+            assert algorithm.plan(later, tiny.context_of(site, round + 1, tiny.SEED)).assignments
 
     # --- whole runs
     @pytest.mark.parametrize(
@@ -315,26 +298,26 @@ class AlgorithmSuite(Suite):
         self, algorithm: Algorithm, family: ModelFamily, aggregation: Aggregation
     ) -> None:
         chosen = self.with_aggregation(algorithm, aggregation)
-        site = tiny_site(chosen, family)
+        site = tiny.tiny_site(chosen, family)
         state = start_or_skip(chosen, site)
-        final, results = played(chosen, site, state, rounds=2)
+        final, results = rounds.played(chosen, site, state, rounds=2)
         assert any(not hasattr(o, "reason") for o in results), "every client failed"
         before, after = published(state), published(final)
         assert any(not torch.equal(before[name], after[name]) for name in before)
         assert all(bool(torch.isfinite(tensor).all()) for tensor in after.values())
-        assert_same_bits(dict(published(played(chosen, site, state, rounds=2)[0])), dict(after))
+        tiny.assert_same_bits(dict(published(rounds.played(chosen, site, state, rounds=2)[0])), dict(after))
 
     def test_three_rounds_learn_and_repeat_bit_for_bit(self, algorithm: Algorithm, site: Site, state: Any) -> None:
         """Updates must have the engine's and the declared metrics."""
         torch.manual_seed(1)
-        final, results = played(algorithm, site, state, rounds=3)
+        final, results = rounds.played(algorithm, site, state, rounds=3)
         torch.manual_seed(2)
-        assert_same_bits(played(algorithm, site, state, rounds=3)[0].params, final.params)
+        tiny.assert_same_bits(rounds.played(algorithm, site, state, rounds=3)[0].params, final.params)
         updates = [result for result in results if isinstance(result, ClientUpdate)]
         assert updates, "every client failed"
         for update in updates:
             assert not out_of_bounds(update.metrics, bounds_of(algorithm, coded=update.encoded is not None))
-        assert train_loss(site, published(final)) < train_loss(site, published(state))
+        assert rounds.train_loss(site, published(final)) < rounds.train_loss(site, published(state))
 
     def test_encoding_weights_halves_the_bytes(self, algorithm: Algorithm, site: Site, tmp_path: Path) -> None:
         """An uninterrupted and a resumed run must produce the same model, bit for bit. If the algorithm defines codecs,
@@ -344,14 +327,14 @@ class AlgorithmSuite(Suite):
         for name, codecs, stops in (("plain", plain, (2,)), ("whole", half, (2,)), ("stopped", half, (1, 2))):
             for stop in stops:
                 options = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=name == "stopped")
-                run, backend = Run(algorithm, site, options, codecs=codecs), Recording(site)
-                final, rows = federated(run, FolderStore(tmp_path / name), backend)
+                run, backend = Run(algorithm, site, options, codecs=codecs), rounds.Recording(site)
+                final, rows = rounds.federated(run, FolderStore(tmp_path / name), backend)
                 memory += sum(
                     tensor_bytes(each.memory) for each, _ in backend.seen if (each.round, name) == (0, "plain")
                 )
             finals.append(dict(published(final)))
             moved[name] = rows[0].metrics
-        assert_same_bits(finals[1], finals[2])
+        tiny.assert_same_bits(finals[1], finals[2])
         own = any(model.codecs is not None for model in site.pool)
         assert own == all(torch.equal(tensor, finals[0][name]) for name, tensor in finals[1].items())
         state = sum(4 * math.prod(shape) for shape in kept_by_clients(algorithm, site.family, site.pool).values())
@@ -365,7 +348,7 @@ class AlgorithmSuite(Suite):
         """A run that is killed in the third round and resumed must match an uninterrupted run bit for bit."""
         family, data = KINDS[kind]
         try:
-            site = tiny_site(algorithm, family, data=data)
+            site = tiny.tiny_site(algorithm, family, data=data)
             kept_by_clients(algorithm, family, site.pool)
         except (ModelError, PoolError) as refused:
             pytest.skip(str(refused))
@@ -377,21 +360,21 @@ class AlgorithmSuite(Suite):
             if (round, results) == (2, 2):  # Copy the store after a result of the third round has arrived.
                 shutil.copytree(whole, killed)
 
-        state, rows = federated(run, FolderStore(whole), on_result=on_result)
+        state, rows = rounds.federated(run, FolderStore(whole), on_result=on_result)
         final = published(state)
-        assert train_loss(site, final) < train_loss(site, published(start_of(algorithm, site)))
-        again, rows_again = federated(run, FolderStore(killed))
-        assert_same_bits(published(again), final)
+        assert rounds.train_loss(site, final) < rounds.train_loss(site, published(tiny.start_of(algorithm, site)))
+        again, rows_again = rounds.federated(run, FolderStore(killed))
+        tiny.assert_same_bits(published(again), final)
         for row, other in zip(rows, rows_again, strict=True):
             check_equal(row, other)
 
     def test_kept_rounds_are_merged_and_trained_again(self, algorithm: Algorithm, site: Site, tmp_path: Path) -> None:
         run = Run(algorithm, site, RoundsConfig(stop=3, evaluate_every=100))
-        federated(run, FolderStore(tmp_path), keep_rounds=math.inf)
+        rounds.federated(run, FolderStore(tmp_path), keep_rounds=math.inf)
         ledger = Ledger(FolderStore(tmp_path), rules=replace(site.rules, algorithm=algorithm))
-        start, backend, again = start_of(algorithm, site), Recording(site), dict[int, str]()
-        for rounds, train in (((1, 2), False), ((0,), True)):
-            again |= dict(verify_rounds(run, start, backend, ledger, rounds, train))
+        start, backend, again = tiny.start_of(algorithm, site), rounds.Recording(site), dict[int, str]()
+        for chosen, train in (((1, 2), False), ((0,), True)):
+            again |= dict(verify_rounds(run, start, backend, ledger, chosen, train))
         merged = "trained" if run.client_state else "merged"  # old client states are not kept
         assert again == {0: "trained", 1: merged, 2: merged}
 
@@ -399,7 +382,7 @@ class AlgorithmSuite(Suite):
 def start_or_skip(algorithm: Algorithm, site: Site) -> Any:
     """Return the state before the first round. Skip the test if the algorithm does not support `aggregation`."""
     try:
-        return start_of(algorithm, site)
+        return tiny.start_of(algorithm, site)
     except ConfigError as error:
         if error.path != "algorithm.aggregation":
             raise

@@ -32,36 +32,23 @@ from fl_engine.exchange.client import Site, deliver, execute
 from fl_engine.models.chains import SmallCNN
 from fl_engine.rounds.server import ServerSite
 from fl_engine.storage.store import tensor_bytes
-from fl_engine.testing import Suite
+from fl_engine.testing import Suite, tiny
 from fl_engine.testing.kinds import KINDS
 from fl_engine.testing.rounds import copied
-from fl_engine.testing.tiny import (
-    SEED,
-    TRAINING,
-    TinyNet,
-    assert_same_assignments,
-    assert_same_bits,
-    assert_same_results,
-    context_of,
-    first_plan,
-    start_of,
-    tiny_fleet,
-    tiny_site,
-)
 from fl_engine.training.lanes import can_run
 from fl_engine.training.numerics import SINGLE, Numerics
 
 Make = Callable[[Site, Sequence[str]], Backend]
 
-ALGORITHM = FlexFL(training=TRAINING)
+ALGORITHM = FlexFL(training=tiny.TRAINING)
 TWO = ("cpu", "cpu")
 DEVICES: tuple[tuple[str, ...], ...] = (("cpu",), TWO)
 NUMERICS = pytest.mark.parametrize("numerics", [SINGLE, Numerics("batched", 2)], ids=["single", "batched"])
 
 FAMILIES: dict[str, ModelFamily] = {
-    "tiny": TinyNet(),
+    "tiny": tiny.TinyNet(),
     "batch_norm": SmallCNN((1, 8, 8), 4, width=0.5),
-    "dropout": TinyNet(dropout=0.5),
+    "dropout": tiny.TinyNet(dropout=0.5),
 }
 
 
@@ -84,17 +71,17 @@ class BackendSuite(Suite):
     @pytest.mark.parametrize("kind", sorted(KINDS))
     def test_bits_are_equal_for_other_samples_and_tasks(self, make: Make, kind: str, numerics: Numerics) -> None:
         family, data = KINDS[kind]
-        site = tiny_site(ALGORITHM, family, data=data)
+        site = tiny.tiny_site(ALGORITHM, family, data=data)
         site = replace(site, numerics=numerics if can_run(family.module()) else SINGLE)
-        _check_bits(make(site, TWO), ALGORITHM, site, first_plan(ALGORITHM, site))
+        _check_bits(make(site, TWO), ALGORITHM, site, tiny.first_plan(ALGORITHM, site))
 
     def test_bits_are_equal_with_encoded_weights(self, make: Make) -> None:
         """If a backend has a mailbox, the mailbox uses `site.rules` to decode updates."""
         site, plan = _work(ALGORITHM, FAMILIES["batch_norm"])
-        plan = coding.encode_plan(plan, site.pool, Codecs(Half(), Half()), SEED)
+        plan = coding.encode_plan(plan, site.pool, Codecs(Half(), Half()), tiny.SEED)
         found = _sorted(make(site, TWO).run(ALGORITHM, plan))
         expected = (deliver(ALGORITHM, execute(ALGORITHM, a, site), a, site) for a in plan.assignments)
-        assert_same_results(found, _sorted(expected))
+        tiny.assert_same_results(found, _sorted(expected))
         for result in found:
             assert isinstance(result, ClientUpdate)
             assert tensor_bytes(result.travels) < tensor_bytes(result.payload)
@@ -111,13 +98,13 @@ class BackendSuite(Suite):
     @pytest.mark.parametrize("kind", [DepthFL, FedPer])
     def test_client_state_travels_both_ways(self, make: Make, kind: Any) -> None:
         """An assignment contains the client's stored state, and a result contains the client's new state."""
-        algorithm = kind(training=replace(TRAINING, fraction=1.0, epochs=1))
-        site = tiny_site(algorithm, fleet=tiny_fleet(3))
+        algorithm = kind(training=replace(tiny.TRAINING, fraction=1.0, epochs=1))
+        site = tiny.tiny_site(algorithm, fleet=tiny.tiny_fleet(3))
         vars(site)["rules"] = replace(site.rules, algorithm=algorithm)  # as in a run
-        backend, state = make(site, ("cpu", "cpu")), start_of(algorithm, site)
+        backend, state = make(site, ("cpu", "cpu")), tiny.start_of(algorithm, site)
         states: dict[int, Params] = {}
         for round in range(2):
-            plan = algorithm.plan(state, context_of(site, round, SEED))
+            plan = algorithm.plan(state, tiny.context_of(site, round, tiny.SEED))
             assignments = tuple(
                 replace(a, memory={**a.memory, **with_prefix(states.get(a.client, {}))}) for a in plan.assignments
             )
@@ -130,10 +117,10 @@ class BackendSuite(Suite):
     @NUMERICS
     def test_bits_are_equal_with_sampler_augmentation_and_schedule(self, make: Make, numerics: Numerics) -> None:
         augment = (Crop(padding=1), Flip())
-        training = replace(TRAINING, sampler=Balanced(), augment=augment, schedule=Cosine(restart=1))
+        training = replace(tiny.TRAINING, sampler=Balanced(), augment=augment, schedule=Cosine(restart=1))
         algorithm = FlexFL(training=training)
-        site = replace(tiny_site(algorithm), numerics=numerics)
-        plan = first_plan(algorithm, site)
+        site = replace(tiny.tiny_site(algorithm), numerics=numerics)
+        plan = tiny.first_plan(algorithm, site)
         for result in _check_bits(make(site, TWO), algorithm, site, plan):
             plain = execute(ALGORITHM, plan.assignment_of[result.client], site)
             assert isinstance(plain, ClientUpdate)
@@ -143,23 +130,23 @@ class BackendSuite(Suite):
     @NUMERICS
     def test_denormal_weights_are_zero(self, make: Make, numerics: Numerics) -> None:
         """A backend must call `prepare_process` in each process that trains."""
-        algorithm = FedAvg(training=replace(TRAINING, epochs=1, batch_size=100, fraction=1.0), eligible="all")
-        site = tiny_site(algorithm, fleet=tuple(Device(c, "strong", 110.0, 0.0) for c in range(4)))
+        algorithm = FedAvg(training=replace(tiny.TRAINING, epochs=1, batch_size=100, fraction=1.0), eligible="all")
+        site = tiny.tiny_site(algorithm, fleet=tuple(Device(c, "strong", 110.0, 0.0) for c in range(4)))
         site = replace(site, numerics=numerics)
-        start = initial_params(site.family, SEED)
+        start = initial_params(site.family, tiny.SEED)
         denormal = torch.full_like(start["extra.linear.weight"], 2.0**-130)
         # With classifier weights of zero, the layer `extra` gets no gradient in the first step.
         start |= {"extra.linear.weight": denormal, "classifier.weight": torch.zeros_like(start["classifier.weight"])}
-        plan = algorithm.plan(start_of(algorithm, site, start), context_of(site, 0, SEED))
+        plan = algorithm.plan(tiny.start_of(algorithm, site, start), tiny.context_of(site, 0, tiny.SEED))
         torch.set_flush_denormal(True)
         for result in _check_bits(make(site, TWO), algorithm, site, plan):
             assert not result.payload["extra.linear.weight"].view(torch.int32).any()
 
     def test_failures_are_results_like_any_other(self, make: Make) -> None:
         """Client 1 fails, because it has no samples. Client 3 fails, because its loss is not finite."""
-        algorithm = FedAvg(training=replace(TRAINING, fraction=1.0), eligible="all")
-        site = tiny_site(algorithm, sizes=(8, 0, 8, 8, 8), fleet=tiny_fleet(5))
-        plan = first_plan(algorithm, site)
+        algorithm = FedAvg(training=replace(tiny.TRAINING, fraction=1.0), eligible="all")
+        site = tiny.tiny_site(algorithm, sizes=(8, 0, 8, 8, 8), fleet=tiny.tiny_fleet(5))
+        plan = tiny.first_plan(algorithm, site)
         nan = replace(
             plan.assignments[3], payload={n: t * float("nan") for n, t in plan.assignments[3].payload.items()}
         )
@@ -168,13 +155,13 @@ class BackendSuite(Suite):
         failed = {result.client: result.stage for result in found if isinstance(result, ClientFailure)}
         assert failed == {1: "train", 3: "train"}
         expected = _sorted(execute(algorithm, a, site) for a in plan.assignments if a.client not in failed)
-        assert_same_results([result for result in found if result.client not in failed], expected)
+        tiny.assert_same_results([result for result in found if result.client not in failed], expected)
 
     def test_device_with_too_little_memory_fails_to_prune(self, make: Make) -> None:
         fleet = tuple(Device(c, "strong", 100.5, 40.0) for c in range(6))
-        algorithm = FedAvg(training=replace(TRAINING, fraction=1.0, epochs=1), eligible="capable")
-        site = tiny_site(algorithm, fleet=fleet)
-        found = list(make(site, TWO).run(algorithm, first_plan(algorithm, site)))
+        algorithm = FedAvg(training=replace(tiny.TRAINING, fraction=1.0, epochs=1), eligible="capable")
+        site = tiny.tiny_site(algorithm, fleet=fleet)
+        found = list(make(site, TWO).run(algorithm, tiny.first_plan(algorithm, site)))
         assert {result.stage for result in found if isinstance(result, ClientFailure)} == {"prune"}
 
     def test_global_generator_and_plan_stay_as_they_are(self, make: Make) -> None:
@@ -187,14 +174,14 @@ class BackendSuite(Suite):
             expected = torch.get_rng_state()
             found.append(_sorted(make(site, TWO).run(ALGORITHM, plan)))
             assert torch.equal(torch.get_rng_state(), expected)
-        assert_same_results(*found)
-        assert_same_assignments(plan, before)
+        tiny.assert_same_results(*found)
+        tiny.assert_same_assignments(plan, before)
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_evaluating_assignments_give_equal_metrics(self, make: Make, family: str) -> None:
         """Clients do not train. A client without held-out samples fails."""
         site, plan = _work(ALGORITHM, FAMILIES[family])
-        partition, held = hold_out(site.partition, 0.5, SEED, site.data)
+        partition, held = hold_out(site.partition, 0.5, tiny.SEED, site.data)
         first = plan.assignments[0].client
         site = replace(site, partition=partition, held=tuple(p[:0] if c == first else p for c, p in enumerate(held)))
         backend = make(site, TWO)
@@ -203,7 +190,7 @@ class BackendSuite(Suite):
             plan, assignments=tuple(replace(a, evaluates=True) for a in plan.assignments), evaluates=True
         )
         found = _sorted(backend.run(ALGORITHM, evaluation))
-        assert_same_results(found, _sorted(execute(ALGORITHM, a, site) for a in evaluation.assignments))
+        tiny.assert_same_results(found, _sorted(execute(ALGORITHM, a, site) for a in evaluation.assignments))
         for result in found:
             if result.client == first:
                 assert isinstance(result, ClientFailure) and result.stage == "evaluate"
@@ -214,8 +201,8 @@ class BackendSuite(Suite):
 
 
 def _work(algorithm: Algorithm, family: ModelFamily | None = None) -> tuple[Site, RoundPlan]:
-    site = tiny_site(algorithm, family)
-    return site, first_plan(algorithm, site)
+    site = tiny.tiny_site(algorithm, family)
+    return site, tiny.first_plan(algorithm, site)
 
 
 def _sorted(results: Iterable[ClientResult]) -> list[ClientResult]:
@@ -231,7 +218,7 @@ def _check_bits(backend: Backend, algorithm: Algorithm, site: Site, plan: RoundP
         updates.append(result)
         payloads.append(copied(result.payload))
     for update, payload in zip(updates, payloads, strict=True):
-        assert_same_bits(update.payload, payload)
+        tiny.assert_same_bits(update.payload, payload)
     updates.sort(key=lambda update: update.client)
-    assert_same_results(updates, _sorted(execute(algorithm, assignment, site) for assignment in plan.assignments))
+    tiny.assert_same_results(updates, _sorted(execute(algorithm, assignment, site) for assignment in plan.assignments))
     return updates

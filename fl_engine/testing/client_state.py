@@ -21,18 +21,8 @@ from fl_engine.rounds.options import RoundsConfig
 from fl_engine.rounds.run import Run
 from fl_engine.storage.store import FolderStore
 from fl_engine.storage.tensor_files import named
-from fl_engine.testing import Suite, rounds
+from fl_engine.testing import Suite, rounds, tiny
 from fl_engine.testing.rounds import Recording, copied
-from fl_engine.testing.tiny import (
-    SEED,
-    TinyNet,
-    assert_same_bits,
-    assert_same_results,
-    context_of,
-    start_of,
-    tiny_fleet,
-    tiny_site,
-)
 
 ROUNDS = 4
 
@@ -42,16 +32,16 @@ class ClientStateSuite(Suite):
 
     @pytest.fixture
     def family(self) -> ModelFamily:
-        return TinyNet()
+        return tiny.TinyNet()
 
     @pytest.fixture
     def site(self, algorithm: Any, family: ModelFamily) -> Site:
         """Return a site with only six clients, so that each client is selected several times."""
-        return tiny_site(algorithm, family, fleet=tiny_fleet(6))
+        return tiny.tiny_site(algorithm, family, fleet=tiny.tiny_fleet(6))
 
     @pytest.fixture
     def assignment(self, algorithm: Any, site: Site) -> Assignment:
-        plan: RoundPlan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
+        plan: RoundPlan = algorithm.plan(tiny.start_of(algorithm, site), tiny.context_of(site, 0, tiny.SEED))
         return plan.assignments[0]
 
     def test_state_has_the_declared_shapes_and_matters(
@@ -76,23 +66,23 @@ class ClientStateSuite(Suite):
         assert isinstance(first, ClientUpdate)
         given = with_state(assignment, first.state)
         before = [copied(params) for params in (given.payload, given.memory)]
-        assert_same_results([execute(algorithm, given, site)], [execute(algorithm, given, site)])
+        tiny.assert_same_results([execute(algorithm, given, site)], [execute(algorithm, given, site)])
         for params, was in zip((given.payload, given.memory), before, strict=True):
-            assert_same_bits(params, was)
+            tiny.assert_same_bits(params, was)
         context = TaskContext(site.layout, site.pool, site.fleet[assignment.client], 1e3)
         task = algorithm.task(given, context)
         for state in ({}, first.state):
             begun = [algorithm.begin(state, Start(dict(assignment.payload)), given, task, context) for _ in range(2)]
-            assert_same_bits(begun[0].params, begun[1].params)
-            assert_same_bits(begun[0].linear, begun[1].linear)
-        assert_same_bits(assignment.payload, before[0])
+            tiny.assert_same_bits(begun[0].params, begun[1].params)
+            tiny.assert_same_bits(begun[0].linear, begun[1].linear)
+        tiny.assert_same_bits(assignment.payload, before[0])
 
     def test_client_receives_only_its_own_last_state(self, algorithm: Any, site: Site, tmp_path: Path) -> None:
         backend = Recording(site)
         federated(algorithm, site, tmp_path, ROUNDS, backend)
         known: dict[int, Params] = {}
         for assignment, result in backend.seen:
-            assert_same_bits(split_state(assignment.memory)[1], known.get(assignment.client, {}))
+            tiny.assert_same_bits(split_state(assignment.memory)[1], known.get(assignment.client, {}))
             if isinstance(result, ClientUpdate):
                 known[assignment.client] = result.state
         assert len(backend.seen) > len(known) > 1, "several clients took part again"
@@ -101,11 +91,11 @@ class ClientStateSuite(Suite):
         whole = federated(algorithm, site, tmp_path / "whole", ROUNDS)
         for stop in range(1, ROUNDS):
             federated(algorithm, site, tmp_path / "stopped", stop)
-        assert_same_bits(federated(algorithm, site, tmp_path / "stopped", ROUNDS), whole)
+        tiny.assert_same_bits(federated(algorithm, site, tmp_path / "stopped", ROUNDS), whole)
         kept = [states_of(tmp_path / name) for name in ("whole", "stopped")]
         assert kept[0].keys() == kept[1].keys() and kept[0]
         for client, (_, state) in kept[0].items():
-            assert_same_bits(kept[1][client][1], state)
+            tiny.assert_same_bits(kept[1][client][1], state)
 
     @pytest.mark.parametrize("lost", ["missing", "damaged"])
     def test_client_whose_state_is_lost_starts_without(
@@ -126,7 +116,7 @@ class ClientStateSuite(Suite):
         for assignment, result in backend.seen:
             state = {} if assignment.client == victim else split_state(assignment.memory)[1]
             assert bool(state) == (assignment.client in files and assignment.client != victim)
-            assert_same_results([execute(everyone, with_state(assignment, state), site)], [result])
+            tiny.assert_same_results([execute(everyone, with_state(assignment, state), site)], [result])
 
 
 def with_state(assignment: Assignment, state: Params) -> Assignment:
