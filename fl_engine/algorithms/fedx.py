@@ -175,7 +175,7 @@ class FedX(FineTuned):
 
 def _known(name: str, levels: Mapping[str, object], path: str) -> None:
     if name not in levels:
-        raise PoolError.at(f"{path} must be the name of a sub-network, got {name!r}{nearest(name, levels)}")
+        raise PoolError.at(f"{path} must name a sub-network, got {name!r}{nearest(name, levels)}")
 
 
 def _finest(codecs: Sequence[Codecs | None]) -> Codecs | None:

@@ -86,20 +86,14 @@ class FlexFL(PooledAlgorithm):
         """Return M1, M2', M2, ... Each model is nested in the next one (Alg. 1). Raises PoolError for targets that
         cannot be reached."""
         if list(self.targets) != sorted(set(self.targets)) or not self.targets or self.targets[-1] != 100:
-            raise PoolError.at(
-                f"algorithm.targets must be in ascending order and end with 100, got {list(self.targets)}"
-            )
+            raise PoolError.at(f"algorithm.targets must be ascending and end with 100, got {list(self.targets)}")
         if self.gammas is not None and len(self.gammas) != len(self.targets) - 1:
-            raise PoolError.at(
-                f"algorithm.gammas must have one value for each target below 100, got {list(self.gammas)}"
-            )
+            raise PoolError.at(f"algorithm.gammas must have a value for each target below 100, got {list(self.gammas)}")
         layers = family.prunable()
         scores = self._scores(prepared, len(layers))
         if len(scores) != len(layers):
             names = ", ".join(layer.group for layer in layers)
-            raise PoolError.at(
-                f"algorithm.apoz must have one score for each of the layers {names}, got {len(scores)} scores"
-            )
+            raise PoolError.at(f"algorithm.apoz must have a score for each of the layers {names}, got {len(scores)}")
         sizes = pools.layer_sizes(family)
         adjust = pools.adjustment_weights(sizes) if self.use_adjustment else (1.0,) * len(layers)
         whole = count_params(family)

@@ -81,9 +81,7 @@ def section_of(codec: Codec | None) -> dict[str, Any]:
 def codecs_of(sections: Mapping[str, Any]) -> Codecs:
     """Return the codecs for `{down: {name: ...}, up: {name: ...}}`. Raises ConfigError if a section is not valid."""
     if sections.keys() != {"down", "up"} or not all(isinstance(each, Mapping) for each in sections.values()):
-        raise ConfigError(
-            f"codecs must be {{down: {{name: ...}}, up: {{name: ...}}}}, got {repr(dict(sections))[:200]}"
-        )
+        raise ConfigError(f"codecs must be {{down: {{name: ...}}, up: {{name: ...}}}}, got {repr(dict(sections))[:99]}")
     try:
         return Codecs(codec_of(sections["down"]), codec_of(sections["up"]))
     except ValidationError as error:

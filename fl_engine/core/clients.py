@@ -13,6 +13,7 @@ import torch
 
 from fl_engine.core.contracts import ClientMetric, HasPersonalModels, KeepsClientState, MeasuresClients, ModelFamily
 from fl_engine.core.errors import ConfigError
+from fl_engine.core.slicing import under
 from fl_engine.core.task import Task, find_name_error
 from fl_engine.core.types import Header, Params, Pool
 
@@ -133,7 +134,5 @@ def with_prefix(state: Params) -> Params:
 def split_state(tensors: Params) -> tuple[Params, Params]:
     """Separate a client's state, whose names begin with `STATE`, from the other tensors. Return a tuple (other tensors,
     state without the prefix)."""
-    if not tensors:
-        return {}, {}
     others = {name: tensor for name, tensor in tensors.items() if not name.startswith(STATE)}
-    return others, {n.removeprefix(STATE): tensor for n, tensor in tensors.items() if n.startswith(STATE)}
+    return others, under(tensors, STATE)

@@ -198,9 +198,7 @@ def manual(owner: Ints, clients: int, rest: Ints) -> tuple[Ints, ...]:
     Raises PartitionError if the number of clients in `owner` is not `clients`."""
     found = int(owner.max()) + 1
     if clients != found:
-        raise PartitionError(
-            f"partition.clients must be {found}, the number of clients in partition.map, got {clients}"
-        )
+        raise PartitionError.at(f"partition.clients must be {found}, as in partition.map, got {clients}")
     return tuple(np.flatnonzero(owner[rest] == client) for client in range(clients))
 
 

@@ -191,9 +191,7 @@ def check(family: ModelFamily, proxy: int, static_bn: bool) -> None:
         )
     if not proxy:
         others = " and ".join(["model.norm=static"] * stores_none + ["algorithm.static_bn=false"] * static_bn)
-        text = (
-            f"exporting this network requires proxy data for its batch norm. Set partition.proxy above 0, or {others}"
-        )
+        text = f"batch norm of an exported network requires proxy data. Set partition.proxy above 0, or {others}"
         raise ConfigError(text, path="partition.proxy")
 
 

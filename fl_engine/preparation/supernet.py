@@ -197,9 +197,7 @@ def _kinds(family: ModelFamily, server: PreparationContext, levels: Mapping[str,
     settings, samples = server.settings, server.samples
     wanted = settings["algorithm.level"]
     if wanted is not None and wanted not in levels:
-        raise PoolError.at(
-            f"algorithm.level must be the name of a sub-network, got {wanted!r}{nearest(wanted, levels)}"
-        )
+        raise PoolError.at(f"algorithm.level must name a sub-network, got {wanted!r}{nearest(wanted, levels)}")
     params = {name: count_params(family, spec) for name, spec in levels.items() if wanted in (None, name)}
     tiers = adapter(tuple[devices.Tier, ...]).validate_json(json.dumps(settings["fleet.tiers"]))
     members: dict[str, list[Device]] = {}

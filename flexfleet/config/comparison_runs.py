@@ -206,9 +206,7 @@ def factors_of(texts: Sequence[str]) -> dict[str, list[Any]]:
     for text in texts:
         path, sign, listed = (word.strip() for word in text.partition("="))
         if not sign or not path or not listed or path in out:
-            raise ConfigError.at(
-                f"--over must be a.b=value,value and name each parameter only once, got {quoted(text)}"
-            )
+            raise ConfigError.at(f"--over must be a.b=value,value and name each parameter once, got {quoted(text)}")
         try:
             out[path] = read_yaml(f"[{listed}]")
         except yaml.YAMLError as error:

@@ -104,11 +104,8 @@ def check_jobs(at_once: int, metrics_port: int | None = None) -> None:
     if at_once < 1:
         raise ConfigError(f"--jobs must be at least 1, got {at_once}", code="config.out_of_range")
     if at_once > 1 and metrics_port is not None:
-        path = "run.metrics_port"
-        message = (
-            f"{path} must be null, because {at_once} parallel runs cannot use port {metrics_port}. Or use --jobs 1"
-        )
-        raise ConfigError(message, code="config.conflict", path=path)
+        why = f"because {at_once} parallel runs cannot use port {metrics_port}. Or use --jobs 1"
+        raise ConfigError.at(f"run.metrics_port must be null, {why}", code="config.conflict")
 
 
 def in_one_experiment(runs: Sequence[PlannedRun]) -> list[PlannedRun]:

@@ -185,8 +185,8 @@ def analysis(family: ModuleFamily) -> Analysis:
 
 
 def _cut(name: str, module: nn.Module, trial: ModuleTrial, family: ModuleFamily) -> Analysis:
-    if trial.tied is not None:
-        raise cannot_cut(name, f"its parameters {trial.tied[0]} and {trial.tied[1]} are tied")
+    if tied := user_module.tied(module):
+        raise cannot_cut(name, f"its parameters {tied[0]} and {tied[1]} are tied")
     subnetwork.emptied(name, copy.deepcopy(module), trial.changing)  # Check the buffers that the graph does not use.
     traced = graph.trace(name, module, trial.x)
     flow = Flow(traced, family.outputs)

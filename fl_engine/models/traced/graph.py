@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
         # Do not let torch.fx record the source line, because torch.fx would import torch's compiler.
-        node.meta["line"] = line_now()
+        node.meta["line"] = _innermost(reversed(list(traceback.walk_stack(None))))
         return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -271,17 +272,13 @@ def place_of(node: Any) -> str:
 
 
 def line_of_error(error: BaseException) -> str:
-    return _innermost((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    return _innermost(traceback.walk_tb(error.__traceback__))
 
 
-def line_now() -> str:
-    calls = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
-    return _innermost(reversed(calls))
-
-
-def _innermost(frames: Iterable[tuple[str, int]]) -> str:
+def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Return ` (net.py:12)` for the innermost frame in the user's code, or an empty string."""
-    own = [f" ({Path(file).name}:{line})" for file, line in frames if not file.startswith(_OURS)]
+    places = [(frame.f_code.co_filename, line) for frame, line in frames]
+    own = [f" ({Path(file).name}:{line})" for file, line in places if not file.startswith(_OURS)]
     return own[-1] if own else ""
 
 

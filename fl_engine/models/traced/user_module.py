@@ -91,8 +91,6 @@ class ModuleTrial:
     """Names of the buffers that training changes."""
     draws: bool
     """True if training draws random numbers from torch's generator, apart from nn.Dropout."""
-    tied: tuple[str, str] | None
-    """Names of two parameters, in different layers, that refer to one tensor; None if no parameters are tied."""
 
 
 def try_module(name: str, module: nn.Module, input_shape: tuple[int, ...], outputs: int) -> ModuleTrial:
@@ -133,11 +131,11 @@ def try_module(name: str, module: nn.Module, input_shape: tuple[int, ...], outpu
             "requires_grad_(False)"
         )
     changing = {path for path, buffer in own.named_buffers() if not torch.equal(buffer, before[path])}
-    return ModuleTrial(x, vocabulary, frozenset(changing), draws, _tied(module))
+    return ModuleTrial(x, vocabulary, frozenset(changing), draws)
 
 
-def _tied(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of two tied parameters, or None. Parameters of one module with several names are not tied."""
+def tied(module: nn.Module) -> tuple[str, str] | None:
+    """Return the names of two parameters, in different layers, that refer to one tensor; None if there are none."""
     paths: dict[int, str] = {}
     for prefix, layer in module.named_modules():
         for leaf, parameter in layer._parameters.items():
