@@ -52,11 +52,8 @@ class _Log(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lines, self.thread, self.started = (
-            deque[str](maxlen=FAILURE_LINES),
-            threading.get_ident(),
-            time.monotonic(),
-        )
+        self.lines = deque[str](maxlen=FAILURE_LINES)
+        self.thread, self.started = threading.get_ident(), time.monotonic()
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.thread == self.thread:

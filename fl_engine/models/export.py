@@ -28,7 +28,7 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError
 from fl_engine.core.records import Record, parsed
 from fl_engine.core.samples import Data, outputs_of
-from fl_engine.core.slicing import initial_params, is_statistic, runnable
+from fl_engine.core.slicing import blank, initial_params, is_statistic, runnable
 from fl_engine.core.system import install_command
 from fl_engine.core.types import FULL, Params, PoolModel, SubmodelSpec
 from fl_engine.models.build import FROM_DATA, build_model
@@ -163,11 +163,10 @@ def with_statistics(
     family: ModelFamily, params: Params, member: PoolModel, data: Data, proxy: Tensor
 ) -> tuple[ModelFamily, Params]:
     """Return a network that stores batch-norm statistics, and its weights, including the statistics of the proxy
-    samples. Return `family` and `params` unchanged if no statistics are needed (see `needs_statistics`)."""
-    module = runnable(family, member.spec, dict(params)).eval()
-    if not needs_statistics(module, member.static_bn):
+    samples. Return `family` and `params` unchanged if no statistics are needed (see `check`)."""
+    if not check(family, len(proxy), member.static_bn):
         return family, params
-    check(family, len(proxy), member.static_bn)
+    module = runnable(family, member.spec, dict(params)).eval()
     stores_none = by_batch(module)
     samples = data.train_x[proxy]
     # Use batches of nearly equal size, because each batch has the same weight in the statistics.
@@ -177,12 +176,13 @@ def with_statistics(
     return replace(cast(Any, family), norm="static") if stores_none else family, found
 
 
-def check(family: ModelFamily, proxy: int, static_bn: bool) -> None:
-    """Raise ConfigError if the export needs batch-norm statistics but cannot compute or store them."""
-    module = family.module(FULL)
-    if not needs_statistics(module, static_bn):
-        return
+def check(family: ModelFamily, proxy: int, static_bn: bool) -> bool:
+    """Return whether the export must compute statistics, because a batch norm does not store any or `static_bn` is set.
+    Raises ConfigError if the export cannot compute or store the statistics."""
+    module = blank(family)
     stores_none = by_batch(module)
+    if not stores_none and not (static_bn and any(isinstance(m, _BatchNorm) for m in module.modules())):
+        return False
     if stores_none and "norm" not in {f.name for f in fields(cast(Any, family))}:
         raise ConfigError(
             f"{type(family).__name__} cannot be exported, because its batch norm uses the current batch. Choose a "
@@ -193,6 +193,7 @@ def check(family: ModelFamily, proxy: int, static_bn: bool) -> None:
         others = " and ".join(["model.norm=static"] * stores_none + ["algorithm.static_bn=false"] * static_bn)
         text = f"batch norm of an exported network requires proxy data. Set partition.proxy above 0, or {others}"
         raise ConfigError(text, path="partition.proxy")
+    return True
 
 
 def check_onnx(family: ModelFamily, data: Data) -> None:
@@ -214,11 +215,6 @@ def check_onnx(family: ModelFamily, data: Data) -> None:
 def by_batch(module: nn.Module) -> bool:
     """Return whether any batch norm uses the statistics of the current batch even in evaluation mode."""
     return any(isinstance(m, _BatchNorm) and m.running_mean is None for m in module.modules())
-
-
-def needs_statistics(module: nn.Module, static_bn: bool) -> bool:
-    """Return True if statistics must be computed, because a batch norm does not store any or `static_bn` is set."""
-    return by_batch(module) or (static_bn and any(isinstance(m, _BatchNorm) for m in module.modules()))
 
 
 def write_onnx(network: RawNetwork, data: Data, path: Path) -> None:

@@ -70,13 +70,7 @@ class Curiosity(Options):
         from_here_up = resource[::-1].cumsum(axis=0)[::-1]
         success = np.stack([from_here_up[types == t].mean(axis=0) for t in types]) / resource.sum(axis=0)
         novelty = 1 / np.sqrt(curiosity[types])
-        match self.score:
-            case "cs":
-                return np.asarray(np.minimum(0.5, success) * novelty)
-            case "c":
-                return np.asarray(novelty)
-            case "s":
-                return np.asarray(success)
+        return np.asarray({"cs": np.minimum(0.5, success) * novelty, "c": novelty, "s": success}[self.score])
 
     def learn(self, state: Tables, assignment: Assignment, result: ClientResult, seconds: float) -> Tables:
         """Update the tables (Alg. 1 lines 12-26)."""

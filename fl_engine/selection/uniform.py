@@ -39,13 +39,8 @@ class Uniform(LearnsNothing):
         pool, levels = context.pool, dispatched(context.pool)
         picks: list[Pick] = []
         for device in _drawn(context.available, count, rng):
-            match self.model:
-                case "capacity":
-                    picks.append((device.client, level_of(device, pool)))
-                case "largest":
-                    picks.append((device.client, levels[-1]))
-                case "random":
-                    picks.append((device.client, int(rng.choice(levels))))
+            level = level_of(device, pool) if self.model == "capacity" else levels[-1]
+            picks.append((device.client, int(rng.choice(levels)) if self.model == "random" else level))
         return picks
 
 
