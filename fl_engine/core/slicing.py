@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from fl_engine.core.contracts import ModelFamily, TakesTokens
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samples import outputs_of
-from fl_engine.core.task import Task, has_maps
+from fl_engine.core.task import Task, has
 from fl_engine.core.types import FULL, HEAD, Axis, Keep, ParamLayout, Params, Pool, SubmodelSpec
 
 
@@ -253,7 +253,7 @@ def made_up(family: ModelFamily, count: int, generator: torch.Generator | None =
 def random_targets(family: ModelFamily, task: Task, x: Tensor, generator: torch.Generator) -> Tensor:
     """Return random targets for the samples `x`. Maps have the size of the network's outputs."""
     y = task.examples(len(x), generator)
-    if not has_maps(task):
+    if not has(task, "maps"):
         return y
     with torch.no_grad():
         out = outputs_of(runnable(family, FULL, initial_params(family, 0)).eval()(x[:1]))[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -153,26 +153,16 @@ def label_word(task: Task) -> str:
     return str(getattr(task, "label_word", "label"))
 
 
-def has_boxes(task: Task) -> bool:
-    """Return whether the targets are boxes (`core.boxes`), which augmentations move with the sample."""
-    return bool(getattr(task, "boxes", False))
+def has(task: Task, trait: Literal["boxes", "sequences", "maps", "rowwise"]) -> bool:
+    """Return whether the optional attribute `trait` of a task is True.
 
-
-def has_sequences(task: Task) -> bool:
-    """Return whether a sample has a target at each position, such as the next token in a text or the
-    category of a pixel."""
-    return bool(getattr(task, "sequences", False))
-
-
-def has_maps(task: Task) -> bool:
-    """Return whether the targets are maps with a target for each pixel of a sample."""
-    return bool(getattr(task, "maps", False))
-
-
-def is_rowwise(task: Task) -> bool:
-    """Return whether the loss of a sample is bit-identical in every batch that contains the sample. Other losses use
-    elementwise functions such as exp, which torch rounds differently for the last elements of a tensor."""
-    return bool(getattr(task, "rowwise", False))
+    boxes: The targets are boxes (`core.boxes`), which augmentations move with the sample.
+    sequences: A sample has a target at each position, such as the next token in a text or the category of a pixel.
+    maps: The targets are maps with a target for each pixel of a sample.
+    rowwise: The loss of a sample is bit-identical in every batch that contains the sample. Other losses use elementwise
+        functions such as exp, which torch rounds differently for the last elements of a tensor.
+    """
+    return bool(getattr(task, trait, False))
 
 
 def class_names(task: Task) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ from fl_engine.core import seeds
 from fl_engine.core.errors import PartitionError
 from fl_engine.core.fields import Count, Index, Moves, Section, UserPath
 from fl_engine.core.samples import Data
-from fl_engine.core.task import class_count, has_boxes, has_maps, label_word
+from fl_engine.core.task import class_count, has, label_word
 from fl_engine.data import partition_rules as rules
 from fl_engine.data.partition import NoiseFigures, Partition
 from fl_engine.data.partition_rules import Ints
@@ -167,7 +167,7 @@ def _check_labels(data: Data, rule: str) -> None:
             f"partition.rule={rule} requires labels, but the targets of {data.name} ({data.task.name}) have no labels. "
             "Choose another rule, set partition.features, or define quantile bins for the task"
         )
-    if rule == "disjoint_labels" and (has_boxes(data.task) or has_maps(data.task)):
+    if rule == "disjoint_labels" and (has(data.task, "boxes") or has(data.task, "maps")):
         raise PartitionError.at(
             f"partition.rule must not be {rule}, because the samples of {data.name} have several labels"
         )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fl_engine.core import boxes, seeds
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data, rows_of_chunk
-from fl_engine.core.task import VOID, has_boxes, has_maps
+from fl_engine.core.task import VOID, has
 
 LARGEST_SIDE = 1024
 """Maximum side length of a padded image in pixels."""
@@ -119,10 +119,10 @@ def pad(data: Data, side: int) -> Data:
     margins = (right // 2, right - right // 2, down // 2, down - down // 2)
     train_x, test_x = (torch.nn.functional.pad(x, margins) for x in (data.train_x, data.test_x))
     train_y, test_y = data.train_y, data.test_y
-    if has_boxes(data.task):
+    if has(data.task, "boxes"):
         shares = torch.tensor([[width, 0, right // 2], [0, height, down // 2]], dtype=torch.float64) / side
         train_y, test_y = (boxes.moved(y.double(), shares.expand(len(y), 2, 3)).to(y) for y in (train_y, test_y))
-    if has_maps(data.task):
+    if has(data.task, "maps"):
         train_y, test_y = (torch.nn.functional.pad(y, margins, value=VOID) for y in (train_y, test_y))
     return replace(data, train_x=train_x, train_y=train_y, test_x=test_x, test_y=test_y)
 

@@ -12,7 +12,7 @@ from fl_engine.core import costs, seeds
 from fl_engine.core.augmentation import AUGMENTATIONS, Augmentation
 from fl_engine.core.errors import ModelError
 from fl_engine.core.steps import Sampler
-from fl_engine.core.task import Task, has_boxes, has_maps
+from fl_engine.core.task import Task, has
 from fl_engine.core.types import LocalTask
 
 
@@ -23,12 +23,12 @@ def check(sampler: Sampler, augment: Sequence[Augmentation], goal: Task, x: Tens
         each.check(x)
         name = getattr(each, "name", type(each).__name__)
         wrong = ""
-        if has_boxes(goal) and not getattr(each, "moves_boxes", False):
+        if has(goal, "boxes") and not getattr(each, "moves_boxes", False):
             choices = ", ".join(known for known, kind in AUGMENTATIONS.items() if getattr(kind, "moves_boxes", False))
             wrong = f"does not move the boxes of a {goal.name} task. Choose from {choices}"
-        elif getattr(each, "needs_boxes", False) and not has_boxes(goal):
+        elif getattr(each, "needs_boxes", False) and not has(goal, "boxes"):
             wrong = f"requires boxes as targets, but a {goal.name} task has no boxes. Remove {name}"
-        elif has_maps(goal):
+        elif has(goal, "maps"):
             wrong = f"does not move the targets of a {goal.name} task with the pixels. Remove {name}"
         if wrong:
             raise ModelError.at(f"training.augment: {name} {wrong}")

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fl_engine.core.task import Task, has_sequences
+from fl_engine.core.task import Task, has
 
 
 def self_distillation(
@@ -48,7 +48,7 @@ def distil_from_last(goal: Task, outputs: Sequence[Tensor], temperature: float) 
     total = outputs[0].new_zeros(len(outputs[0]))
     for j, student in enumerate(outputs[:-1]):
         total = total + (j + 1) * _divergence(goal, student, outputs[-1], temperature)
-    classes = outputs[-1].shape[1] if has_sequences(goal) else outputs[-1][0].numel()
+    classes = outputs[-1].shape[1] if has(goal, "sequences") else outputs[-1][0].numel()
     return total * (temperature**2 / (n * (n + 1) / 2) / classes)
 
 
@@ -82,7 +82,7 @@ def _divergence(goal: Task, student: Tensor, teacher: Tensor, temperature: float
     """Return the divergence of each sample. For classes, the divergence is KL(teacher || student) of softened
     distributions. Divergences of sequences and maps are averaged over the positions."""
     terms = goal.divergence(goal.softened(student, temperature), teacher, temperature)
-    return terms.flatten(1).sum(1) / (terms[0, 0].numel() if has_sequences(goal) else 1)
+    return terms.flatten(1).sum(1) / (terms[0, 0].numel() if has(goal, "sequences") else 1)
 
 
 def mask_absent(logits: Tensor, present: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samples import outputs_of
 from fl_engine.core.slicing import blank, is_statistic, take
-from fl_engine.core.task import Task, is_rowwise
+from fl_engine.core.task import Task, has
 from fl_engine.core.types import HEAD, LocalTask, ParamLayout, Params, SubmodelSpec
 from fl_engine.training import lanes, losses
 from fl_engine.training.lanes import LaneNetwork
@@ -160,7 +160,7 @@ def objective_of(setting: Setting) -> Objective:
                 soft = [rows(outputs_of(teacher(x))[-1]).detach() for teacher in teachers]
         outputs = tuple(rows(each) for each in outputs_of(out))
         held = [] if present is None else [present.repeat(len(x), 1)]
-        if is_rowwise(goal) or n == 1:
+        if has(goal, "rowwise") or n == 1:
             loss = losses_of_rows(outputs, soft, held, y.flatten(0, 1)).view(len(x), n).T
         else:
             arguments = zip(by_lane(outputs), by_lane(soft), by_lane(held), y.unbind(1), strict=True)

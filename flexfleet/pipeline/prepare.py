@@ -29,7 +29,7 @@ from fl_engine.core.fields import Moves
 from fl_engine.core.pool import pool_of
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params, made_up
-from fl_engine.core.task import has_boxes, has_sequences
+from fl_engine.core.task import has
 from fl_engine.core.types import FULL, HEAD, Params
 from fl_engine.core.widths import check_cuttable, hidden
 from fl_engine.data import clusters
@@ -240,7 +240,7 @@ def check_fits(data: Data, family: ModelFamily) -> None:
     metric is missing. Also raises the errors of `check_takes`."""
     getattr(data.task, "ready", lambda: None)()
     check_takes(data, family)
-    if has_boxes(data.task) or has_sequences(data.task) or data.has_tokens:
+    if has(data.task, "boxes") or has(data.task, "sequences") or data.has_tokens:
         with torch.no_grad():
             data.task.loss(family.module().eval()(made_up(family, 1)), data.train_y[:1])
 

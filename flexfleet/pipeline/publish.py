@@ -27,7 +27,7 @@ import fl_engine
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core.errors import ConfigError, Refused
 from fl_engine.core.samples import Data
-from fl_engine.core.task import has_boxes, has_maps, has_sequences
+from fl_engine.core.task import has
 from fl_engine.core.types import PoolModel
 from fl_engine.data.partition import Partition
 from fl_engine.models import export as exports
@@ -184,7 +184,7 @@ def _save(data: Data, levels: Path, code: Sequence[str], out: Path, default: str
     from mlflow.pyfunc import FLAVOR_NAME, save_model
     from mlflow.types import DataType, ParamSchema, ParamSpec, Schema, TensorSpec
 
-    positions = (-1, -1) if has_boxes(data.task) or has_maps(data.task) else (-1,) if has_sequences(data.task) else ()
+    positions = (-1,) * (2 if has(data.task, "boxes") or has(data.task, "maps") else has(data.task, "sequences"))
     samples, params = np.dtype(exports.type_of(data)), [ParamSpec("level", DataType.string, default)]
     signature = ModelSignature(
         Schema([TensorSpec(samples, (-1, *data.input_shape))]),
