@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fl_engine.core.clients import with_prefix
 from fl_engine.core.errors import IntegrityError
@@ -19,9 +19,6 @@ from fl_engine.core.types import ClientUpdate, RoundPlan
 from fl_engine.exchange.manifest import assignment_sum
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import canonical, laid_out, sha256
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 
 def plan_sum(plan: RoundPlan) -> str:
@@ -60,16 +57,11 @@ def check_links(rows: Iterable[Row], name: str) -> str:
     return previous
 
 
-def signing_key(secret: bytes) -> Ed25519PrivateKey:
-    """Derive the coordinator's signing key from the run's secret key."""
+def sign(secret: bytes, link: str, model_sha256: str) -> tuple[str, str]:
+    """Return a tuple (public key, signature) in hexadecimal digits. The key is derived from the run's secret."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    return Ed25519PrivateKey.from_private_bytes(hmac.digest(secret, b"chain", "sha256"))
-
-
-def sign(secret: bytes, link: str, model_sha256: str) -> tuple[str, str]:
-    """Return a tuple (public key, signature) in hexadecimal digits."""
-    key = signing_key(secret)
+    key = Ed25519PrivateKey.from_private_bytes(hmac.digest(secret, b"chain", "sha256"))
     return key.public_key().public_bytes_raw().hex(), key.sign(_signed(link, model_sha256)).hex()
 
 

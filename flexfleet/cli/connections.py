@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -21,6 +20,7 @@ from flexfleet.files.run_folder import check_writable
 from flexfleet.files.terminal import expected
 from flexfleet.kubeflow.client import ENDPOINT, connected
 from flexfleet.pipeline import keys
+from flexfleet.pipeline.check import try_store
 from flexfleet.pipeline.survey import survey
 from flexfleet.tracking import dvc_remote
 from flexfleet.tracking.server import SQLITE, Client, check_server
@@ -104,13 +104,7 @@ def _contact(connection: Connection, probe: Probe) -> None:
 
 
 def _bucket(store: Store, for_clients: bool) -> str:
-    key = f"probe-{uuid.uuid4().hex[:8]}"
-    store.put(key, b"flexfleet checks that it can write here")
-    try:
-        store.get(key)
-        store.list(key)
-    finally:
-        store.delete(key)
+    try_store(store)
     done = "objects can be written, read, listed and deleted"
     if for_clients and isinstance(store, S3Store):
         done += f"; clients upload with {upload_verb(store)}"

@@ -9,14 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fl_engine.core.errors import BadInput, ConfigError, FlexfleetError, Interrupted, Stopped, masked
+from flexfleet.config.dotted import FIELDS, Overrides, check_once
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import show, tags_of
-
-if TYPE_CHECKING:
-    from flexfleet.config.dotted import Overrides
+from flexfleet.kubeflow.client import connected
+from flexfleet.kubeflow.follow import RETRIES, log_lines, retry
+from flexfleet.kubeflow.follow import follow as follow_run
 
 
 def submit(args: argparse.Namespace) -> int:
@@ -26,9 +27,6 @@ def submit(args: argparse.Namespace) -> int:
         raise BadInput("--dry-run requires the name of a pipeline, such as `flexfleet submit train --dry-run`")
     if args.follow is not None:
         return follow(args, args.follow)
-    from flexfleet.kubeflow.client import connected
-    from flexfleet.kubeflow.follow import log_lines, retry
-
     run_id = args.logs or args.retry or args.terminate
     with connected(args.host) as client:
         if args.logs is not None:
@@ -49,7 +47,6 @@ def submit(args: argparse.Namespace) -> int:
 
 def _start(args: argparse.Namespace) -> int:
     from flexfleet.config import load_config
-    from flexfleet.kubeflow.follow import RETRIES
     from flexfleet.kubeflow.submit import given, read
     from flexfleet.kubeflow.submit import submit as start
     from flexfleet.pipeline.prepare import config_of
@@ -130,8 +127,6 @@ def follow(
 ) -> int:
     """Print the progress of a run until the run ends. Ctrl-C and SIGTERM stop this command, but not the run. `about`
     contains values that are added to the JSON output."""
-    from flexfleet.kubeflow.follow import follow as follow_run
-
     again = f"To follow the run again: {_follow_command(args, run_id)}"
     try:
         with stopping_at_once():
@@ -172,8 +167,6 @@ def nightly(args: argparse.Namespace) -> None:
 
 def fields_of(texts: Sequence[str], overrides: Mapping[str, Any]) -> dict[str, str]:
     """Parse the --param options into {field: value}. Raises ConfigError if --param and --set set a field twice."""
-    from flexfleet.config.dotted import FIELDS, check_once
-
     values = tags_of(texts, "--param")
     if "advanced" in values:
         raise ConfigError("--param cannot set advanced. Use --set a.b=value for each parameter", path="advanced")

@@ -34,6 +34,7 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
 from fl_engine.storage.s3 import check_place, open_store
 from fl_engine.storage.s3_settings import endpoint_of
+from fl_engine.storage.store import Store
 from fl_engine.training import user_code
 from fl_engine.training.local import TrainingJob, train
 from fl_engine.training.numerics import choose_precision
@@ -43,7 +44,7 @@ from flexfleet.config.parameters import check_space
 from flexfleet.config.sources import cells, to_a_file
 from flexfleet.files.run_folder import check_writable
 from flexfleet.pipeline import keys
-from flexfleet.pipeline.partition import cut, fleet_of, held_out, most_of, simulated, site_before_pool, trace_of
+from flexfleet.pipeline.partition import cut, fleet_of, held_out, most_of, run_of, simulated, site_before_pool
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.pretrain import need_proxy, settings_of
 from flexfleet.tracking import databases, dvc_remote
@@ -104,7 +105,7 @@ def first_round(resolved: Resolved, parts: Partition) -> tuple[Run, Any, RoundPl
     trained, held = held_out(config, parts, resolved.data)
     most = most_of(config)
     site = Site(family, pool, fleet_of(resolved, pool), resolved.data, trained, config.seed, held=held, most=most)
-    run = Run(algorithm, site, config.rounds, trace=trace_of(config, site)[0], wait_s=config.fleet.wait_s)
+    run = run_of(config, algorithm, site)
     start = algorithm.init(initial, site.layout, site.fleet, pool, run.server)
     check_begun(algorithm, start)
     plan = algorithm.plan(start, run.context(0, run.begins(0, 0.0)))
@@ -225,7 +226,7 @@ def unusable(store: Any, mlflow: Any, dvc: Any) -> list[FlexfleetError]:
         with suppress(ConfigError):
             if isinstance(uri, str) and uri:
                 check_place(name, uri)
-                checks[name] = lambda uri=uri: _write(uri)  # type: ignore[misc]
+                checks[name] = lambda uri=uri: try_store(open_store(uri, hasty=True))  # type: ignore[misc]
     with suppress(ConfigError):
         if isinstance(mlflow, str) and mlflow:
             check_address(mlflow)
@@ -241,10 +242,15 @@ def unusable(store: Any, mlflow: Any, dvc: Any) -> list[FlexfleetError]:
     return errors
 
 
-def _write(uri: str) -> None:
-    store, key = open_store(uri, hasty=True), f"probe-{uuid.uuid4().hex[:8]}"
+def try_store(store: Store) -> None:
+    """Write, read, list and delete an object. Raises EnvironmentFailure if the store cannot be used."""
+    key = f"probe-{uuid.uuid4().hex[:8]}"
     store.put(key, b"flexfleet checks that it can write here")
-    store.delete(key)
+    try:
+        store.get(key)
+        store.list(key)
+    finally:
+        store.delete(key)
 
 
 def _list_experiments(uri: str) -> None:

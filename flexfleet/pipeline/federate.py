@@ -20,7 +20,6 @@ from fl_engine.exchange.manifest import key_of
 from fl_engine.remote.messages import site_files
 from fl_engine.rounds import loop
 from fl_engine.rounds.ledger import Ledger
-from fl_engine.rounds.run import Run
 from fl_engine.storage import run_lock
 from fl_engine.storage.code import store_key
 from fl_engine.storage.run_files import sum_of
@@ -101,7 +100,7 @@ def federate(
         token = known.token if known else uuid.uuid4().hex if config.tracking.mlflow or private else ""
         place = keys.place(config, run_id, store, out)
         key = keys.key_of_run(place, known, private)
-        trace, trace_sha256 = partition.trace_of(config, site)
+        run = partition.run_of(config, algorithm, site, privacy.noise_key(key, token) if private else None)
         of_clients = partition.simulated(resolved, site)
         folders = (
             partition.folders_sum(of_clients) if of_clients is not site else known.folders_sha256 if known else None
@@ -120,7 +119,7 @@ def federate(
             numerics=describe(site.numerics, config.run.devices),
             pool_sha256=sha256(FolderStore(pool_dir).get("pool.json")),
             partition_sha256=sha256(FolderStore(partition_dir).get("partition.json")),
-            trace_sha256=trace_sha256,
+            trace_sha256=partition.trace_sum(config),
             folders_sha256=folders,
             sources=sources(config),
             code_sha256=None if wheel is None else sha256(wheel),
@@ -163,17 +162,6 @@ def federate(
                     mlflow.settings(settings)
             site_sums = _put_site(ledger, out, partition_dir, pool_dir, wheel, site)
             first = [partition.initial_state(resolved, site, pool_dir)]
-            run = Run(
-                algorithm,
-                site,
-                config.rounds,
-                config.run.devices,
-                noise_key=privacy.noise_key(key, token) if private else None,
-                codecs=configs.codecs(config),
-                trace=trace,
-                wait_s=config.fleet.wait_s,
-                evaluation=config.evaluate if config.evaluate.on == "clients" else None,
-            )
             with counted_warnings(), stop_on_signals() as should_stop:
                 surroundings = Surroundings(
                     of_clients,

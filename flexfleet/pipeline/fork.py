@@ -204,7 +204,10 @@ def forget(parent: Path, run_id: str, clients: Collection[int], attempt: Attempt
     history, file = History.read(out / "history.json"), RunFile.read(out / "run.json")
     assert file.forked is not None
     made = Certificate(run_id=run_id, forgotten=tuple(clients), forked=file.forked, model_sha256=history.model_sha256)
-    key, signature = chain.sign(_secret(file, out), made.content(), history.model_sha256)
+    config = configs.parse_schema(file.config)
+    secret = keys.place(config, run_id, store_of(config, run_id, out), out).read()
+    assert secret is not None, "the run that has just ended has a key"
+    key, signature = chain.sign(secret, made.content(), history.model_sha256)
     made.model_copy(update={"public_key": key, "signature": signature}).write(out / CERTIFICATE)
     return result
 
@@ -219,10 +222,3 @@ def check_certificate(folder: Path, rows: Iterable[Row], history: History) -> Ce
     if (asked := first_asked(rows, found.forgotten)) is not None:
         raise IntegrityError(f"{name}: round {asked + 1} asked a client that must be forgotten")
     return found
-
-
-def _secret(run: RunFile, out: Path) -> bytes:
-    config = configs.parse_schema(run.config)
-    key = keys.place(config, run.run_id, store_of(config, run.run_id, out), out).read()
-    assert key is not None, "the run that has just ended has a key"
-    return key

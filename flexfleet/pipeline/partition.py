@@ -16,7 +16,7 @@ import torch
 from fl_engine.algorithms.training import Training
 from fl_engine.backends.in_process import check_device, prepare_process
 from fl_engine.core import seeds
-from fl_engine.core.contracts import ServerContext
+from fl_engine.core.contracts import Algorithm, ServerContext
 from fl_engine.core.errors import DataError, IntegrityError, ModelError, PartitionError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
@@ -28,16 +28,16 @@ from fl_engine.data.partitioning import draw_noise, hold_out, likely_mistakes, w
 from fl_engine.data.transforms import fingerprint
 from fl_engine.exchange.client import Site
 from fl_engine.fleet import devices, trace_files
-from fl_engine.fleet.trace import Trace
 from fl_engine.models.build import build_model
 from fl_engine.preparation.confusion import check_classes, measure_confusion
 from fl_engine.preparation.weights import fitting
+from fl_engine.rounds.run import Run
 from fl_engine.rounds.server import ServerSite
 from fl_engine.selection.capacity import check_eligible, dispatched, round_size
 from fl_engine.storage.store import canonical, sha256
 from fl_engine.training import strategy
 from fl_engine.training.numerics import Numerics, choose_precision
-from flexfleet.config import Config, cut_seed
+from flexfleet.config import Config, codecs, cut_seed
 from flexfleet.files.artifacts import WEIGHTS, PoolFile
 from flexfleet.pipeline.prepare import Resolved
 
@@ -197,14 +197,26 @@ def check_fleet(resolved: Resolved, pool: Pool) -> None:
         method.selector(pool).init(check_eligible(method, fleet_of(resolved, pool), pool), pool)
 
 
-def trace_of(config: Config, site: Site) -> tuple[Trace | None, str | None]:
-    """Return the trace of the fleet, and the sha256 of the trace files. Raises ConfigError and DataError."""
+def trace_sum(config: Config) -> str | None:
+    """Return the sha256 of the trace files; None if the fleet has no trace file."""
     source = config.fleet.trace
-    if source is None:
-        return None, None
-    samples = [len(indices) for indices in site.partition.clients]
-    digest = trace_files.digest(source) if source.files else None
-    return source.trace(site.fleet, samples, config.seed), digest
+    return trace_files.digest(source) if source is not None and source.files else None
+
+
+def run_of(config: Config, algorithm: Algorithm, site: Site, noise_key: bytes | None = None) -> Run:
+    """Return the objects and options that all rounds share. Raises ConfigError and DataError for a wrong trace."""
+    source, samples = config.fleet.trace, [len(indices) for indices in site.partition.clients]
+    return Run(
+        algorithm,
+        site,
+        config.rounds,
+        config.run.devices,
+        noise_key,
+        codecs(config),
+        None if source is None else source.trace(site.fleet, samples, config.seed),
+        config.fleet.wait_s,
+        config.evaluate if config.evaluate.on == "clients" else None,
+    )
 
 
 def initial_state(resolved: Resolved, site: Site, pool_dir: Path) -> Any:

@@ -83,16 +83,7 @@ def recomputation(resolved: Resolved, folder: Path, run: RunFile) -> Recomputati
             raise ConfigError("the rounds of a private run can only be computed again by its owner, who has its key")
         noise_key = privacy.noise_key(key, run.token)
     initial = partition.initial_state(resolved, site, folder / "pool")
-    rounds = Run(
-        resolved.algorithm,
-        site,
-        config.rounds,
-        config.run.devices,
-        noise_key,
-        configs.codecs(config),
-        partition.trace_of(config, site)[0],
-        config.fleet.wait_s,
-    )
+    rounds = partition.run_of(config, resolved.algorithm, site, noise_key)
     ledger = Ledger(store, rules=replace(site.rules, algorithm=resolved.algorithm, seed=config.seed))
     return Recomputation(rounds, initial, InProcess(site, config.run.devices), ledger)
 

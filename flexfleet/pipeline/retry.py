@@ -15,7 +15,6 @@ import fl_engine
 from fl_engine.aggregation import privacy
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Moves
-from fl_engine.fleet.trace_files import digest
 from fl_engine.storage.code import store_key
 from fl_engine.storage.store import FolderStore, sha256
 from fl_engine.training.numerics import Numerics, choose_precision, describe, describe_noise
@@ -25,7 +24,7 @@ from flexfleet.files.artifacts import RunFile
 from flexfleet.files.run_status import tally_in
 from flexfleet.pipeline.federate import federate
 from flexfleet.pipeline.own_code import sha256_of
-from flexfleet.pipeline.partition import folders_sum, simulated, site_of
+from flexfleet.pipeline.partition import folders_sum, simulated, site_of, trace_sum
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.resume import Attempt, devices_decide
 
@@ -96,7 +95,7 @@ def digest_of(resolved: Resolved, partition: Path, pool: Path) -> str:
     parameters = {k: v for k, v in flatten(config.settled()).items() if moves(k) in (Moves.RESULT, Moves.LENGTH)}
     precision = choose_precision(config.run.precision, config.run.devices, None)
     package = Path(fl_engine.__file__).parent
-    trace, local = config.fleet.trace, config.partition.folders is not None and not config.run.apart
+    local = config.partition.folders is not None and not config.run.apart
     parts: dict[str, Any] = {
         "parameters": parameters,
         "partition": sha256(FolderStore(partition).get("partition.json")),
@@ -108,7 +107,7 @@ def digest_of(resolved: Resolved, partition: Path, pool: Path) -> str:
         "sources": sources(config),
         "noise": describe_noise() if privacy.is_private(resolved.algorithm) else None,
         "devices decide": devices_decide(config),
-        "trace": digest(trace) if trace is not None and trace.files else None,
+        "trace": trace_sum(config),
         "folders": folders_sum(simulated(resolved, site_of(resolved, partition, pool))) if local else None,
     }
     return sha256(json.dumps(parts, sort_keys=True).encode())[:12]

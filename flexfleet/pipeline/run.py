@@ -12,6 +12,7 @@ from fl_engine.aggregation import privacy
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.core.system import of_posix
 from fl_engine.data import partition as partitions
+from fl_engine.remote.kubernetes.objects import reach
 from fl_engine.rounds import timing
 from fl_engine.rounds.loop import resume_hint
 from fl_engine.rounds.options import SCORE
@@ -41,6 +42,8 @@ from flexfleet.reports.report import report
 from flexfleet.tracking import dvc_remote
 from flexfleet.tracking import record as track
 from flexfleet.tracking.prometheus import serving
+from flexfleet.tracking.server import Client
+from flexfleet.tracking.trackers import log_confusion, log_outcome
 
 log = logging.getLogger("flexfleet")
 
@@ -101,8 +104,6 @@ def _reach(resolved: Resolved, run_id: str, out: Path) -> None:
     if config.run.remote is not None:
         store.list(track.RUN_KEY)
     if config.run.backend == "kubernetes":
-        from fl_engine.remote.kubernetes.objects import reach
-
         reach(config.kubernetes, run_id, store)
     if privacy.is_private(resolved.algorithm) or config.run.apart:
         keys.place(config, run_id, store, out).read()
@@ -142,9 +143,6 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> RunResult:
         tags |= dvc_remote.push_run(out, config.publish.dvc)
     written = outcome.write(out / "result.json")
     if config.tracking.mlflow is not None and run.mlflow_run_id is not None:
-        from flexfleet.tracking.server import Client
-        from flexfleet.tracking.trackers import log_confusion, log_outcome
-
         found = outcome.metrics
         metrics = {f"final/{name}": found[name] for name in ("avg", "full", *MEANS) if name in found}
         metrics |= {name: found[name] for name in ("label_noise",) if name in found}
