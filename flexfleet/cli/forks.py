@@ -51,7 +51,7 @@ def contributions(args: argparse.Namespace) -> None:
     show_cost(planned.cost(args.jobs))
     found = measuring.contributions(args.run, planned, args.jobs)
     if args.json:
-        show(json.dumps({"metric": planned.metric, "contributions": [asdict(each) for each in found]}))
+        show(json.dumps({"metric": "avg", "contributions": [asdict(each) for each in found]}))
         return
     show(f"{'without':16}{'clients':>9}{'rounds':>8}{'avg':>9}{'contribution':>14}")
     for each in found:

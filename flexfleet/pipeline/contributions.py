@@ -43,7 +43,6 @@ class Contribution:
 @dataclass(frozen=True)
 class Plan:
     avg: float
-    metric: str
     groups: Mapping[str, tuple[int, ...]]
     rounds: Mapping[str, int]
     """Number of rounds to run again without each group; 0 if no round asked the group."""
@@ -72,7 +71,7 @@ def plan(run: Path, by: By) -> Plan:
         first = first_asked(rows, clients)
         rounds[name] = 0 if first is None else len(rows) - first
     seconds = fmean(row.metrics["seconds_round"] for row in rows)
-    return Plan(result.metrics["avg"], "avg", groups, rounds, seconds)
+    return Plan(result.metrics["avg"], groups, rounds, seconds)
 
 
 def contributions(run: Path, planned: Plan, jobs: int) -> list[Contribution]:

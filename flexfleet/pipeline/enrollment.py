@@ -106,23 +106,19 @@ def status(config: Config) -> list[dict[str, Any]]:
             wrong = printable(str(error))
         message = mailboxes.last(member)
         account = Account() if message is None else message.account
-        found: dict[str, Any] = {
+        at = None if heartbeat is None else datetime.fromtimestamp(heartbeat.at, timezone.utc)
+        return {
             "name": member.name,
             "tier": member.tier,
-            "state": "unknown" if wrong else "never seen",
-            "seen": None,
+            "state": heartbeat.state if heartbeat else "unknown" if wrong else "never seen",
+            "seen": at and at.isoformat(timespec="seconds"),
             "run": None if message is None else message.run or None,
             "answers": account.results,
             "lost": account.lost,
             "last": account.last or None,
-            "version": None,
-            "said": wrong,
-            "requests": None,
+            "version": heartbeat and printable(heartbeat.version),
+            "said": (printable(heartbeat.error) or None) if heartbeat else wrong,
+            "requests": heartbeat and heartbeat.requests,
         }
-        if heartbeat is not None:
-            seen = datetime.fromtimestamp(heartbeat.at, timezone.utc).isoformat(timespec="seconds")
-            found |= {"state": heartbeat.state, "seen": seen, "version": printable(heartbeat.version)}
-            found |= {"said": printable(heartbeat.error) or None, "requests": heartbeat.requests}
-        return found
 
     return list(overlapped(mailboxes.home, MESSAGE_BYTES // 4, row, registry.names()))
