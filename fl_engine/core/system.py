@@ -60,7 +60,7 @@ BROKEN, FITTING = "2.10.", "2.9.1"
 """Torch 2.10 uses LSE atomics on every arm64 processor. Torch 2.9.1 runs on processors without LSE atomics."""
 
 
-def _values(*names: str) -> list[str]:
+def cpu_values(*names: str) -> list[str]:
     """Return the values of the fields in CPUINFO with these names. The result is empty if the system is not Linux."""
     try:
         lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -73,13 +73,13 @@ def _values(*names: str) -> list[str]:
 @cache
 def features() -> frozenset[str]:
     """Return the names of the processor's instruction sets (`flags` on x86, `Features` on Arm)."""
-    return frozenset(" ".join(_values("flags", "Features")).split())
+    return frozenset(" ".join(cpu_values("flags", "Features")).split())
 
 
 @cache
 def parts() -> tuple[str, ...]:
     """Return the types of an Arm processor's cores, such as `0x41 0xd08` (Cortex-A72), or an empty tuple."""
-    return tuple(sorted(set(map(" ".join, zip(_values("CPU implementer"), _values("CPU part"), strict=False)))))
+    return tuple(sorted(set(map(" ".join, zip(cpu_values("CPU implementer"), cpu_values("CPU part"), strict=False)))))
 
 
 def install_command(extra: str) -> str:

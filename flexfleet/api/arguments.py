@@ -65,13 +65,8 @@ class Arguments:
         """Map dotted names to the values of keywords and options. Objects are replaced by their names. Raises
         ConfigError if a keyword is unknown, or if a parameter is set twice."""
         check_keywords(keywords, (*SHORT, "options", "config"))
-        for path in options:
-            if not isinstance(path, str) or not path:
-                raise ConfigError(
-                    f"the keys of options must be dotted names, for example 'rounds.stop', got {path!r}", path="options"
-                )
         by_keyword = {name: self._of_keyword(name, value) for name, value in keywords.items()}
-        plain_options = {path: plain(value, f"options[{path!r}]") for path, value in options.items()}
+        plain_options = {str(path): plain(value, f"options[{path!r}]") for path, value in options.items()}
         check_once([*((f"{name}=", values) for name, values in by_keyword.items()), ("options", plain_options)])
         return {**plain_options, **{path: value for values in by_keyword.values() for path, value in values.items()}}
 

@@ -34,6 +34,8 @@ from fl_engine.tasks import Classification
 from flexfleet.api.target_data import with_task
 
 Array = NDArray[Any]
+Pair = tuple[Array, Array]
+Numbers = Sequence[float] | None
 CHANNELS = (1, 3, 4)
 
 
@@ -80,14 +82,14 @@ def from_arrays(
         test_x, test_y = _test_set(test, name)
         goal, (y, test_y) = with_task(task, [y, test_y], name)
         x = x if isinstance(x, np.memmap) else x.copy()
-        return _data(goal, x, y, test_x, test_y, owners, mean, std, name)
+        return _data(goal, (x, y), (test_x, test_y), owners, mean, std, name)
     goal, (y,) = with_task(task, [y], name)
     if not 1 <= (count := round(_share(test, name) * len(y))) < len(y):
         raise DataError(f"{name}: test = {test} of {len(y)} samples leaves one part empty. Choose another fraction")
     held = _test_positions(goal, y, count)
     train = np.setdiff1d(np.arange(len(x)), held)
     owners = None if owners is None else owners[train]
-    return _data(goal, x[train], y[train], x[held], y[held], owners, mean, std, name)
+    return _data(goal, (x[train], y[train]), (x[held], y[held]), owners, mean, std, name)
 
 
 def from_clients(
@@ -160,42 +162,32 @@ def from_clients(
                 tests[i] = x[held], y[held]
                 pairs[i] = np.delete(x, held, axis=0), np.delete(y, held, axis=0)
         tested = [tests[i] for i in range(len(pairs))]
-    (x, y), (test_x, test_y) = ([np.concatenate([p[k] for p in of]) for k in (0, 1)] for of in (pairs, tested))
+    train, test = ((np.concatenate([x for x, _ in of]), np.concatenate([y for _, y in of])) for of in (pairs, tested))
     owners, test_owners = (np.repeat(np.arange(len(of)), [len(each) for each, _ in of]) for of in (pairs, tested))
-    data = _data(goal, x, y, test_x, test_y, owners, mean, std, name)
+    data = _data(goal, train, test, owners, mean, std, name)
     return data if common else replace(data, natural_test_client=torch.from_numpy(test_owners))
 
 
-def _arrays(x: Any, y: Any, what: str) -> tuple[Array, Array]:
+def _arrays(x: Any, y: Any, what: str) -> Pair:
     x, y = array_of(x, f"{what}: x"), targets_of(y, f"{what}: y")
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
         raise DataError(f"{what}: expected one target for each sample, got the shapes {x.shape} (x) and {y.shape} (y)")
     return x, y
 
 
-def _test_set(test: tuple[Any, ...], name: str) -> tuple[Array, Array]:
+def _test_set(test: tuple[Any, ...], name: str) -> Pair:
     if len(test) != 2:
         raise DataError(f"{name}: test must be a fraction or a pair (x, y), got {len(test)} values")
     return _arrays(test[0], test[1], f"{name}: test")
 
 
-def _data(
-    task: Task,
-    x: Array,
-    y: Array,
-    test_x: Array,
-    test_y: Array,
-    owners: Array | None,
-    mean: Sequence[float] | None,
-    std: Sequence[float] | None,
-    name: str,
-) -> Data:
+def _data(task: Task, train: Pair, test: Pair, owners: Array | None, mean: Numbers, std: Numbers, name: str) -> Data:
     numbers = mean is not None or std is not None
-    x, test_x = _samples(x, numbers), _samples(test_x, numbers)
+    x, test_x = _samples(train[0], numbers), _samples(test[0], numbers)
     if not numbers:
         mean, std = _measured(x)
     mean, std = (() if each is None else each for each in (mean, std))
-    return Data(name, task, x, y, test_x, test_y, mean, std, owners)  # type: ignore[arg-type]
+    return Data(name, task, x, train[1], test_x, test[1], mean, std, owners)  # type: ignore[arg-type]
 
 
 def _owners(clients: Any, samples: int, name: str) -> Array:

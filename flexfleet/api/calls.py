@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -21,7 +21,7 @@ from flexfleet.api.callbacks import Callback, Watching
 from flexfleet.config.run_names import check_name, new_name
 from flexfleet.files.doctor import EXTRAS
 from flexfleet.files.progress import hidden
-from flexfleet.files.terminal import expected, missing, set_log_format
+from flexfleet.files.terminal import expected, logging_to, missing, set_log_format
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.resume import Attempt
 from flexfleet.pipeline.run import run as run_steps
@@ -74,21 +74,17 @@ def api_call(function: Callable[P, T]) -> Callable[P, T]:
 def shown(progress: bool) -> Iterator[None]:
     """If `progress` is True, log to stderr inside the context unless the process has configured log handlers. If
     `progress` is False, logging does not change, and the terminal does not show a progress line."""
-    level, handler = log.level, None
-    token = hidden.set(not progress)
-    if progress:
-        log.setLevel(level or logging.INFO)
-        if not (log.handlers or logging.getLogger().handlers):
-            handler = logging.StreamHandler(sys.stderr)
-            handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-            set_log_format([handler])
-            log.addHandler(handler)
+    level, token = log.level, hidden.set(not progress)
+    own = progress and not (log.handlers or logging.getLogger().handlers)
     try:
-        yield
+        with logging_to(sys.stderr) if own else nullcontext() as handler:
+            if handler is not None:
+                set_log_format([handler])
+            if progress:
+                log.setLevel(level or logging.INFO)
+            yield
     finally:
         hidden.reset(token)
-        if handler is not None:
-            log.removeHandler(handler)
         log.setLevel(level)
 
 

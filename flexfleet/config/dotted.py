@@ -38,13 +38,9 @@ LISTED = {name: SHORT[name] for name in ("dataset", "model", "algorithm")}
 FIELDS = {path: name for name, path in (SHORT | STUDY).items()} | {"run.remote": "store_uri"}
 """Map dotted names to short names."""
 
-_OF_MLFLOW = (
-    "give the server's address alone, and MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
-    "MLFLOW_TRACKING_TOKEN, as keys of the Secret flexfleet-mlflow (FLEXFLEET_MLFLOW_SECRET names another)"
-)
 INSTEAD = {
-    "mlflow_uri": _OF_MLFLOW,
-    "tracking.mlflow": _OF_MLFLOW,
+    "tracking.mlflow": "give the server's address alone, and MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
+    "MLFLOW_TRACKING_TOKEN, as keys of the Secret flexfleet-mlflow (FLEXFLEET_MLFLOW_SECRET names another)",
     "dataset.root": "give the address without it, and let git ask its credential helper (`git help credentials`)",
     "tune.storage": "leave it out, and put the address into the Secret flexfleet-tune (FLEXFLEET_TUNE_SECRET names "
     "another) as FLEXFLEET_TUNE_STORAGE",
@@ -95,8 +91,8 @@ def no_passwords(given: Mapping[str, Any]) -> None:
     """Raise ConfigError if a parameter contains a password, because Kubeflow stores and shows parameters."""
     for name, value in given.items():
         if any(holds_password(text) for text in _texts(value)):
-            instead = INSTEAD.get(name.rpartition(":")[2], "give the address without it")
             path = name.rpartition(":")[2]
+            instead = INSTEAD.get(SHORT.get(path, path), "give the address without it")
             raise ConfigError(f"{name} must not contain a password, which Kubeflow would show; {instead}", path=path)
 
 

@@ -174,7 +174,9 @@ def _inside(value: Any) -> list[Any]:
         case types.FunctionType():
             known = [value.__globals__.get(name) for name in names_in(value.__code__)]
             used = [each for each in known if isinstance(each, type | types.FunctionType)]
-            return [value.__code__, value.__defaults__, value.__kwdefaults__, *_closed_over(value), *used]
+            # An empty cell belongs to a variable of an enclosing function that is not assigned yet.
+            held = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+            return [value.__code__, value.__defaults__, value.__kwdefaults__, *held, *used]
         case type():
             hidden = ("__dict__", "__weakref__", "__module__", "__doc__", "_abc_impl")
             return [value.__qualname__, value.__bases__, {n: v for n, v in vars(value).items() if n not in hidden}]
@@ -202,14 +204,3 @@ def names_in(compiled: types.CodeType) -> list[str]:
     """Return the names of all global variables and attributes that the code and its inner functions use."""
     inner = [name for each in compiled.co_consts if isinstance(each, types.CodeType) for name in names_in(each)]
     return [*compiled.co_names, *inner]
-
-
-def _closed_over(function: types.FunctionType) -> list[Any]:
-    """Return the values of variables that the function uses from enclosing functions."""
-    values = []
-    for cell in function.__closure__ or ():
-        try:
-            values.append(cell.cell_contents)
-        except ValueError:  # The variable is not assigned yet.
-            continue
-    return values

@@ -22,7 +22,8 @@ from typing import Any
 
 from fl_engine.core.errors import ConfigError, FlexfleetError, SeveralErrors
 from fl_engine.core.records import Strict
-from fl_engine.storage.checkpoints import Checkpoints
+from fl_engine.rounds.ledger import Ledger
+from fl_engine.rounds.loop import check_end
 from fl_engine.storage.s3 import open_store
 from fl_engine.storage.store import FolderStore, sha256
 from flexfleet.config import Config, algorithm, flatten, parse
@@ -146,7 +147,7 @@ def check_all(runs: Sequence[PlannedRun]) -> None:
                 check(resolved)
             else:  # check now, so that errors are found before any run starts
                 check_sources(known.sources, sources(entry.config), out)
-                _check_length(entry, out)
+                check_end(Ledger(store_of(entry.config, entry.name, out)), entry.config.rounds)
             need_packages(resolved)
         except FlexfleetError as error:
             message = f"{entry.label}, seed {entry.seed}: {error}".replace("--run-id", "--id")
@@ -163,17 +164,6 @@ def _warn_of_others(runs: Sequence[PlannedRun], folder: Path) -> None:
             "kept. To show all runs, also name their algorithms and seeds",
             folder, ", ".join(others), "this run" if len(others) == 1 else "these runs",
         )  # fmt: skip
-
-
-def _check_length(entry: PlannedRun, out: Path) -> None:
-    """Raise ConfigError if the run has more than `rounds.stop` committed rounds."""
-    stop = entry.config.rounds.stop
-    done = max((round + 1 for round in Checkpoints(store_of(entry.config, entry.name, out)).commits()), default=0)
-    if done > stop:
-        raise ConfigError.at(
-            f"`rounds.stop` must be at least {done}, the number of rounds in {out}, got {stop}. Increase rounds.stop, "
-            "or choose another --id"
-        )
 
 
 def finished(config: Config, out: Path) -> bool:

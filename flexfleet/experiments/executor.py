@@ -21,7 +21,7 @@ from fl_engine.core import allowed
 from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, Stopped
 from flexfleet.files.run_folder import folder_lock, how_to_resume
 from flexfleet.files.signals import STARTER, handled, stopping_at_once
-from flexfleet.files.terminal import LOG_FORMAT
+from flexfleet.files.terminal import LOG_FORMAT, logging_to
 
 log = logging.getLogger("flexfleet")
 
@@ -130,7 +130,7 @@ def one_by_one(commands: Sequence[Command], at_once: int = 1) -> dict[str, int]:
         assert command.call is not None, f"{command.name} can only be run as a process"
         started = time.monotonic()
         log.info("%s starts (%d of %d)", command.name, len(codes) + 1, len(commands))
-        with _logging_to(command) as file:
+        with _open_log(command) as file, logging_to(file):
             try:
                 command.call()
                 codes[command.name] = 0
@@ -156,19 +156,6 @@ def _open_log(command: Command) -> Iterator[TextIO]:
         file.write(f"{BEGINS}{shlex.join(('python', '-m', command.module, *command.argv))}\n")
         file.flush()
         yield file
-
-
-@contextmanager
-def _logging_to(command: Command) -> Iterator[TextIO]:
-    """Open the command's log file, and add flexfleet's log lines to the file."""
-    with _open_log(command) as file:
-        handler = logging.StreamHandler(file)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-        log.addHandler(handler)
-        try:
-            yield file
-        finally:
-            log.removeHandler(handler)
 
 
 def _start(command: Command, watched: int) -> subprocess.Popen[bytes]:

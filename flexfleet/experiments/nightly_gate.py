@@ -25,6 +25,7 @@ import torch
 from pydantic import Field, model_validator
 
 from fl_engine.core.records import Strict
+from fl_engine.core.system import cpu_values
 from flexfleet.experiments import summarise
 from flexfleet.experiments.comparison_file import MB
 from flexfleet.experiments.nightly_suite import METRICS, NightlyRun
@@ -145,10 +146,8 @@ def _curve(runs: Sequence[FinishedRun]) -> tuple[tuple[int, float, tuple[float, 
 
 def machine() -> dict[str, str]:
     """Return the properties of this machine that affect memory and pace."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text("utf-8").splitlines() if info.exists() else []
     return {
-        "cpu": next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"),
+        "cpu": next(iter(cpu_values("model name")), "unknown"),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": str(os.cpu_count()),
         "torch": torch.__version__,
@@ -232,14 +231,12 @@ def html(verdict: Verdict, now: NightlyFigures, others: Mapping[str, NightlyFigu
     """Return the contents of regression.html. `others` maps names to earlier metrics, which are also plotted."""
     drawings: dict[str, str] = {}
     for label, figures in now.labels.items():
+        known = {
+            name: each.labels[label].curve for name, each in {"tonight": now, **others}.items() if label in each.labels
+        }
         curves = [
-            (
-                name,
-                [(point[0], point[1], list(point[2])) for point in each.labels[label].curve],
-                [(point[0], point[1], list(point[3])) for point in each.labels[label].curve],
-            )
-            for name, each in {"tonight": now, **others}.items()
-            if label in each.labels
+            (name, [(n, mb, avg) for n, mb, avg, _ in curve], [(n, mb, full) for n, mb, _, full in curve])
+            for name, curve in known.items()
         ]
         name = f"curve-{len(drawings)}"
         drawings[label] = plots.comparison(curves, ("tonight", "reference"), name, Measure(figures.metric))

@@ -23,7 +23,7 @@ from flexfleet.config import Config, load_config, moves
 from flexfleet.config.comparison_runs import PlannedRun, by_label, entries_from, label_overrides, labels_of
 from flexfleet.config.dotted import Overrides, on_top
 from flexfleet.config.run_names import check_name
-from flexfleet.experiments import published_suites
+from flexfleet.experiments.published_suites import read_suite
 from flexfleet.tracking.server import named_experiment, platform_experiment
 
 FOLDER = Path(__file__).with_name("nightly_suites")
@@ -113,11 +113,6 @@ class NightlyRun:
         return self.path.with_suffix(".json")
 
 
-def load(path: Path) -> NightlySuite:
-    """Read a suite. Raises ConfigError if the file is unreadable or invalid."""
-    return published_suites.read_suite(path, NightlySuite)
-
-
 def nightly_run(path: Path, id: str, overrides: Mapping[str, Any], more_seeds: tuple[int, ...] = ()) -> NightlyRun:
     """Read a suite and plan its runs. Raises ConfigError if the suite or an override is invalid."""
     for name in overrides:
@@ -127,7 +122,7 @@ def nightly_run(path: Path, id: str, overrides: Mapping[str, Any], more_seeds: t
                 "suite, or set only parameters for storage and execution",
                 path=name,
             )
-    suite = load(path)
+    suite = read_suite(path, NightlySuite)
 
     def load_one(given: Overrides) -> Config:
         config = load_config(None, given, stored=True)

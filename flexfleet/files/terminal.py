@@ -227,6 +227,18 @@ def set_log_format(handlers: Iterable[logging.Handler]) -> None:
             handler.setFormatter(JsonLines())
 
 
+@contextmanager
+def logging_to(stream: TextIO) -> Iterator[logging.Handler]:
+    """Write flexfleet's log lines to `stream` inside the context."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    log.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        log.removeHandler(handler)
+
+
 def _print_last(text: str, level: int) -> None:
     """Print the last message of a command to stderr, as a log line if log lines are JSON."""
     with _read_or_not(sys.stderr):

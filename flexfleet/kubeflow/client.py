@@ -11,9 +11,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, Unreachable, first_line, masked, printable
+from fl_engine.core.text import is_http
 from fl_engine.storage.proxies import proxy_of
 
 ENDPOINT, UI_ENDPOINT = "KF_PIPELINES_ENDPOINT", "KF_PIPELINES_UI_ENDPOINT"
@@ -98,12 +98,8 @@ def api_of(client: Any) -> Any:
 
 def check_host(address: str, name: str) -> None:
     """Raise ConfigError for a malformed address. `name`: the option or variable that contains the address."""
-    try:
-        parts = urlsplit(address if "://" in address else f"https://{address}")  # the SDK also adds https://
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        good = False
-    if address and not (good and address.isprintable() and " " not in address and not parts.query + parts.fragment):
+    good = is_http(address if "://" in address else f"https://{address}")  # the SDK also adds https://
+    if address and not (good and address.isprintable() and set(address).isdisjoint(" ?#")):
         raise ConfigError(
             f"{name} must be the address of Kubeflow Pipelines, such as http://localhost:8080, without a query (?) or "
             f"fragment (#), got {masked(address)!r}"

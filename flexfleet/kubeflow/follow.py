@@ -231,11 +231,11 @@ def rounds_of(parameters: Mapping[str, Any], job_id: str, report: Callable[[str]
         return None
     prefixes = [f"{name}/"]
     if key == "night_id":  # each case has its own folder <night_id>-<case>
-        from flexfleet.experiments.nightly_suite import FOLDER, load
-        from flexfleet.experiments.published_suites import names
+        from flexfleet.experiments.nightly_suite import FOLDER, NightlySuite
+        from flexfleet.experiments.published_suites import names, read_suite
 
         suite = str(parameters.get("suite") or "")
-        cases = load(FOLDER / f"{suite}.yaml").cases if suite in names(FOLDER) else ()
+        cases = read_suite(FOLDER / f"{suite}.yaml", NightlySuite).cases if suite in names(FOLDER) else ()
         prefixes = [f"{name}-{case}/" for case in cases] or [f"{name}-"]  # `{name}-` also matches <name>-2
     try:
         return _ledgers(store_uri, name, prefixes)

@@ -129,12 +129,11 @@ def submit(
     """
     text, version, parameters = checked(name, parameters)
     with connected(host) as client, without_links():
-        pipeline_id, version_id, uploaded = upload(client, name, version, text, namespace)
+        ids, uploaded = upload(client, name, version, text, namespace)
         experiment_id = client.create_experiment(experiment, namespace=namespace).experiment_id
-        run = client.run_pipeline(
-            experiment_id, run_name or f"{name}-{version}", params=parameters, pipeline_id=pipeline_id,
-            version_id=version_id, service_account=_service_account(),
-        )  # fmt: skip
+        account = _service_account()
+        run_name = run_name or f"{name}-{version}"
+        run = client.run_pipeline(experiment_id, run_name, params=parameters, service_account=account, **ids)
     return Submitted(run.run_id, link(host, "runs", run.run_id), name, version, uploaded)
 
 
@@ -143,8 +142,8 @@ def _service_account() -> str | None:
     return next(iter(object_names("FLEXFLEET_SERVICE_ACCOUNT", os.environ, most=1)), None)
 
 
-def upload(client: Any, name: str, version: str, text: str, namespace: str | None) -> tuple[str, str, bool]:
-    """Upload a new pipeline or version. Return the pipeline ID, the version ID, and whether the version was new."""
+def upload(client: Any, name: str, version: str, text: str, namespace: str | None) -> tuple[dict[str, str], bool]:
+    """Upload a new pipeline or version. Return the IDs of the pipeline and the version, and whether it was new."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / f"{name}.yaml"
         path.write_text(text, encoding="utf-8")
@@ -155,7 +154,7 @@ def upload(client: Any, name: str, version: str, text: str, namespace: str | Non
         existing = pages(client.list_pipeline_versions, "pipeline_versions", pipeline_id=pipeline.pipeline_id)
         known = [each for each in existing if each.display_name == version]
         made = known[0] if known else client.upload_pipeline_version(str(path), version, pipeline.pipeline_id)
-    return pipeline.pipeline_id, made.pipeline_version_id, not known
+    return {"pipeline_id": pipeline.pipeline_id, "version_id": made.pipeline_version_id}, not known
 
 
 def checked(name: str, parameters: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
@@ -268,7 +267,7 @@ def schedule(
     settings = json.dumps([pipeline, version, parameters, cron, *([account] if account else [])], sort_keys=True)
     description = f"flexfleet nightly, settings {hashlib.sha256(settings.encode()).hexdigest()[:12]}"
     with connected(host) as client, without_links():
-        pipeline_id, version_id, _ = upload(client, pipeline, version, text, namespace)
+        ids, _ = upload(client, pipeline, version, text, namespace)
         experiment_id = client.create_experiment(experiment, namespace=namespace).experiment_id
         existing = pages(client.list_recurring_runs, "recurring_runs", experiment_id=experiment_id)
         own = [each for each in existing if each.display_name == name]
@@ -276,7 +275,7 @@ def schedule(
         same = next((each for each in enabled if each.description == description), None)
         new = same or client.create_recurring_run(
             experiment_id, name, description, cron_expression=cron, no_catchup=True, max_concurrency=1,
-            params=parameters, pipeline_id=pipeline_id, version_id=version_id, service_account=account,
+            params=parameters, service_account=account, **ids,
         )  # fmt: skip
         others = [each for each in enabled if each.recurring_run_id != new.recurring_run_id]
         for each in others:

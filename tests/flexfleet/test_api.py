@@ -386,7 +386,7 @@ def test_data_with_owners_stay_with_their_clients(tmp_path: Path, own_folder: No
         ({"rounds": {"stop": 3}, "rounds.stop": 4}, {}, "rounds.stop"),
         ({"rounds": {"stop": 4}}, {"rounds": 3}, "rounds.stop"),
         ({"rounds.stopp": 4}, {}, "rounds.stopp"),
-        ({3: 4}, {}, "options"),
+        ({3: 4}, {}, "3"),
         ({"rounds": 3}, {}, "rounds"),
         ({"dataset": "digits"}, {}, "dataset"),
         ({"learning_rate": 0.1}, {}, "learning_rate"),

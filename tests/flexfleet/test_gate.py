@@ -17,7 +17,7 @@ from flexfleet.experiments.nightly_gate import OF_MACHINE, LabelFigures, Nightly
 from flexfleet.experiments.nightly_verdict import HIGHER, PASSED, REFERENCE, Check
 
 DIGITS = nightly_suite.FOLDER / "digits.yaml"
-THRESHOLDS = nightly_suite.load(DIGITS).thresholds
+THRESHOLDS = nightly_suite.read_suite(DIGITS, nightly_suite.NightlySuite).thresholds
 HERE, THERE = {"cpu": "here"}, {"cpu": "there"}
 Values = Mapping[str, Sequence[float]]
 
@@ -88,7 +88,7 @@ def test_slow_decline_fails_against_the_reference() -> None:
 
 # -------------------------------------------------------------------------------------------- the digits suite
 def test_task_digest_ignores_the_algorithms_options() -> None:
-    asked = nightly_suite.load(DIGITS)
+    asked = nightly_suite.read_suite(DIGITS, nightly_suite.NightlySuite)
     before = nightly_suite.task_of(asked, "uneven", "all_large")
     for key, same in (("all_large:training.lr", False), ("all_large:algorithm.eligible", True)):
         case = asked.cases["uneven"]

@@ -155,7 +155,10 @@ def test_worse_learning_fails_the_gate(place: Place, kind: str, case: str, reaso
     asked["cases"] = {case: {**about, "algorithms": f"flexfl=planted:{kind}"}}
     path = place.folder / f"{kind}.yaml"
     path.write_text(yaml.safe_dump(asked))
-    reference, task = NightlyFigures.read(DIGITS.with_suffix(".json")), nightly_suite.load(path)
+    reference, task = (
+        NightlyFigures.read(DIGITS.with_suffix(".json")),
+        nightly_suite.read_suite(path, nightly_suite.NightlySuite),
+    )
     of = reference.labels[f"{case}/flexfl"].model_copy(update={"task": nightly_suite.task_of(task, case, "flexfl")})
     reference.model_copy(update={"labels": {f"{case}/flexfl": of}}).write(path.with_suffix(".json"))
     argv = ("regress", "--suite", str(path), "--id", kind, "--jobs", "2", "--json")

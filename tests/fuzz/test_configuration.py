@@ -150,7 +150,7 @@ SUITE = (ROOT / "flexfleet" / "experiments" / "nightly_suites" / "digits.yaml").
 def test_a_suite_is_read_or_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(content)
-    found = answer(lambda: nightly_suite.load(path), "mine.yaml", kind=ConfigError)
+    found = answer(lambda: nightly_suite.read_suite(path, nightly_suite.NightlySuite), "mine.yaml", kind=ConfigError)
     if found is not None:
         settings = [*found.settings, *(key for case in found.cases.values() for key in case.settings)]
         named = (*words(*settings), "--set", "algorithms", "seeds", "id", "label", "mine", *settings)
