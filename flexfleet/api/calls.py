@@ -121,9 +121,11 @@ def run_watched(
     return result(folder)
 
 
-def find_folder(name: str | Path, file: str) -> Path:
+def find_folder(name: Any, file: str) -> Path:
     """Return the path of the folder `name`, which is in the working directory or in `runs`. If both folders exist,
-    return the folder that contains `file`. Raises ConfigError if the folder does not exist."""
+    return the folder that contains `file`. `name` can also be an object with a folder, such as a `Result`. Raises
+    ConfigError if the folder does not exist."""
+    name = getattr(name, "folder", name)
     if not isinstance(name, str | Path):
         raise ConfigError(f"a run, comparison or study must be a folder or a name, got {name!r}")
     places = [path_of(name), DEFAULT_STORE / name]

@@ -179,8 +179,6 @@ def load_comparison(comparison: str | Path | Comparison) -> Comparison:
     Examples:
         >>> flexfleet.load_comparison("runs/compare-a").table
     """
-    if isinstance(comparison, Comparison):
-        return Comparison(comparison.folder)
     return Comparison(find_folder(comparison, "comparison.json"))
 
 

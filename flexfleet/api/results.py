@@ -439,4 +439,4 @@ def load(run: str | Path | Result) -> Result:
     Examples:
         >>> flexfleet.load("runs/a").history
     """
-    return Result(run.folder if isinstance(run, Result) else find_folder(run, "run.json"))
+    return Result(find_folder(run, "run.json"))

@@ -189,4 +189,4 @@ def load_study(study: str | Path | Study) -> Study:
     Examples:
         >>> flexfleet.load_study("runs/tune-a").best
     """
-    return Study(study.folder if isinstance(study, Study) else find_folder(study, "tune.json"))
+    return Study(find_folder(study, "tune.json"))

@@ -41,11 +41,12 @@ def compare(args: argparse.Namespace) -> None:
     references: list[PlannedRun] = []
     if args.suite is not None:
         load_suite = partial(load_config, args.config, stored=True)
-        suite, picked = published_suites.load(args.suite), (args.algorithms, args.seeds, args.set, load_suite, name)
+        suite = published_suites.load(args.suite)
         trust([*map(read_file, args.config or ()), args.set])  # trust only the user's settings, not the suite's classes
         to = to or suite.to
-        runs = published_suites.entries_of(suite, *picked, factors)
-        references = [] if args.central else published_suites.central_of(suite, *picked)
+        picked = (args.algorithms, args.seeds, args.set, load_suite, name, factors)
+        runs, references = published_suites.entries_of(suite, *picked)
+        references = [] if args.central else references
     elif args.algorithms is not None:
         labels = comparison_runs.label_overrides(comparison_runs.labels_of(args.algorithms), args.set)
         comparison_runs.check_factors(factors, args.set)

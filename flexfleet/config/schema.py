@@ -238,15 +238,8 @@ class TuneConfig(Section):
     """Total number of complete and pruned trials of all workers."""
     metric: Literal["avg", "full"] = "avg"
     """Metric to optimize: its value in the last round, averaged over `seeds`."""
-    seeds: tuple[int, ...] = (0,)
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     """Seeds for the runs of each trial."""
-
-    @field_validator("seeds")
-    @classmethod
-    def _at_least_one(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if not value:
-            raise ValueError("must contain at least one seed, such as [0]")
-        return value
 
     held_out: tuple[int, ...] = (100, 101, 102)
     """Seeds for the final comparison between the best setting and the default."""

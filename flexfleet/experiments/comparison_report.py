@@ -2,6 +2,9 @@
 
 comparison.json contains all results, comparison.md contains the tables, and comparison.svg contains the curves.
 comparison.html contains tables, curves and the settings of the runs.
+
+The rows of interest are the first variant and the best of the other variants with the same data and network. With three
+or more seeds, the answer states the result of the paired test between the two rows.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ from fl_engine.datasets import stored_data
 from fl_engine.storage.store import FolderStore
 from flexfleet.config.comparison_runs import PlannedRun
 from flexfleet.experiments import ranking
-from flexfleet.experiments.comparison_answer import answer, rows_of_interest
-from flexfleet.experiments.comparison_file import Central, ComparisonFile, Figures, further
-from flexfleet.experiments.comparison_tables import COST, REFERENCE, differences, factors, tables
+from flexfleet.experiments.comparison_file import Central, ComparisonFile, Figures, Spread, Summary, by_case, further
+from flexfleet.experiments.comparison_tables import COST, REFERENCE, differences, factors, failed, fine, seconds, tables
 from flexfleet.experiments.summarise import Runs, clock, read, summarise
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
+from flexfleet.reports.answer import Answer, Metric, Standing, compared, count, interest, named, tiles
 from flexfleet.reports.figure import colours_of
 from flexfleet.reports.finished_run import plain
 from flexfleet.reports.page import NONE, PageSection, Table, escaped
@@ -92,6 +95,59 @@ def tabulate(
     return comparison if mlflow is None else log(comparison, mlflow, out)
 
 
+# ------------------------------------------------------------------------------------------------ the answer
+def answer(c: ComparisonFile) -> Answer:
+    """Return the sentence and the tiles with which the terminal, the page and the Markdown file begin."""
+    metric, two = metric_of(c), [_standing(c, label) for label in rows_of_interest(c)]
+    main, other = two[0], two[1] if len(two) > 1 else None
+    seeds, of = count(len(c.seeds), "seed"), "clients_mean" if metric.on_clients else "avg"
+    if cases := [case for case in by_case(c.results) if len(case.labels) > 1]:
+        ranked = {case.labels: case.first.get(of) for case in c.cases}
+        best = [max(case.labels, key=lambda label: _value(c.results[label], metric)) for case in cases]
+        won = [(first := ranked.get(case.labels)) is not None and first.first for case in cases]
+        shown = ", ".join(f"{label} ({case})" for label, case in list(zip(best, cases, strict=True))[:3])
+        more = ", and others" if len(cases) > 3 else ""
+        how = f"significantly in {sum(won)} of {len(cases)} cases, {seeds}" if c.cases else f"{seeds}, not tested"
+        sentence = f"Highest {metric.measure.name} in each case: {shown}{more}; {how}"
+    elif other is not None:
+        first = (c.first or {}).get(of)
+        pair = {main.label, other.label}
+        behind = first.behind[(pair - {first.highest}).pop()] if first and first.highest in pair else None
+        p, apart = (behind.p_holm, behind.apart) if behind else (None, False)
+        sentence = compared(main, other, metric, len(c.seeds), p, apart)
+    else:
+        after = f"after {count(main.rounds, 'round')} with {main.mb:,.1f} MB"
+        sentence = f"{main.name} reaches {metric.score(main.value)} {after}; {seeds}"
+    timed = c.results[main.label].seconds_simulated is not None
+    return Answer(c.id, sentence, tiles(metric, main, other, "time, simulated" if timed else "time"))
+
+
+def metric_of(c: ComparisonFile) -> Metric:
+    results = c.results.values()
+    on_clients = all(r.clients_mean is not None for r in results)
+    return Metric(Measure(c.metric), on_clients, any(r.kept_by_clients for r in results))
+
+
+def rows_of_interest(c: ComparisonFile) -> tuple[str, ...]:
+    """Return the labels of the first variant and of the best other variant with the same data and network."""
+    metric, first = metric_of(c), c.labels[0]
+    labels = next((case.labels for case in by_case(c.results) if first in case.labels), c.labels)
+    return interest({label: _value(c.results[label], metric) for label in labels})
+
+
+def _value(r: Summary, metric: Metric) -> float:
+    return r.clients_mean.mean if metric.on_clients and r.clients_mean is not None else r.last.avg.mean
+
+
+def _standing(c: ComparisonFile, label: str) -> Standing:
+    r, metric = c.results[label], metric_of(c)
+    sent, time = r.mb_down.mean + r.mb_up.mean, r.seconds if r.seconds_simulated is None else r.seconds_simulated
+    value, (shown_sent, shown_time) = _value(r, metric), (Spread(mean=mean, std=None) for mean in (sent, time.mean))
+    shown = (metric.measure.with_unit(value), f"{fine(shown_sent)} MB", f"{seconds(shown_time)} s", failed(r))
+    name = named(label, r.algorithm, r.settings.get("eligible"))
+    return Standing(label, name, value, r.last.round.mean, sent, shown)
+
+
 # ------------------------------------------------------------------------------------------------ sentences
 def title(c: ComparisonFile) -> str:
     def values(key: str) -> str:
@@ -99,8 +155,8 @@ def title(c: ComparisonFile) -> str:
         return " or ".join(dict.fromkeys(c.called.get(plain(value), plain(value)) for value in found))
 
     dataset, model, rule, clients = map(values, BRIEF)
-    seconds = c.settings.get("rounds.stop_simulated_s")
-    length = f"{c.rounds} rounds" if seconds is None else f"{seconds:g} simulated s, up to {c.rounds} rounds"
+    limit = c.settings.get("rounds.stop_simulated_s")
+    length = f"{c.rounds} rounds" if limit is None else f"{limit:g} simulated s, up to {c.rounds} rounds"
     return f"{model} on {dataset}, {clients} clients ({rule}), {length}"
 
 
@@ -188,22 +244,22 @@ def draw(runs: Runs, two: Sequence[str], central: Central | None = None) -> dict
     models, a second figure plots the clients' metrics. `two` are the labels of the rows of interest."""
     measure = next(iter(runs.values()))[0].measure
     reference = None if central is None else (REFERENCE, central.full.mean)
-    curves, clocks = _curves(runs, "avg", "full"), _clocks(runs, "full")
+    curves, clocks = _curves(runs, "avg", "full")
     drawings = {"comparison.svg": plots.comparison(curves, two, "comparison", measure, reference, clocks)}
-    clients, tenth = _curves(runs, "on_clients/mean", "on_clients/p10"), "on_clients/p10"
+    clients, times = _curves(runs, "on_clients/mean", "on_clients/p10")
     if all(mean for _, mean, _ in clients):
         names = ("mean of the clients", "10th percentile")
-        drawings[CLIENTS_FILE] = plots.comparison(clients, two, "clients", measure, None, _clocks(runs, tenth), names)
+        drawings[CLIENTS_FILE] = plots.comparison(clients, two, "clients", measure, None, times, names)
     return drawings
 
 
-def _curves(runs: Runs, solid: str, dashed: str) -> list[tuple[str, plots.Points, plots.Points]]:
+def _curves(
+    runs: Runs, solid: str, dashed: str
+) -> tuple[list[tuple[str, plots.Points, plots.Points]], dict[str, list[float]]]:
+    """Return the points of two metrics for each variant, and the simulated seconds at the points of `dashed`."""
     rows = {label: [run.rows for run in each] for label, each in runs.items()}
-    return [(label, plots.curve(each, solid), plots.curve(each, dashed)) for label, each in rows.items()]
-
-
-def _clocks(runs: Runs, key: str) -> dict[str, list[float]]:
-    return {label: clock(each, key) for label, each in runs.items()}
+    curves = [(label, plots.curve(each, solid), plots.curve(each, dashed)) for label, each in rows.items()]
+    return curves, {label: clock(each, dashed) for label, each in runs.items()}
 
 
 def page(c: ComparisonFile, drawings: Mapping[str, str]) -> str:

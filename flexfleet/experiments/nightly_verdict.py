@@ -103,10 +103,10 @@ def _change(name: str, checks: Sequence[Check]) -> Tile:
     if not checks:
         return Tile(f"{name or 'metric'}, worst change", NONE)
     worst = _worst(checks)
-    measure, change = Measure(worst.measured), worst.now - worst.before
+    change = worst.now - worst.before
     shown = f"{100 * change / worst.before:+.1f} %" if worst.before else f"{change:+.3g}"
     if worst.metric in HIGHER:
-        shown = measure.number(change, "+") + (" points" if measure.unit else "")
+        shown = Measure(worst.measured).points(change)
     return Tile(f"{name or worst.measured}, worst change", shown, worst.label)
 
 

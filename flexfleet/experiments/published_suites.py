@@ -166,8 +166,9 @@ def entries_of(
     load: Callable[[Overrides], Config],
     id: str,
     factors: Mapping[str, Sequence[Any]] | None = None,
-) -> list[PlannedRun]:
-    """Plan the runs of a suite. Raises ConfigError.
+) -> tuple[list[PlannedRun], list[PlannedRun]]:
+    """Plan the runs of a suite, and one central training for each seed, with the settings that apply to all rows. The
+    second list is empty if the suite has no central trainings, or if `only` excludes them. Raises ConfigError.
 
     Args:
         only: Comma-separated rows, cases or labels (ROW-CASE); None for all. The name `central` selects the reference.
@@ -203,7 +204,12 @@ def entries_of(
     by_label(suite.settings, ())
     chosen = label_overrides(algorithms, given)
     merged = {label: on_top(on_top(suite.settings, own[label]), chosen[label]) for label in wanted}
-    return entries_from(merged, seeds_of(seeds) if seeds else suite.seeds, load, id, factors)
+    numbers = seeds_of(seeds) if seeds else suite.seeds
+    runs = entries_from(merged, numbers, load, id, factors)
+    if not suite.central or (only is not None and LABEL not in _named(only)):
+        return runs, []
+    common = on_top(suite.settings, {key: value for key, value in overrides.items() if ":" not in key})
+    return runs, entries_from(label_overrides({LABEL: "all_large"}, common), numbers, load, id)
 
 
 def _labels(name: str, made: Mapping[str, tuple[str, str | None]]) -> list[str]:
@@ -212,23 +218,6 @@ def _labels(name: str, made: Mapping[str, tuple[str, str | None]]) -> list[str]:
         return found
     known = [*made, *(part for pair in made.values() for part in pair if part is not None)]
     raise ConfigError(f"the suite does not have {name!r}{nearest(name, dict.fromkeys(known))}", code="config.unknown")
-
-
-def central_of(
-    suite: PaperSuite,
-    only: str | None,
-    seeds: str | None,
-    overrides: Overrides,
-    load: Callable[[Overrides], Config],
-    id: str,
-) -> list[PlannedRun]:
-    """Plan one central training for each seed of a suite, with the settings that apply to all rows. Returns an empty
-    list if `only` excludes the reference."""
-    if not suite.central or (only is not None and LABEL not in _named(only)):
-        return []
-    common = on_top(suite.settings, {key: value for key, value in overrides.items() if ":" not in key})
-    labels = label_overrides({LABEL: "all_large"}, common)
-    return entries_from(labels, seeds_of(seeds) if seeds else suite.seeds, load, id)
 
 
 def _named(only: str) -> list[str]:

@@ -119,7 +119,7 @@ def headline(tuned: Tuned) -> str:
         return found + (": the best setting diverges on a held-out seed" if best is None else f" in {trials}")
     if gain < 0:
         return f"{found}: the best of {trials} is {metric.gap(gain)} it ({how})"
-    return f"{found}: {points(tuned, gain)} may be noise ({how}); add seeds to tune.held_out"
+    return f"{found}: {tuned.measure.points(gain)} may be noise ({how}); add seeds to tune.held_out"
 
 
 def answer(tuned: Tuned) -> Answer:
@@ -127,7 +127,7 @@ def answer(tuned: Tuned) -> Answer:
     counts, shown = tuned.trials, tuned.measure.with_unit
     default = "" if tuned.default_value is None else f"default {shown(tuned.default_value)}"
     seeds, failed = ", ".join(map(str, tuned.held_out["seeds"])), counts["infeasible"] + counts["diverged"]
-    gain = NONE if tuned.gain is None else points(tuned, tuned.gain)
+    gain = NONE if tuned.gain is None else tuned.measure.points(tuned.gain)
     return Answer(
         tuned.id,
         headline(tuned),
@@ -138,11 +138,6 @@ def answer(tuned: Tuned) -> Answer:
             Tile("failed trials", str(failed), f"{counts['infeasible']} infeasible, {counts['diverged']} diverged"),
         ],
     )
-
-
-def points(tuned: Tuned, gain: float) -> str:
-    """Format a gain as `+2.50 points` for an accuracy, and as `+0.0250` for other metrics."""
-    return tuned.measure.number(gain, "+") + (" points" if tuned.measure.unit else "")
 
 
 def _lines(tuned: Tuned) -> list[str]:
@@ -162,7 +157,7 @@ def _lines(tuned: Tuned) -> list[str]:
         compared = "a run diverged"
         if best and default and tuned.gain is not None:
             means = measure.with_unit(mean(best)), measure.with_unit(mean(default))
-            compared = f"{means[0]} against {means[1]}, {points(tuned, tuned.gain)}"
+            compared = f"{means[0]} against {means[1]}, {measure.points(tuned.gain)}"
             if test := tested(best, default):
                 low, high = (measure.number(test.mean + side * test.half, "+") for side in (-1, 1))
                 compared += f" (95 % interval {low} to {high})"

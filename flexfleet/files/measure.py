@@ -45,6 +45,10 @@ class Measure:
         """Format the value without its unit, as `58.60` or `0.5860`. With sign='+', positive values begin with `+`."""
         return f"{self.scale * value:{sign}.{2 if self.unit else 4}f}"
 
+    def points(self, change: float) -> str:
+        """Format a change as `+2.50 points` for an accuracy, and as `+0.0250` for other metrics."""
+        return self.number(change, "+") + (" points" if self.unit else "")
+
     def with_unit(self, value: float) -> str:
         return f"{self.number(value)} {self.unit}".rstrip()
 

@@ -140,7 +140,6 @@ def study(
     importances: Mapping[str, float],
     logarithmic: Sequence[str],
     labels: Mapping[str, str],
-    name: str = "study",
     measure: Measure = ACCURACY,
 ) -> dict[str, str]:
     """Plot the trials of a study (number, value, parameters), and return {title: figure}. The figures show the value of
@@ -188,7 +187,7 @@ def study(
         **{f"Values of the trials over {labels[path]}": slice(path) for path in names},
     }
     return {
-        title: drawing(f"{name}-{i}", title, 3.0, paint, width=5.0) for i, (title, paint) in enumerate(paints.items())
+        title: drawing(f"study-{i}", title, 3.0, paint, width=5.0) for i, (title, paint) in enumerate(paints.items())
     }
 
 

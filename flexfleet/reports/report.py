@@ -54,14 +54,12 @@ def answer(runs: Sequence[FinishedRun]) -> Answer:
     elif other is not None and not differences(runs):
         sentence = compared(main, other, metric, seeds=1)
     else:
-        reached = f"{main.name} reaches {metric.score(main.value)} after {count(main.rounds, 'round')}"
+        tally = runs[0].tally
+        alone = f" with {main.shown[1]}; {tally if tally.failed else 'no update failed'}"
         apart = "; the runs differ in more than the algorithm, so they are not compared"
-        sentence = reached + (apart if len(runs) > 1 else f" with {main.shown[1]}; {_failures(runs[0])}")
+        sentence = f"{main.name} reaches {metric.score(main.value)} after {count(main.rounds, 'round')}"
+        sentence += apart if len(runs) > 1 else alone
     return Answer(", ".join(run.file.run_id for run in runs), sentence, tiles(metric, main, other))
-
-
-def _failures(run: FinishedRun) -> str:
-    return str(run.tally) if run.tally.failed else "no update failed"
 
 
 def rows_of_interest(runs: Sequence[FinishedRun]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flexfleet.experiments import comparison_report
-from flexfleet.experiments.comparison_answer import answer, rows_of_interest
+from flexfleet.experiments.comparison_report import answer, rows_of_interest
 from flexfleet.files.measure import Measure
 from flexfleet.reports import report
 from flexfleet.reports.answer import Metric, Standing, compared, named, p_value, traffic

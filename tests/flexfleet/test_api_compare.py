@@ -201,7 +201,7 @@ def test_factor_replaces_a_suites_setting() -> None:
     suite = PaperSuite(seeds=(3,), settings={"training.lr": 0.9, "training.momentum": 0.1}, rows=rows)
     section = suite.model_copy(update={"settings": {"training": {"lr": 0.9, "momentum": 0.1}}})
     for each in (suite, section):
-        found = published_suites.entries_of(
+        found, _ = published_suites.entries_of(
             each, None, None, {}, partial(load_config, None), "unused", {"training.lr": [0.1, 0.2]}
         )
         rates = {entry.label: (entry.config.training.lr, entry.config.training.momentum) for entry in found}

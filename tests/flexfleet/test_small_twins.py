@@ -116,14 +116,14 @@ def test_a_small_twin_runs(name: str, root: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLEXFLEET_DATA", str(root))
     suite, read = published_suites.load(name), partial(load_config, None)
-    given = published_suites.entries_of(suite, None, "0", {}, read, "twin")
+    given, _ = published_suites.entries_of(suite, None, "0", {}, read, "twin")
     for data in {entry.config.dataset.name for entry in given} & set(FILES):
         load, files = reader(data, root), ()
         monkeypatch.setitem(DATASETS, data, replace(DATASETS[data], load=load, files=files))
     sets: dict[str, Any] = {f"{e.label}:{path}": v for e in given for path, v in smaller(e.config).items()}
     # To choose a strategy takes longer than to train so little.
     sets |= {"rounds.stop": 2, "run.strategy": "single", "tracking.mlflow": None}
-    runs = published_suites.entries_of(suite, None, "0", sets, read, "twin")
+    runs, _ = published_suites.entries_of(suite, None, "0", sets, read, "twin")
     found = run_comparison(runs, "twin", to=suite.to, execute=one_by_one)
     assert set(found.results) == set(suite.made()) and found.rounds == 2
     table = Path("runs/twin/comparison.md").read_text().replace("**", "")  # Two labels are bold.
