@@ -79,17 +79,27 @@ def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
     """Run the commands as processes, and return {command name: exit code}. Exit code 128 + n means that signal n ended
     the process. While a run is trained, its first round and then one round in ten is logged.
 
-    SIGTERM, SIGHUP (from a closed terminal) and Ctrl-C are forwarded to the running processes. After such a signal, no
-    new process starts. Stopped or KeyboardInterrupt is raised when all processes have ended. After other errors, all
-    processes are killed. If this process is killed, the processes stop (`signals.end_with_starter`).
+    Ctrl-C is forwarded to the running processes as SIGINT, and SIGTERM and SIGHUP (from a closed terminal) as SIGTERM.
+    After such a signal, no new process starts. Stopped or KeyboardInterrupt is raised when all processes have ended.
+    After other errors, all processes are killed. If this process is killed, the processes stop
+    (`signals.end_with_starter`).
     """
     codes: dict[str, int] = {}
     waiting = list(commands)
     running: dict[Command, tuple[subprocess.Popen[bytes], float]] = {}
     rounds: dict[Command, _Rounds] = {}
+    received: list[int] = []
+
+    def pass_on(signum: int, _: object) -> None:
+        """Forward a signal. A process stops cleanly after one signal, and immediately after a second Ctrl-C."""
+        passed = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
+        received.append(passed)
+        for process, _started in list(running.values()):
+            process.send_signal(passed)
+
     watched, held = os.pipe()
     try:
-        with _forwarding_signals(running) as received:
+        with handled(pass_on):
             while running or (waiting and not received):
                 while waiting and len(running) < at_once and not received:
                     command = waiting.pop(0)
@@ -205,22 +215,6 @@ def _log_end(command: Command, codes: dict[str, int], total: int, seconds: float
     code = codes[command.name]
     how = "finished" if code == 0 else f"ended with exit code {code}, see {command.log},"
     log.info("%s %s after %.1f s (%d of %d)", command.name, how, seconds, len(codes), total)
-
-
-@contextmanager
-def _forwarding_signals(running: dict[Command, tuple[subprocess.Popen[bytes], float]]) -> Iterator[list[int]]:
-    """Forward Ctrl-C as SIGINT and other signals as SIGTERM to the running processes, and yield the list of forwarded
-    signals. A process stops cleanly after one signal, and immediately after a second Ctrl-C."""
-    received: list[int] = []
-
-    def pass_on(signum: int, _: object) -> None:
-        passed = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
-        received.append(passed)
-        for process, _started in list(running.values()):
-            process.send_signal(passed)
-
-    with handled(pass_on):
-        yield received
 
 
 def report_failures(codes: Mapping[str, int], commands: Sequence[Command]) -> str:

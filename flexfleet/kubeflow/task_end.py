@@ -65,20 +65,14 @@ def ending(again: str, form: Mapping[str, Any] = MappingProxyType({})) -> Iterat
         retry = f"To continue, choose Retry of this run in Kubeflow's UI, or start another run with the same {again}."
         lines.append(f"  {ADVICE.get(known.exit_code, retry)}")
         if not isinstance(known, GateFailed):  # `decide` has already sent the verdict to the webhook
-            _call_webhook(" ".join(" ".join(lines).split()), form)
+            from flexfleet.experiments import webhook
+
+            # Only nightly regression runs have a webhook. Without this call, no task would report a verdict.
+            what = "A task of the nightly regression run failed. There is no verdict unless a retry succeeds."
+            cause = " ".join(" ".join(lines).split())
+            webhook.call(f"{what} Pipeline run {form.get('job_id', 'unknown')}: {cause}")
         print("\n".join(lines), file=sys.stderr, flush=True)
         sys.exit(known.exit_code)
-
-
-def _call_webhook(error: str, form: Mapping[str, Any]) -> None:
-    """In a nightly regression run, report the error to the webhook, because no later task reports a verdict. Other
-    pipelines do not have a webhook. A failure is not reported if the task is killed or never starts."""
-    from flexfleet.experiments import webhook
-
-    webhook.call(
-        "A task of the nightly regression run failed. There is no verdict unless a retry succeeds. Pipeline run "
-        f"{form.get('job_id', 'unknown')}: {error}"
-    )
 
 
 def patiently(call: Callable[[], T], waits_s: Sequence[float] = WAITS_S, fresh_s: float = FRESH_S) -> T:

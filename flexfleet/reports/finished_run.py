@@ -28,8 +28,6 @@ from flexfleet.files.run_folder import check_inputs, check_is_folder, check_mani
 from flexfleet.files.run_status import Tally, tally_of
 from flexfleet.reports import precisions
 
-NEEDED = ("run.json", "history.json", "evaluation.json", "pool/pool.json", "partition/partition.json")
-"""Files that the folder of a finished run must contain."""
 COMPARED = (Moves.RESULT, Moves.LENGTH, Moves.ANSWERS)
 """Kinds of parameters that should have the same value in compared runs. Parameters of the algorithm are excluded."""
 
@@ -85,9 +83,9 @@ def load(folder: Path) -> FinishedRun:
     invalid."""
     check_is_folder(folder)
     check_manifest(folder)
-    if missing := [name for name in NEEDED if not (folder / name).is_file()]:
+    if not (folder / "evaluation.json").is_file():
         raise IntegrityError(
-            f"{folder} is not a finished run: {', '.join(missing)} does not exist. Finish the run with "
+            f"{folder} is not a finished run: evaluation.json does not exist. Finish the run with "
             "`flexfleet run --resume` and the same --run-id"
         )
     file, history = RunFile.read(folder / "run.json"), History.read(folder / "history.json")

@@ -15,13 +15,6 @@ NONE = "\N{EN DASH}"
 """Cell without a value."""
 
 
-class Drawing(str):
-    """An SVG element. Templates insert SVG elements unchanged and escape all other strings."""
-
-    def __html__(self) -> str:
-        return self
-
-
 @dataclass(frozen=True)
 class Table:
     title: str
@@ -113,5 +106,5 @@ def render(name: str, filters: Mapping[str, Callable[..., Any]] = MappingProxyTy
     templates = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    templates.filters |= {"drawing": Drawing, "unbroken": unbroken, **filters}
+    templates.filters |= {"unbroken": unbroken, **filters}
     return str(templates.get_template(name).render(**values))

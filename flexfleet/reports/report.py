@@ -16,7 +16,7 @@ from flexfleet.reports import failures, plots, precisions
 from flexfleet.reports.answer import Answer, Metric, Standing, compared, count, interest, named, tiles
 from flexfleet.reports.figure import colours_of
 from flexfleet.reports.finished_run import FinishedRun, differences, labels, measure_of, plain
-from flexfleet.reports.page import NONE, Drawing, Table, render
+from flexfleet.reports.page import NONE, Table, render
 
 CLASSES = 26
 """Maximum number of classes for which a confusion matrix is shown. Larger matrices would not be readable."""
@@ -124,10 +124,6 @@ def report(runs: Sequence[FinishedRun], out: Path) -> Path:
     return out
 
 
-FILTERS = {"percent": percent, "mb": mb, "plain": plain, "short_seconds": short_seconds}
-"""Map the names of the filters in report.html to functions."""
-
-
 def _page(runs: Sequence[FinishedRun]) -> str:
     names, measure = labels(runs), measure_of(runs)
     two = rows_of_interest(runs)
@@ -138,7 +134,7 @@ def _page(runs: Sequence[FinishedRun]) -> str:
     further = [Measure(name) for name in dict.fromkeys(name for run in runs for name in run.evaluation.further)]
     return render(
         "report.html",
-        FILTERS,
+        {"percent": percent, "mb": mb, "plain": plain, "short_seconds": short_seconds},
         kind="report",
         answer=answer(runs),
         lines=dict.fromkeys(f"{run.dataset} · {run.pool.model}" for run in runs),
@@ -147,7 +143,7 @@ def _page(runs: Sequence[FinishedRun]) -> str:
         summary=_summary(names, runs, further),
         parts=[_part(i, names, runs, two) for i in range(len(runs))],
         differences=differences(runs),
-        curves=Drawing(plots.comparison(curves, two, measure=measure)),
+        curves=plots.comparison(curves, two, measure=measure),
         any_timed=any(run.uniformity is not None for run in runs),
         dash=NONE,
     )
@@ -178,20 +174,10 @@ def _part(i: int, names: Sequence[str], runs: Sequence[FinishedRun], two: Sequen
     colours, counts = plots.level_colours(levels), run.partition.class_counts
     # If runs have the same partition, plot it only for the first of them.
     owner = next(n for n, r in zip(names, runs, strict=True) if r.file.partition_sha256 == run.file.partition_sha256)
-    counted = any(run.partition.client_samples)  # With partition.rule=local, all counts are 0.
+    is_shown = owner == names[i] and any(run.partition.client_samples)  # With partition.rule=local, all counts are 0.
     histograms = run.evaluation.local_histogram
     alone = len(levels) == 1 and run.pool.levels[0].share == 1
-    drawings = {
-        "pool": None if alone else plots.pool_widths(run.pool, run.apoz, f"pool-{i}"),
-        "levels": plots.of_levels(
-            run.rows, levels, f"levels-{i}", run.measure, shared=run.file.forked.round if run.file.forked else 0
-        ),
-        "local": plots.local_accuracy(histograms, colours, f"local-{i}") if histograms else None,
-        "clients": plots.clients_per_round(run.rows, f"clients-{i}"),
-        "partition": plots.partition_map(counts, f"partition-{i}", run.partition.label)
-        if owner == names[i] and counted
-        else None,
-    }
+    shared = run.file.forked.round if run.file.forked else 0
     return {
         "label": names[i],
         "run": run,
@@ -207,7 +193,13 @@ def _part(i: int, names: Sequence[str], runs: Sequence[FinishedRun], two: Sequen
         "first_failures": [lines_of(each) for each in first_failures(run.rows)],
         "apoz": {layer.group: layer for layer in run.apoz.layers},
         "partition_of": None if owner == names[i] else owner,
-        "draw": {name: Drawing(svg) if svg else None for name, svg in drawings.items()},
+        "draw": {
+            "pool": None if alone else plots.pool_widths(run.pool, run.apoz, f"pool-{i}"),
+            "levels": plots.of_levels(run.rows, levels, f"levels-{i}", run.measure, shared=shared),
+            "local": plots.local_accuracy(histograms, colours, f"local-{i}") if histograms else None,
+            "clients": plots.clients_per_round(run.rows, f"clients-{i}"),
+            "partition": plots.partition_map(counts, f"partition-{i}", run.partition.label) if is_shown else None,
+        },
     }
 
 
