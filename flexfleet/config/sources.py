@@ -8,12 +8,11 @@ object again and resume a run.
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 import types
 from collections.abc import Collection, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -74,49 +73,7 @@ def _digest(name: str) -> str:
     file = getattr(sys.modules[module_name], "__file__", None)
     if module_name != MAIN and file is not None and Path(file).is_file():
         return sha256(Path(file).read_bytes())
-    return sha256("\n".join(map(_source, _used_by(value))).encode())
-
-
-def _used_by(value: Any) -> list[Any]:
-    """Return the class or function, its base classes, and all classes and functions that it uses from its module."""
-    found, left = dict[str, Any](), [value]
-    while left:
-        each = left.pop()
-        if not isinstance(each, type | types.FunctionType):
-            each = type(each)
-        if each.__module__ != value.__module__ or each.__qualname__ in found:
-            continue
-        found[each.__qualname__] = each
-        known = vars(sys.modules[each.__module__])
-        names = [name for function in _functions(each) for name in names_in(function.__code__)]
-        if isinstance(each, type):
-            names += [getattr(member, "__qualname__", "") for member in vars(each).values()]
-            left.extend(each.__mro__[1:])
-        left.extend(known[name] for name in names if isinstance(known.get(name), type | types.FunctionType))
-    return [found[name] for name in sorted(found)]
-
-
-def _functions(value: Any) -> list[types.FunctionType]:
-    """Return the functions in `value`: the function itself, or all methods and property functions of a class."""
-    members = [vars(value)[name] for name in sorted(vars(value))] if isinstance(value, type) else [value]
-    inner = [getattr(each, "__func__", getattr(each, "fget", each)) for each in members]
-    return [each for each in inner if isinstance(each, types.FunctionType)]
-
-
-def _source(value: type | types.FunctionType) -> str:
-    """Return the source code of a function. For a class, return its bases, functions and plain attributes, because
-    Python cannot find the source code of a whole class in a notebook."""
-    texts = []
-    for function in _functions(value):
-        try:
-            texts.append(inspect.getsource(function))
-        except (OSError, TypeError):  # a decorator such as dataclass generated the function
-            texts.append(function.__qualname__)
-    if isinstance(value, type):
-        values = {name: each for name, each in vars(value).items() if not name.startswith("_")}
-        plain = {name: each for name, each in values.items() if isinstance(each, int | float | str | tuple | list)}
-        texts += [repr(value.__bases__), repr(sorted(plain.items()))]
-    return "\n".join(texts)
+    return _digest_of(value)
 
 
 # ------------------------------------------------------------------------------------------- local objects
@@ -124,7 +81,7 @@ def local_name(value: Any) -> str:
     """Register an object in this process under a name such as `__local__:Net_1a2b3c4d`, and return the name."""
     named = value.func if isinstance(value, partial) else value
     own = re.sub(r"\W", "", getattr(named, "__name__", type(named).__name__)) or "code"
-    name = f"{own}_{sha256(' '.join(_parts(value, {})).encode())[:DIGITS]}"
+    name = f"{own}_{_digest_of(value)[:DIGITS]}"
     setattr(sys.modules.setdefault(LOCAL, types.ModuleType(LOCAL)), name, value)
     return f"{LOCAL}:{name}"
 
@@ -140,6 +97,11 @@ def to_a_file(name: str, who: str) -> str:
         f"{own} is defined in this process only, so {who} cannot import it. Write {what} at the top level of a file "
         f"{file} (%%writefile {file} in a cell), and import it from there"
     )
+
+
+def _digest_of(value: Any) -> str:
+    """Return the sha256 of the code and the values of an object. Comments do not count."""
+    return sha256(" ".join(_parts(value, {})).encode())
 
 
 def _parts(value: Any, seen: dict[int, Any]) -> Iterator[str]:
@@ -178,13 +140,17 @@ def _inside(value: Any) -> list[Any]:
             held = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
             return [value.__code__, value.__defaults__, value.__kwdefaults__, *held, *used]
         case type():
-            hidden = ("__dict__", "__weakref__", "__module__", "__doc__", "_abc_impl")
+            hidden = ("__dict__", "__weakref__", "__module__", "__doc__", "_abc_impl", "__firstlineno__")
             return [value.__qualname__, value.__bases__, {n: v for n, v in vars(value).items() if n not in hidden}]
         case property():
             return [value.fget, value.fset]
         case staticmethod() | classmethod():
             return [value.__func__]
-        case dict() if type(value) is dict:
+        case cached_property():
+            return [value.func]
+        case types.UnionType():
+            return list(value.__args__)
+        case dict() | types.MappingProxyType() if type(value) in (dict, types.MappingProxyType):
             return [each for pair in value.items() for each in pair]
         case list() | tuple():
             return list(value)
@@ -197,7 +163,7 @@ def _inside(value: Any) -> list[Any]:
 
 def _is_fixed(module: str) -> bool:
     """Return whether the module belongs to flexfleet or to an installed package."""
-    return module.partition(".")[0] in OURS or (module in sys.modules and is_installed(module))
+    return module.partition(".")[0] in OURS or (module != MAIN and module in sys.modules and is_installed(module))
 
 
 def names_in(compiled: types.CodeType) -> list[str]:

@@ -281,6 +281,8 @@ def test_class_of_a_script_trains_without_running_it_again(tmp_path: Path) -> No
 
 SCRIPT = """\
 import sys, torch, flexfleet as ff
+from dataclasses import dataclass
+from functools import cached_property
 from torch import nn
 
 
@@ -288,8 +290,15 @@ def shift(x):
     return x + {shift}
 
 
+@dataclass
+class Factor:
+    value: float | None = {scale}
+
+
 class Base(nn.Module):
-    scale = {scale}
+    @cached_property
+    def scale(self):
+        return Factor().value
 
 
 class Block(Base):
