@@ -180,30 +180,23 @@ def _to_reach(c: ComparisonFile, measure: Measure) -> list[Table]:
     on_the_clock = all(r.seconds_simulated is not None for r in c.results.values())
     time = "simulated s" if on_the_clock else "real s"
     head = ("algorithm", "to reach", "seeds", "rounds", time, "MB down", "MB up")
-    tables = {
-        "avg": [(label, one) for label, r in c.results.items() for one in r.reached_avg],
-        "the full model": [(label, one) for label, r in c.results.items() for one in r.reached],
-    }
-    return [
-        Table(
-            f"Cost to reach {'an accuracy' if c.metric == 'accuracy' else c.metric} with {of}",
-            head,
-            tuple(
-                (
-                    label,
-                    f"{measure.scale * one.accuracy:g} {measure.unit}".rstrip(),
-                    f"{len(one.seeds)} of {len(c.seeds)}",
-                    count(one.rounds),
-                    seconds(one.seconds_simulated if on_the_clock else one.seconds),
-                    fine(one.mb_down),
-                    fine(one.mb_up),
-                )
-                for label, one in found
-            ),
-        )
-        for of, found in tables.items()
-        if found
-    ]
+    what, found = "an accuracy" if c.metric == "accuracy" else c.metric, []
+    for of, name in (("avg", "reached_avg"), ("the full model", "reached")):
+        rows = [
+            (
+                label,
+                f"{measure.scale * one.accuracy:g} {measure.unit}".rstrip(),
+                f"{len(one.seeds)} of {len(c.seeds)}",
+                count(one.rounds),
+                seconds(one.seconds_simulated if on_the_clock else one.seconds),
+                fine(one.mb_down),
+                fine(one.mb_up),
+            )
+            for label, r in c.results.items()
+            for one in getattr(r, name)
+        ]
+        found += [Table(f"Cost to reach {what} with {of}", head, rows)] if rows else []
+    return found
 
 
 # ------------------------------------------------------------------------------------------------- the cells

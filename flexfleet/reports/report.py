@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fl_engine.core.errors import ConfigError
+from fl_engine.core.fields import adapter
+from fl_engine.fleet import devices
+from fl_engine.fleet.devices import Tier
+from fl_engine.rounds.recorder import STAGES
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore
 from flexfleet.files.artifacts import ConfusionFile
 from flexfleet.files.measure import Measure, decimals
-from flexfleet.files.run_status import first_failures, lines_of
-from flexfleet.reports import failures, plots, precisions
+from flexfleet.files.run_status import QUORUM, REASONS, first_failures, lines_of
+from flexfleet.reports import plots, precisions
 from flexfleet.reports.answer import Answer, Metric, Standing, compared, count, interest, named, tiles
 from flexfleet.reports.figure import colours_of
 from flexfleet.reports.finished_run import FinishedRun, differences, labels, measure_of, plain
@@ -20,6 +25,8 @@ from flexfleet.reports.page import NONE, Table, render
 
 CLASSES = 26
 """Maximum number of classes for which a confusion matrix is shown. Larger matrices would not be readable."""
+MOST_CLIENTS = 20
+"""Maximum number of clients with failed updates that have a row of their own."""
 
 
 def table(runs: Sequence[FinishedRun]) -> str:
@@ -188,8 +195,8 @@ def _part(i: int, names: Sequence[str], runs: Sequence[FinishedRun], two: Sequen
         "confusion": _confusion(run),
         "precisions": precisions.as_table(run.precisions, NONE) if run.precisions else None,
         "refusals": precisions.refusals(run.precisions),
-        "failures": failures.as_table(run),
-        "codes": failures.meanings(run),
+        "failures": failures(run),
+        "codes": _meanings(run),
         "first_failures": [lines_of(each) for each in first_failures(run.rows)],
         "apoz": {layer.group: layer for layer in run.apoz.layers},
         "partition_of": None if owner == names[i] else owner,
@@ -222,3 +229,45 @@ def _confusion(run: FinishedRun) -> list[tuple[str, Sequence[Any], list[list[tup
 def _best_of(rows: Sequence[Row], key: str) -> Row | None:
     """Return the first round in which the metric `key` is highest. Return None if the metric was never measured."""
     return max((r for r in rows if key in r.metrics), key=lambda r: r.metrics[key], default=None)
+
+
+# ------------------------------------------------------------------------------------------- failed updates
+def failures(run: FinishedRun) -> Table | None:
+    """Return a table of the clients with failed or rejected updates. Clients with the most such updates come first.
+    Return None if all updates were merged, or if the run no longer has records of its clients."""
+    codes: dict[int, Counter[str]] = defaultdict(Counter)
+    asked = Counter[int]()
+    for (client, code), n in run.history.results.items():
+        asked[client] += n
+        if code:
+            codes[client][code] += n
+    if not codes:
+        return None
+    order, tiers = sorted(codes, key=lambda client: (-codes[client].total(), client)), _tiers(run)
+    # A single client fits into the last row, so do not replace it by a sum.
+    shown, rest = (order, []) if len(order) <= MOST_CLIENTS + 1 else (order[:MOST_CLIENTS], order[MOST_CLIENTS:])
+    groups = [(str(client), tiers.get(client, NONE), [client]) for client in shown]
+    groups += [(f"{len(rest)} more clients", NONE, rest)] if rest else []
+    rows = []
+    for name, tier, clients in groups:
+        found = sum((codes[client] for client in clients), Counter[str]())
+        reasons = ", ".join(f"{code}\N{NO-BREAK SPACE}{n}" for code, n in found.most_common())
+        rows.append((name, tier, f"{found.total()} of {sum(asked[client] for client in clients)}", reasons))
+    return Table("Updates that were not merged", ("client", "tier", "not merged", "reasons"), rows)
+
+
+def _meanings(run: FinishedRun) -> dict[str, str]:
+    """Map the code of each failure in the run to its meaning. Codes without a longer text are omitted."""
+    codes = sorted({code for _, code in run.history.results if code})
+    stages = {str(stage): REASONS[metric] for stage, metric in STAGES.items()} | {"quorum": QUORUM}
+    found = {code: stages.get(code) or REASONS.get(f"rejected/{code}", "") for code in codes}
+    return {code: meaning for code, meaning in found.items() if meaning}
+
+
+def _tiers(run: FinishedRun) -> dict[int, str]:
+    """Map each client to the tier of its device; empty if the configuration of the run does not contain tiers."""
+    if "fleet.tiers" not in run.config:
+        return {}
+    tiers = adapter(tuple[Tier, ...]).validate_python(run.config["fleet.tiers"])
+    fleet = devices.fleet(tiers, run.config["partition.clients"], run.config["seed"])
+    return {device.client: device.tier for device in fleet}

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from fl_engine.core.errors import ConfigError, IntegrityError
-from flexfleet.reports import failures
 from flexfleet.reports import report as r
 from flexfleet.reports.finished_run import differences, load, load_all
 from flexfleet.reports.page import NONE
@@ -89,7 +88,7 @@ def test_page_has_the_numbers_of_the_run_folders(html: str) -> None:
 def test_failures_are_counted_by_client_and_code(tmp_path: Path) -> None:
     sizes = {"fleet": {"tiers": [{"name": "weak", "share": 1.0, "memory": 50.0}]}, "partition": {"clients": 23}}
     run = write_run(tmp_path / "a", "flexfl", **sizes)
-    assert failures.as_table(load(run)) is None
+    assert r.failures(load(run)) is None
     file = run / "history.json"
     history = json.loads(file.read_text())
     norm, late = {"failure": "validate: norm: far", "code": "norm"}, {"failure": "straggle: late", "code": "straggle"}
@@ -97,7 +96,7 @@ def test_failures_are_counted_by_client_and_code(tmp_path: Path) -> None:
     history["rounds"][1]["clients"] = [{"client": 21, **norm}, {"client": 22}]
     history["rounds"][2]["clients"] = [{"client": 21, **late}]
     file.write_text(json.dumps(history))
-    table = failures.as_table(load(run))
+    table = r.failures(load(run))
     assert table is not None
     lines = [tuple(cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row) for row in table.rows]
     assert len(lines) == 21
