@@ -240,8 +240,7 @@ def paired(
     adjusted = dict(zip(tests, holm([1.0 if found is None else found.p for found in tests.values()]), strict=True))
     differences = tuple(x - y for x, y in zip(known[a], known[b], strict=True))
     mean, pair = fmean(differences), (a, b) if (a, b) in tests else (b, a)
-    found = tests[pair]
-    half, p = (None, None) if found is None else (found.half, found.p)
+    test = tests[pair]
     return Paired(
         a=a,
         b=b,
@@ -249,8 +248,8 @@ def paired(
         seeds=tuple(seeds),
         differences=differences,
         mean=mean,
-        interval=None if half is None else (mean - half, mean + half),
-        p=p,
-        p_holm=None if p is None else adjusted[pair],
+        interval=None if test is None else (mean - test.half, mean + test.half),
+        p=None if test is None else test.p,
+        p_holm=None if test is None else adjusted[pair],
         pairs=len(tests),
     )

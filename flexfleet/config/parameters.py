@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import yaml
 from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 from fl_engine.algorithms import ALGORITHMS, PRESETS
 from fl_engine.algorithms import CONTRACT as ALGORITHM
@@ -171,17 +172,8 @@ def _options(path: str, registry: Mapping[str, Any]) -> Iterator[Parameter]:
 
 def in_yaml(value: Any) -> str:
     """Format a value as YAML in one line."""
-    text = yaml.safe_dump(_plain(value), default_flow_style=True, sort_keys=False, width=10**6)
+    text = yaml.safe_dump(to_jsonable_python(value), default_flow_style=True, sort_keys=False, width=10**6)
     return text.removesuffix("...\n").strip()
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) or isinstance(value, BaseModel):
-        kind: Any = type(value)
-        return {name: _plain(getattr(value, name)) for name in hints(kind)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 # ------------------------------------------------------------------------------------------------- types
@@ -306,7 +298,7 @@ def params_yaml() -> str:
         text = f"{key}: {{name: {row.default}}}" if dot else f"{in_yaml(key)}: {row.default}"
         if row.name == "fleet.tiers":
             lines += _line("tiers:", row.meaning, "  ")
-            for tier in map(_plain, config.fleet.tiers):
+            for tier in map(to_jsonable_python, config.fleet.tiers):
                 lines.append(f"    - {in_yaml({name: each for name, each in tier.items() if each is not None})}")
         elif row.of or row.name == f"model.{INIT}":
             lines += _line(f"{in_yaml(key)}: {UNSET}", row.meaning, "  ", f"({row.default})")

@@ -245,10 +245,8 @@ def conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned:
     values = unchanged(config, space, pool)
     default = {path: value for path, value in values.items() if isinstance(value, bool | int | float | str)}
     default_value = next((t.value for t in complete if is_default(t)), None)
-    if config.tune.held_out:
-        better = not equal and beats(of_best, of_default)
-    else:
-        better = not equal and (default_value is None or best.value > default_value)
+    wins = default_value is None or best.value > default_value
+    better = not equal and (beats(of_best, of_default) if config.tune.held_out else wins)
     counts, b, d = Counter(each.outcome for each in ended), finite(of_best), finite(of_default)
     tuned = Tuned(
         id=study.study_name,

@@ -90,8 +90,7 @@ def _within(value: Any, range: Range) -> bool:
     if range.choices:
         return value in range.choices
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
-    assert range.low is not None and range.high is not None
-    return numeric and range.low <= value <= range.high
+    return numeric and (range.low or 0) <= value <= (range.high or 0)
 
 
 def symbols(config: Config, paths: Iterable[str]) -> dict[str, str]:

@@ -46,8 +46,6 @@ VARIABLES = (
     *(f"FLEXFLEET_{name}" for name in ("IMAGE", "DATA_CLAIM", "TASK_NODES", "TRAIN_GPU")),
     *(f"FLEXFLEET_{kind}_{what}" for kind, sizes in SIZES.items() for what in sizes),
 )
-ADAPTED = "# Adapted to its cluster by "
-"""Beginning of the comment line that lists the environment variables with which a file was adapted."""
 
 
 def names() -> list[str]:
@@ -77,7 +75,7 @@ def retarget(text: str, environment: Mapping[str, str]) -> str:
     pull_secrets = object_names("FLEXFLEET_PULL_SECRETS", environment)
     object_names("FLEXFLEET_PRIORITY_CLASS", environment, most=1)
     claim = environment.get("FLEXFLEET_DATA_CLAIM")
-    passed = {name: environment[name] for name in PASSED if environment.get(name)}
+    passed = {name: value for name, value in given.items() if name in PASSED}
     tasks = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     for key, executor in spec["deploymentSpec"]["executors"].items():
         if "container" not in executor:
@@ -104,7 +102,7 @@ def retarget(text: str, environment: Mapping[str, str]) -> str:
             settings["nodeSelector"] = {"labels": dict(nodes)}
     comments = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
     if given:
-        comments += f"{ADAPTED}{json.dumps(given, sort_keys=True)}\n"
+        comments += f"# Adapted to its cluster by {json.dumps(given, sort_keys=True)}\n"
     return comments + yaml.safe_dump_all([spec, platform], sort_keys=True, allow_unicode=True)
 
 
