@@ -1,11 +1,12 @@
-"""Read a configuration from files and overrides, check the configuration, and build its algorithm and codecs."""
+"""Read a configuration from files and overrides, check the configuration, and build its algorithm and codecs. List the
+values that a run uses, including the defaults of its algorithm and its network."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,31 +15,32 @@ from typing import Any
 import torch
 import yaml
 from pydantic import ValidationError
+from pydantic_core import to_jsonable_python
 
 from fl_engine.aggregation import privacy
 from fl_engine.algorithms import ALGORITHMS, CONTRACT, options_of
 from fl_engine.algorithms.training import Training
 from fl_engine.codecs import codec_of
-from fl_engine.core.allowed import check_wheel, trust, trusted
+from fl_engine.core.allowed import OURS, check_wheel, trust, trusted
 from fl_engine.core.clients import client_metrics
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, holds_password, masked, together
-from fl_engine.core.fields import adapter
+from fl_engine.core.fields import Moves, adapter
 from fl_engine.core.registry import check_names, resolve
 from fl_engine.core.system import install_command
 from fl_engine.core.text import check_plain, path_of, read_yaml
-from fl_engine.core.types import Codec, Codecs
+from fl_engine.core.types import Codec, Codecs, Pool
 from fl_engine.datasets import DATASETS
 from fl_engine.fleet.devices import Tier, named
 from fl_engine.models import MODELS
-from fl_engine.models.build import INIT, check_options
+from fl_engine.models.build import INIT, check_options, with_defaults
 from fl_engine.rounds import buffer
 from fl_engine.storage import code
 from fl_engine.storage.store import sha256
 from fl_engine.training import user_code
 from flexfleet.config.dotted import INSTEAD, applied, leaves, mapped, merged, parse_sets, platform_uri
 from flexfleet.config.explain import config_error
-from flexfleet.config.schema import PRIVATE, UNSET, Config, TrackingConfig
+from flexfleet.config.schema import PRIVATE, UNSET, Config, TrackingConfig, moves
 
 log = logging.getLogger("flexfleet")
 
@@ -46,6 +48,11 @@ Files = str | Path | Sequence[str | Path] | None
 """Configuration files, or None. Later files override values from earlier files."""
 Given = Mapping[str, Any] | Sequence[str]
 """Overrides as a mapping by dotted name, or as strings `a.b=value` from the command line."""
+
+BACKENDS = ("kubernetes", "agents")
+"""Sections that are used only if `run.backend` has the same name."""
+COMMANDS = ("central", "tune")
+"""Sections that federated runs do not use."""
 
 
 def load_config(files: Files = None, overrides: Given = (), stored: bool = False) -> Config:
@@ -274,3 +281,60 @@ def _hidden(value: Any) -> Any:
 def flatten(config: Config) -> dict[str, Any]:
     """Return the values of all parameters by dotted name."""
     return leaves(config.model_dump(mode="json"))
+
+
+# ------------------------------------------------------------------------------------------- the values in use
+def used_options(config: Config, method: Algorithm, pool: Pool) -> dict[str, Any]:
+    """Map the dotted names of all parameters to values. The value of a strategy is its name, or a mapping with the name
+    and the changed options if these differ from the defaults.
+
+    Values of `training` are the values that the algorithm actually uses. For example, FedSGD trains one local step. If
+    `algorithm.selection` is null, the algorithm's own selection strategy is listed.
+    """
+    own: dict[str, Any] = {"algorithm.name": config.algorithm["name"]}
+    for field in fields(method):  # type: ignore[arg-type]
+        value = getattr(method, field.name)
+        if field.name == "training":
+            own |= {f"training.{each.name}": _value(getattr(value, each.name)) for each in fields(value)}
+        else:
+            own[f"algorithm.{field.name}"] = _value(value)
+    if "algorithm.selection" in own and own["algorithm.selection"] is None and hasattr(method, "selector"):
+        own["algorithm.selection"] = _value(method.selector(pool))
+    own |= network_options(config)
+    rest = {
+        key: value
+        for key, value in flatten(config).items()
+        if not key.startswith("algorithm.") and not any(key.startswith(f"{whole}.") for whole in own)
+    }
+    return rest | own
+
+
+def network_options(config: Config) -> dict[str, Any]:
+    """Map the dotted names of the network's options to values."""
+    return {f"model.{name}": _value(value) for name, value in with_defaults(config.model).items()}
+
+
+def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split the values of parameters into two mappings: values that determine the results of a run, which never change,
+    and all other values that are used. Passwords in addresses are masked."""
+    unused = {*COMMANDS, *(name for name in BACKENDS if values.get("run.backend") != name), "schema_version"}
+    used = {
+        key: masked(value) if isinstance(value, str) else value
+        for key, value in values.items()
+        if key.partition(".")[0] not in unused
+    }
+    results = {key: value for key, value in used.items() if moves(key) is Moves.RESULT}
+    return results, {key: value for key, value in used.items() if key not in results}
+
+
+def _value(value: Any) -> Any:
+    """Convert the value to JSON types."""
+    plain_value, kind = to_jsonable_python(value, fallback=str), type(value)
+    if not is_dataclass(value):
+        return plain_value
+    ours = kind.__module__.partition(".")[0] in OURS
+    # A user's class may inherit `name` from a flexfleet class, so identify the user's class by its import path.
+    if (name := plain_value.get("name") if ours else f"{kind.__module__}:{kind.__qualname__}") is None:
+        return plain_value
+    given = adapter(kind).dump_python(value, mode="json", exclude_defaults=True, exclude={"name"})
+    return {"name": name, **given} if given else name

@@ -14,7 +14,7 @@ from fl_engine.core.fields import Moves
 from fl_engine.core.types import Pool
 from fl_engine.rounds import timing
 from flexfleet.config import Config, algorithm, moves
-from flexfleet.config.options import options_of
+from flexfleet.config.read import used_options
 from flexfleet.experiments import ranking
 from flexfleet.experiments.comparison_file import ComparisonFile, Spread, Summary, further, further_of
 from flexfleet.files.measure import Measure, decimals
@@ -249,7 +249,7 @@ def differences(configs: Mapping[str, Config], pools: Mapping[str, Pool]) -> Dif
     options = {
         label: {
             key: value
-            for key, value in options_of(config, algorithm(config), pools[label]).items()
+            for key, value in used_options(config, algorithm(config), pools[label]).items()
             if key not in IDENTITY and moves(key) not in NO_EFFECT
         }
         for label, config in configs.items()

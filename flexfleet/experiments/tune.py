@@ -19,8 +19,8 @@ from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.fields import Moves
 from flexfleet.config import Config, algorithm, flatten, load_config, moves, shown
 from flexfleet.config.form import check_count, hand_over, write_config
-from flexfleet.config.options import options_of, split
 from flexfleet.config.parameters import check_space
+from flexfleet.config.read import split, used_options
 from flexfleet.config.run_names import check_name
 from flexfleet.experiments import tune_space, tune_storage, tune_worker
 from flexfleet.experiments.executor import Command, RunsFailed, report_failures, resumable, side_by_side
@@ -93,7 +93,7 @@ def _begin(config: Config, folder: Path, study: Any, prepared: Path, tags: Mappi
     parent = tune_storage.parent(config, study, tags)
     if parent is not None:
         study.set_user_attr(tune_storage.PARENT, parent.run_id)
-        results, settings = split(options_of(config, algorithm(config), tune_worker.searched(config, prepared)[1]))
+        results, settings = split(used_options(config, algorithm(config), tune_worker.searched(config, prepared)[1]))
         parent.params(results)
         parent.settings(settings | {key: value for key, value in shown(config).items() if key.startswith("tune.")})
     return parent

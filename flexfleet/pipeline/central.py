@@ -39,7 +39,7 @@ from fl_engine.training.evaluation import evaluate
 from fl_engine.training.numerics import Numerics, choose_precision, describe, differing
 from flexfleet import config as configs
 from flexfleet.config import Config
-from flexfleet.config.options import network_options
+from flexfleet.config.read import network_options
 from flexfleet.config.run_names import check_name
 from flexfleet.files.artifacts import Artifact, ConfusionFile, EvaluationFile, RunResult, history_of
 from flexfleet.files.measure import Measure

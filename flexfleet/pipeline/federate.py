@@ -27,7 +27,8 @@ from fl_engine.storage.store import FolderStore, laid_out, sha256
 from fl_engine.training.evaluation import published
 from fl_engine.training.numerics import describe, describe_noise, differing
 from flexfleet import config as configs
-from flexfleet.config import Config, options
+from flexfleet.config import Config
+from flexfleet.config.read import split, used_options
 from flexfleet.config.run_names import check_name
 from flexfleet.config.sources import sources
 from flexfleet.files.artifacts import RunFile, history_of
@@ -156,7 +157,7 @@ def federate(
                 if mlflow is not None:
                     track.inputs(mlflow, config, site.partition.data, record.partition_sha256, record.trace_sha256)
                     record.model_copy(update={"mlflow_run_id": mlflow.run_id}).write(out / "run.json")
-                results, settings = options.split(options.options_of(config, algorithm, site.pool))
+                results, settings = split(used_options(config, algorithm, site.pool))
                 tracker.params(results)
                 if mlflow is not None:
                     mlflow.settings(settings)
