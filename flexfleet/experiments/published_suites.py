@@ -36,8 +36,6 @@ from flexfleet.config.explain import config_error
 FOLDER = Path(__file__).with_name("suites")
 LABEL = "central"
 """Label of the central trainings of a suite. Run IDs are `central-s0`, `central-s1` and so on."""
-SMALL = "-small"
-"""Suffix of the small version of a suite."""
 HEAD = ("shows", "cost", "lacks")
 """Fields that a suite does not inherit from the suites in `like`."""
 

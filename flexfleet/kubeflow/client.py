@@ -152,13 +152,11 @@ def _refused(error: Any) -> EnvironmentFailure | ConfigError:
 
 def pages(request: Callable[..., Any], field: str, **arguments: Any) -> Iterator[Any]:
     """Yield all items of a paginated list. `request`: client method with parameters `page_token` and `page_size`."""
-    token = ""
-    while True:
+    token: str | None = ""
+    while token is not None:
         page = request(page_token=token, page_size=100, **arguments)
         yield from getattr(page, field) or []
-        token = page.next_page_token or ""
-        if not token:
-            return
+        token = page.next_page_token or None
 
 
 def link(host: str | None, page: str, id: str) -> str:

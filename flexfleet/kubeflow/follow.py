@@ -32,7 +32,7 @@ CANCELLED = ("CANCELING", "CANCELED")
 WORDS = {"CANCELED": "terminated"}
 PIPELINES = {"run_id": "train", "comparison_id": "compare", "study_id": "tune", "night_id": "nightly"}
 """Map the form field that names the run, comparison or study to the pipeline that executes it."""
-COMMITTED = re.compile(r"(.+)/rounds/[0-9]{5,}/(?:[0-9]+-)?COMMITTED")
+COMMITTED = re.compile(r"(.+)/rounds/([0-9]{5,})/(?:[0-9]+-)?COMMITTED")
 
 Report = Callable[[str], None]
 Tasks = dict[str, dict[str, int]]
@@ -252,25 +252,20 @@ def _ledgers(store_uri: str, name: str, prefixes: list[str]) -> NewRounds:
     from fl_engine.storage.s3 import open_store
 
     store = open_store(store_uri)
-    commits_read: dict[str, list[str]] = {}
     last: dict[str, int] = {}
 
     def read() -> list[tuple[str, Row]]:
-        commits: dict[str, list[str]] = {}
         keys = (key for prefix in prefixes for key in store.list(prefix))
-        for commit in filter(None, map(COMMITTED.fullmatch, keys)):
-            commits.setdefault(commit[1], []).append(commit[0])
+        commits = [(commit[1], int(commit[2])) for commit in filter(None, map(COMMITTED.fullmatch, keys))]
         new: list[tuple[str, Row]] = []
-        for folder in commits:
-            if commits_read.get(folder) == commits[folder]:
-                continue
+        for folder in dict.fromkeys(folder for folder, round in commits if round > last.get(folder, -1)):
             try:
                 rows = Checkpoints(open_store(f"{store_uri.rstrip('/')}/{folder}")).rows(lines=False)
             except IntegrityError:  # the coordinator has just removed a listed file, so wait for the next call
                 continue
             run = folder.removeprefix(name).strip("/-")
             new += [(run, row) for row in rows if row.round > last.get(folder, -1)]
-            commits_read[folder], last[folder] = commits[folder], max((row.round for row in rows), default=-1)
+            last[folder] = max((row.round for row in rows), default=-1)
         return new
 
     store.list(prefixes[0])  # fail early if the store cannot be read

@@ -21,7 +21,7 @@ from flexfleet.experiments.executor import one_by_one
 from flexfleet.reports.page import escaped
 from tests.data import made, sensors
 
-SMALL = [name for name in published_suites.names() if name.endswith(published_suites.SMALL)]
+SMALL = [name for name in published_suites.names() if name.endswith("-small")]
 AT_MOST = {
     "dataset.train_samples": 200,
     "dataset.test_samples": 40,
@@ -106,9 +106,7 @@ def smaller(config: Config) -> dict[str, Any]:
 
 def test_every_large_suite_of_flexfl_has_a_small_twin() -> None:
     flexfl = {name for name in published_suites.names() if name.startswith("flexfl/")}
-    assert {name for name in flexfl if f"{name}{published_suites.SMALL}" not in flexfl} == {
-        n for n in flexfl if n in SMALL
-    }
+    assert {name for name in flexfl if f"{name}-small" not in flexfl} == {n for n in flexfl if n in SMALL}
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -39,7 +39,7 @@ def rows(name: str) -> dict[str, PlannedRun]:
 
 def large(paper: str) -> list[str]:
     names = (name for name in published_suites.names() if name.startswith(f"{paper}/"))
-    return [name for name in names if not name.endswith(published_suites.SMALL)]
+    return [name for name in names if not name.endswith("-small")]
 
 
 def tiers_of(entry: PlannedRun) -> tuple[Any, ...]:
