@@ -318,11 +318,7 @@ def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the values of parameters into two mappings: values that determine the results of a run, which never change,
     and all other values that are used. Passwords in addresses are masked."""
     unused = {*COMMANDS, *(name for name in BACKENDS if values.get("run.backend") != name), "schema_version"}
-    used = {
-        key: masked(value) if isinstance(value, str) else value
-        for key, value in values.items()
-        if key.partition(".")[0] not in unused
-    }
+    used = {key: _hidden(value) for key, value in values.items() if key.partition(".")[0] not in unused}
     results = {key: value for key, value in used.items() if moves(key) is Moves.RESULT}
     return results, {key: value for key, value in used.items() if key not in results}
 

@@ -14,12 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from fl_engine.core.errors import ConfigError, masked, nearest
 from fl_engine.core.records import Strict
-from fl_engine.core.text import read_yaml
 from flexfleet.config import Config
 from flexfleet.config.comparison_runs import (
     PlannedRun,
@@ -32,6 +30,7 @@ from flexfleet.config.comparison_runs import (
 )
 from flexfleet.config.dotted import Overrides, on_top
 from flexfleet.config.explain import config_error
+from flexfleet.config.read import read_file
 
 FOLDER = Path(__file__).with_name("suites")
 LABEL = "central"
@@ -129,16 +128,12 @@ def _read(name: str, before: tuple[str, ...]) -> PaperSuite:
 
 def read_suite(path: Path, model: type[Suite]) -> Suite:
     """Read and validate the file of a suite. Raises ConfigError if the file is unreadable or invalid."""
+    values = read_file(path)
     try:
-        values = read_yaml(path.read_text("utf-8")) or {}
         return model.model_validate(values)
-    except OSError as error:
-        raise ConfigError(f"the suite {path} cannot be read: {error.strerror}") from error
-    except ValidationError as error:
-        wrong = config_error(error, values, model.model_fields)
+    except (ValidationError, ConfigError) as error:
+        wrong = error if isinstance(error, ConfigError) else config_error(error, values, model.model_fields)
         raise ConfigError(f"{path} is not a valid suite: {masked(str(wrong))}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, ConfigError) as error:
-        raise ConfigError(f"{path} is not a valid suite: {masked(str(error))}", code="config.yaml") from error
 
 
 def _on(base: PaperSuite, own: PaperSuite) -> PaperSuite:
