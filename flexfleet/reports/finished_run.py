@@ -115,10 +115,8 @@ def load(folder: Path) -> FinishedRun:
 
 
 def load_all(folders: Sequence[Path]) -> list[FinishedRun]:
-    """Read the folders of finished runs for a report. Raises the errors of `load`, and ConfigError if `folders` is
-    empty or contains a run twice, or if the runs have different metrics."""
-    if not folders:
-        raise ConfigError("no run given. Specify at least one run folder", code="config.missing")
+    """Read the folders of finished runs for a report. Raises the errors of `load`, and ConfigError if `folders`
+    contains a run twice, or if the runs have different metrics."""
     twice = [str(f) for f, n in Counter(f.resolve() for f in folders).items() if n > 1]
     if twice:
         raise ConfigError(f"run folders must not be repeated, got {', '.join(twice)}", code="config.given_twice")

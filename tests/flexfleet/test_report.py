@@ -184,7 +184,6 @@ def test_load_refuses_files_of_another_run(two: list[Path]) -> None:
         (["a", "b"], "out.pdf", "config"),
         (["a", "b/../a"], "out.html", "config.given_twice"),
         (["nowhere"], "out.html", "config"),
-        ([], "out.html", "config.missing"),
     ],
 )
 def test_report_refuses_wrong_arguments(two: list[Path], tmp_path: Path, runs: list[str], page: str, code: str) -> None:
