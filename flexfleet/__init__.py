@@ -30,12 +30,11 @@ if TYPE_CHECKING:
     from fl_engine.models.traced import from_module
     from fl_engine.rounds.replay import ClientRound
     from flexfleet.api.array_data import from_arrays, from_clients
-    from flexfleet.api.callbacks import STOP, Callback, Round
+    from flexfleet.api.callbacks import STOP, Callback, CSVLogger, EarlyStopping, Round, TensorBoardLogger, WandbLogger
     from flexfleet.api.comparing import Comparison, Paired, compare, load_comparison
     from flexfleet.api.library_data import from_folder, from_huggingface, from_torch
     from flexfleet.api.results import Result, load
     from flexfleet.api.running import run
-    from flexfleet.api.shipped_callbacks import CSVLogger, EarlyStopping, TensorBoardLogger, WandbLogger
     from flexfleet.api.tuning import Study, load_study, tune
 
 HOMES = {
@@ -43,8 +42,9 @@ HOMES = {
     "flexfleet.api.results": ("Result", "load"),
     "flexfleet.api.comparing": ("compare", "Comparison", "Paired", "load_comparison"),
     "flexfleet.api.tuning": ("tune", "Study", "load_study"),
-    "flexfleet.api.callbacks": ("Callback", "Round", "STOP"),
-    "flexfleet.api.shipped_callbacks": ("CSVLogger", "EarlyStopping", "TensorBoardLogger", "WandbLogger"),
+    "flexfleet.api.callbacks": (
+        "Callback", "Round", "STOP", "CSVLogger", "EarlyStopping", "TensorBoardLogger", "WandbLogger",
+    ),
     "flexfleet.api.array_data": ("from_arrays", "from_clients"),
     "flexfleet.api.library_data": ("from_folder", "from_torch", "from_huggingface"),
     "fl_engine.models.traced": ("from_module",),
