@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 
 from fl_engine.core.errors import ConfigError, masked, nearest
 from fl_engine.core.records import Strict
@@ -51,7 +51,7 @@ class PaperSuite(Strict):
     """Cost of all runs, and how the cost was measured."""
     lacks: str = ""
     """Rows and values of the table or figure that the suite does not reproduce."""
-    like: tuple[str, ...] = ()
+    like: Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)] = ()
     """Suites from which settings are inherited. Later suites override earlier suites, and this suite overrides all."""
     seeds: tuple[int, ...] = ()
     settings: dict[str, Any] = Field(default={})
@@ -60,20 +60,10 @@ class PaperSuite(Strict):
     """Map names to rows. Each row is a mapping with the key `algorithm` and settings by dotted name."""
     cases: dict[str, dict[str, Any] | None] = Field(default={})
     """Map each case to its settings. `a.b` is a setting of all rows, and `row:a.b` is a setting of one row."""
-    to: tuple[float, ...] = ()
+    to: Annotated[tuple[float, ...], AfterValidator(accuracies_of)] = ()
     """Target accuracies, from 0 to 1."""
     central: bool = False
     """True to also train centrally (`flexfleet central`) with each seed, as a reference."""
-
-    @field_validator("like", mode="before")
-    @classmethod
-    def _one_or_several(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("to")
-    @classmethod
-    def _shares(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        return accuracies_of(value)
 
     def made(self) -> dict[str, tuple[str, str | None]]:
         """Map the label of each variant to its row and case. Raises ConfigError if a name is used twice."""

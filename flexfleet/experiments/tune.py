@@ -19,7 +19,6 @@ from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.fields import Moves
 from flexfleet.config import Config, algorithm, flatten, load_config, moves, shown
 from flexfleet.config.form import check_count, hand_over, write_config
-from flexfleet.config.parameters import check_space
 from flexfleet.config.read import split, used_options
 from flexfleet.config.run_names import check_name
 from flexfleet.experiments import tune_space, tune_storage, tune_worker
@@ -63,7 +62,6 @@ def _check(config: Config) -> None:
     import optuna  # noqa: F401 - report a missing package before the study's folder is created
 
     tune = config.tune
-    check_space(config)
     tune_space.check_names(config)
     for path, seeds in (("tune.seeds", tune.seeds), ("tune.held_out", (*tune.seeds, *tune.held_out))):
         if twice := [str(seed) for seed, count in Counter(seeds).items() if count > 1]:
