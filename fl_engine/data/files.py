@@ -28,8 +28,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
-from fl_engine.core.errors import DataError, EnvironmentFailure
+from fl_engine.core.errors import DataError, EnvironmentFailure, brief
 from fl_engine.core.samples import Data
 from fl_engine.core.text import path_of
 
@@ -77,8 +78,8 @@ def require_by_hand(name: str, root: Path, files: Sequence[str], how: str) -> No
         )
 
 
-def warn_of_other_counts(data: Data, train: int, test: int) -> None:
-    """Log a warning if the numbers of training or test samples differ from the published numbers."""
+def warn_of_other_counts(data: Data, train: int, test: int) -> Data:
+    """Return the data. Log a warning if the number of training or test samples is not the published number."""
     found = len(data.train_y), len(data.test_y)
     if found != (train, test):
         text = (
@@ -86,6 +87,7 @@ def warn_of_other_counts(data: Data, train: int, test: int) -> None:
             "belong to another version, so the split also differs from the published split"
         )
         log.warning(text, data.name, *found, train, test)
+    return data
 
 
 def damaged(where: Path | str, expected: str, found: object) -> DataError:
@@ -99,7 +101,8 @@ def expecting(where: Path | str, expected: str) -> Iterator[None]:
     try:
         yield
     except DAMAGE as error:
-        raise damaged(where, expected, error) from error
+        found = brief(error) if isinstance(error, ValidationError) else error
+        raise damaged(where, expected, found) from error
 
 
 def check_labels(where: Path | str, labels: NDArray[np.integer], classes: int) -> None:

@@ -132,8 +132,7 @@ def load(root: Path) -> Data:
     train, test = random_split(len(rows), TEST_SHARE)
     tensors = as_tensors(x[train], y[train], x[test], y[test])
     data = Data("casas", Classification(len(CLASSES)), *tensors, natural_client=torch.from_numpy(source[train]))
-    warn_of_other_counts(data, *PUBLISHED)
-    return data
+    return warn_of_other_counts(data, *PUBLISHED)
 
 
 def samples(stream: Iterable[Event]) -> Iterator[tuple[str, list[str]]]:

@@ -104,8 +104,7 @@ def load(root: Path) -> Data:
     inputs = [root / file for file in (*FILES[:2], *(f"{AUDIO}/{video}.wav" for video in videos))]
     arrays = cached(root / FOLDER / "packed", VERSION, inputs, partial(_pack, root / AUDIO, parts))
     data = Data("epic_sounds", Classification(CLASSES, top5=True), mean=(), std=(), **arrays)
-    warn_of_other_counts(data, *PUBLISHED)
-    return data
+    return warn_of_other_counts(data, *PUBLISHED)
 
 
 def _pack(audio: Path, parts: Sequence[list[Segment]], folder: Path) -> None:

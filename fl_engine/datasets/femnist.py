@@ -18,14 +18,14 @@ Reading JSON takes about four minutes, so `fl_engine.data.array_files` stores th
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field
 
 from fl_engine.core import seeds
 from fl_engine.core.samples import Data
@@ -46,13 +46,27 @@ HOW = (
 )
 VERSION = 1
 """Version of the stored arrays. Increase the version if the code computes different arrays from the same files."""
-KEYS = ("users", "num_samples", "user_data")
 CLASSES = 62
 SIDE = 28
 TEST_SHARE = 10
 """A writer with n samples gets n // TEST_SHARE test samples."""
 MOST_BYTES = 2**30
 """Maximum size of a file in bytes. A file with 100 writers has about 150 MB."""
+
+
+class _Samples(BaseModel, strict=True):
+    """Images and labels of a writer."""
+
+    x: list[Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=SIDE**2, max_length=SIDE**2)]]
+    y: list[Annotated[int, Field(ge=0, lt=CLASSES)]]
+
+
+class _Leaf(BaseModel, strict=True):
+    """Content of a file."""
+
+    users: list[Any]
+    num_samples: list[int]
+    user_data: dict[Any, _Samples]
 
 
 def load(root: Path, files: Sequence[str] = FILES) -> Data:
@@ -100,40 +114,15 @@ def _test(samples: int, writer: str) -> NDArray[np.bool_]:
 
 def _writers(path: Path) -> list[tuple[str, NDArray[np.uint8], NDArray[np.int64]]]:
     """Return the name, images (n, 1, 28, 28) and labels (n,) of each writer, in the order of the file."""
-    with expecting(path, "JSON"):
-        found = json.loads(read(path, most=MOST_BYTES), object_pairs_hook=each_once)
-    names, numbers, data = (found.get(key) if isinstance(found, dict) else None for key in KEYS)
-    if not (isinstance(names, list) and isinstance(numbers, list) and isinstance(data, dict)):
-        raise damaged(path, f"an object with {', '.join(KEYS)}, as LEAF writes it", type(found).__name__)
-    if len(names) != len(numbers) or not all(isinstance(name, str) for name in names):
-        raise damaged(path, "names as users, and a number in num_samples for each", f"{len(names)} and {len(numbers)}")
-    if unlisted := sorted(data.keys() - set(names)):
-        raise damaged(path, "only writers of users in user_data", f"{unlisted[0][:80]!r}")
-    return [(name, *_samples(path, name, data.get(name), number)) for name, number in zip(names, numbers, strict=True)]
-
-
-def _samples(path: Path, writer: str, found: Any, number: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    who = f"{path}: writer {writer[:80]!r}"
-    if not isinstance(found, dict) or not all(isinstance(found.get(key), list) for key in "xy"):
-        raise damaged(who, "lists x and y in user_data", type(found).__name__)
-    if not len(found["x"]) == len(found["y"]) == number or isinstance(number, bool):
-        raise damaged(who, f"{str(number)[:80]} samples", f"{len(found['x'])} images and {len(found['y'])} labels")
-    labels = np.empty(len(found["y"]), dtype=np.int64)
-    images = np.empty((len(found["x"]), 1, SIDE, SIDE), dtype=np.uint8)
-    for at, (image, label) in enumerate(zip(found["x"], found["y"], strict=True)):
-        if type(label) is not int or not 0 <= label < CLASSES:
-            raise damaged(f"{who}, sample {at}", f"a label 0..{CLASSES - 1}", str(label)[:80])
-        labels[at], images[at, 0] = label, _image(f"{who}, sample {at}", image)
-    return images, labels
-
-
-def _image(where: str, image: Any) -> NDArray[np.uint8]:
-    """Return an image (28, 28) from a list of 784 numbers in [0, 1]."""
-    with expecting(where, f"{SIDE * SIDE} numbers"):
-        values = np.frombuffer(array("d", image if isinstance(image, list) else []))  # accepts only numbers
-    if len(values) != SIDE * SIDE:
-        raise damaged(where, f"{SIDE * SIDE} numbers", len(values))
-    low, high = values.min(), values.max()
-    if not (low >= 0 and high <= 1):  # false for NaN
-        raise damaged(where, "numbers in 0..1", f"{low:g} to {high:g}")
-    return (values * 255).round().astype(np.uint8).reshape(SIDE, SIDE)
+    with expecting(path, "JSON as LEAF writes it"):
+        leaf = _Leaf.model_validate(json.loads(read(path, most=MOST_BYTES), object_pairs_hook=each_once))
+        if unlisted := sorted(leaf.user_data.keys() ^ leaf.users):
+            raise ValueError(f"{unlisted[0][:80]!r} only in users or only in user_data")
+        found = []
+        for name, number in zip(leaf.users, leaf.num_samples, strict=True):
+            x, y = leaf.user_data[name].x, leaf.user_data[name].y
+            if not len(x) == len(y) == number:
+                raise ValueError(f"{len(x)} images and {len(y)} labels of {name[:80]!r}, and {number} as num_samples")
+            images = (np.array(x, dtype=np.float64) * 255).round().astype(np.uint8)
+            found.append((name, images.reshape(number, 1, SIDE, SIDE), np.array(y, dtype=np.int64)))
+    return found

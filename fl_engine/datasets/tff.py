@@ -83,12 +83,9 @@ def load_femnist(root: Path) -> Data:
     if odd := sorted(set(train) ^ set(test)):
         expected = f"the writers of {Path(FEMNIST_FILES[0]).name}"
         raise damaged(root / FEMNIST_FILES[1], expected, f"{len(odd)} others, {odd[0][:80]!r} first")
-    (train_x, train_y), (test_x, test_y) = (
-        tuple(map(np.concatenate, zip(*part.values(), strict=True))) for part in (train, test)
-    )
+    arrays = [np.concatenate(each) for part in (train, test) for each in zip(*part.values(), strict=True)]
     source = _numbered([len(labels) for _, labels in train.values()])
-    tensors = as_tensors(train_x, train_y, test_x, test_y)
-    return Data("femnist_tff", Classification(CLASSES), *tensors, *byte_statistics(train_x), source)
+    return Data("femnist_tff", Classification(CLASSES), *as_tensors(*arrays), *byte_statistics(arrays[0]), source)
 
 
 def fetch_femnist(root: Path, archive: RemoteFile = FEMNIST) -> None:
@@ -107,12 +104,10 @@ def load_stackoverflow(root: Path, words: int = WORDS, users: int = USERS, sente
     numbers, special = _vocabulary(paths[2], words), (words + 1, words + 2, words + 3)
     read = partial(_sentences, numbers=numbers, special=special, most=sentences)
     found = [list(_clients(path, ("tokens",), read, users).values()) for path in paths[:2]]
-    train, test = (torch.from_numpy(np.concatenate(part)) for part in found)
-    train_x, train_y = train[:, :-1].contiguous(), train[:, 1:].contiguous()
-    test_x, test_y = test[:, :-1].contiguous(), test[:, 1:].contiguous()
+    whole = [np.concatenate(part) for part in found]
+    tensors = as_tensors(*(np.ascontiguousarray(part) for each in whole for part in (each[:, :-1], each[:, 1:])))
     source = _numbered([len(each) for each in found[0]])
-    task = NextToken(words + 4, LENGTH, PADDING, special)
-    return Data("stackoverflow_tff", task, train_x, train_y, test_x, test_y, natural_client=source)
+    return Data("stackoverflow_tff", NextToken(words + 4, LENGTH, PADDING, special), *tensors, natural_client=source)
 
 
 def fetch_stackoverflow(root: Path, archive: RemoteFile = STACKOVERFLOW, counts: RemoteFile = COUNTS) -> None:

@@ -51,11 +51,9 @@ def load(root: Path, samples: tuple[int, int] = SAMPLES) -> Data:
     have one line per window. Each line must have 128 finite numbers, or a known activity or person.
     """
     require_by_hand("uci_har", root, FILES, HOW)
-    (train_x, train_y, people), (test_x, test_y, _) = (
-        _part(root / FOLDER / part, part, count) for part, count in zip(PARTS, samples, strict=True)
-    )
-    tensors = as_tensors(train_x, train_y, test_x, test_y)
-    return Data("uci_har", Classification(len(ACTIVITIES)), *tensors, *moments(train_x), torch.from_numpy(people))
+    train, test = (_part(root / FOLDER / part, part, count) for part, count in zip(PARTS, samples, strict=True))
+    tensors, people = as_tensors(*train[:2], *test[:2]), torch.from_numpy(train[2])
+    return Data("uci_har", Classification(len(ACTIVITIES)), *tensors, *moments(train[0]), people)
 
 
 def _part(folder: Path, part: str, samples: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:

@@ -46,10 +46,8 @@ def load(root: Path, samples: tuple[int, int] = SAMPLES) -> Data:
     outside 0 to 6.
     """
     require_by_hand("uthar", root, FILES, HOW)
-    parts = [_part(root / FOLDER, part, count) for part, count in zip(("train", "test"), samples, strict=True)]
-    (train_x, train_y), (test_x, test_y) = parts
-    tensors = as_tensors(train_x, train_y, test_x, test_y)
-    return Data("uthar", Classification(len(ACTIVITIES)), *tensors, *moments(train_x, axis=1))
+    train, test = (_part(root / FOLDER, part, count) for part, count in zip(("train", "test"), samples, strict=True))
+    return Data("uthar", Classification(len(ACTIVITIES)), *as_tensors(*train, *test), *moments(train[0], axis=1))
 
 
 def _part(folder: Path, part: str, samples: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:

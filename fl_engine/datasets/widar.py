@@ -74,8 +74,7 @@ def load(root: Path) -> Data:
     train, test = ([s for s in kept if (s.user in trains) is train] for train in (True, False))
     source = torch.tensor([sample.user for sample in train], dtype=torch.int64)
     data = Data("widar", Classification(len(GESTURES)), *_read(train), *_read(test), natural_client=source)
-    warn_of_other_counts(data, *PUBLISHED)
-    return data
+    return warn_of_other_counts(data, *PUBLISHED)
 
 
 def listed(folder: Path) -> Iterator[Sample]:
