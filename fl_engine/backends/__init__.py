@@ -3,53 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from fl_engine.backends.in_process import InProcess
 from fl_engine.backends.processes import Processes
 from fl_engine.core.contracts import Backend
 from fl_engine.core.errors import FlexfleetError, Replaced
-from fl_engine.exchange.client import Site
-from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.remote.kubernetes.provisioner import MAILBOXES, Pods
-from fl_engine.remote.leases import RemoteRun
-from fl_engine.remote.provisioner import Enrolled, Provisioner
-from fl_engine.remote.registry import Mailboxes, Registry
+from fl_engine.remote.leases import Surroundings
+from fl_engine.remote.provisioner import Enrolled
 from fl_engine.remote.scheduler import WorkerBackend
-from fl_engine.remote.settings import AgentsConfig, KubernetesConfig
-from fl_engine.storage.run_lock import RunLock, hold
+from fl_engine.storage.run_lock import hold
 from fl_engine.storage.s3 import open_store
-from fl_engine.training.memory import Peaks
 
 log = logging.getLogger("flexfleet")
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """Settings and services that backends use."""
-
-    site: Site
-    mailbox: Mailbox
-    devices: tuple[str, ...] = ("cpu",)
-    run_id: str = ""
-    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
-    agents: AgentsConfig = field(default_factory=AgentsConfig)
-    memory: Peaks | None = None
-    should_stop: Callable[[], bool] = lambda: False
-    code: tuple[Path, str] | None = None
-    """Path and SHA-256 hash of the wheel with the user's code. The wheel is stored in the run's folder."""
-    mailboxes: Mailboxes | None = None
-    registry: Registry | None = None
-    site_sums: Mapping[str, str] = field(default_factory=dict)
-    """See `AssignmentMessage.site`."""
-    patience_s: float = 600.0
-
-    def remote(self, provisioner: Provisioner, lock: RunLock) -> WorkerBackend:
-        more = (None if self.code is None else self.code[1], self.memory, lock.check, self.should_stop)
-        return WorkerBackend(RemoteRun(self.run_id, self.site.fleet, self.mailbox, provisioner, self.site_sums, *more))
 
 
 @contextmanager
@@ -61,7 +29,7 @@ def _in_pods(of: Surroundings) -> Iterator[Backend]:
         pods = Pods(of.kubernetes, of.run_id, of.site.fleet, of.mailbox.store, home, of.patience_s)
         with pods.watched():
             try:
-                yield of.remote(pods, lock)
+                yield WorkerBackend(of, pods, lock.check)
             except Replaced:
                 raise  # keep the Kubernetes objects, which another coordinator now uses
             except (FlexfleetError, KeyboardInterrupt):
@@ -77,7 +45,7 @@ def _on_devices(of: Surroundings) -> Iterator[Backend]:
     devices finish their assignments and wait for further assignments."""
     assert of.mailboxes is not None and of.registry is not None
     with hold(of.mailboxes.home) as lock:
-        remote = of.remote(Enrolled(of.site.fleet, of.registry, of.mailboxes, of.agents), lock)
+        remote = WorkerBackend(of, Enrolled(of.site.fleet, of.registry, of.mailboxes, of.agents), lock.check)
         yield remote
         remote.finish()
 

@@ -8,15 +8,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
+from pathlib import Path
 
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import printable
-from fl_engine.core.types import Assignment, ClientFailure, Device, RoundPlan
+from fl_engine.core.types import Assignment, ClientFailure, RoundPlan
+from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import manifest_bytes
 from fl_engine.exchange.updates import payload_bytes
 from fl_engine.remote.messages import MOST_S, AssignmentMessage, Lease, site_files
 from fl_engine.remote.provisioner import Lost, Provisioner
+from fl_engine.remote.registry import Mailboxes, Registry
+from fl_engine.remote.settings import AgentsConfig, KubernetesConfig
 from fl_engine.remote.workers import Worker
 from fl_engine.storage.code import store_key
 from fl_engine.storage.s3 import S3Store
@@ -154,19 +158,25 @@ def _interrupted_too_often(worker: Worker, clients: Sequence[int], r: OpenRound)
 
 
 @dataclass(frozen=True)
-class RemoteRun:
-    run_id: str
-    fleet: Sequence[Device]
+class Surroundings:
+    """Settings and services that backends use."""
+
+    site: Site
     mailbox: Mailbox
     """Mailbox for the run's rounds. The mailbox's key signs the coordinator's copies of the results."""
-    provisioner: Provisioner
-    site_sums: Mapping[str, str] = field(default_factory=dict)
-    """Checksums of the files under `site/`. Workers verify the files, because the store is not trusted."""
-    code: str | None = None
+    devices: tuple[str, ...] = ("cpu",)
+    run_id: str = ""
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
+    agents: AgentsConfig = field(default_factory=AgentsConfig)
     memory: Peaks | None = None
-    check: Callable[[], None] = lambda: None
-    """Function that raises Replaced if another coordinator has taken over the mailboxes."""
     should_stop: Callable[[], bool] = lambda: False
+    code: tuple[Path, str] | None = None
+    """Path and SHA-256 hash of the wheel with the user's code. The wheel is stored in the run's folder."""
+    mailboxes: Mailboxes | None = None
+    registry: Registry | None = None
+    site_sums: Mapping[str, str] = field(default_factory=dict)
+    """See `AssignmentMessage.site`. Workers verify the files, because the store is not trusted."""
+    patience_s: float = 600.0
 
     @property
     def own_data(self) -> bool:
@@ -182,24 +192,24 @@ class RemoteRun:
             site=dict(self.site_sums),
             assignments={client: self.mailbox.assignment_sums[client] for client in clients},
             device=r.provisioner.torch_device(clients[0]),
-            observe=self.provisioner.options.observe,
+            observe=r.provisioner.options.observe,
             memory=self.memory,
             failures=max(r.killed[client] for client in clients),
-            code=self.code,
+            code=None if self.code is None else self.code[1],
         )
         assignments = [r.plan.assignment_of[client] for client in clients]
         given = given.model_copy(update=self._reach(r, assignments, id))
-        return Lease(id=id, seconds=self.provisioner.options.deadline_s, assignment=given)
+        return Lease(id=id, seconds=r.provisioner.options.deadline_s, assignment=given)
 
     def _reach(self, r: OpenRound, assignments: Sequence[Assignment], id: str) -> dict[str, object]:
         """Return the message fields for access to a lease's files: URLs, or the store's address if `verb` is None."""
-        store, of = self.mailbox.store, self.provisioner
+        store, of = self.mailbox.store, r.provisioner
         if (verb := of.mailboxes.verb) is None or not isinstance(store, S3Store):
             return {"store": store.uri()}
         seconds, endpoint = math.ceil(of.options.deadline_s + of.lease_s), of.mailboxes.endpoint
         keys = [name for assignment in assignments for name in r.names[assignment.client]]
         keys += [f"site/{name}" for name in site_files(self.own_data)]
-        keys += [] if self.code is None else [store_key(self.code)]
+        keys += [] if self.code is None else [store_key(self.code[1])]
         state = {} if self.mailbox.rules is None else self.mailbox.rules.client_state
         writes = {}
         for assignment in assignments:

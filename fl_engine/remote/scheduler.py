@@ -16,17 +16,17 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.errors import ON_REQUEST, ConfigError, FlexfleetError, Stopped
+from fl_engine.core.errors import ON_REQUEST, FlexfleetError, Stopped
 from fl_engine.core.types import ClientFailure, ClientResult, ClientUpdate, RoundPlan
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import fits_nobody
-from fl_engine.remote.leases import OpenRound, RemoteRun, why_ended
+from fl_engine.remote.leases import OpenRound, Surroundings, why_ended
 from fl_engine.remote.messages import pause, result_key
-from fl_engine.remote.provisioner import Lost, Need
+from fl_engine.remote.provisioner import Lost, Need, Provisioner
 from fl_engine.remote.registry import clients_of_devices
 from fl_engine.remote.workers import Held, Worker, Workers
 from fl_engine.storage.overlapping import overlapped
@@ -52,12 +52,11 @@ class WorkerBackend:
 
     durable = True
 
-    def __init__(self, run: RemoteRun) -> None:
-        if run.mailbox.key is None:
-            raise ConfigError("the mailbox must have a key to sign results. Set `Mailbox.key`")
-        self._run, self._mailbox, self._provisioner = run, run.mailbox, run.provisioner
+    def __init__(self, run: Surroundings, provisioner: Provisioner, check: Callable[[], None]) -> None:
+        """`check` raises Replaced if another coordinator has taken over the mailboxes."""
+        self._run, self._mailbox, self._provisioner = run, run.mailbox, provisioner
         self._site = sha256(canonical(dict(run.site_sums)))
-        self.workers = Workers(run.provisioner, run.check)
+        self.workers = Workers(provisioner, check)
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[ClientResult]:
         """Yield results as workers return them, until `plan.wanted` updates have arrived.
@@ -105,7 +104,7 @@ class WorkerBackend:
         if not self._run.own_data:
             return None
         members = [worker.member for worker in self.workers.by_name.values() if not worker.revoked]
-        return clients_of_devices(self._mailbox.store, members, self._run.fleet)
+        return clients_of_devices(self._mailbox.store, members, self._run.site.fleet)
 
     def finish(self) -> None:
         """Dismiss the workers. Log errors instead of raising them, because the next run writes new messages."""

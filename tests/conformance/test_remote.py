@@ -11,7 +11,7 @@ from fl_engine.core.types import ClientResult, RoundPlan
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import key_of
-from fl_engine.remote.leases import RemoteRun
+from fl_engine.remote.leases import Surroundings
 from fl_engine.remote.messages import Lease
 from fl_engine.remote.provisioner import Enrolled
 from fl_engine.remote.registry import Mailboxes, Registry
@@ -42,7 +42,7 @@ class OnPlayed:
             execute(lease, worker.key, message.site, store, Prepared(self._algorithm, site, ""), lambda taken: 0)
             worker.done = lease.id
 
-        self._inner = WorkerBackend(RemoteRun("a", site.fleet, mailbox, provisioner, should_stop=turn))
+        self._inner = WorkerBackend(Surroundings(site, mailbox, should_stop=turn), provisioner, lambda: None)
         self._workers = [Played(mailboxes, mailboxes.invite(registry, "any", None), clock, act) for _ in range(workers)]
         self.durable = self._inner.durable
 

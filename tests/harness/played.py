@@ -23,10 +23,11 @@ from fl_engine.core.types import (
     Stage,
     SubmodelSpec,
 )
+from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.manifest import key_of
 from fl_engine.remote import messages, registry, scheduler, workers
-from fl_engine.remote.leases import RemoteRun
+from fl_engine.remote.leases import Surroundings
 from fl_engine.remote.messages import Heartbeat, Invitation, Lease, Message, State
 from fl_engine.remote.provisioner import Enrolled
 from fl_engine.remote.registry import Mailboxes, Registry
@@ -178,8 +179,9 @@ class Scene:
                 worker.turn()
             return self.clock.now - started > self.until
 
-        run = RemoteRun("a", self.fleet, self.mailbox, self.provisioner, site or {}, check=check, should_stop=turn)
-        self.remote = scheduler.WorkerBackend(run)
+        data: Any = Site(None, (), self.fleet, None, None, 0)  # type: ignore[arg-type]
+        run = Surroundings(data, self.mailbox, run_id="a", site_sums=site or {}, should_stop=turn)
+        self.remote = scheduler.WorkerBackend(run, self.provisioner, check)
 
     def worker(self, act: Act, tier: str | None = None, there: bool = True, takes: bool = True) -> Played:
         invitation = self.mailboxes.invite(self.registry, "weak", tier)

@@ -14,7 +14,6 @@ from fl_engine.core.errors import Replaced, Stopped
 from fl_engine.core.types import ClientFailure, Device, RoundPlan
 from fl_engine.exchange.client import Site, accept
 from fl_engine.exchange.updates import fits_nobody
-from fl_engine.remote.leases import RemoteRun
 from fl_engine.remote.messages import HEARTBEAT, MESSAGE, Lease
 from fl_engine.remote.provisioner import Enrolled
 from fl_engine.testing.tiny import context_of, start_of, tiny_site
@@ -161,7 +160,7 @@ def test_device_invited_while_the_run_waits_gets_an_assignment(
     scene_of: Scenes, monkeypatch: pytest.MonkeyPatch, own_data: bool
 ) -> None:
     scene = scene_of(1, wait_s=600)
-    monkeypatch.setattr(RemoteRun, "own_data", own_data)
+    monkeypatch.setattr(Surroundings, "own_data", own_data)
     scene.between = lambda: scene.workers or scene.clock.passed < 100 or scene.worker(scene.honest())
     assert scene.updates() == 1 and scene.clock.passed < 200
 
