@@ -29,9 +29,12 @@ ENGINE_BOUNDS: dict[str, tuple[float, float]] = {
 """Minimum and maximum of each metric that all updates contain. The maximum of `seconds` is a pod's lifetime."""
 ENCODING = {"seconds_encode": ENGINE_BOUNDS["seconds"]}
 """Bounds of the additional metric that an update contains if a codec has encoded the update."""
+LEASE_S = "seconds_lease"
+"""Name of the time from the lease of an assignment to the result, as measured by the coordinator."""
 LINE_KEYS = (
     "round", "client", "sent", "trained", "examples", "counted", "level", "elapsed", "seconds_simulated",
     "seconds_compute", "seconds_communication", "staleness", "failure", "code",
+    LEASE_S,
 )  # fmt: skip
 """Keys of a client's line in the run's history that are not metrics. Metrics must not have these names."""
 MOST_METRICS = 32

@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
+from fl_engine.core.clients import LEASE_S
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ON_REQUEST, FlexfleetError, Stopped
-from fl_engine.core.types import ClientFailure, ClientResult, ClientUpdate, RoundPlan
+from fl_engine.core.types import ClientFailure, ClientResult, ClientUpdate, RoundPlan, changed
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import fits_nobody
 from fl_engine.remote.leases import OpenRound, Surroundings, why_ended
@@ -194,6 +195,8 @@ class WorkerBackend:
                 self._rest(worker)
                 self._lost(r, worker, [result], counts=True)
                 continue
+            if isinstance(result, ClientUpdate) and held.alone and not r.plan.evaluates:
+                result = changed(result, metrics={**result.metrics, LEASE_S: time.monotonic() - held.since})
             held.clients.remove(client)
             if not held.clients:
                 worker.held = None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fl_engine.algorithms.training import Training
 from fl_engine.core import seeds
-from fl_engine.core.clients import ENCODING
+from fl_engine.core.clients import ENCODING, LEASE_S
 from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily, Tracker
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.samples import Data
@@ -249,7 +249,7 @@ def assert_same_results(left: Sequence[ClientResult], right: Sequence[ClientResu
 
 def measured_alike(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the client metrics that are the same in repeated runs, because they do not depend on measured times."""
-    return {name: value for name, value in values.items() if name not in ("seconds", *ENCODING)}
+    return {name: value for name, value in values.items() if name not in ("seconds", LEASE_S, *ENCODING)}
 
 
 def assert_same_bits(left: Params, right: Params) -> None:

@@ -1,4 +1,4 @@
-"""Commands that check and compare runs round by round: verify, diff, replay."""
+"""Commands that check and compare runs round by round: verify, diff, replay, trace."""
 
 from __future__ import annotations
 
@@ -83,6 +83,19 @@ def replay(args: argparse.Namespace) -> None:
         return
     bits = "; the bits match the run" if found.same_bits else ""
     show(f"round {args.round}, client {args.client}: {about['samples']} samples, loss {about['loss']:.4g}{bits}")
+
+
+def trace(args: argparse.Namespace) -> None:
+    from flexfleet.pipeline.measured_trace import trace as write_trace
+
+    found = write_trace(args.run, args.out)
+    if args.json:
+        show(json.dumps(found))
+        return
+    show(f"{found['file']}: {found['clients']} clients measured in {found['rounds']} rounds")
+    median, p90 = found["error"].values()
+    if median is not None:
+        show(f"error of the simulated clock: median {100 * median:.1f} %, 90th percentile {100 * p90:.1f} %")
 
 
 def _debug(spec: Any, weights: Any, batch: Any) -> None:

@@ -235,6 +235,12 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("first", type=path_of, metavar="RUN", help="folder of a run")
     c.add_argument("second", type=path_of, metavar="RUN", help="folder of another run")
 
+    c = plain("trace", "checks.trace", "write the measured times of a run's clients as a trace for the simulated clock")
+    c.add_argument("run", type=path_of, metavar="RUN", help="folder of a finished run")
+    c.add_argument(
+        "--out", type=path_of, default=Path("trace.csv"), metavar="FILE", help="file to write (default: %(default)s)"
+    )
+
     c = add("fetch", "host.fetch", "download and check data sets, or files that a run pushed with DVC; list data sets")
     c.add_argument("names", nargs="*", metavar="NAME", help="names of data sets, or the ID of an MLflow run")
     c.add_argument("--root", metavar="DIR", help="data folder (default: FLEXFLEET_DATA, or ~/.cache/flexfleet/data)")

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fl_engine.core.clients import LEASE_S
 from fl_engine.core.errors import ClientError, IntegrityError
 from fl_engine.data.local_data import FORM
 from fl_engine.datasets import digits
 from fl_engine.fleet.devices import fleet
 from fl_engine.remote.messages import Lease
 from fl_engine.storage.store import FolderStore
+from fl_engine.testing.tiny import measured_alike
 from flexfleet.api.results import load
 from flexfleet.config import load_config
 from flexfleet.files.artifacts import EvaluationFile, RunFile
@@ -140,7 +142,7 @@ def on_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
 def rows_of(run: Path) -> list[Any]:
     rows = rounds_of(run)
     kept = ("avg", "full", "accuracy", "loss", "on_clients", "bytes", "clients_", "simulated_", "train_loss")
-    lines = [[{k: v for k, v in line.items() if k != "seconds"} for line in row["clients"]] for row in rows]
+    lines = [[measured_alike(line) for line in row["clients"]] for row in rows]
     metrics = [{k: v for k, v in row["metrics"].items() if k.startswith(kept)} for row in rows]
     return [metrics, lines]
 
@@ -163,6 +165,11 @@ def test_devices_with_own_data_give_the_bits_of_a_simulation(flexfleet: Any, tmp
     assert {line["client"]: line["examples"] for line in told}.items() <= {
         client: size - out for client, (size, out) in enumerate(zip(SIZES, held_out, strict=True))
     }.items(), "what a client says it trained on"
+
+    assert flexfleet("trace", "runs/three", "--json").json["clients"] == len({line["client"] for line in told})
+    run_of(flexfleet, "four", simulated("fleet.trace=trace.csv"))
+    for line, again in zip(told, (c for row in rounds_of(runs / "four") for c in row["clients"]), strict=True):
+        assert again["seconds_simulated"] == pytest.approx(max(line["seconds"], line[LEASE_S])), "with the transfers"
 
     clients = json.loads((runs / "three" / "site" / "devices.json").read_text())["clients"]
     assert clients == {device.name: client for client, device in enumerate(played)}

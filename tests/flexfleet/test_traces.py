@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,32 @@ def test_a_file_is_recorded_by_its_content(flexfleet: Any, quick: Sequence[str],
     assert "another trace" in refused(flexfleet("run", "--run-id", "a", "--resume", sets=more), 4)
     file.write_text(file.read_text().removesuffix("0,99,0\n"))
     assert flexfleet("run", "--run-id", "a", "--resume", sets=more).code == 0
+
+
+def test_measured_run_is_simulated_with_its_own_times(flexfleet: Any, quick: Sequence[str]) -> None:
+    run_of(flexfleet, "real", [*quick, "run.backend=processes"])
+    history = Path("runs/real/history.json")
+    found = flexfleet("trace", "runs/real", "--json").json
+    assert (found["file"], found["rounds"]) == ("trace.csv", 3) and 0 <= found["error"]["median"] <= found["error"][
+        "p90"
+    ]
+    run_of(flexfleet, "simulated", [*quick, "fleet.trace=trace.csv"])
+    for real, again in zip(rounds_of(history.parent), rounds_of(Path("runs/simulated")), strict=True):
+        seconds = {line["client"]: line["seconds"] for line in real["clients"]}
+        assert {line["client"]: line["seconds_simulated"] for line in again["clients"]} == pytest.approx(seconds)
+        assert again["metrics"]["seconds_simulated"] == pytest.approx(max(seconds.values()))
+    assert "no measured times" in refused(flexfleet("trace", "runs/simulated"))
+
+    lost = json.loads(history.read_text())
+    client = lost["rounds"][1]["clients"].pop()["client"]
+    lost["rounds"][1]["clients"].append({"client": client, "sent": "M1", "failure": "pod: lost", "code": "pod"})
+    history.write_text(json.dumps(lost))
+    flexfleet("trace", "runs/real", "--out", "new/lost.csv").ok()
+    lines = Path("new/lost.csv").read_text().splitlines()
+    assert [line.partition(",")[0] for line in lines if line.endswith(",0")] == [str(client)]
+    run_of(flexfleet, "again", [*quick, "fleet.trace=new/lost.csv"])
+    dropped = [line for line in rounds_of(Path("runs/again"))[1]["clients"] if line.get("code") == "drop"]
+    assert [line["client"] for line in dropped] == [client]
 
 
 def test_wrong_trace_is_refused_before_training(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:

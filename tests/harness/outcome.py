@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.clients import ENCODING
+from fl_engine.core.clients import ENCODING, LEASE_S
 from fl_engine.rounds.timing import MEASURED
 from tests.harness.processes import Done, marked
 from tests.harness.world import BUCKET, Place
@@ -96,7 +96,7 @@ def _rounds(rows: list[dict[str, Any]]) -> dict[str, Any]:
         metrics, clients = row.pop("metrics"), row.pop("clients")
         found |= {f"{number} {name}": value for name, value in {**row, **metrics}.items() if _same_always(name)}
         for line in clients:
-            told = _timeless(line, ("client", "seconds", *ENCODING))
+            told = _timeless(line, ("client", "seconds", LEASE_S, *ENCODING))
             found |= {f"{number} client {line['client']} {name}": value for name, value in told.items()}
     return found
 

@@ -10,8 +10,9 @@ import pytest
 from fl_engine.algorithms import FedAvg
 from fl_engine.algorithms.training import Training
 from fl_engine.backends import BACKENDS, Surroundings
+from fl_engine.core.clients import LEASE_S
 from fl_engine.core.errors import Replaced, Stopped
-from fl_engine.core.types import ClientFailure, Device, RoundPlan
+from fl_engine.core.types import ClientFailure, ClientUpdate, Device, RoundPlan
 from fl_engine.exchange.client import Site, accept
 from fl_engine.exchange.updates import fits_nobody
 from fl_engine.remote.messages import HEARTBEAT, MESSAGE, Lease
@@ -32,6 +33,13 @@ def test_fast_liar_gets_no_majority(scene_of: Scenes, assignments: int, honest: 
         scene.worker(scene.honest(30.0))
     liar = scene.worker(scene.honest(0.0))
     assert scene.updates() == assignments and scene.account(liar).results == its
+
+
+def test_coordinator_measures_the_time_of_each_lease(scene_of: Scenes) -> None:
+    scene = scene_of(2)
+    scene.worker(scene.honest(30.0))
+    found = [result.metrics[LEASE_S] for result in scene.results().values() if isinstance(result, ClientUpdate)]
+    assert len(found) == 2 and all(30 <= seconds < 35 for seconds in found)
 
 
 @pytest.mark.parametrize("fault", [Scene.idle, Scene.silent])
