@@ -1,30 +1,34 @@
-"""Registry of algorithms. List a new algorithm in `ALGORITHMS` and a new preset in `PRESETS`."""
+"""Registry of algorithms. List a new algorithm in `ALGORITHMS` and a new preset in `PRESETS`.
+
+`import X as X` also exports the class from this package for type checkers.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fl_engine.algorithms.adagq import AdaGQ
-from fl_engine.algorithms.adaptivefl import AdaptiveFL
-from fl_engine.algorithms.dadaquant import DAdaQuant
-from fl_engine.algorithms.decoupled import Decoupled
-from fl_engine.algorithms.depthfl import DepthFL
-from fl_engine.algorithms.ditto import Ditto
-from fl_engine.algorithms.fedavg import FedAvg, FedSGD
-from fl_engine.algorithms.fedbn import FedBN
-from fl_engine.algorithms.federated_dropout import FederatedDropout
-from fl_engine.algorithms.fednova import FedNova
-from fl_engine.algorithms.fedper import FedPer
-from fl_engine.algorithms.fedrolex import FedRolex
-from fl_engine.algorithms.fedx import FedX
-from fl_engine.algorithms.fjord import FjORD
-from fl_engine.algorithms.flexfl import FlexFL
-from fl_engine.algorithms.heterofl import HeteroFL
-from fl_engine.algorithms.multibranch import MultiBranch
-from fl_engine.algorithms.qffl import QFFL
-from fl_engine.algorithms.quantized_fedavg import QuantizedFedAvg
-from fl_engine.algorithms.scaffold import Scaffold
-from fl_engine.algorithms.scalefl import ScaleFL
+from fl_engine.algorithms.adagq import AdaGQ as AdaGQ
+from fl_engine.algorithms.adaptivefl import AdaptiveFL as AdaptiveFL
+from fl_engine.algorithms.dadaquant import DAdaQuant as DAdaQuant
+from fl_engine.algorithms.decoupled import Decoupled as Decoupled
+from fl_engine.algorithms.depthfl import DepthFL as DepthFL
+from fl_engine.algorithms.ditto import Ditto as Ditto
+from fl_engine.algorithms.fedavg import FedAvg as FedAvg
+from fl_engine.algorithms.fedavg import FedSGD as FedSGD
+from fl_engine.algorithms.fedbn import FedBN as FedBN
+from fl_engine.algorithms.federated_dropout import FederatedDropout as FederatedDropout
+from fl_engine.algorithms.fednova import FedNova as FedNova
+from fl_engine.algorithms.fedper import FedPer as FedPer
+from fl_engine.algorithms.fedrolex import FedRolex as FedRolex
+from fl_engine.algorithms.fedx import FedX as FedX
+from fl_engine.algorithms.fjord import FjORD as FjORD
+from fl_engine.algorithms.flexfl import FlexFL as FlexFL
+from fl_engine.algorithms.heterofl import HeteroFL as HeteroFL
+from fl_engine.algorithms.multibranch import MultiBranch as MultiBranch
+from fl_engine.algorithms.qffl import QFFL as QFFL
+from fl_engine.algorithms.quantized_fedavg import QuantizedFedAvg as QuantizedFedAvg
+from fl_engine.algorithms.scaffold import Scaffold as Scaffold
+from fl_engine.algorithms.scalefl import ScaleFL as ScaleFL
 from fl_engine.core.contracts import (
     Algorithm,
     ChoosesNetwork,
@@ -108,34 +112,3 @@ def options_of(section: Mapping[str, Any]) -> dict[str, Any]:
     preset = PRESETS.get(section["name"])
     given = {key: value for key, value in section.items() if key != "name"}
     return {**(preset.options if preset else {}), **given}
-
-
-__all__ = [
-    "ALGORITHMS",
-    "CONTRACT",
-    "PRESETS",
-    "QFFL",
-    "AdaGQ",
-    "AdaptiveFL",
-    "DAdaQuant",
-    "Decoupled",
-    "DepthFL",
-    "Ditto",
-    "FedAvg",
-    "FedBN",
-    "FedNova",
-    "FedPer",
-    "FedRolex",
-    "FedSGD",
-    "FedX",
-    "FederatedDropout",
-    "FjORD",
-    "FlexFL",
-    "HeteroFL",
-    "MultiBranch",
-    "Preset",
-    "QuantizedFedAvg",
-    "Scaffold",
-    "ScaleFL",
-    "options_of",
-]  # fmt: skip
