@@ -273,16 +273,11 @@ def check_start(algorithm: Any, selection: Selector, layout: ParamLayout, pool: 
     if algorithm.aggregation.secret_selection and algorithm.draw_matters:
         why = f"{algorithm.draw_matters}, so secret selection is not accounted for"
         _refuse(why, "algorithm.aggregation.secret_selection=false")
+    name, other = type(algorithm).__name__, "algorithm.name to another one"
     if isinstance(algorithm, MeasuresClients):
-        _refuse(
-            f"{type(algorithm).__name__} uses metrics of single clients, to which no noise is added",
-            "algorithm.name to another one",
-        )
+        _refuse(f"{name} uses metrics of single clients, to which no noise is added", other)
     if isinstance(algorithm, KeepsClientState):
-        _refuse(
-            f"the server stores the client states of {type(algorithm).__name__} without noise",
-            "algorithm.name to another one",
-        )
+        _refuse(f"the server stores the client states of {name} without noise", other)
 
 
 # ------------------------------------------------------------------------------------------------- accounting

@@ -6,13 +6,13 @@ operating system deletes the file when the process ends.
 
 from __future__ import annotations
 
-import errno
+import io
 import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import IO, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class _Place(NamedTuple):
 class Spooled(Mapping[str, Tensor]):
     """Mapping from names to the tensors of an entry in the spool's file. Each access reads the file."""
 
-    def __init__(self, file: IO[bytes], offset: int, places: Mapping[str, _Place]) -> None:
+    def __init__(self, file: io.BufferedRandom, offset: int, places: Mapping[str, _Place]) -> None:
         self._file, self._offset, self._places = file, offset, places
 
     def __getitem__(self, name: str) -> Tensor:
@@ -60,16 +60,11 @@ class Spooled(Mapping[str, Tensor]):
             offset += first * math.prod(shape[1:]) * place.dtype.itemsize
             shape = (len(range(*slice(first, last).indices(shape[0]))), *shape[1:])
         tensor = torch.empty(shape, dtype=place.dtype)
-        into = bytes_of(tensor)
-        done = 0
-        while done < len(into):
-            try:
-                read = os.preadv(self._file.fileno(), [into[done:]], offset + done)
-                if not read:
-                    raise OSError(errno.EIO, "the file was cut off")
-            except OSError as error:
-                raise EnvironmentFailure(f"cannot read the temporary file of updates: {error.strerror}") from error
-            done += read
+        try:
+            self._file.seek(offset)
+            self._file.readinto(bytes_of(tensor))
+        except OSError as error:
+            raise EnvironmentFailure(f"cannot read the temporary file of updates: {error.strerror}") from error
         return tensor
 
 
@@ -79,7 +74,7 @@ class Spool:
     def __init__(self, held_bytes: int = IN_MEMORY_BYTES) -> None:
         self._left = held_bytes
         self._entries: list[Params | Spooled] = []
-        self._file: IO[bytes] | None = None
+        self._file: io.BufferedRandom | None = None
 
     def put(self, tensors: Params) -> int:
         """Store an entry and return its number."""

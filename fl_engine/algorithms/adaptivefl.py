@@ -121,13 +121,11 @@ class AdaptiveFL(PooledAlgorithm):
     def selector(self, pool: Pool) -> Selector:
         if self.selection is not None:
             return self.selection
-        match self.variant:
-            case "greed":
-                return Uniform(model="largest")
-            case "random":
-                return Uniform(model="random")
-            case score:
-                return Curiosity(score=score, per_type=(len(pool) - 1) // 2)
+        if self.variant == "greed":
+            return Uniform(model="largest")
+        if self.variant == "random":
+            return Uniform(model="random")
+        return Curiosity(score=self.variant, per_type=(len(pool) - 1) // 2)
 
     def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
         inside = [i for i in range(assignment.level + 1) if contains(ctx.layout, assignment.spec, ctx.pool[i].spec)]

@@ -115,21 +115,13 @@ class DAdaQuant(FineTuned):
     def aggregated(
         self, state: DAdaQuantState, plan: RoundPlan, results: Results, server: ServerContext
     ) -> DAdaQuantState:
-        losses: list[float] = []
-        merged: DAdaQuantState = super().aggregated(state, plan, _collecting_losses(results, losses), server)
+        merged: DAdaQuantState = super().aggregated(state, plan, results, server)
+        losses = [result.metrics["loss"] for result in results if isinstance(result, ClientUpdate)]
         if self.phi is not None and losses:
             average = averaged(losses, state.averages, self.psi)
             level, averages = doubled(state.level, (*state.averages, average), self.phi, self.q_max)
             merged = replace(merged, level=level, averages=averages)
         return merged
-
-
-def _collecting_losses(results: Results, losses: list[float]) -> Results:
-    """Yield `results` unchanged, and append each reported loss to `losses`."""
-    for result in results:
-        if isinstance(result, ClientUpdate):
-            losses.append(result.metrics["loss"])
-        yield result
 
 
 def averaged(losses: Sequence[float], averages: Sequence[float], psi: float) -> float:

@@ -63,7 +63,6 @@ class Decoupled(PooledAlgorithm):
         return prefix_pool(self, family, self.widths)
 
     def first_state(self, common: PooledState) -> DecoupledState:
-
         levels = {m.name: take(common.params, common.layout, m.spec) for m in common.pool[:-1]}
         own = {f"{level}/{name}": t.clone() for level, params in levels.items() for name, t in params.items()}
         return DecoupledState(**vars(common), levels=own)
@@ -107,16 +106,10 @@ class Decoupled(PooledAlgorithm):
         for model in state.pool:
             name = model.name
             moved, own = stepped(self.server, under(state.moments, f"{name}/"), old[name], aggregates[name])
-            levels |= {f"{name}/{n}": t for n, t in own.items()}
             moments |= {f"{name}/{n}": t for n, t in moved.items()}
-        largest = state.pool[-1].name
-        return replace(
-            state,
-            params=under(levels, f"{largest}/"),
-            levels={n: t for n, t in levels.items() if not n.startswith(f"{largest}/")},
-            tables=tables,
-            moments=moments,
-        )
+            if model != state.pool[-1]:
+                levels |= {f"{name}/{n}": t for n, t in own.items()}
+        return replace(state, params=own, levels=levels, tables=tables, moments=moments)
 
 
 def _own(state: DecoupledState, model: PoolModel) -> Params:

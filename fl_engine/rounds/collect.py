@@ -125,7 +125,7 @@ def collect(run: Run, plan: RoundPlan, history: MovementHistory, clients: Client
     refused = acceptance.find_refused(plan, moved, seconds, options, history, size, drop)
     if mailbox is not None:
         late = {client: results.times[client] for client in refused}
-        mailbox.close(plan, refused, moved, late, results.scores)
+        mailbox.close(plan, refused, moved=moved, times=late, scores=results.scores)
     results.refuse(refused)
     give_back(model)
     return Collected(results, acceptance.remember(history, moved, size), waited, decoded)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from pydantic import Field
 
@@ -59,26 +60,21 @@ class RoundMailbox(Mailbox):
         return self.result(plan, client, Known(closed.accepted[client], closed.metrics.get(client)))
 
     def close(
-        self,
-        plan: RoundPlan,
-        refused: Mapping[int, ClientFailure] = MappingProxyType({}),
-        moved: Mapping[int, Moved] = MappingProxyType({}),
-        times: Mapping[int, Times] = MappingProxyType({}),
-        scores: Mapping[int, float] = MappingProxyType({}),
+        self, plan: RoundPlan, refused: Mapping[int, ClientFailure] = MappingProxyType({}), **figures: Mapping[int, Any]
     ) -> Closed:
-        """Store the set of results that the merge uses, and the rejected results with their `times`. Failures are
-        stored in full, because a stopped client may still overwrite its stored failure."""
+        """Store the set of results that the merge uses, and the rejected results. `figures` are the fields `moved`,
+        `times` and `scores` of the record. Failures are stored in full, because a stopped client may still overwrite
+        its stored failure."""
         seen = {client: self.seen[plan.round, client] for client in sorted(plan.assignment_of)}
         failed = {client: known.failure for client, known in seen.items() if known.failure is not None}
         self.seen.clear()
+        ordered: dict[str, Any] = {name: dict(sorted(values.items())) for name, values in figures.items()}
         closed = Closed(
             round=plan.round,
             accepted={client: known.content for client, known in seen.items()},
             refused=dict(sorted((failed | dict(refused)).items())),
             metrics={client: known.metrics for client, known in seen.items() if known.metrics is not None},
-            moved=dict(sorted(moved.items())),
-            times=dict(sorted(times.items())),
-            scores=dict(sorted(scores.items())),
+            **ordered,
         ).with_checksum()
         self.store.put(f"{round_folder(plan.round)}closed.json", closed.model_dump_json().encode())
         return closed

@@ -129,15 +129,17 @@ def plan_round(
     context = run.context(round, begin, {update.client for update in before.pending})
     plan = run.algorithm.plan(before.state, context)
     if context.without:
-        kept = tuple(each for each in plan.assignments if each.client not in context.without)
-        plan = replace(plan, assignments=kept)
+        allowed = tuple(each for each in plan.assignments if each.client not in context.without)
+        plan = replace(plan, assignments=allowed)
     check_planned(run.algorithm, plan, len(run.site.fleet), len(run.site.pool))
     watch.ends("plan")
     plan = coding.encode_plan(plan, run.site.pool, run.codecs, run.site.seed)
     watch.ends("encode" if any(assignment.encoded is not None for assignment in plan.assignments) else "plan")
     plan = replace(plan, noise_seed=privacy.noise_seed(run.noise_key, round))
     if clients.states is not None:
-        plan = _with_states(run, plan, before.states, clients.states)
+        own = partial(_stored_state, run, round, files=before.states, states=clients.states)
+        kept = (replace(each, memory={**each.memory, **with_prefix(own(each.client))}) for each in plan.assignments)
+        plan = replace(plan, assignments=tuple(kept))
     watch.ends("plan")
     return plan, context
 
@@ -177,14 +179,6 @@ def _of_devices(run: Run, scores: Mapping[str, Score]) -> dict[str, float]:
     if len(scores) < 2 or any(pool[level].name not in scores for level in own):
         return {}
     return {f"{run.site.data.task.metric.name}_devices": fmean(scores[pool[level].name].value for level in own)}
-
-
-def _with_states(run: Run, plan: RoundPlan, files: Mapping[int, str], states: TensorFiles) -> RoundPlan:
-    assignments = []
-    for assignment in plan.assignments:
-        state = _stored_state(run, plan.round, assignment.client, files, states)
-        assignments.append(replace(assignment, memory={**assignment.memory, **with_prefix(state)}))
-    return replace(plan, assignments=tuple(assignments))
 
 
 def _stored_state(run: Run, round: int, client: int, files: Mapping[int, str], states: TensorFiles | None) -> Params:

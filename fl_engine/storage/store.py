@@ -105,7 +105,7 @@ def _header(text: bytes) -> bytes:
 def bytes_of(whole: Tensor) -> memoryview:
     """Return a view of a contiguous tensor's bytes."""
     if not whole.numel():  # `view` does not support some strides of empty tensors
-        return memoryview(b"")
+        return memoryview(bytearray())
     return whole.view(-1).view(torch.uint8).numpy().data
 
 
