@@ -33,11 +33,9 @@ class CifarSet:
     name: str
     about: str
     archive: RemoteFile
-    inner: str
-    """Name of the folder in the archive."""
-    train: tuple[str, ...]
-    """Names of the training files. Every training file has the same number of records."""
-    test: str
+    files: tuple[str, ...]
+    """Paths below the data root: the training files, which have equally many records, and the test file. The paths in
+    the archive are the same without the first folder."""
     classes: int
     label_bytes: int
     mean: tuple[float, float, float]
@@ -51,30 +49,24 @@ class CifarSet:
     def url(self) -> str:
         return self.archive.url
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        return tuple(f"{self.name}/{self.inner}/{name}" for name in (*self.train, self.test))
-
     def load(self, root: Path) -> Data:
         """Load the files below `root`. Raises DataError if a file is missing, has a wrong checksum or size, or contains
         an invalid label."""
         require(self.name, root, self.files, self.url)
-        folder = root / self.name / self.inner
-        train = self._read(folder, self.train, self.samples[0] // len(self.train))
-        test = self._read(folder, (self.test,), self.samples[1])
+        train = self._read(root, self.files[:-1], self.samples[0] // (len(self.files) - 1))
+        test = self._read(root, self.files[-1:], self.samples[1])
         return Data(self.name, Classification(self.classes), *as_tensors(*train, *test), self.mean, self.std)
 
     def fetch(self, root: Path) -> None:
         """Download the archive and unpack the files that do not exist. Raises the same errors as `download_members`."""
-        members = {f"{self.inner}/{Path(file).name}": root / file for file in self.files}
+        members = {file.removeprefix(f"{self.name}/"): root / file for file in self.files}
         download_members(self.archive, root / self.name, members)
 
-    def _read(self, folder: Path, names: tuple[str, ...], records: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    def _read(self, root: Path, files: tuple[str, ...], records: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Return uint8 images (N, 3, 32, 32) and int64 labels (N,). Every file must have exactly `records` records."""
         x, y, size = [], [], self.label_bytes + math.prod(CHW)
-        for name in names:
-            path = folder / name
-            content = read(path, self.checksums.get(name), most=records * size)
+        for path in (root / file for file in files):
+            content = read(path, self.checksums.get(path.name), most=records * size)
             if len(content) != records * size:
                 raise damaged(path, f"{records} records of {size} bytes = {records * size} bytes", len(content))
             table = np.frombuffer(content, dtype=np.uint8).reshape(records, size)
@@ -89,9 +81,9 @@ CIFAR10 = CifarSet(
     "cifar10",
     "CIFAR-10, 32x32 colour, 10 classes, 50,000 + 10,000; no licence stated, cite Krizhevsky 2009; 170 MB",
     RemoteFile("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "md5:c32a1d4ab5d03f1284b67883e8d87530"),
-    inner="cifar-10-batches-bin",
-    train=tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
-    test="test_batch.bin",
+    files=tuple(
+        f"cifar10/cifar-10-batches-bin/{name}.bin" for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+    ),
     classes=10,
     label_bytes=1,
     mean=(0.491, 0.482, 0.447),  # FlexFL and AdaptiveFL use the same values
@@ -108,9 +100,7 @@ CIFAR100 = CifarSet(
     "cifar100",
     "CIFAR-100, 32x32 colour, 100 classes, 50,000 + 10,000; no licence stated, cite Krizhevsky 2009; 169 MB",
     RemoteFile("https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz", "md5:03b5dce01913d631647c71ecec9e9cb8"),
-    inner="cifar-100-binary",
-    train=("train.bin",),
-    test="test.bin",
+    files=("cifar100/cifar-100-binary/train.bin", "cifar100/cifar-100-binary/test.bin"),
     classes=100,
     label_bytes=2,
     mean=(0.5071, 0.4867, 0.4408),

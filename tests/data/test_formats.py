@@ -172,14 +172,14 @@ def test_download_failures_are_errors_and_leave_no_file(server: str, tmp_path: P
     assert not any((tmp_path / "other").iterdir())
 
 
-def archive(root: Path, to: Path, names: tuple[str, ...] = (*CIFAR.train, CIFAR.test)) -> RemoteFile:
+def archive(root: Path, to: Path) -> RemoteFile:
     """Write an archive in the official layout, with an additional member `../evil`."""
     with tarfile.open(to, "w:gz") as tar:
         evil = tarfile.TarInfo("../evil")
         evil.size = 4
         tar.addfile(evil, io.BytesIO(b"evil"))
-        for name in names:
-            tar.add(batch(root, name), f"cifar-10-batches-bin/{name}")
+        for file in CIFAR.files:
+            tar.add(root / file, file.removeprefix("cifar10/"))
     return RemoteFile(to.as_uri(), md5(to.read_bytes()))
 
 
