@@ -83,22 +83,19 @@ def load(root: Path, files: Sequence[str] = FILES) -> Data:
 
 
 def _pack(paths: Sequence[Path], folder: Path) -> None:
-    writers: dict[str, int] = {}
-    x: list[NDArray[np.uint8]] = []
-    y: list[NDArray[np.int64]] = []
+    found: dict[str, tuple[NDArray[np.uint8], NDArray[np.int64]]] = {}
     for path in paths:
         for writer, images, labels in _writers(path):
-            if writer in writers:
+            if writer in found:
                 raise damaged(path, "each writer once", f"{writer[:80]!r} twice")
-            writers[writer] = len(writers)
-            x.append(images)
-            y.append(labels)
+            found[writer] = images, labels
+    y = [labels for _, labels in found.values()]
     if max(map(len, y), default=0) < TEST_SHARE:
         raise damaged(paths[0], f"writers with at least {TEST_SHARE} samples", "none")
     source = np.repeat(np.arange(len(y)), [len(labels) for labels in y])
-    test = np.concatenate([_test(len(labels), writer) for writer, labels in zip(writers, y, strict=True)])
-    images, labels = np.concatenate(x), np.concatenate(y)
-    del x
+    test = np.concatenate([_test(len(labels), writer) for writer, (_, labels) in found.items()])
+    images, labels = np.concatenate([images for images, _ in found.values()]), np.concatenate(y)
+    del found
     for part, chosen in (("train", ~test), ("test", test)):
         np.save(folder / f"{part}_x.npy", images[chosen])
         np.save(folder / f"{part}_y.npy", labels[chosen])

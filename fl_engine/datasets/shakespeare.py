@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sized
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -129,12 +131,9 @@ def _pieces(
     lines: Lines, numbers: dict[str, int], unknown: int, begin: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return int64 tensors for all pieces: tokens (N, 80), next tokens (N, 80), and the client (N,)."""
-    texts: dict[int, list[str]] = {}
-    for client, line in lines:
-        texts.setdefault(client, []).append(line)
     x, y, source = [], [], []
-    for client, role_lines in texts.items():
-        tokens = [begin, *(numbers.get(character, unknown) for character in "".join(role_lines))]
+    for client, role_lines in groupby(lines, key=itemgetter(0)):
+        tokens = [begin, *(numbers.get(character, unknown) for _, line in role_lines for character in line)]
         padded = np.pad(tokens, (0, -(len(tokens) - 1) % WINDOW), constant_values=PADDING)
         x.append(np.where(padded[1:] == PADDING, PADDING, padded[:-1]).reshape(-1, WINDOW))
         y.append(padded[1:].reshape(-1, WINDOW))
