@@ -33,7 +33,7 @@ from pydantic import AfterValidator, Field, ValidationError
 import fl_engine
 from fl_engine.core.errors import ConfigError, IntegrityError, brief, masked, printable
 from fl_engine.core.fields import Index
-from fl_engine.core.records import Strict
+from fl_engine.core.records import Strict, parsed
 from fl_engine.data.local_data import FORM
 from fl_engine.storage.run_files import Sum
 from fl_engine.storage.s3 import open_store
@@ -273,10 +273,7 @@ def check_version(value: bytes, name: str, by_device: bool) -> None:
 def read_message(value: bytes, key: str, invited: str) -> Message:
     """Parse a message, and check its signature with the device's `key`. Until the coordinator has read the first
     heartbeat, messages are signed with `invited` and must have no lease. Raises IntegrityError if a check fails."""
-    try:
-        message = Message.model_validate_json(value)
-    except ValidationError as error:
-        raise IntegrityError(f"the message is not valid: {brief(error)}") from error
+    message = parsed(Message, value, MESSAGE)
     if not message.is_signed_with(key) and not (message.is_signed_with(invited) and message.lease is None):
         raise IntegrityError("the message is not signed with this device's key")
     return message

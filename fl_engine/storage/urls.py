@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import base64
 import logging
-import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import urllib3
 
@@ -31,8 +30,6 @@ TRIES = 7
 """Maximum number of attempts, which take 13 seconds in total if the server refuses each connection."""
 BUSY = (429, 500, 502, 503, 504)
 """HTTP statuses that cause a retry."""
-SENDS = 3
-"""Maximum number of attempts for an upload if the server receives damaged bytes."""
 PIECE = 2**20
 """Maximum bytes per read from a response's body."""
 AT_ONCE = 8
@@ -47,12 +44,8 @@ FIXED = {
     # owner can also read objects that were uploaded with other credentials.
     "acl": "bucket-owner-full-control",
     "Content-Type": "application/octet-stream",
-    # With this status, every server sends the ETag in the response.
-    "success_action_status": "201",
 }
 """Form fields of an upload that a client cannot change, in addition to the key."""
-ETAG = re.compile(rb"<ETag>(?:\"|&quot;|&#34;)?([0-9a-f]{32})(?:\"|&quot;|&#34;)?</ETag>")
-
 
 Verb = Literal["POST", "PUT"]
 
@@ -83,22 +76,17 @@ class Requests:
     HTTPError if the last attempt gets no complete response, and ConfigError if the proxy's address is malformed."""
 
     def __init__(self, tries: int = TRIES, connect_s: float = 10.0, read_s: float = 120.0) -> None:
-        self._tries, self._timeout = tries, urllib3.Timeout(connect=connect_s, read=read_s)
-        self._pools: dict[str, urllib3.PoolManager] = {}
-        """Map the scheme, host and port of each server to its connections."""
-
-    def _pool_of(self, url: str) -> urllib3.PoolManager:
-        server = "/".join(url.split("/", 3)[:3])
-        if server not in self._pools:
-            self._pools[server] = pool_of(server, maxsize=AT_ONCE, retries=False, timeout=self._timeout)
-        return self._pools[server]
+        self._tries, timeout = tries, urllib3.Timeout(connect=connect_s, read=read_s)
+        self._pool_of = cache(partial(pool_of, maxsize=AT_ONCE, retries=False, timeout=timeout))
+        """Function that maps the scheme, host and port of a server to its connections."""
 
     def ask(self, verb: str, url: str, read: Callable[[Any], bytes] | None = None, **sent: Any) -> Answer:
         """Return the response. `read` reads the body of a successful response. The body of an error is truncated."""
         for attempt in range(1, self._tries + 1):
             is_last = attempt == self._tries
             try:
-                response = self._pool_of(url).request(verb, url, redirect=False, preload_content=False, **sent)
+                pool = self._pool_of("/".join(url.split("/", 3)[:3]))
+                response = pool.request(verb, url, redirect=False, preload_content=False, **sent)
                 try:
                     if response.status == 407:
                         raise urllib3.exceptions.ProxyError("HTTP 407", OSError("the proxy requires a password"))
@@ -138,11 +126,7 @@ class UrlStore:
     def put(self, key: str, value: Value) -> None:
         if (upload := self._writes.get(key)) is None:
             raise IntegrityError(f"No upload URL was issued for {key}")
-        for _ in range(SENDS):
-            answer = self._answer(upload.verb, key, upload.url, lambda: self._requests.send(upload, value))
-            if _etag(answer) in (None, digest("md5", value).hex()):
-                return
-        raise IntegrityError(f"{upload.verb} {self.uri(key)}: the server received damaged data {SENDS} times")
+        self._answer(upload.verb, key, upload.url, lambda: self._requests.send(upload, value))
 
     def get(self, key: str, limit: int | None = None) -> bytes:
         if (url := self._reads.get(key)) is None:
@@ -153,14 +137,10 @@ class UrlStore:
     def list(self, prefix: str) -> list[str]:
         return sorted(key for key in self._reads if key.startswith(prefix))
 
-    def create(self, key: str, value: bytes) -> bool:
-        raise IntegrityError(f"a client cannot create {key} without an upload URL")
+    def _refuse(self, *keys: Any, **_: Any) -> NoReturn:
+        raise IntegrityError(f"a client without credentials cannot create or delete {keys}")
 
-    def delete(self, *keys: str) -> None:
-        raise IntegrityError(f"a client cannot delete {', '.join(keys)}")
-
-    def sweep(self, prefix: str) -> None:
-        raise IntegrityError(f"a client cannot delete files under {prefix}")
+    create = delete = sweep = _refuse
 
     def uri(self, key: str = "") -> str:
         return f"the run store's {key}"
@@ -192,19 +172,6 @@ def _form(fields: Mapping[str, str], value: Value) -> tuple[Pieces, str]:
     empty, kind = urllib3.encode_multipart_formdata(parts, boundary)
     end = f"\r\n--{boundary}--\r\n".encode()
     return Pieces((empty.removesuffix(end), *(value.parts if isinstance(value, Pieces) else (value,)), end)), kind
-
-
-def _etag(answer: Answer) -> str | None:
-    """Return the MD5 that the server reports for the received bytes. Return None if the server reports no MD5, for
-    example with some kinds of encryption. In this case, a reader detects a damaged value by the SHA-256 in the
-    manifest."""
-    if answer.headers.get("x-amz-server-side-encryption", "").startswith("aws:kms"):
-        return None
-    found = re.fullmatch('"?([0-9a-f]{32})"?', answer.headers.get("ETag", ""))
-    if found is not None:
-        return found[1]
-    inside = ETAG.search(answer.data)
-    return None if inside is None else inside[1].decode()
 
 
 def whole(body: Any, name: str, limit: int | None) -> bytes:

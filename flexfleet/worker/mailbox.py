@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import platformdirs
-from pydantic import ValidationError
 
-from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure, IntegrityError, brief, masked, printable
+from fl_engine.core.errors import ClientError, ConfigError, EnvironmentFailure, IntegrityError, masked, printable
+from fl_engine.core.records import parsed
 from fl_engine.core.text import path_of
 from fl_engine.remote import messages
 from fl_engine.remote.messages import AssignmentMessage, Heartbeat, Hex, Invitation, Message, Name, Note, State
@@ -189,10 +189,7 @@ def device_of(where: str, folder: Path | None) -> tuple[WorkerDevice, Path]:
     folder = folder or folder_of(invitation.name)
     place = FolderStore(folder)
     if FILE in place.list(FILE):
-        try:
-            device = WorkerDevice.model_validate_json(place.get(FILE))
-        except ValidationError as error:
-            raise IntegrityError(f"{place.uri(FILE)} is damaged: {brief(error)}. Delete the file") from error
+        device = parsed(WorkerDevice, place.get(FILE), place.uri(FILE))
         if device.invited == invitation.key:
             return device, folder
     shared = invitation.model_dump(include={"name", "message", "heartbeat", "folder", "pod"})

@@ -65,7 +65,7 @@ def test_endless_answer_to_an_upload_is_not_read(endless: Endless, verb: Any, st
     endless.status = status
     store = UrlStore({}, {"heartbeat": Upload(verb=verb, url=endless.url, fields={}, size=4)}, within_s=5.0)
     if status == 200:
-        store.put("heartbeat", b"beat")  # without an ETag it is taken as arrived
+        store.put("heartbeat", b"beat")
     else:
         with pytest.raises((EnvironmentFailure, IntegrityError), match=f"HTTP {status}") as error:
             store.put("heartbeat", b"beat")

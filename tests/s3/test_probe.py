@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import subprocess
@@ -15,8 +14,7 @@ import pytest
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
 from fl_engine.storage import probe
 from fl_engine.storage.s3 import S3Store
-from fl_engine.storage.urls import Upload, UrlStore
-from tests.harness.web import Server
+from fl_engine.storage.urls import UrlStore
 from tests.s3.conftest import Proxy
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/kubernetes/server-and-images.md"
@@ -132,31 +130,3 @@ def test_narrower_credentials_sign_what_clients_get(real: None, monkeypatch: pyt
             urls.put("rounds/00001/COMMITTED", b"forged")
     finally:
         client.delete_bucket_policy(Bucket="runs")
-
-
-VALUE = b"an update"
-GOOD, BAD = hashlib.md5(VALUE).hexdigest(), "0" * 32
-"""Its MD5, and another."""
-
-
-@pytest.mark.parametrize(
-    ("etags", "sends"),
-    [
-        ([{"ETag": f'"{GOOD}"'}], 1),
-        ([f"<PostResponse><ETag>&quot;{GOOD}&quot;</ETag></PostResponse>"], 1),
-        ([{"ETag": f'"{BAD}"'}, f"<PostResponse><ETag>{BAD}</ETag></PostResponse>", {"ETag": GOOD}], 3),
-        ([{"ETag": BAD}] * 3, None),
-        ([{}], 1),
-    ],
-)
-def test_an_upload_that_was_damaged_on_the_way_is_sent_again(
-    scripted: Server, etags: list[dict[str, str] | str], sends: int | None
-) -> None:
-    scripted.plan = [(201, {}, each.encode()) if isinstance(each, str) else (201, each, b"") for each in etags]
-    urls = UrlStore({}, {"update": Upload(verb="POST", url=scripted.url, fields={"key": "update"}, size=5)})
-    if sends is None:
-        with pytest.raises(IntegrityError):
-            urls.put("update", VALUE)
-    else:
-        urls.put("update", VALUE)
-        assert len(scripted.seen) == sends
