@@ -78,17 +78,7 @@ class Site:
 
     @cached_property
     def rules(self) -> Rules:
-        return Rules(
-            self.family,
-            self.layout,
-            self.pool,
-            self.fleet,
-            () if self.most is not None else tuple(map(len, self.partition.clients)),
-            seed=self.seed,
-            held=tuple(map(len, self.held)),
-            task=self.data.task if self.held else None,
-            most=self.most,
-        )
+        return Rules(self, seed=self.seed)
 
 
 @dataclass(frozen=True)

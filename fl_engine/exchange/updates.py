@@ -24,26 +24,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from fl_engine.core import clients, costs
 from fl_engine.core.clients import STATE, Shapes, kept_by_clients, with_prefix
-from fl_engine.core.contracts import Algorithm, ModelFamily
+from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ClientError, FlexfleetError, IntegrityError, ModelError
 from fl_engine.core.slicing import all_classes, contains, largest, shapes, take
-from fl_engine.core.task import Task
 from fl_engine.core.types import (
     Assignment,
     ClientFailure,
     ClientResult,
     ClientUpdate,
-    Device,
     Header,
     ParamLayout,
     Params,
-    Pool,
     Stage,
     SubmodelSpec,
     TaskContext,
@@ -52,6 +50,9 @@ from fl_engine.exchange import coding
 from fl_engine.exchange.manifest import HEADER_BYTES, STAGES, Read, Rejected, ResultManifest
 from fl_engine.fleet.devices import observe
 from fl_engine.storage.store import decode, sha256
+
+if TYPE_CHECKING:
+    from fl_engine.exchange.client import Site
 
 
 def payload_bytes(assignment: Assignment, state: Header | None = None) -> int:
@@ -71,27 +72,21 @@ def _largest(assignment: Assignment, state: Header) -> Header:
 class Rules:
     """The rules that a valid update must satisfy."""
 
-    family: ModelFamily
-    layout: ParamLayout
-    pool: Pool
-    fleet: Sequence[Device]
-    samples: Sequence[int]
-    """Number of training samples of each client."""
+    site: Site
     algorithm: Algorithm | None = None
     """Algorithm that determines the sub-model, the steps and the multiply-adds; None to check only their bounds."""
     seed: int | None = None
     """Seed of the simulated free memory; None if clients measure their free memory."""
-    held: Sequence[int] = ()
-    """Number of held-out samples of each client."""
-    task: Task | None = None
-    """Task that determines the metrics of an evaluation; None if clients do not evaluate."""
-    most: int | None = None
-    """Maximum sample count that a client may report; None if the count must be equal to `samples` or `held`."""
+
+    @cached_property
+    def samples(self) -> tuple[int, ...]:
+        """Number of training samples of each client; empty if the server does not know these numbers."""
+        return () if self.site.most is not None else tuple(map(len, self.site.partition.clients))
 
     @cached_property
     def kept(self) -> Shapes:
         """Shapes of the tensors in each client's state."""
-        return kept_by_clients(self.algorithm, self.family, self.pool)
+        return kept_by_clients(self.algorithm, self.site.family, self.site.pool)
 
     @cached_property
     def client_state(self) -> Header:
@@ -137,8 +132,9 @@ def read_update(manifest: ResultManifest, payload: Read, assignment: Assignment,
     encoded = None if codec is None else weights
     if expected is not None and rules is not None:
         check_state(state, rules.client_state)
-        weights, decoding = _weights(weights, spec, assignment, expected, rules.layout)
-        _check_count(manifest.num_examples, assignment.client, rules.samples, rules.most)
+        weights, decoding = _weights(weights, spec, assignment, expected, rules.site.layout)
+        known = rules.samples[assignment.client] if rules.samples else 0
+        _check_count(manifest.num_examples, known, rules.site.most)
         if wrong := clients.out_of_bounds(manifest.metrics, clients.bounds_of(rules.algorithm, codec is not None)):
             raise Rejected("metrics", wrong)
         _check_work(spec, assignment, manifest.num_examples, manifest.metrics, rules)
@@ -149,7 +145,7 @@ def read_update(manifest: ResultManifest, payload: Read, assignment: Assignment,
 def decode_and_check(update: ClientUpdate, assignment: Assignment, rules: Rules) -> ClientUpdate:
     """Decode and check an encoded update from a client in this process. Raises Rejected if the update is not valid."""
     expected = _expected(rules, update.spec, assignment)
-    payload, decoding = _weights(update.travels, update.spec, assignment, expected, rules.layout)
+    payload, decoding = _weights(update.travels, update.spec, assignment, expected, rules.site.layout)
     return replace(update, payload=payload, seconds_decode=decoding)
 
 
@@ -184,17 +180,17 @@ def _check_header(value: bytes, tensors: int) -> None:
 def _check_evaluation(manifest: ResultManifest, spec: SubmodelSpec, assignment: Assignment, rules: Rules) -> None:
     if spec != assignment.spec:
         raise Rejected("spec", "the update is not for the sub-model that was sent for evaluation")
-    _check_count(manifest.num_examples, assignment.client, rules.held, rules.most)
-    bounds = {} if rules.task is None else clients.evaluation_bounds(rules.task)
+    _check_count(manifest.num_examples, len(rules.site.held_by(assignment.client)), rules.site.most)
+    bounds = clients.evaluation_bounds(rules.site.data.task) if rules.site.held else {}
     if wrong := clients.out_of_bounds(manifest.metrics, bounds):
         raise Rejected("metrics", wrong)
 
 
-def _check_count(count: int, client: int, known: Sequence[int], most: int | None) -> None:
+def _check_count(count: int, known: int, most: int | None) -> None:
     if most is not None and not 1 <= count <= most:
         raise Rejected("examples", f"expected from 1 to {most} samples (partition.most), got {count}")
-    if most is None and count != (held := known[client] if client < len(known) else 0):
-        raise Rejected("examples", f"expected {held} samples, got {count}")
+    if most is None and count != known:
+        raise Rejected("examples", f"expected {known} samples, got {count}")
 
 
 def _check_work(
@@ -205,19 +201,19 @@ def _check_work(
     random numbers differ slightly between machines."""
     free = metrics["free"]
     if rules.seed is not None:
-        expected = observe(rules.fleet[assignment.client], rules.seed, assignment.round)
+        expected = observe(rules.site.fleet[assignment.client], rules.seed, assignment.round)
         if not math.isclose(free, expected, rel_tol=1e-9):
             raise Rejected("metrics", f"expected {expected:g} % of free memory, got {free:g} %")
     if rules.algorithm is None:
         return
-    context = TaskContext(rules.layout, rules.pool, rules.fleet[assignment.client], free)
+    context = TaskContext(rules.site.layout, rules.site.pool, rules.site.fleet[assignment.client], free)
     try:
         task = rules.algorithm.task(assignment, context)
     except (ClientError, ModelError) as error:
         raise Rejected("spec", f"no sub-model fits into {free:g} % of free memory: {error}") from error
     if all_classes(spec) != all_classes(task.spec):
         raise Rejected("spec", f"the update is not for the sub-model that fits into {free:g} % of free memory")
-    work = {"steps": float(costs.steps(task, samples)), "macs": costs.macs(rules.family, task, samples)}
+    work = {"steps": float(costs.steps(task, samples)), "macs": costs.macs(rules.site.family, task, samples)}
     for name, count in work.items():
         if metrics[name] != count:
             raise Rejected("metrics", f"expected {count:g} {name}, got {metrics[name]:g}")
@@ -227,17 +223,17 @@ def fits_nobody(assignment: Assignment, rules: Rules | None, algorithm: Algorith
     """Return True if no sub-model of the assignment fits into the memory; False if clients measure their memory."""
     if rules is None or rules.seed is None or assignment.evaluates:
         return False
-    device = rules.fleet[assignment.client]
-    context = TaskContext(rules.layout, rules.pool, device, observe(device, rules.seed, assignment.round))
+    device = rules.site.fleet[assignment.client]
+    context = TaskContext(rules.site.layout, rules.site.pool, device, observe(device, rules.seed, assignment.round))
     try:
-        take(assignment.payload, rules.layout, algorithm.task(assignment, context).spec, have=assignment.spec)
+        take(assignment.payload, rules.site.layout, algorithm.task(assignment, context).spec, have=assignment.spec)
     except (ClientError, ModelError):
         return True
     return False
 
 
 def _expected(rules: Rules, spec: SubmodelSpec, assignment: Assignment) -> Header:
-    layout, kept = rules.layout, rules.kept
+    layout, kept = rules.site.layout, rules.kept
     try:
         layout.check(spec)
     except (ModelError, TypeError, ValueError) as error:

@@ -181,7 +181,7 @@ class Surroundings:
     @property
     def own_data(self) -> bool:
         """Return whether clients have their own data."""
-        return self.mailbox.rules is not None and self.mailbox.rules.most is not None
+        return self.mailbox.rules is not None and self.mailbox.rules.site.most is not None
 
     def lease(self, r: OpenRound, clients: Sequence[int], id: str) -> Lease:
         """Return a lease for these clients' assignments. The assignments must already be in the mailbox."""

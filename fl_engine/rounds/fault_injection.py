@@ -37,11 +37,11 @@ from fl_engine.core.contracts import Algorithm, Backend
 from fl_engine.core.errors import ModelError, nearest
 from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.text import need_plain
-from fl_engine.core.types import Assignment, ClientFailure, ClientResult, ClientUpdate, Params, RoundPlan
+from fl_engine.core.types import Assignment, ClientFailure, ClientResult, ClientUpdate, ParamLayout, Params, RoundPlan
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.manifest import Rejected, pack_result
-from fl_engine.exchange.updates import Rules, decode_and_check, read_update
+from fl_engine.exchange.updates import decode_and_check, read_update
 from fl_engine.rounds.acceptance import measure_movement
 from fl_engine.rounds.poisoning import Poison, train_poisoned
 
@@ -163,12 +163,12 @@ def inject(
             poisoned = train_poisoned(fault.kind, algorithm, assignment, observed, device)
             if isinstance(poisoned, ClientFailure):
                 return poisoned
-            length, honest = (measure_movement(each, assignment, rules.layout).weights for each in (poisoned, result))
+            length, honest = (measure_movement(each, assignment, site.layout).weights for each in (poisoned, result))
             times = fault.times * honest / length if length else 1.0
             fault = replace(fault, times=times)
             result = replace(result, spec=poisoned.spec, payload=poisoned.payload)
         if fault.kind in CHANGE_WEIGHTS:
-            return decode_and_check(_changed(fault, assignment, result, rules), assignment, rules)
+            return decode_and_check(_changed(fault, assignment, result, site.layout), assignment, rules)
         return result
     except ModelError as error:
         message = f"codec.up cannot encode the weights with the injected fault: {error}"
@@ -177,15 +177,13 @@ def inject(
         return error.failure(assignment)
 
 
-def _changed(fault: Fault, assignment: Assignment, update: ClientUpdate, rules: Rules) -> ClientUpdate:
+def _changed(fault: Fault, assignment: Assignment, update: ClientUpdate, layout: ParamLayout) -> ClientUpdate:
     """Return the update with faulty weights. The client's state is unchanged. Raises ModelError if the codec cannot
     encode the weights."""
-    sent = take(assignment.payload, rules.layout, update.spec, have=assignment.spec)
-    trained = {name: update.payload[name] for name in rules.layout.slots if name in update.payload}
+    sent = take(assignment.payload, layout, update.spec, have=assignment.spec)
+    trained = {name: update.payload[name] for name in layout.slots if name in update.payload}
     payload = {name: tensor.contiguous() for name, tensor in false_weights(fault, sent, trained).items()}
-    return replace(
-        update, payload=payload, encoded=coding.encode_update(assignment, update.spec, payload, rules.layout)
-    )
+    return replace(update, payload=payload, encoded=coding.encode_update(assignment, update.spec, payload, layout))
 
 
 def false_weights(fault: Fault, received: Params, trained: Params) -> Params:
