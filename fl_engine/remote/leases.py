@@ -178,11 +178,6 @@ class Surroundings:
     """See `AssignmentMessage.site`. Workers verify the files, because the store is not trusted."""
     patience_s: float = 600.0
 
-    @property
-    def own_data(self) -> bool:
-        """Return whether clients have their own data."""
-        return self.mailbox.rules is not None and self.mailbox.rules.site.most is not None
-
     def lease(self, r: OpenRound, clients: Sequence[int], id: str) -> Lease:
         """Return a lease for these clients' assignments. The assignments must already be in the mailbox."""
         given = AssignmentMessage(
@@ -208,7 +203,7 @@ class Surroundings:
             return {"store": store.uri()}
         seconds, endpoint = math.ceil(of.options.deadline_s + of.lease_s), of.mailboxes.endpoint
         keys = [name for assignment in assignments for name in r.names[assignment.client]]
-        keys += [f"site/{name}" for name in site_files(self.own_data)]
+        keys += [f"site/{name}" for name in site_files(self.site.most is not None)]
         keys += [] if self.code is None else [store_key(self.code[1])]
         state = {} if self.mailbox.rules is None else self.mailbox.rules.client_state
         writes = {}

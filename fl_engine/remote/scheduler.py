@@ -102,7 +102,7 @@ class WorkerBackend:
 
     def _clients(self) -> Mapping[str, int] | None:
         """See `OpenRound.own`."""
-        if not self._run.own_data:
+        if self._run.site.most is None:
             return None
         members = [worker.member for worker in self.workers.by_name.values() if not worker.revoked]
         return clients_of_devices(self._mailbox.store, members, self._run.site.fleet)

@@ -19,7 +19,6 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from urllib.parse import quote
 
 import urllib3
@@ -36,7 +35,6 @@ there. No round is named `probe`."""
 VALUE = bytes(range(64))
 SECONDS = 600
 VERBS: tuple[Verb, ...] = ("POST", "PUT")
-NONE: Mapping[str, str] = MappingProxyType({})
 EVERYBODY = 'uri="http://acs.amazonaws.com/groups/global/AllUsers"'
 UNCHECKED = "FLEXFLEET_S3_UNCHECKED"
 RIGHTS = (
@@ -69,7 +67,7 @@ class _Scratch:
     def upload(self, verb: Verb) -> Upload:
         return self.store.upload(self.target, len(VALUE), SECONDS, verb)
 
-    def takes(self, upload: Upload, value: bytes = VALUE, headers: Mapping[str, str] = NONE) -> bool:
+    def takes(self, upload: Upload, value: bytes = VALUE, headers: Mapping[str, str] | None = None) -> bool:
         return self.requests.send(upload, value, headers).status < 300
 
     def reads(self, url: str) -> bool:
@@ -118,7 +116,7 @@ def _open_reads(scratch: _Scratch) -> Iterator[str]:
     if answer.status >= 300:
         reason, hint = _reason(answer), REGION if b"region" in answer.data.lower() else RIGHTS
         raise EnvironmentFailure(f"{scratch.store.uri()}: a newly signed URL cannot be read ({reason}). {hint}")
-    if scratch.reads(_unsigned(url)):
+    if scratch.reads(url.partition("?")[0]):
         yield "GET works without a signature"
     if scratch.reads(_forged(url)):
         yield "GET works with a wrong signature"
@@ -178,13 +176,13 @@ def _additions(scratch: _Scratch) -> dict[str, dict[str, str]]:
     }
 
 
-def _matters(scratch: _Scratch, upload: Upload, headers: Mapping[str, str] = NONE) -> bool:
+def _matters(scratch: _Scratch, upload: Upload, headers: Mapping[str, str] | None = None) -> bool:
     """Return whether the server accepts the upload and stores an object that is public or has another value. With POST,
     an object that the coordinator cannot read is ignored, because it harms only the client itself."""
     scratch.store.delete(scratch.target)
     if not scratch.takes(upload, headers=headers):
         return False
-    if scratch.reads(_unsigned(scratch.store.presign(scratch.target, SECONDS))):
+    if scratch.reads(scratch.store.presign(scratch.target, SECONDS).partition("?")[0]):
         return True
     found = scratch.found()
     return found != VALUE and (found is not None or upload.verb == "PUT")
@@ -192,10 +190,6 @@ def _matters(scratch: _Scratch, upload: Upload, headers: Mapping[str, str] = NON
 
 def _with(upload: Upload, fields: Mapping[str, str]) -> Upload:
     return upload.model_copy(update={"fields": {**upload.fields, **fields}})
-
-
-def _unsigned(url: str) -> str:
-    return url.partition("?")[0]
 
 
 def _forged(url: str) -> str:

@@ -9,10 +9,8 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
-from types import MappingProxyType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import urllib3
 
@@ -63,10 +61,8 @@ class Upload(Strict):
     """Maximum size in bytes for POST, or exact size in bytes for PUT."""
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     status: int
-    headers: Mapping[str, str]
     data: bytes
 
 
@@ -94,7 +90,7 @@ class Requests:
                 finally:
                     response.release_conn()
                 if is_last or response.status not in BUSY:
-                    return Answer(response.status, response.headers, data)
+                    return Answer(response.status, data)
             except urllib3.exceptions.HTTPError as error:
                 lacks_password = isinstance(error, urllib3.exceptions.ProxyError) and "407" in str(error)
                 if is_last or lacks_password or REFUSED in str(error):
@@ -102,12 +98,12 @@ class Requests:
             time.sleep(0.1 * 2**attempt)
         raise AssertionError("unreachable")
 
-    def send(self, upload: Upload, value: Value, headers: Mapping[str, str] = MappingProxyType({})) -> Answer:
+    def send(self, upload: Upload, value: Value, headers: Mapping[str, str] | None = None) -> Answer:
         """Upload a value and return the response. `headers` contains additional headers."""
         body, given = value, {**upload.fields, "Content-MD5": md5(value)} if upload.verb == "PUT" else {}
         if upload.verb == "POST":
             body, given["Content-Type"] = _form(upload.fields, value)
-        given = {**given, "Content-Length": str(len(body)), **headers}
+        given = {**given, "Content-Length": str(len(body)), **(headers or {})}
         return self.ask(upload.verb, upload.url, body=body, headers=given)
 
 

@@ -168,8 +168,13 @@ class Scene:
         """Called between two turns, before the workers act."""
         self.begin()
 
-    def begin(self, check: Callable[[], None] = lambda: None, site: Mapping[str, str] | None = None) -> None:
-        """A coordinator that replaces the one before. `site`: the sums of the site's files."""
+    def begin(
+        self,
+        check: Callable[[], None] = lambda: None,
+        site: Mapping[str, str] | None = None,
+        most: int | None = None,
+    ) -> None:
+        """A coordinator that replaces the one before. `site`: the sums of the site's files. `most`: see `Site`."""
         self.mailbox = Mailbox(self.store, None, key_of(b"k" * 32))
         started = self.clock.now
 
@@ -179,7 +184,7 @@ class Scene:
                 worker.turn()
             return self.clock.now - started > self.until
 
-        data: Any = Site(None, (), self.fleet, None, None, 0)  # type: ignore[arg-type]
+        data: Any = Site(None, (), self.fleet, None, None, 0, most=most)  # type: ignore[arg-type]
         run = Surroundings(data, self.mailbox, run_id="a", site_sums=site or {}, should_stop=turn)
         self.remote = scheduler.WorkerBackend(run, self.provisioner, check)
 

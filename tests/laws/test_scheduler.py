@@ -164,11 +164,9 @@ def test_replaced_coordinator_writes_no_message(scene_of: Scenes, monkeypatch: p
 
 
 @pytest.mark.parametrize("own_data", [False, True])
-def test_device_invited_while_the_run_waits_gets_an_assignment(
-    scene_of: Scenes, monkeypatch: pytest.MonkeyPatch, own_data: bool
-) -> None:
+def test_device_invited_while_the_run_waits_gets_an_assignment(scene_of: Scenes, own_data: bool) -> None:
     scene = scene_of(1, wait_s=600)
-    monkeypatch.setattr(Surroundings, "own_data", own_data)
+    scene.begin(most=9 if own_data else None)
     scene.between = lambda: scene.workers or scene.clock.passed < 100 or scene.worker(scene.honest())
     assert scene.updates() == 1 and scene.clock.passed < 200
 

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any
 
 import urllib3
@@ -59,11 +58,9 @@ class Cluster:
         """Delete an object and the objects that it owns. Ignore a missing object."""
         self._call("delete", kind, absent=404, name=name, propagation_policy="Background")
 
-    def select(
-        self, kind: str, labels: Mapping[str, str], fields: Mapping[str, str] = MappingProxyType({})
-    ) -> list[Resource]:
+    def select(self, kind: str, labels: Mapping[str, str], fields: Mapping[str, str] | None = None) -> list[Resource]:
         """Return all objects with the given labels and fields."""
-        given = {"label_selector": labels, "field_selector": fields}
+        given = {"label_selector": labels, "field_selector": fields or {}}
         query = {name: ",".join(f"{k}={v}" for k, v in pairs.items()) for name, pairs in given.items() if pairs}
         found: list[Resource] = (self._call("list", kind, absent=0, **query) or {}).get("items", [])
         return found

@@ -206,9 +206,6 @@ class Objects:
     def jobs(self) -> list[Resource]:
         return self._cluster.select("jobs", {jobs.RUN: self._run})
 
-    def pods(self) -> list[Resource]:
-        return self._cluster.select("pods", {jobs.RUN: self._run})
-
     def refusals(self) -> dict[str, str]:
         """Map the UID of each Job to the message of its last FailedCreate event."""
         events = self._cluster.select("events", {}, {"involvedObject.kind": "Job", "reason": "FailedCreate"})
@@ -268,9 +265,6 @@ class Objects:
             self._cluster.create("secrets", body)
         job.written = time.monotonic()
 
-    def delete(self, job: WorkerJob) -> None:
-        self._cluster.delete("jobs", job.name)
-
     def _owner(self) -> Resource:
         """Return a reference to the run's ConfigMap, which owns all objects of the run."""
         labels = {jobs.RUN: self._run, "app.kubernetes.io/part-of": "flexfleet"}
@@ -284,6 +278,3 @@ class Objects:
         if found is None or found["metadata"].get("deletionTimestamp"):
             raise Unreachable(f"the ConfigMap {self._run} of an earlier run is being deleted")
         return {"apiVersion": "v1", "kind": "ConfigMap", "name": self._run, "uid": found["metadata"]["uid"]}
-
-    def clear(self) -> None:
-        self._cluster.delete("configmaps", self._run)

@@ -69,7 +69,8 @@ class Pods(Provisioner):
         self._run = jobs.run_label(run_id, store.uri())
         verb = probe.upload_verb(home) if isinstance(home, S3Store) else None
         self.mailboxes = Mailboxes(home, verb, options.endpoint)
-        self._objects = Objects(Cluster(options.namespace), self.options, self._run, store.uri(), self.mailboxes)
+        self._cluster = Cluster(options.namespace)
+        self._objects = Objects(self._cluster, self.options, self._run, store.uri(), self.mailboxes)
         self._class_of = jobs.classes(fleet, options)
         self._classes = {of.name: of for of in self._class_of.values()}
         self._looked = threading.Event()
@@ -169,7 +170,7 @@ class Pods(Provisioner):
         )
 
     def clear(self) -> None:
-        self._objects.clear()
+        self._cluster.delete("configmaps", self._run)
 
     def what_is_left(self) -> str:
         """Return instructions for deleting the remaining objects of a stopped run from the cluster."""
@@ -230,7 +231,7 @@ class Pods(Provisioner):
         with self._lock:
             self._is_new = False
         there = {job["metadata"]["name"]: job for job in self._objects.jobs()}
-        pods = self._objects.pods()
+        pods = self._cluster.select("pods", {jobs.RUN: self._run})
         events = self._objects.refusals() if any(job.lacks_pods for job in self._jobs) else {}
         by_job: dict[str, list[PodState]] = {}
         for pod in pods:
@@ -251,7 +252,7 @@ class Pods(Provisioner):
                 job.update(body)
             self._report()
         for job in over_jobs:
-            self._objects.delete(job)
+            self._cluster.delete("jobs", job.name)
 
     def _see(self, job: WorkerJob, states: Sequence[PodState], events: Mapping[str, str]) -> None:
         now = time.monotonic()
@@ -333,7 +334,7 @@ class Pods(Provisioner):
                 self._objects.write_secret(job)
 
     def _delete(self, job: WorkerJob, why: str) -> None:
-        self._objects.delete(job)
+        self._cluster.delete("jobs", job.name)
         with self._lock:
             self._forget(job, why)
 
