@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fl_engine.storage import code
+
 MINE = """
 import logging, os, torch
 
 STEPS = 0
+os.environ["SENSOR_PASSWORD"] = "sesame-0123"  # also in workers that are already running
 
 def loss(module, x, y, start):
     global STEPS
@@ -27,18 +29,22 @@ def broken(x):
 """
 
 
+@pytest.fixture(autouse=True)
+def _no_code_afterwards() -> Iterator[None]:
+    yield
+    code.disable()
+    code.disable("faulty")
+
+
 @pytest.mark.parametrize("backend", ["in_process", "processes"])
 def test_failures_of_a_users_loss_are_shown_with_log_and_traceback(
     flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(sys.path)}")
-    monkeypatch.setenv("SENSOR_PASSWORD", "sesame-0123")
-    monkeypatch.delitem(sys.modules, "faulty", raising=False)
+    monkeypatch.setenv("SENSOR_PASSWORD", "")
     Path("faulty.py").write_text(MINE)
     sets = [*quick, "algorithm.name=heterofl", "training.objective=faulty:loss", f"run.backend={backend}"]
-    flexfleet("run", "--run-id", "a", sets=[*sets, "partition.proxy=0.1"])
+    flexfleet("run", "--run-id", "a", sets=[*sets, "run.code=faulty.py"])
     found = flexfleet("status", "runs/a", "--failures", "--json").json["failures"]
     assert len(found) == 1 and found[0]["count"] > 1, "failures that differ in a number are one kind"
     assert found[0]["code"] == "train" and found[0]["details"]["peak_mb"] > 10
