@@ -72,7 +72,7 @@ def by_cost(groups: list[list[Work]], site: Site) -> list[list[Work]]:
 def prepare_process(devices: Sequence[str]) -> None:
     """Set torch to one thread, so that results do not depend on the number of cores. Flush denormal numbers (below
     1.2e-38 in float32) to zero, because decaying weights become denormal and slow down some processors
-    (docs/performance/small-networks.md). On CUDA, use deterministic algorithms. Raises EnvironmentFailure if the
+    (docs/performance.md). On CUDA, use deterministic algorithms. Raises EnvironmentFailure if the
     processor cannot flush denormal numbers."""
     set_mkl_branch()
     torch.set_num_threads(1)
