@@ -117,7 +117,7 @@ class Bad:
 
 def prepared(name: str, settings: tuple[str, ...]) -> tuple[Resolved, Path]:
     """Prepare a run. Return the run's resolved configuration, and the folder with its partition and model pool."""
-    found = Resolved.load(None, ("tracking.mlflow=null", "rounds.evaluate_every=100", *settings))
+    found = Resolved.load(None, ("seed=0", "tracking.mlflow=null", "rounds.evaluate_every=100", *settings))
     out = STORE / name
     if not (out / "pool/pool.json").exists():
         partition(found, out / "partition")

@@ -282,7 +282,7 @@ class PublishConfig(Section):
 
 class Config(Section):
     schema_version: Literal[1] = 1
-    seed: int = 0
+    seed: int = 1
     """Seed for all random decisions. Private runs derive noise and client selection from the run's key instead."""
     dataset: DatasetConfig = DatasetConfig()
     partition: PartitionConfig = PartitionConfig()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fl_engine.core.errors import BadInput, Diverged, EnvironmentFailure, GateFailed, IntegrityError, printable
 from fl_engine.storage.outage import waiting
+from flexfleet.config import Config
 from flexfleet.files.terminal import expected
 from flexfleet.kubeflow.client import api_of, connected, link, parameters_of, translated
 from flexfleet.kubeflow.failures import SIGNALS, Cause, causes, logs, tasks_in
@@ -205,10 +206,11 @@ def name_of(parameters: Mapping[str, Any], job_id: str) -> tuple[str, str]:
     """Return the form field that names the output of a pipeline (see PIPELINES), and the name in this field. If the
     field is empty, return the name that the first task generates. For other projects' pipelines, both are empty."""
     key = next((key for key in PIPELINES if key in parameters), "")
+    algorithm, seed = parameters.get("algorithm", "flexfl"), Config.model_fields["seed"].default
     given = parameters.get(key) or {
-        "run_id": f"{parameters.get('algorithm', 'flexfl')}-s{whole(parameters.get('seed', 0))}-{job_id}",
+        "run_id": f"{algorithm}-s{whole(parameters.get('seed', seed))}-{job_id}",
         "comparison_id": f"compare-{job_id}",
-        "study_id": f"{parameters.get('algorithm', 'flexfl')}-s0-tune-{job_id}",
+        "study_id": f"{algorithm}-s{seed}-tune-{job_id}",
         "night_id": f"night-{job_id}",
     }.get(key, "")
     return key, str(given)

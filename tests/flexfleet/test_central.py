@@ -38,7 +38,7 @@ def test_central_writes_the_files_of_a_run(flexfleet: Any) -> None:
     assert RunResult.read(folder / "result.json") == found
 
     resolved = Resolved.load(None, SETS)
-    start = initial_params(resolved.family, seeds.derive(0, "init"))
+    start = initial_params(resolved.family, seeds.derive(resolved.config.seed, "init"))
     epochs = list(train_centrally(resolved.family, resolved.data, task_of(resolved.config), start))
     assert_same_bits(decode((folder / "model.safetensors").read_bytes(), "a"), epochs[-1].params)
     history, evaluation = History.read(folder / "history.json"), EvaluationFile.read(folder / "evaluation.json")

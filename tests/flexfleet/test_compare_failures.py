@@ -84,8 +84,8 @@ def test_changed_code_is_refused_before_training(
     argv = ("compare", "--algorithms", "mine=kept_on:Breaks", "--id", "a")
     flexfleet(*argv, sets=[*sets, "rounds.stop=1"]).ok()
     (tmp_path / "kept_on.py").write_text(f"{BREAKS}# a change\n")
-    assert "kept_on:Breaks" in refused(flexfleet(*argv, "--seeds", "0,1", "--resume", sets=[*sets, "rounds.stop=1"]))
-    assert not Path("runs/a/mine-s1").exists()
+    assert "kept_on:Breaks" in refused(flexfleet(*argv, "--seeds", "1,2", "--resume", sets=[*sets, "rounds.stop=1"]))
+    assert not Path("runs/a/mine-s2").exists()
     (tmp_path / "kept_on.py").write_text(BREAKS)
     assert flexfleet(*argv, "--resume", sets=[*sets, "rounds.stop=1"]).code == 0
 
@@ -147,7 +147,7 @@ def test_stopped_comparison_is_resumed(sets: list[str], flexfleet: Any, caplog: 
     command = subprocess.Popen(
         [sys.executable, "-m", "flexfleet.cli.main", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    rounds = [Path("runs/a", f"{label}-s0", "rounds") for label in LABELS]
+    rounds = [Path("runs/a", f"{label}-s1", "rounds") for label in LABELS]
     until(lambda: all(list(each.glob("*/COMMITTED")) for each in rounds), "a round of both runs", 300)
     command.send_signal(signal.SIGTERM)
     out, err = command.communicate(timeout=120)

@@ -128,7 +128,7 @@ def test_repro_runs_what_a_change_concerns(checkout: Repo) -> None:
     assert changed(checkout) == {"federate"}
     edit(root / "params.yaml", {"codec": {"up": {"name": "half"}}})
     assert changed(checkout) == {"model_pool", "federate"}
-    edit(root / "params.yaml", {"seed": 1})
+    edit(root / "params.yaml", {"seed": 2})
     assert changed(checkout) == {"partition", "pretrain", "model_pool", "federate", "evaluate"}
 
 

@@ -43,7 +43,7 @@ def failures_of(bound: dict[str, Any], folder: Path) -> tuple[float, list[str]]:
     data = ff.from_clients([samples(count) for count in SIZES], test=samples(400))
     tiers = [{"name": "strong", "share": 1.0, "memory": 110.0, "sigma": [0.0]}]
     options = {"tracking.mlflow": None, "partition.minimum": 1, "partition.proxy": 0.0, "fleet.tiers": tiers}
-    common: dict[str, Any] = {"clients": len(SIZES), "client_fraction": 1.0, "partition_rule": "natural"}
+    common: dict[str, Any] = {"seed": 0, "clients": len(SIZES), "client_fraction": 1.0, "partition_rule": "natural"}
     common |= {"rounds": 2, "local_epochs": 1, "learning_rate": 0.005, "progress": False, "store_uri": str(folder)}
     result = ff.run(data, Layers, "heterofl", options=options | bound, **common)
     rows = result.clients.to_dict("records")

@@ -53,7 +53,7 @@ INPUTS = {
     "pretrain.epochs": ["pretrain.epochs=2"],
     "a parameter that it asks for": ["algorithm.candidates=[0.3, 0.5]"],
     "one with its default": ["algorithm.tolerance=0.5"],
-    "the seed": ["seed=1"],
+    "the seed": ["seed=2"],
     "the partition": ["partition.alpha=0.3"],
     "the data": ["dataset.train_samples=241"],
     "the network": ["model.width=0.25"],
@@ -237,7 +237,7 @@ def test_runs_share_what_has_the_same_inputs(tmp_path: Path, sets: list[str], ca
 
 def test_the_key_of_a_private_run_stays_in_its_store(quick: Sequence[str], tmp_path: Path) -> None:
     private = ["algorithm.aggregation={name: private, noise_multiplier: 0.1}", "rounds.norm_bound=null"]
-    runs = [PlannedRun("a", 0, load_config(None, [*quick, "algorithm.name=all_large", "rounds.stop=1", *private]))]
+    runs = [PlannedRun("a", 1, load_config(None, [*quick, "algorithm.name=all_large", "rounds.stop=1", *private]))]
     (number,) = compare.write_pairs(compare.pairs_of(runs, "c", tmp_path / "shared"), None, tmp_path / "pairs")
     compare.run_pair(compare.PairsFile.read(tmp_path / "pairs"), number, tmp_path / "shared", tmp_path / "out", "")
     assert (Path(runs[0].config.run.store) / runs[0].name / keys.IN_RUN).is_file()

@@ -16,7 +16,8 @@ from tests.harness import from_python
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 OPTIONS = {**from_python.OPTIONS, "rounds.faults": "drop=0.3", "rounds.commit_every": 1, "training.fraction": 1.0}
-SMALL = {**from_python.SMALL, "algorithm": "heterofl", "rounds": 3, "options": OPTIONS}
+SMALL = {**from_python.SMALL, "algorithm": "heterofl", "rounds": 3, "seed": 0, "options": OPTIONS}
+"""Settings of a run in which a client fails."""
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ def test_report_publishes_as_configured(
     step(steps.main, "report", *argv, sets=sets).ok()
     assert sorted(path.name for path in (tmp_path / "whole" / "export").iterdir()) == ["M1", "M2", "M3"]
     kept = parse(RunFile.read(tmp_path / "whole" / "run.json").config)
-    assert (kept.publish.models, kept.seed) == (False, 0)
+    assert (kept.publish.models, kept.seed) == (False, 1)
 
 
 # ---------------------------------------------------------------------------------------- what a step refuses

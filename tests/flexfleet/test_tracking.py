@@ -132,7 +132,7 @@ def test_a_run_is_one_flat_mlflow_run(flexfleet: Any, quick: Sequence[str], mlfl
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_id, run.info.status) == (run_id, "FINISHED")
     assert run.data.params["model.width"] == "0.5"
-    assert {"algorithm": "flexfl", "seed": "0", "flexfleet.run_id": "a"}.items() <= run.data.tags.items()
+    assert {"algorithm": "flexfl", "seed": "1", "flexfleet.run_id": "a"}.items() <= run.data.tags.items()
     assert done.json["store_uri"] in run.data.tags.values()
     assert run.data.tags["model_sha256"] == done.json["model_sha256"]
     assert run.data.metrics["final/avg"] == done.json["metrics"]["avg"]

@@ -143,7 +143,7 @@ def test_trial_0_is_the_run_of_the_configuration(
     done: tuple[Tuned, Path, Config], quick: tuple[str, ...], tmp_path: Path
 ) -> None:
     _, folder, _ = done
-    own = load_config(None, (*quick, *FEW, f"run.store={tmp_path}", "tracking.mlflow=null"))
+    own = load_config(None, (*quick, *FEW, "seed=0", f"run.store={tmp_path}", "tracking.mlflow=null"))
     run = run_module.run(Resolved.of(own), "plain")
     assert History.read(folder / "trials" / "0-s0" / "history.json").model_sha256 == run.model_sha256
 

@@ -218,7 +218,7 @@ def test_comparison_form_defaults_are_the_configuration() -> None:
     given = {name: values[name] for name in common}
     runs = comparison_from(given, values["advanced"], values["algorithms"], values["seeds"], "a")
     assert [run.name for run in runs][:3] == ["flexfl-s0", "all_large-s0", "flexfl-s1"]
-    expected = config_from({"mlflow_uri": "", "store_uri": "runs/a"}, {})
+    expected = config_from({"seed": 0, "mlflow_uri": "", "store_uri": "runs/a"}, {})
     assert runs[0].config == expected
     given["store_uri"] = "s3://bucket/all/"
     for run in comparison_from(given, values["advanced"], values["algorithms"], values["seeds"], "a"):
