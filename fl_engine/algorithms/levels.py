@@ -123,6 +123,6 @@ class MovingWidths(PooledAlgorithm):
 
     def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
         level = self.largest_fitting(ctx, range(assignment.level + 1))
-        width = self.widths[level]
+        width = (*self.widths, 1.0)[level]
         spec = self.part(assignment, ctx, width) if level < assignment.level else assignment.spec
         return self.local_task(assignment, spec, width)

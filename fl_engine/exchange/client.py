@@ -68,6 +68,9 @@ class Site:
     most: int | None = None
     """Maximum sample count that a client may report; None if the server knows the counts. See `data.local_data`."""
 
+    idle: bool = False
+    """True if clients do not train (`local.untrained`), for forecasts."""
+
     def held_by(self, client: int) -> Ints:
         """Return the indices of a client's held-out samples."""
         return self.held[client] if self.held else np.zeros(0, dtype=np.int64)
@@ -193,7 +196,10 @@ def train(
     try:
         with at_work(len(works) * tensor_bytes(works[0].received)), memory_errors():
             jobs = list(_jobs(works, site, device))
-            trained = list(local.train(site.family, site.data.task, jobs, site.numerics, on_step=on_step))
+            if site.idle:
+                trained = [local.untrained(job) for job in jobs]
+            else:
+                trained = list(local.train(site.family, site.data.task, jobs, site.numerics, on_step=on_step))
     except (ModelError, MemoryError, torch.OutOfMemoryError, ValueError) as error:
         if len(works) > 1:  # train each client alone, because a client's failure must not affect other clients
             return [result for work in works for result in train([work], site, device)]

@@ -1,4 +1,4 @@
-"""Commands that check and compare runs round by round: verify, diff, replay, trace."""
+"""Commands that check, compare and forecast runs round by round: verify, diff, replay, trace, forecast."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ from fl_engine.core.allowed import trust
 from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.registry import resolve
 from flexfleet.api.results import load
+from flexfleet.config.read import read_file
 from flexfleet.files.signals import stopping_at_once
 from flexfleet.files.terminal import show
 from flexfleet.pipeline.difference import difference
+from flexfleet.pipeline.forecast import PRICES
+from flexfleet.pipeline.forecast import forecast as forecast_of
+from flexfleet.pipeline.measured_trace import trace as write_trace
+from flexfleet.pipeline.prepare import resolved_of
+from flexfleet.reports.report import forecast_table
 
 log = logging.getLogger("flexfleet")
 
@@ -86,8 +92,6 @@ def replay(args: argparse.Namespace) -> None:
 
 
 def trace(args: argparse.Namespace) -> None:
-    from flexfleet.pipeline.measured_trace import trace as write_trace
-
     found = write_trace(args.run, args.out)
     if args.json:
         show(json.dumps(found))
@@ -96,6 +100,27 @@ def trace(args: argparse.Namespace) -> None:
     median, p90 = found["error"].values()
     if median is not None:
         show(f"error of the simulated clock: median {100 * median:.1f} %, 90th percentile {100 * p90:.1f} %")
+
+
+def forecast(args: argparse.Namespace) -> None:
+    if not 0 <= args.probe < float("inf"):
+        raise ConfigError(f"--probe must be at least 0, got {args.probe:g}", code="config.out_of_range", path="probe")
+    prices = {} if args.prices is None else read_file(args.prices)
+    for name, price in prices.items():
+        if name not in PRICES or not isinstance(price, int | float) or not 0 <= price < float("inf"):
+            expected = f"must map {', '.join(PRICES)} to numbers of at least 0"
+            raise ConfigError(f"{args.prices} {expected}, got {name}: {price!r}", path="prices")
+    with stopping_at_once():
+        found = forecast_of(resolved_of(args), args.probe, prices)
+    if args.json:
+        show(found.model_dump_json(exclude={"schema_version"}))
+        return
+    show(forecast_table(found).text())
+    for level in (each for each in found.levels if each["peak"]):
+        show(f"training {level['name']} needs {level['peak']['low']:.0f} to {level['peak']['high']:.0f} MB")
+    for tier in found.tiers:
+        fits = ", ".join(tier["levels"]) or f"no level (clients {', '.join(map(str, tier['clients']))})"
+        show(f"tier {tier['name']}: {len(tier['clients'])} devices with {tier['memory']:.1f} % memory hold {fits}")
 
 
 def _debug(spec: Any, weights: Any, batch: Any) -> None:

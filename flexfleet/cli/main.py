@@ -291,6 +291,12 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     terminal.add_short(c, SHORT)
 
+    c = add("forecast", "checks.forecast", "forecast the time, traffic, memory and cost of a run, without running it")
+    about = "seconds of training on this machine to measure time and memory (default: 10; 0: no measurement)"
+    c.add_argument("--probe", type=float, default=10.0, metavar="SECONDS", help=about)
+    c.add_argument("--prices", type=path_of, metavar="FILE", help="YAML with node_hour, gb_up, gb_down and gb_month")
+    terminal.add_short(c, SHORT)
+
     c = plain("init", "listing.init", "write a params.yaml that explains every parameter, or files for a new algorithm")
     c.add_argument(
         "folder", type=path_of, nargs="?", default=Path(), metavar="DIR", help="folder (default: working directory)"

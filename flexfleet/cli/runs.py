@@ -7,6 +7,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -34,6 +35,7 @@ from flexfleet.pipeline import enrollment, model_pool, partition, pretrain
 from flexfleet.pipeline.central import central as train
 from flexfleet.pipeline.check import check as examine
 from flexfleet.pipeline.check import check_folders
+from flexfleet.pipeline.forecast import forecast
 from flexfleet.pipeline.gc import collect
 from flexfleet.pipeline.prepare import config_of, resolved_of
 from flexfleet.pipeline.resume import Attempt
@@ -189,6 +191,11 @@ def check(args: argparse.Namespace) -> int:
         facts |= {"ok": all(each.ok for each in contacted), "connections": [asdict(each) for each in contacted]}
     hidden = ("ok", "connections")
     text = ["ok: " + ", ".join(f"{k} {v}" for k, v in facts.items() if k not in hidden), *map(str, contacted)]
+    if not args.json:
+        with suppress(ConfigError):  # no forecast is possible if clients own their data
+            figures = forecast(resolved).figures.items()
+            named = (f"{name} {each['value']:.4g} {each['unit']}".rstrip() for name, each in figures)
+            text.insert(1, f"forecast: {', '.join(named)}")
     show(json.dumps(facts) if args.json else "\n".join(text))
     return 0 if facts["ok"] else EnvironmentFailure.exit_code
 

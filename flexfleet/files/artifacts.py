@@ -355,6 +355,15 @@ class ConfusionFile(Artifact):
     levels: dict[str, tuple[tuple[int, ...], ...]]
 
 
+class Forecast(Artifact):
+    """Contents of forecast.json (`pipeline.forecast`). A figure has the keys value, low, high and unit, and, after the
+    run, real. The file of a run has no levels and no tiers."""
+
+    figures: dict[str, dict[str, Any]]
+    levels: tuple[dict[str, Any], ...] = ()
+    tiers: tuple[dict[str, Any], ...] = ()
+
+
 class RunResult(Artifact):
     """Result of a run in result.json. The option `--json` prints the same object."""
 
@@ -389,3 +398,5 @@ class RunResult(Artifact):
     store_uri: str
     mlflow_run_id: str | None
     report: str
+    forecast: dict[str, dict[str, Any]] = Field(default={})
+    """Figures in forecast.json; empty if the run has no forecast."""

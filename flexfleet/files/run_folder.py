@@ -28,7 +28,8 @@ BEST_MODEL = "best.safetensors"
 """Model of the round with the best validation score (`rounds.until`)."""
 FILES = ("*.json", "model.safetensors", BEST_MODEL, "partition/**/*", "pretrain/**/*", "pool/**/*", "code/*")
 """Patterns of the files in a manifest."""
-UNFINISHED = (".lock", "run.json", "central.json", "partition", "pretrain", "pool", "rounds", "code", "secret", "site")
+UNFINISHED = (".lock", "run.json", "central.json", "partition", "pretrain", "pool", "rounds", "code", "secret", "site",
+              "forecast.json")  # fmt: skip
 """Entries in the folder of a run or central training that has no results yet."""
 
 

@@ -36,7 +36,7 @@ from flexfleet.files.progress import counted_warnings
 from flexfleet.files.run_folder import BEST_MODEL, MANIFEST, folder_lock
 from flexfleet.files.run_status import tally_of
 from flexfleet.files.signals import stop_on_signals
-from flexfleet.pipeline import enrollment, keys, own_code, partition, resume
+from flexfleet.pipeline import enrollment, forecast, keys, own_code, partition, resume
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.profile import peaks_of
 from flexfleet.pipeline.resume import Attempt, devices_decide
@@ -163,6 +163,8 @@ def federate(
                     mlflow.settings(settings)
             site_sums = _put_site(ledger, out, partition_dir, pool_dir, wheel, site)
             first = [partition.initial_state(resolved, site, pool_dir)]
+            if not known:
+                forecast.of_started(replace(run, site=of_clients), first[0], config.run.kept_rounds, out)
             with counted_warnings(), stop_on_signals() as should_stop:
                 surroundings = Surroundings(
                     of_clients,
@@ -248,6 +250,7 @@ def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLf
         lines = ({"round": row.round + 1, **line} for row in each_row() for line in row.clients)
         mlflow.table(["round", *names], lines, "clients.json")
     tracker.finish("FINISHED" if tally.status == "finished" else "FAILED")
+    forecast.settle(out, ledger)
     # Write history.json last, because a study assumes that a run with this file has tracked all rounds.
     folder.put("history.json", history_of(each_row(), sha256(value), secret))
     return out / "history.json"

@@ -19,7 +19,7 @@ from fl_engine.rounds.options import SCORE
 from fl_engine.storage.store import Store
 from flexfleet.config import PRIVATE, parse_with_algorithm, public
 from flexfleet.config.run_names import check_name
-from flexfleet.files.artifacts import EvaluationFile, History, RunFile, RunResult
+from flexfleet.files.artifacts import EvaluationFile, Forecast, History, RunFile, RunResult
 from flexfleet.files.measure import SHARES, highest
 from flexfleet.files.run_folder import MANIFEST, UNFINISHED, check_free, check_inputs, folder_lock, manifest_of
 from flexfleet.files.run_status import Tally, tally_in
@@ -208,6 +208,7 @@ def result(
         store_uri=store_uri,
         mlflow_run_id=mlflow_run_id,
         report=str(page),
+        forecast=Forecast.read(out / "forecast.json").figures if (out / "forecast.json").exists() else {},
     )
 
 

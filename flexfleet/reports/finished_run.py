@@ -22,7 +22,7 @@ from fl_engine.rounds.timing import means, waste
 from fl_engine.storage.checkpoints import Row
 from flexfleet.config import moves
 from flexfleet.config.dotted import leaves
-from flexfleet.files.artifacts import Apoz, ConfusionFile, EvaluationFile, History, PoolFile, RunFile
+from flexfleet.files.artifacts import Apoz, ConfusionFile, EvaluationFile, Forecast, History, PoolFile, RunFile
 from flexfleet.files.measure import Measure
 from flexfleet.files.run_folder import check_inputs, check_is_folder, check_manifest
 from flexfleet.files.run_status import Tally, tally_of
@@ -48,6 +48,7 @@ class FinishedRun:
     precisions: tuple[Precisions, ...]
     """Measurements of the exported levels, from the smallest to the largest level."""
     confusion: ConfusionFile | None
+    forecast: Forecast | None
     best: Row
 
     def total(self, metric: str) -> float:
@@ -109,6 +110,7 @@ def load(folder: Path) -> FinishedRun:
         partition=read_manifest(folder / "partition" / "partition.json"),
         evaluation=evaluation,
         precisions=precisions.of_run(folder, list(evaluation.levels), history.model_sha256),
+        forecast=Forecast.read(folder / "forecast.json") if (folder / "forecast.json").is_file() else None,
         confusion=ConfusionFile.read(folder / "confusion.json") if (folder / "confusion.json").is_file() else None,
         best=max((r for r in rows if "avg" in r.metrics), key=lambda r: r.metrics["avg"]),
     )

@@ -14,7 +14,7 @@ from fl_engine.fleet.devices import Tier
 from fl_engine.rounds.recorder import STAGES
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore
-from flexfleet.files.artifacts import ConfusionFile
+from flexfleet.files.artifacts import ConfusionFile, Forecast
 from flexfleet.files.measure import Measure, decimals
 from flexfleet.files.run_status import QUORUM, REASONS, first_failures, lines_of
 from flexfleet.reports import plots, precisions
@@ -197,6 +197,7 @@ def _part(i: int, names: Sequence[str], runs: Sequence[FinishedRun], two: Sequen
         "refusals": precisions.refusals(run.precisions),
         "failures": failures(run),
         "codes": _meanings(run),
+        "forecast": run.forecast and forecast_table(run.forecast),
         "first_failures": [lines_of(each) for each in first_failures(run.rows)],
         "apoz": {layer.group: layer for layer in run.apoz.layers},
         "partition_of": None if owner == names[i] else owner,
@@ -208,6 +209,16 @@ def _part(i: int, names: Sequence[str], runs: Sequence[FinishedRun], two: Sequen
             "partition": plots.partition_map(counts, f"partition-{i}", run.partition.label) if is_shown else None,
         },
     }
+
+
+def forecast_table(found: Forecast) -> Table:
+    """Return a table of the figures. It includes the real values if they are known."""
+    head, rows = ("figure", "forecast", "from", "to", "real"), []
+    for name, figure in found.figures.items():
+        values = (figure.get(key) for key in ("value", "low", "high", "real"))
+        shown = (NONE if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values)
+        rows.append((f"{name.replace('_', ' ')} {figure['unit']}".rstrip(), *shown))
+    return Table("", head, rows).varying()
 
 
 def _confusion(run: FinishedRun) -> list[tuple[str, Sequence[Any], list[list[tuple[int, float]]]]]:

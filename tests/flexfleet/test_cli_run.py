@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("own_folder", "no_drawings")
 
 RESULT = {
     "schema_version", "run_id", "status", "metrics", "bytes", "waste", "seconds", "model_sha256", "store_uri",
-    "mlflow_run_id", "report",
+    "mlflow_run_id", "report", "forecast",
 }  # fmt: skip
 
 

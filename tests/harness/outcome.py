@@ -56,7 +56,7 @@ def outcome(place: Place, done: Done) -> Outcome:
         stored,
         _rounds(history["rounds"]),
         _tracked(place.folder / "mlflow.db"),
-        _timeless(done.json if place.variant.whole else {}, ("mlflow_run_id", "seconds", "store_uri")),
+        _timeless(done.json if place.variant.whole else {}, ("mlflow_run_id", "seconds", "store_uri", "forecast")),
         {name: _sha256((place.out / name).read_bytes()) for name in here},
     )
 

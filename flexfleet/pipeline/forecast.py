@@ -1,0 +1,186 @@
+"""Forecast a run from its first rounds, with clients that return the received weights without training.
+
+Such a round is exact unless it depends on trained values, such as the losses from which Oort learns.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from fl_engine.aggregation import privacy
+from fl_engine.backends import InProcess
+from fl_engine.core.clients import client_metrics
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.state import pack
+from fl_engine.exchange import coding
+from fl_engine.rounds.ledger import Ledger
+from fl_engine.rounds.round import Progress, run_round
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.verify import NEVER, scratch_clients, without_evaluation
+from fl_engine.selection.capacity import holds
+from fl_engine.storage.checkpoints import Row
+from fl_engine.storage.store import FolderStore, tensor_bytes
+from flexfleet.files.artifacts import Forecast
+from flexfleet.pipeline import partition
+from flexfleet.pipeline.check import first_round
+from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.profile import LevelProfile, profile
+
+log = logging.getLogger("flexfleet")
+
+PRICES = {"node_hour": "node_hours", "gb_up": "mb_up", "gb_down": "mb_down", "gb_month": "mb_store"}
+"""Map each price to the figure that it multiplies. Prices per GB apply to 1,000 MB."""
+UNITS = {"seconds": "s", "seconds_simulated": "s", "node_hours": "h", "pods": "", "money": ""}
+"""Units of figures; MB for all other figures."""
+ROUND_MB, CLIENT_MB = 1.4e-3, 3.9e-4
+"""Usual size of a round's metrics in the store, and of the metrics of each client."""
+MOST_MB = 100
+"""Maximum size of all models in the rounds that a starting run draws for its forecast."""
+
+
+def forecast(resolved: Resolved, probe: float = 0.0, prices: Mapping[str, float] | None = None) -> Forecast:
+    """Forecast a run from its configuration, with the pool that `check` assumes. If `probe` is not 0, train for about
+    `probe` seconds on this machine to measure real time and memory. Raises FlexfleetError."""
+    config = resolved.config
+    run, start, _ = first_round(resolved, partition.cut(resolved))
+    run = replace(run, site=partition.simulated(resolved, run.site))
+    pool, fleet, made = run.site.pool, run.site.fleet, run.algorithm.preparations
+    # The search of a supernet chooses levels and codecs. APoZ scores hardly change the sizes of levels.
+    found, rows, rounds = _figures(
+        run, start, config.run.kept_rounds, 100, 1.0 if "supernet" in made else 0.05 * bool(made)
+    )
+    needs: dict[str, np.ndarray] = {}
+    if probe:
+        measured = profile(resolved, seconds=probe / len(pool), device=config.run.devices[0]).levels
+        needs = {m.name: m.peak_bytes / 1e6 * np.array([1, 0.7, 1.5]) for m in measured if m.peak_bytes is not None}
+        run = replace(run, site=replace(run.site, numerics=partition.numerics_of(resolved)))
+        found = {"seconds": total(_real_seconds(run, rows, measured), rounds, 0.0) * [1, 0.4, 2], **found}
+    if prices:
+        scales = {name: 1e-3 if name.startswith("gb") else 1.0 for name in prices}
+        found["money"] = np.sum([price * scales[name] * found[PRICES[name]] for name, price in prices.items()], axis=0)
+    peaks, tiers = _shown(needs), []
+    for tier in dict.fromkeys(device.tier for device in fleet):
+        devices = [device for device in fleet if device.tier == tier]
+        fits = [model.name for model in pool if holds(devices[0], model.share)]
+        about = {"name": tier, "memory": devices[0].most, "clients": [device.client for device in devices]}
+        tiers.append({**about, "levels": fits, "peak": peaks.get(fits[-1]) if fits else None})
+    levels = tuple({"name": model.name, "size": 100 * model.share, "peak": peaks.get(model.name)} for model in pool)
+    return Forecast(figures=_shown(found), levels=levels, tiers=tuple(tiers))
+
+
+def of_started(run: Run, initial: Any, kept_rounds: float, out: Path) -> None:
+    """Write the figures of a run that starts to `out`, unless the network is large or no forecast is possible."""
+    most = min(8, int(MOST_MB * 1e6 / tensor_bytes(initial.params) / run.at_once))
+    if most > 1:
+        with suppress(Exception):  # the user's algorithm may raise any exception, and the run will report it
+            found = _figures(run, initial, kept_rounds, most, 0.0)[0]
+            Forecast(figures=_shown(found)).write(out / "forecast.json")
+
+
+def settle(out: Path, ledger: Ledger) -> None:
+    """Add the real figures of a run whose rounds have finished to its forecast."""
+    if not (out / "forecast.json").exists():
+        return
+    found, rows = Forecast.read(out / "forecast.json"), [sums_of(row) for row in ledger.checkpoints.each_row()]
+    real = {name: sum(row[name] for row in rows) for name in rows[0]}
+    files = [file for name in ("rounds", "metrics", "states", "pending") for file in (out / name).rglob("*")]
+    real |= {"mb_store": sum(file.stat().st_size for file in files if file.is_file()) / 1e6} if files else {}
+    figures = {name: {**figure, "real": real.get(name)} for name, figure in found.figures.items()}
+    found.model_copy(update={"figures": figures}).write(out / "forecast.json")
+
+
+def draw(run: Run, initial: Any, rounds: int) -> tuple[list[Row], Progress]:
+    """Execute the first rounds of a run, at most `rounds`, with clients that do not train. Return the rows and the
+    progress. `initial` is the algorithm's state before the first round. Raises ConfigError if no client comes online.
+    """
+    options = run.options.model_copy(update={"stop": NEVER, "stop_simulated_s": None})
+    key = bytes(32) if privacy.is_private(run.algorithm) else None
+    site = replace(run.site, idle=True)
+    idle = without_evaluation(replace(run, site=site, options=options, noise_key=key))
+    drawn, progress = list[Row](), Progress(initial)
+    quiet, log.disabled = log.disabled, True  # the run itself will log the failures
+    try:
+        with TemporaryDirectory() as folder:
+            clients = scratch_clients(idle, InProcess(site, run.devices), Ledger(FolderStore(Path(folder))))
+            while len(drawn) < rounds and not run.options.over(len(drawn), progress.clock):
+                progress, row = run_round(idle, progress, len(drawn), clients)
+                drawn.append(row)
+    finally:
+        log.disabled = quiet
+    return drawn, progress
+
+
+def sums_of(row: Row) -> dict[str, float]:
+    """Return the figures of one round."""
+    return {
+        "seconds_simulated": row.metrics.get("seconds_simulated", 0.0),
+        "mb_down": row.metrics["bytes_down"] / 1e6,
+        "mb_up": row.metrics["bytes_up"] / 1e6,
+        "pods": float(len(row.clients)),
+        "node_hours": sum(line.get("seconds_simulated", 0.0) for line in row.clients) / 3600,
+    }
+
+
+def total(values: Sequence[float], rounds: int, slack: float) -> np.ndarray:
+    """Return the expected sum over `rounds` rounds, and the bounds of its prediction interval. `values` are those of
+    the first rounds. The bounds include an additional error, the fraction `slack` of the sum."""
+    count, mean = len(values), np.mean(values)
+    rest, value = rounds - count, np.sum(values) + (rounds - count) * mean
+    errors = 2 + 8 / (count - 1) ** 2 if count > 1 else 0.0  # about the t distribution's 95 % quantile
+    spread = errors * np.std(values, ddof=1) if count > 1 else mean
+    margin = spread * np.sqrt(rest + rest**2 / count) + slack * value
+    return np.array([value, max(0.0, value - margin), value + margin])
+
+
+def _figures(
+    run: Run, initial: Any, kept_rounds: float, most: int, slack: float
+) -> tuple[dict[str, np.ndarray], list[Row], int]:
+    """Return the figures of a run, at most `most` drawn rounds, and the number of rounds in the run. `slack` is the
+    uncertainty of the pool, as a fraction of the figures. `kept_rounds` is the number of rounds whose files are kept.
+    """
+    if not any(map(len, run.site.partition.clients)):
+        message = "partition.folders must be set, because a forecast requires the clients' sample counts"
+        raise ConfigError(message, path="partition.folders")
+    options, (rows, progress) = run.options, draw(run, initial, most)
+    sums = [sums_of(row) for row in rows]
+    longest = (options.stop_simulated_s or np.inf) / max(1e-9, float(np.mean([s["seconds_simulated"] for s in sums])))
+    rounds = options.end(row.metrics for row in rows) or int(np.ceil(min(options.stop, longest)))
+    coded = run.codecs != coding.PLAIN or any(model.codecs is not None for model in run.site.pool)
+    slack = max(slack, 0.3 if coded or client_metrics(run.algorithm) else 0.0)
+    slacks = dict.fromkeys(sums[0], slack) | {"pods": 0.0, "mb_up": max(slack, 0.6 if coded else 0.0)}
+    found = {name: total([each[name] for each in sums], rounds, slacks[name]) for name in slacks}
+    state = tensor_bytes(pack(progress.state)[0]) / 1e6 * np.array([1, 1, 1.2])
+    kept, known = min(rounds, kept_rounds), len(progress.states) * coding.bytes_of(run.client_state) / 1e6
+    text = (rounds * ROUND_MB + found["pods"] * CLIENT_MB) * [1, 0.5, 2]
+    found["mb_store"] = np.maximum(kept, [2, 1, 2]) * state + known * np.array([1, 1, 2]) + text
+    found["mb_store"] += kept / rounds * found["mb_up"]
+    return found, rows, rounds
+
+
+def _real_seconds(run: Run, rows: Sequence[Row], measured: Sequence[LevelProfile]) -> list[float]:
+    """Return the real seconds of each round, from the speeds that were `measured` on this machine."""
+    lanes, data, reported = 1.0, run.site.data, [model for model in run.site.pool if model.reported]
+    if run.site.numerics.strategy == "batched":  # a client alone trains as long as two clients together
+        trained = [len({line.get("trained") for line in row.clients}) for row in rows]
+        lanes = min(2.0, sum(len(row.clients) for row in rows) / sum(trained))
+    speeds = {m.name: (m.macs_per_sample or 0.0) * (m.samples_per_second or 0.0) for m in measured if m.fits}
+    pace = {model.name: 1 / lanes / speeds.get(model.name, min(speeds.values())) for model in run.site.pool}
+    tests = sum(m.macs * (len(data.test_y) + m.static_bn * len(data.train_y)) * pace[m.name] for m in reported)
+    training = (sum(line["macs"] * pace[line["trained"]] for line in row.clients if "macs" in line) for row in rows)
+    server = (row.metrics["seconds_round"] + tests / run.options.evaluate_every for row in rows)
+    return [a + b / len(run.devices) for a, b in zip(server, training, strict=True)]
+
+
+def _shown(found: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"value": value, "low": low, "high": high, "unit": UNITS.get(name, "MB")}
+        for name, (value, low, high) in ((name, bounds.tolist()) for name, bounds in found.items())
+    }

@@ -1,0 +1,86 @@
+"""Forecasts of `flexfleet forecast` and `flexfleet check`, and forecast.json beside the real figures of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexfleet.files.artifacts import Forecast
+from tests.harness.processes import refused
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+LARGE = ("algorithm.name=all_large", "algorithm.eligible=all", "rounds.stop=5")
+TIERS = "fleet.tiers=[{name: tiny, share: 0.5, memory: 1.0}, {name: strong, share: 0.5, memory: 110.0}]"
+
+
+def figures(flexfleet: Any, sets: Sequence[str], *argv: str) -> dict[str, Any]:
+    found: dict[str, Any] = flexfleet("forecast", "--json", "--probe", "0", *argv, sets=sets).ok().json
+    return found
+
+
+def test_bytes_and_clock_of_fedavg_are_exact(flexfleet: Any, quick: Sequence[str]) -> None:
+    sets = [*quick, *LARGE]
+    found = figures(flexfleet, sets)["figures"]
+    real = flexfleet("run", "--json", "--run-id", "a", sets=sets).ok().json
+    assert [found[name]["value"] for name in ("mb_down", "mb_up")] == [
+        real["bytes"][way] / 1e6 for way in ("down", "up")
+    ]
+    assert found["mb_up"]["low"] == found["mb_up"]["value"] == found["mb_up"]["high"]
+    assert found["pods"]["value"] == real["metrics"]["updates"]["merged"] == 15
+    assert found["seconds_simulated"]["value"] == pytest.approx(real["forecast"]["seconds_simulated"]["real"])
+
+
+def test_run_shows_its_forecast_beside_the_real_figures(flexfleet: Any, quick: Sequence[str]) -> None:
+    done = flexfleet("run", "--json", "--run-id", "a", sets=[*quick, "rounds.stop=12", "rounds.evaluate_every=12"]).ok()
+    stored = Forecast.read(Path("runs/a/forecast.json")).figures
+    assert stored == done.json["forecast"] and "seconds" not in stored
+    assert {name for name, each in stored.items() if not each["low"] <= each["real"] <= each["high"]} == set()
+    assert stored["mb_down"]["low"] < stored["mb_down"]["high"], "only the first 8 of 12 rounds are drawn"
+    assert "Forecast and real figures" in Path("runs/a/report.html").read_text()
+
+
+def test_forecast_changes_no_bits_of_the_run(flexfleet: Any, quick: Sequence[str], monkeypatch: Any) -> None:
+    sums = [flexfleet("run", "--json", "--run-id", "a", sets=quick).ok().json["model_sha256"]]
+    monkeypatch.setattr("flexfleet.pipeline.forecast.MOST_MB", 0)
+    done = flexfleet("run", "--json", "--run-id", "b", sets=quick).ok().json
+    assert done["forecast"] == {} and not Path("runs/b/forecast.json").exists()
+    assert [*sums, done["model_sha256"]] == 2 * sums
+
+
+def test_prices_multiply_the_figures(flexfleet: Any, quick: Sequence[str]) -> None:
+    Path("prices.yaml").write_text("{node_hour: 100, gb_up: 3}\n")
+    found = figures(flexfleet, [*quick, *LARGE], "--prices", "prices.yaml")["figures"]
+    expected = 100 * found["node_hours"]["value"] + 3 * found["mb_up"]["value"] / 1000
+    assert found["money"]["value"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("text", ["gb_sideways: 1", "gb_up: -1", "gb_up: free"])
+def test_bad_price_is_refused(text: str, flexfleet: Any, quick: Sequence[str]) -> None:
+    Path("prices.yaml").write_text(text)
+    line = refused(flexfleet("forecast", "--prices", "prices.yaml", sets=quick))
+    assert text.partition(":")[0] in line and "prices.yaml" in line
+
+
+def test_devices_that_hold_no_level_are_named(flexfleet: Any, quick: Sequence[str]) -> None:
+    sets = [*quick, TIERS, "algorithm.selection={name: uniform}"]
+    tiers = {tier["name"]: tier for tier in figures(flexfleet, sets)["tiers"]}
+    assert tiers["tiny"]["levels"] == [] and "M3" in tiers["strong"]["levels"]
+    shown = flexfleet("forecast", "--probe", "0", sets=sets).ok().out
+    assert f"no level (clients {', '.join(map(str, tiers['tiny']['clients']))})" in shown
+
+
+def test_probe_measures_real_time_and_memory(flexfleet: Any, quick: Sequence[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr("fl_engine.training.memory.in_child_process", lambda what, work, *rest: work(*rest))
+    found: dict[str, Any] = flexfleet("forecast", "--json", "--probe", "0.05", sets=[*quick, *LARGE]).ok().json
+    seconds, (level,) = found["figures"]["seconds"], found["levels"]
+    assert 0 < seconds["low"] < seconds["value"] < seconds["high"] and level["peak"]["unit"] == "MB"
+
+
+def test_check_prints_a_forecast(flexfleet: Any, quick: Sequence[str]) -> None:
+    found = figures(flexfleet, quick)["figures"]
+    first, second = flexfleet("check", sets=quick).ok().out.splitlines()
+    assert first.startswith("ok: ") and f"mb_down {found['mb_down']['value']:.4g} MB" in second
