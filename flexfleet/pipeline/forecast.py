@@ -6,6 +6,7 @@ Such a round is exact unless it depends on trained values, such as the losses fr
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -43,20 +44,22 @@ UNITS = {"seconds": "s", "seconds_simulated": "s", "node_hours": "h", "pods": ""
 ROUND_MB, CLIENT_MB = 1.4e-3, 3.9e-4
 """Usual size of a round's metrics in the store, and of the metrics of each client."""
 MOST_MB = 100
-"""Maximum size of all models in the rounds that a starting run draws for its forecast."""
+"""Maximum size of a round's models if a starting run forecasts itself."""
 
 
-def forecast(resolved: Resolved, probe: float = 0.0, prices: Mapping[str, float] | None = None) -> Forecast:
+def forecast(
+    resolved: Resolved, probe: float = 0.0, prices: Mapping[str, float] | None = None, seconds: float = 5.0
+) -> Forecast:
     """Forecast a run from its configuration, with the pool that `check` assumes. If `probe` is not 0, train for about
-    `probe` seconds on this machine to measure real time and memory. Raises FlexfleetError."""
+    `probe` seconds on this machine to measure real time and memory. Draw rounds for about `seconds` seconds. Raises
+    FlexfleetError."""
     config = resolved.config
     run, start, _ = first_round(resolved, partition.cut(resolved))
     run = replace(run, site=partition.simulated(resolved, run.site))
     pool, fleet, made = run.site.pool, run.site.fleet, run.algorithm.preparations
     # The search of a supernet chooses levels and codecs. APoZ scores hardly change the sizes of levels.
-    found, rows, rounds = _figures(
-        run, start, config.run.kept_rounds, 100, 1.0 if "supernet" in made else 0.05 * bool(made)
-    )
+    slack = 1.0 if "supernet" in made else 0.05 if made else 0.0
+    found, rows, rounds = _figures(run, start, config.run.kept_rounds, slack, 100, seconds)
     needs: dict[str, np.ndarray] = {}
     if probe:
         measured = profile(resolved, seconds=probe / len(pool), device=config.run.devices[0]).levels
@@ -78,10 +81,9 @@ def forecast(resolved: Resolved, probe: float = 0.0, prices: Mapping[str, float]
 
 def of_started(run: Run, initial: Any, kept_rounds: float, out: Path) -> None:
     """Write the figures of a run that starts to `out`, unless the network is large or no forecast is possible."""
-    most = min(8, int(MOST_MB * 1e6 / tensor_bytes(initial.params) / run.at_once))
-    if most > 1:
-        with suppress(Exception):  # the user's algorithm may raise any exception, and the run will report it
-            found = _figures(run, initial, kept_rounds, most, 0.0)[0]
+    with suppress(Exception):  # the user's algorithm may raise any exception, and the run will report it
+        if tensor_bytes(initial.params) * run.at_once < MOST_MB * 1e6:
+            found, _, _ = _figures(run, initial, kept_rounds, 0.0, 8, 0.5)
             Forecast(figures=_shown(found)).write(out / "forecast.json")
 
 
@@ -97,22 +99,24 @@ def settle(out: Path, ledger: Ledger) -> None:
     found.model_copy(update={"figures": figures}).write(out / "forecast.json")
 
 
-def draw(run: Run, initial: Any, rounds: int) -> tuple[list[Row], Progress]:
-    """Execute the first rounds of a run, at most `rounds`, with clients that do not train. Return the rows and the
-    progress. `initial` is the algorithm's state before the first round. Raises ConfigError if no client comes online.
-    """
+def draw(run: Run, initial: Any, most: int, seconds: float) -> tuple[list[Row], Progress]:
+    """Execute the first rounds of a run with clients that do not train: at least two rounds, and at most `most` or as
+    many as take `seconds`. Return the rows and the progress. `initial` is the algorithm's state before the first round.
+    Raises ConfigError if no client comes online."""
     options = run.options.model_copy(update={"stop": NEVER, "stop_simulated_s": None})
     key = bytes(32) if privacy.is_private(run.algorithm) else None
     site = replace(run.site, idle=True)
     idle = without_evaluation(replace(run, site=site, options=options, noise_key=key))
-    drawn, progress = list[Row](), Progress(initial)
+    drawn, progress, end = list[Row](), Progress(initial), time.monotonic() + seconds
     quiet, log.disabled = log.disabled, True  # the run itself will log the failures
     try:
         with TemporaryDirectory() as folder:
             clients = scratch_clients(idle, InProcess(site, run.devices), Ledger(FolderStore(Path(folder))))
-            while len(drawn) < rounds and not run.options.over(len(drawn), progress.clock):
+            while len(drawn) < 2 or (len(drawn) < most and time.monotonic() < end):
                 progress, row = run_round(idle, progress, len(drawn), clients)
                 drawn.append(row)
+                if run.options.over(len(drawn), progress.clock):
+                    break
     finally:
         log.disabled = quiet
     return drawn, progress
@@ -141,15 +145,14 @@ def total(values: Sequence[float], rounds: int, slack: float) -> np.ndarray:
 
 
 def _figures(
-    run: Run, initial: Any, kept_rounds: float, most: int, slack: float
+    run: Run, initial: Any, kept_rounds: float, slack: float, most: int, seconds: float
 ) -> tuple[dict[str, np.ndarray], list[Row], int]:
-    """Return the figures of a run, at most `most` drawn rounds, and the number of rounds in the run. `slack` is the
-    uncertainty of the pool, as a fraction of the figures. `kept_rounds` is the number of rounds whose files are kept.
-    """
+    """Return the figures of a run, its drawn rounds (`draw`), and its number of rounds. `slack` is the uncertainty of
+    the pool, as a fraction of the figures. `kept_rounds` is the number of rounds whose files are kept."""
     if not any(map(len, run.site.partition.clients)):
         message = "partition.folders must be set, because a forecast requires the clients' sample counts"
         raise ConfigError(message, path="partition.folders")
-    options, (rows, progress) = run.options, draw(run, initial, most)
+    options, (rows, progress) = run.options, draw(run, initial, most, seconds)
     sums = [sums_of(row) for row in rows]
     longest = (options.stop_simulated_s or np.inf) / max(1e-9, float(np.mean([s["seconds_simulated"] for s in sums])))
     rounds = options.end(row.metrics for row in rows) or int(np.ceil(min(options.stop, longest)))
@@ -170,7 +173,7 @@ def _real_seconds(run: Run, rows: Sequence[Row], measured: Sequence[LevelProfile
     lanes, data, reported = 1.0, run.site.data, [model for model in run.site.pool if model.reported]
     if run.site.numerics.strategy == "batched":  # a client alone trains as long as two clients together
         trained = [len({line.get("trained") for line in row.clients}) for row in rows]
-        lanes = min(2.0, sum(len(row.clients) for row in rows) / sum(trained))
+        lanes = min(2.0, sum(len(row.clients) for row in rows) / max(1, sum(trained)))
     speeds = {m.name: (m.macs_per_sample or 0.0) * (m.samples_per_second or 0.0) for m in measured if m.fits}
     pace = {model.name: 1 / lanes / speeds.get(model.name, min(speeds.values())) for model in run.site.pool}
     tests = sum(m.macs * (len(data.test_y) + m.static_bn * len(data.train_y)) * pace[m.name] for m in reported)

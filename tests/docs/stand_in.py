@@ -81,7 +81,9 @@ def flexfleet(argv: list[str]) -> list[str]:
     if command == "compare":  # of one seed
         argv = [*argv, "--seeds", "0", "--jobs", "2"]
     untracked = () if "DOCS_TRACKED" in os.environ else ("tracking.mlflow=null",)  # seconds of each command
-    if command in ("run", "compare", "tune", "check"):
+    if command == "forecast":
+        argv += ["--probe", "0"]
+    if command in ("run", "compare", "tune", "check", "forecast"):
         argv = [argv[0], *as_sets(argv[1:])]
         converted = any(word.startswith("publish.precision=") for word in argv)  # which takes the ONNX files
         quick = [pair for pair in QUICK if not (converted and pair == "publish.onnx=false")]

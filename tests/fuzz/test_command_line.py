@@ -31,6 +31,7 @@ from flexfleet.experiments import executor as executor_module
 from flexfleet.experiments import nightly as regress_module
 from flexfleet.experiments import tune as tune_module
 from flexfleet.kubeflow import submit as submit_module
+from flexfleet.pipeline import forecast as forecast_module
 from flexfleet.pipeline import run as run_module
 from flexfleet.tracking import dvc_remote as pushed_module
 from flexfleet.tracking import server as tracking_module
@@ -58,6 +59,7 @@ def _idle(scratch: Path, monkeypatch: pytest.MonkeyPatch, finished_template: Any
         (run_module, "federate", begin),
         (executor_module, "folder_lock", begin),
         (tune_module, "folder_lock", begin),
+        (forecast_module, "profile", begin),
         (regress_module, "execute", begin),
         (regress_module, "check", lambda config: None),  # of a suite: takes seconds, and has tests of its own
         (submit_module, "connected", begin),
@@ -79,7 +81,7 @@ def _idle(scratch: Path, monkeypatch: pytest.MonkeyPatch, finished_template: Any
 
 FILES = ("good.yaml", "odd.yaml", "binary.yaml", "missing.yaml", ".", "runs", "runs/a", "runs/a/run.json", "x" * 300,
          "runs/a/pretrain/apoz.json", "/dev/null", "~nobody-of-this-name", "")  # fmt: skip
-PATHS = ("--config", "--apoz", "--shared", "--root")
+PATHS = ("--config", "--apoz", "--shared", "--root", "--prices")
 WORDS: dict[str, tuple[str, ...]] = {
     "--algorithms": ("flexfl", "flexfl,all_large", "a=flexfl,b=flexfl", ",", "x", "a=", "shared=flexfl"),
     "--seeds": ("0", "0,1", "0,0", "x", "1e3", "-1", "9" * 5000),
@@ -95,6 +97,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "--param": ("run_id=a", "x=1", "x", "=", "suite=x"),
     "--tag": ("a=b", "a", "=b", ""),
     "--keep": ("30d", "a", "0d", "champion", "x", "a,,30d", ""),
+    "--probe": ("0", "0.01", "-1", "nan", "x"),
     "--seconds": ("0.01", "0", "-1", "nan", "x"),
     "--faults": ("drop=0.2", "drop=2", "slow=0.1", "slow=0.1xinf", "x", "nan=nan", ","),
     "pipeline": ("train", "compare", "tune", "nightly", "x"),
