@@ -43,6 +43,7 @@ from tests.harness.stores import MemoryStore
 from tests.harness.wheel import installed as installed  # a fixture
 from tests.harness.wheel import wheel as wheel  # a fixture
 
+pytest.register_assert_rewrite("tests.conformance.backend_suite")  # else a failed assertion would not be explained
 hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine fails no law
 hypothesis.settings.load_profile("untimed")
 

@@ -1,4 +1,4 @@
-"""Conformance test suites for built-in and user-defined algorithms, backends, codecs, networks and data sets."""
+"""Conformance test suites for built-in and user-defined algorithms, codecs, networks and data sets."""
 
 import importlib
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, settings
 from fl_engine.training.isolation import isolated
 
 SUITES = {
-    "AlgorithmSuite": "algorithms", "BackendSuite": "backends", "ClientStateSuite": "client_state",
-    "CodecSuite": "codecs", "DatasetSuite": "datasets", "ModelSuite": "models",
+    "AlgorithmSuite": "algorithms", "ClientStateSuite": "client_state", "CodecSuite": "codecs",
+    "DatasetSuite": "datasets", "ModelSuite": "models",
 }  # fmt: skip
 """Map each suite to its module, which is imported when the suite is first used."""
 

@@ -27,7 +27,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "metrics": (("prometheus_client",), "Prometheus metrics of a coordinator: run.metrics_port"),
     "tensorboard": (("tensorboard",), "flexfleet.TensorBoardLogger"),
     "wandb": (("wandb",), "flexfleet.WandbLogger"),
-    "testing": (("pytest", "hypothesis"), "the conformance suites: algorithms, networks, data, backends of your own"),
+    "testing": (("pytest", "hypothesis"), "the conformance suites: algorithms, networks, data, codecs of your own"),
     "run": (
         ("torch", "safetensors", "numpy", "sklearn", "matplotlib", "jinja2", "cryptography"),
         "`flexfleet run` on the bundled digits, with its report, and nothing else",

@@ -21,9 +21,9 @@ from fl_engine.core.types import Assignment, ClientFailure, ClientUpdate, LocalT
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.storage.store import FolderStore
-from fl_engine.testing.backends import BackendSuite, Make
 from fl_engine.testing.tiny import TRAINING, assert_same_results, first_plan, tiny_site
 from fl_engine.training.numerics import Numerics
+from tests.conformance.backend_suite import BackendSuite, Make
 
 
 class TestBackends(BackendSuite):

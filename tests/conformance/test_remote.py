@@ -17,8 +17,8 @@ from fl_engine.remote.provisioner import Enrolled
 from fl_engine.remote.registry import Mailboxes, Registry
 from fl_engine.remote.scheduler import WorkerBackend
 from fl_engine.remote.settings import AgentsConfig
-from fl_engine.testing.backends import BackendSuite, Make
 from flexfleet.worker.execute import Prepared, execute
+from tests.conformance.backend_suite import BackendSuite, Make
 from tests.harness.played import Clock, Played, played_clock
 from tests.harness.stores import MemoryStore
 

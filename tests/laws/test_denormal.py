@@ -1,5 +1,5 @@
 """Denormal numbers count as zero in all that a run computes. That all backends give the same bits of them is in
-`fl_engine.testing.backends`."""
+`tests.conformance.backend_suite`."""
 
 from __future__ import annotations
 

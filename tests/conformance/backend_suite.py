@@ -1,8 +1,4 @@
-"""Test suite for backends. Subclass `BackendSuite` and define the fixture `make`.
-
-    class TestMine(BackendSuite):
-        @pytest.fixture
-        def make(self): return lambda site, devices: Mine(site, devices)
+"""Test suite for backends. Subclasses of `BackendSuite` define the fixture `make`.
 
 For each assignment, a backend must return the same result as `client.execute`, bit for bit.
 """
