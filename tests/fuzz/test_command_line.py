@@ -31,6 +31,7 @@ from flexfleet.experiments import executor as executor_module
 from flexfleet.experiments import nightly as regress_module
 from flexfleet.experiments import tune as tune_module
 from flexfleet.kubeflow import submit as submit_module
+from flexfleet.pipeline import contributions as contributions_module
 from flexfleet.pipeline import forecast as forecast_module
 from flexfleet.pipeline import run as run_module
 from flexfleet.tracking import dvc_remote as pushed_module
@@ -59,6 +60,7 @@ def _idle(scratch: Path, monkeypatch: pytest.MonkeyPatch, finished_template: Any
         (run_module, "federate", begin),
         (executor_module, "folder_lock", begin),
         (tune_module, "folder_lock", begin),
+        (contributions_module, "ThreadPoolExecutor", begin),
         (forecast_module, "profile", begin),
         (regress_module, "execute", begin),
         (regress_module, "check", lambda config: None),  # of a suite: takes seconds, and has tests of its own
