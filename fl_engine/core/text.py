@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.errors import ConfigError, printable
 
 PERCENT = ("accuracy", "accuracy_all", "top5")
 """Names of metrics in [0, 1] that logs, tables and pages show in %."""
@@ -181,5 +181,9 @@ def at_home(path: str) -> str:
 
 
 def path_of(text: str | os.PathLike[str]) -> Path:
-    """Return a Path with `~` or `$HOME` replaced by the home folder. Raises ConfigError if the user does not exist."""
-    return Path(at_home(os.fspath(text)))
+    """Return a Path with `~` or `$HOME` replaced by the home folder. Raises ConfigError if the user does not exist, or
+    if the path is not valid UTF-8, because logs and JSON could not show it."""
+    name = os.fspath(text)
+    if any("\ud800" <= character <= "\udfff" for character in name):
+        raise ConfigError(f"the path {printable(name)} must be valid UTF-8")
+    return Path(at_home(name))
