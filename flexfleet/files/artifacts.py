@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, PrivateAttr, ValidationError, model_serializer, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_serializer, model_serializer, model_validator
 
 from fl_engine.codecs import codecs_of
 from fl_engine.core.errors import FlexfleetError, IntegrityError, brief
@@ -205,6 +205,10 @@ class History(Artifact):
         """Map each tuple (client, code of the failure) to its number of results. Merged updates have the code ""."""
         return self._results
 
+    @field_serializer("rounds")
+    def _counted(self, rows: tuple[Row, ...]) -> list[Row]:
+        return [_from_one(row) for row in rows]
+
     @classmethod
     def of(cls, value: bytes, name: str) -> History:
         results = Counter[tuple[int, str]]()
@@ -216,6 +220,10 @@ class History(Artifact):
             raise IntegrityError(f"{name} is not a valid History file: {reason}") from error
         history._results = results
         return history
+
+
+def _from_one(row: Row) -> Row:
+    return row.model_copy(update={"round": row.round + 1})
 
 
 def _without_clients(results: Counter[tuple[int, str]], value: dict[str, Any]) -> dict[str, Any] | Row:
@@ -236,8 +244,7 @@ def history_of(rows: Iterable[Row], model_sha256: str, secret: bytes | None = No
     in memory."""
     parts, seconds, link = [b'{\n "schema_version": 1,\n "rounds": ['], 0.0, ""
     for row in rows:
-        counted = row.model_copy(update={"round": row.round + 1})
-        parts.append((b",\n  " if len(parts) > 1 else b"\n  ") + counted.model_dump_json().encode())
+        parts.append((b",\n  " if len(parts) > 1 else b"\n  ") + _from_one(row).model_dump_json().encode())
         seconds += row.metrics["seconds_round"]
         link = row.link
     public_key, signature = ("", "") if secret is None else chain.sign(secret, link, model_sha256)

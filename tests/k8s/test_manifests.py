@@ -203,6 +203,7 @@ def test_role_grants_exactly_what_the_backend_calls() -> None:
     called = set()
     callers = (
         ("fl_engine/remote/kubernetes/objects.py", "self._cluster."),
+        ("fl_engine/remote/kubernetes/provisioner.py", "self._cluster."),
         ("fl_engine/remote/kubernetes/objects.py", "Cluster(options.namespace)."),
         ("flexfleet/pipeline/keys.py", "self.cluster."),
     )
