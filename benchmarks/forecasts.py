@@ -52,13 +52,13 @@ def configs(only: str, most: int, root: Path) -> Iterator[tuple[str, str, Config
         if not name.startswith(only):
             continue
         suite = published_suites.load(name)
-        given = published_suites.entries_of(suite, None, "0", {}, read, "id")
+        given, _ = published_suites.entries_of(suite, None, "0", {}, read, "id")
         for data in {entry.config.dataset.name for entry in given} & set(FILES):
             if not DATASETS[data].load.__module__.startswith("tests"):
                 load = FILES[data](root)
                 DATASETS[data] = replace(DATASETS[data], load=load, files=())
         sets: dict[str, Any] = {f"{e.label}:{path}": v for e in given for path, v in smaller(e.config).items()}
-        entries = published_suites.entries_of(suite, None, "0", sets | SETS, read, "id")
+        entries, _ = published_suites.entries_of(suite, None, "0", sets | SETS, read, "id")
         for entry in entries[:: -(-len(entries) // most)]:
             yield name, entry.label, entry.config
     for name in ALGORITHMS if "digits".startswith(only) else ():

@@ -194,7 +194,7 @@ def check(args: argparse.Namespace) -> int:
     if not args.json:
         with suppress(Exception):  # a check does not need a forecast, and the user's code may raise any exception
             figures = forecast(resolved, seconds=0.5).figures.items()
-            named = (f"{name} {each['value']:.4g} {each['unit']}".rstrip() for name, each in figures)
+            named = (f"{name} {each['value']:.4g}" for name, each in figures)
             text.insert(1, f"forecast: {', '.join(named)}")
     show(json.dumps(facts) if args.json else "\n".join(text))
     return 0 if facts["ok"] else EnvironmentFailure.exit_code

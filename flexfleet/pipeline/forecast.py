@@ -65,7 +65,7 @@ def forecast(
         measured = profile(resolved, seconds=probe / len(pool), device=config.run.devices[0]).levels
         needs = {m.name: m.peak_bytes / 1e6 * np.array([1, 0.7, 1.5]) for m in measured if m.peak_bytes is not None}
         run = replace(run, site=replace(run.site, numerics=partition.numerics_of(resolved)))
-        found = {"seconds": total(_real_seconds(run, rows, measured), rounds, 0.0) * [1, 0.4, 2], **found}
+        found = {"seconds": total(_real_seconds(run, rows, measured), rounds, 0.0) * [1, 0.35, 2.2], **found}
     if prices:
         scales = {name: 1e-3 if name.startswith("gb") else 1.0 for name in prices}
         found["money"] = np.sum([price * scales[name] * found[PRICES[name]] for name, price in prices.items()], axis=0)
@@ -138,9 +138,9 @@ def total(values: Sequence[float], rounds: int, slack: float) -> np.ndarray:
     the first rounds. The bounds include an additional error, the fraction `slack` of the sum."""
     count, mean = len(values), np.mean(values)
     rest, value = rounds - count, np.sum(values) + (rounds - count) * mean
-    errors = 2 + 8 / (count - 1) ** 2 if count > 1 else 0.0  # about the t distribution's 95 % quantile
-    spread = errors * np.std(values, ddof=1) if count > 1 else mean
-    margin = spread * np.sqrt(rest + rest**2 / count) + slack * value
+    errors = 2 + 8 / (count - 1) ** 2 if count > 1 else 1.0  # about the t distribution's 95 % quantile
+    spread = max(np.std(values, ddof=1), 0.15 * mean) if count > 1 else mean  # few rounds may lack the slowest devices
+    margin = errors * spread * np.sqrt(rest + rest**2 / count) + slack * value
     return np.array([value, max(0.0, value - margin), value + margin])
 
 
@@ -183,7 +183,5 @@ def _real_seconds(run: Run, rows: Sequence[Row], measured: Sequence[LevelProfile
 
 
 def _shown(found: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
-    return {
-        name: {"value": value, "low": low, "high": high, "unit": UNITS.get(name, "MB")}
-        for name, (value, low, high) in ((name, bounds.tolist()) for name, bounds in found.items())
-    }
+    bounds = {name: dict(zip(("value", "low", "high"), of.tolist(), strict=True)) for name, of in found.items()}
+    return {name: {**of, "unit": UNITS.get(name, "MB")} for name, of in bounds.items()}

@@ -217,7 +217,7 @@ def forecast_table(found: Forecast) -> Table:
     for name, figure in found.figures.items():
         values = (figure.get(key) for key in ("value", "low", "high", "real"))
         shown = (NONE if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values)
-        rows.append((f"{name.replace('_', ' ')} {figure['unit']}".rstrip(), *shown))
+        rows.append((name.replace("_", " "), *shown))
     return Table("", head, rows).varying()
 
 

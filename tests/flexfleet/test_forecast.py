@@ -77,10 +77,10 @@ def test_probe_measures_real_time_and_memory(flexfleet: Any, quick: Sequence[str
     monkeypatch.setattr("fl_engine.training.memory.in_child_process", lambda what, work, *rest: work(*rest))
     found: dict[str, Any] = flexfleet("forecast", "--json", "--probe", "0.05", sets=[*quick, *LARGE]).ok().json
     seconds, (level,) = found["figures"]["seconds"], found["levels"]
-    assert 0 < seconds["low"] < seconds["value"] < seconds["high"] and level["peak"]["unit"] == "MB"
+    assert 0 <= seconds["low"] < seconds["value"] < seconds["high"] and level["peak"]["unit"] == "MB"
 
 
 def test_check_prints_a_forecast(flexfleet: Any, quick: Sequence[str]) -> None:
     found = figures(flexfleet, quick)["figures"]
     first, second = flexfleet("check", sets=quick).ok().out.splitlines()
-    assert first.startswith("ok: ") and f"mb_down {found['mb_down']['value']:.4g} MB" in second
+    assert first.startswith("ok: ") and f"mb_down {found['mb_down']['value']:.4g}" in second
