@@ -30,7 +30,7 @@ FAULTS = "drop=0.2,slow=0.2x50,nan=0.1,scale=0.1x3,flip=0.1,corrupt=0.1"
 
 @pytest.mark.long
 def test_faults_are_equal_in_all_backends(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
-    terms = ("rounds.over_provision=1.5", "rounds.deadline_s=0.5", "rounds.quorum=0.5", "rounds.stop=8")
+    terms = ("seed=0", "rounds.over_provision=1.5", "rounds.deadline_s=0.5", "rounds.quorum=0.5", "rounds.stop=8")
     ways = {"memory": (), "store": ("rounds.keep_updates=true",), "processes": WAYS["processes"]}
     found, failures = {}, {}
     for name, sets in ways.items():
