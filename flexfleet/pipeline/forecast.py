@@ -80,11 +80,14 @@ def forecast(
 
 
 def of_started(run: Run, initial: Any, kept_rounds: float, out: Path) -> None:
-    """Write the figures of a run that starts to `out`, unless the network is large or no forecast is possible."""
-    with suppress(Exception):  # the user's algorithm may raise any exception, and the run will report it
-        if tensor_bytes(initial.params) * run.at_once < MOST_MB * 1e6:
-            found, _, _ = _figures(run, initial, kept_rounds, 0.0, 8, 0.5)
-            Forecast(figures=_shown(found)).write(out / "forecast.json")
+    """Write the figures of a run that starts to `out`, unless the network is large or no forecast is possible. A user's
+    own algorithm is not run for a forecast that nobody asked for, because it may have side effects."""
+    built_in = type(run.algorithm).__module__.startswith("fl_engine.")
+    if not built_in or tensor_bytes(initial.params) * run.at_once >= MOST_MB * 1e6:
+        return
+    with suppress(Exception):  # the run itself will report the error
+        found, _, _ = _figures(run, initial, kept_rounds, 0.0, 8, 0.5)
+        Forecast(figures=_shown(found)).write(out / "forecast.json")
 
 
 def settle(out: Path, ledger: Ledger) -> None:
