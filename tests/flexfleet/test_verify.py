@@ -78,6 +78,24 @@ def test_any_changed_byte_is_found(run: Path) -> None:
     ff.load(run).verify()
 
 
+def test_any_changed_byte_of_a_ledger_in_a_bucket_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = {**KEPT["options"], "run.remote": str(tmp_path / "bucket")}
+    folder = ff.run(run_id="a", **{**KEPT, "options": options}).folder
+    rng = random.Random(0)
+    for path in sorted((tmp_path / "bucket" / "a" / "rounds").rglob("*")):
+        value = path.read_bytes() if path.is_file() else b""
+        covered = value.find(b'"signature"') if path.parent.name == "updates" and path.suffix == ".json" else len(value)
+        if value:
+            changed = bytearray(value)
+            changed[rng.randrange(covered)] ^= 1 << rng.randrange(8)
+            path.write_bytes(changed)
+            with pytest.raises(FlexfleetError):
+                ff.load(folder).verify()
+            path.write_bytes(value)
+    ff.load(folder).verify()
+
+
 @pytest.mark.parametrize("how", ["cut", "swapped", "other key"])
 def test_rounds_that_were_signed_again_are_found(run: Path, how: str) -> None:
     key = ff.load(run).verify().public_key
