@@ -354,6 +354,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _together(self) -> Config:
+        if wrong := [client for client in self.rounds.without if client >= self.partition.clients]:
+            raise ValueError(f"rounds.without must be clients from 0 to {self.partition.clients - 1}, got {wrong[0]}")
         if self.evaluate.on == "clients" and self.partition.proxy_shared:
             raise ValueError(
                 "partition.proxy_shared must be false with evaluate.on=clients, because no client may train on the "

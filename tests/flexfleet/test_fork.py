@@ -117,6 +117,11 @@ def test_impossible_forks_are_refused(flexfleet: Any, argv: Sequence[str], chang
     assert not Path("runs/b/run.json").exists()
 
 
+def test_unknown_client_is_not_left_out(flexfleet: Any, sets: list[str]) -> None:
+    done = flexfleet("run", "--run-id", "b", sets=[*sets, "rounds.without=[99]"])
+    assert done.code == 2 and "rounds.without" in done.err
+
+
 def test_fork_at_a_round_without_a_state_names_the_kept_rounds(flexfleet: Any, sets: list[str]) -> None:
     flexfleet("run", "--run-id", "sums", sets=[*sets, "run.keep=sums", "rounds.commit_every=1"])
     done = flexfleet("fork", "runs/sums", "--at", "1", "--run-id", "b")
