@@ -103,19 +103,19 @@ def settle(out: Path, ledger: Ledger) -> None:
 
 
 def draw(run: Run, initial: Any, most: int, seconds: float) -> tuple[list[Row], Progress]:
-    """Execute the first rounds of a run with clients that do not train: at least two rounds, and at most `most` or as
-    many as take `seconds`. Return the rows and the progress. `initial` is the algorithm's state before the first round.
+    """Execute the first rounds of a run with clients that do not train: at least two rounds, then at most `most`, for
+    `seconds` of CPU time. Return the rows and the progress. `initial` is the algorithm's state before the first round.
     Raises ConfigError if no client comes online."""
     options = run.options.model_copy(update={"stop": NEVER, "stop_simulated_s": None})
     key = bytes(32) if privacy.is_private(run.algorithm) else None
     site = replace(run.site, idle=True)
     idle = without_evaluation(replace(run, site=site, options=options, noise_key=key))
-    drawn, progress, end = list[Row](), Progress(initial), time.monotonic() + seconds
+    drawn, progress, end = list[Row](), Progress(initial), time.thread_time() + seconds
     quiet, log.disabled = log.disabled, True  # the run itself will log the failures
     try:
         with TemporaryDirectory() as folder:
             clients = scratch_clients(idle, InProcess(site, run.devices), Ledger(FolderStore(Path(folder))))
-            while len(drawn) < 2 or (len(drawn) < most and time.monotonic() < end):
+            while len(drawn) < 2 or (len(drawn) < most and time.thread_time() < end):
                 progress, row = run_round(idle, progress, len(drawn), clients)
                 drawn.append(row)
                 if run.options.over(len(drawn), progress.clock):
