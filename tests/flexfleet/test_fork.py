@@ -149,6 +149,19 @@ def test_contributions_of_tiers(flexfleet: Any) -> None:
         assert each["contribution"] == pytest.approx(ff.load("runs/a").metrics["avg"] - each["avg"])
 
 
+def test_contributions_print_their_cost_first(flexfleet: Any) -> None:
+    first = flexfleet("contributions", "runs/a", "--by", "tier").out.splitlines()[0]
+    assert first.startswith(("1 forks", "2 forks", "3 forks")) and first.endswith("min with 1 jobs")
+
+
+def test_client_of_a_shared_proxy_cannot_be_forgotten(flexfleet: Any, run: Path) -> None:
+    record = json.loads((run / "run.json").read_text())
+    record["config"]["partition"]["proxy_shared"] = True
+    (run / "run.json").write_text(json.dumps(record))
+    done = flexfleet("forget", "runs/a", "--client", "0", "--run-id", "b")
+    assert done.code == 2 and "proxy_shared" in done.err and not Path("runs/b").exists()
+
+
 def test_forgotten_client_is_certified(flexfleet: Any, run: Path) -> None:
     client = asked_in(run)[-1][0]
     assert flexfleet("forget", "runs/a", "--client", str(client), "--run-id", "b").code == 0
