@@ -46,7 +46,7 @@ def verify(args: argparse.Namespace) -> None:
     if found.evaluated:
         show("evaluated the final model again, with equal results")
     if found.forgotten:
-        show(f"the model does not depend on the clients {', '.join(map(str, found.forgotten))}")
+        show(f"no round asked the clients {', '.join(map(str, found.forgotten))}")
     for text in found.not_checked:
         show(f"not checked: {text}")
 

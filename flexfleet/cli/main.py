@@ -225,7 +225,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--by", choices=("client", "tier"), default="client", help="what to leave out (default: client)")
     c.add_argument("--jobs", type=int, default=1, metavar="N", help="number of parallel forks (default: 1)")
 
-    c = plain("forget", "forks.forget", "train a run again without a client, and certify that its data were not used")
+    c = plain("forget", "forks.forget", "train a run again without a client, and certify that no round asked it")
     c.add_argument("run", type=path_of, metavar="RUN", help="folder of a run")
     c.add_argument("--client", required=True, metavar="LIST", help="clients to forget, such as 7 or 7,9")
     c.add_argument("--run-id", metavar="ID", help="name of the new run")

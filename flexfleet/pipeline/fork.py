@@ -94,6 +94,9 @@ def fork(
             known.model_copy(update=record).write(out / "run.json")
     elif not attempt.resume:
         raise ConfigError(f"{out} already contains a run. Continue with --resume, or choose another --run-id")
+    forked = RunFile.read(out / "run.json").forked
+    if forked is None or forked.run_id != known.run_id or at not in (None, forked.round):
+        raise ConfigError(f"{out} contains another run, so it cannot be resumed as this fork. Choose another --run-id")
     return run_all(resolved, run_id, replace(attempt, resume=True))
 
 
@@ -179,7 +182,8 @@ def _copy_rounds(source: Store, target: Store, at: int) -> None:
 
 
 class Certificate(Artifact):
-    """States that a fork's model does not depend on some clients. The fork's key signs all other fields."""
+    """States that no round of a fork asked some clients. Normalisation still uses statistics of the whole data set. The
+    fork's key signs all other fields."""
 
     run_id: str
     forgotten: tuple[int, ...]

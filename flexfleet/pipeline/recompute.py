@@ -128,7 +128,7 @@ class Verified:
     evaluated: bool
     """True if the final model was evaluated again."""
     forgotten: tuple[int, ...]
-    """Clients on whose data the model does not depend, according to the run's certificate (`flexfleet forget`)."""
+    """Clients that no round asked, according to the run's certificate (`flexfleet forget`)."""
     not_checked: tuple[str, ...]
     """Reasons why something was not checked."""
 

@@ -80,6 +80,13 @@ def test_killed_fork_is_resumed(flexfleet: Any, monkeypatch: pytest.MonkeyPatch)
         assert again.json["model_sha256"] == expected["model_sha256"]
 
 
+def test_other_runs_are_not_resumed_as_a_fork(flexfleet: Any) -> None:
+    assert flexfleet("fork", "runs/a", "--at", "2", "--run-id", "a", "--resume").code == 2
+    assert flexfleet("fork", "runs/a", "--at", "2", "--run-id", "b").code == 0
+    assert flexfleet("fork", "runs/a", "--at", "1", "--run-id", "b", "--resume").code == 2
+    assert flexfleet("fork", "runs/a", "--at", "2", "--run-id", "b", "--resume").code == 0
+
+
 def test_fork_without_a_client_equals_the_run_that_never_had_it(flexfleet: Any, run: Path, sets: list[str]) -> None:
     rounds = asked_in(run)
     client = next(client for client in rounds[-1] + rounds[-2] if all(client not in each for each in rounds[:1]))
