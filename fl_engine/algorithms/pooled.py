@@ -169,7 +169,8 @@ class PooledAlgorithm(Options):
         """Select clients, and return their pairs (client, level). Each `purpose` has a separate random stream.
 
         Clients in `context.without` are drawn like all others, and replaced afterwards. Therefore the selection is the
-        same with and without these clients until one of them is drawn.
+        same with and without these clients until one of them is drawn. Keyed draws then select as if these clients
+        were not available.
         """
         allowed = replace(context, available=eligible(self, context.available, state.pool))
         count = round_size(self.training.fraction * context.over_provision, len(context.fleet))
@@ -179,6 +180,8 @@ class PooledAlgorithm(Options):
         picks = selector.pick(state.tables, allowed, count, rng)
         kept = [pick for pick in picks if pick[0] not in context.without]
         if len(kept) < len(picks):
+            if getattr(selector, "draws", None) == "keyed":  # equal numbers replace only the clients to leave out
+                kept, rng = [], seeds.rng(context.seed, purpose, context.round)
             drawn = {client for client, _ in kept} | context.without
             rest = replace(allowed, available=tuple(d for d in allowed.available if d.client not in drawn))
             if rest.available:

@@ -1,25 +1,51 @@
-"""Functions that selectors share: the number of clients in a round, and the models that fit into a device's memory."""
+"""What selectors share: draws of clients, the number of clients in a round, and models that fit into memory."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.types import Codecs, Device, Pool
+from fl_engine.core.fields import Options
+from fl_engine.core.types import Codecs, Device, Pool, RoundContext
 
 log = logging.getLogger("flexfleet")
 
 Rows = tuple[tuple[float, ...], ...]
 """A table of `types.Tables`."""
+Clients = Sequence[int] | np.ndarray
 
 
 def rows_of(table: np.ndarray) -> Rows:
     return tuple(tuple(row) for row in table.tolist())
+
+
+@dataclass(frozen=True)
+class Draws(Options):
+    """Base class for selectors, with the option that all selectors share."""
+
+    name: str = ""
+    draws: Literal["position", "keyed"] = "position"
+    """`position`: draw from the list of available clients. If a client is missing, all other draws may change. `keyed`:
+    each client's random number depends only on the seed, the round and the client, so other draws hardly change."""
+
+    def arrivals(self, context: RoundContext, clients: Clients, rng: np.random.Generator) -> Any:
+        """Return an exponentially distributed number for each client (N,). The k smallest numbers divided by weights
+        are k weighted draws without replacement."""
+        if self.draws == "position":
+            return rng.exponential(size=len(clients))
+        return rng.exponential(size=context.fleet[-1].client + 1)[np.asarray(clients, dtype=int)]
+
+    def drawn(self, context: RoundContext, clients: Clients, count: int, rng: np.random.Generator) -> Any:
+        """Draw at most `count` clients uniformly, and return their indices in `clients`."""
+        if self.draws == "position":
+            return rng.choice(len(clients), size=min(count, len(clients)), replace=False)
+        return np.argsort(self.arrivals(context, clients, rng))[:count]
 
 
 def round_size(fraction: float, clients: int) -> int:

@@ -8,13 +8,13 @@ from typing import Literal
 
 import numpy as np
 
-from fl_engine.core.fields import Count, Options
+from fl_engine.core.fields import Count
 from fl_engine.core.types import Assignment, ClientResult, ClientUpdate, Device, Pick, Pool, RoundContext, Tables
-from fl_engine.selection.capacity import dispatched, rows_of, warn_too_weak
+from fl_engine.selection.capacity import Draws, dispatched, rows_of, warn_too_weak
 
 
 @dataclass(frozen=True)
-class Curiosity(Options):
+class Curiosity(Draws):
     """AdaptiveFL's selection (Sec. 3.3, Alg. 1). The server learns the clients' capacities from results.
 
     Two tables are initialised with ones. `T_c[type][client]` (`curiosity`) counts how often a client received or
@@ -57,7 +57,10 @@ class Curiosity(Options):
             left = np.where(chosen, 0.0, weights[level])
             if left.sum() == 0:  # All rewards are zero, so draw a client uniformly.
                 left = np.where(chosen, 0.0, 1.0)
-            index = int(rng.choice(len(clients), p=left / left.sum()))
+            if self.draws == "keyed":
+                index = int(np.argmax(left / self.arrivals(context, clients, rng)))
+            else:
+                index = int(rng.choice(len(clients), p=left / left.sum()))
             chosen[index] = True
             picks.append((clients[index], level))
         return sorted(picks)

@@ -12,7 +12,7 @@ The state has three tables:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -22,9 +22,9 @@ from pydantic import Field
 from fl_engine.core.clients import LARGEST_LOSS
 from fl_engine.core.contracts import ClientContext, ClientMetric
 from fl_engine.core.costs import FORWARDS_PER_STEP
-from fl_engine.core.fields import Count, Fraction, NotNegative, Options, Positive, Share
+from fl_engine.core.fields import Count, Fraction, NotNegative, Positive, Share
 from fl_engine.core.types import Assignment, ClientResult, ClientUpdate, Device, Pick, Pool, RoundContext, Tables
-from fl_engine.selection.capacity import Rows, check_capacity, dispatched, rows_of, warn_too_weak
+from fl_engine.selection.capacity import Draws, Rows, check_capacity, dispatched, rows_of, warn_too_weak
 
 CLIENT, UTILITY, SELECTED, LAST, SECONDS, LEVEL = range(6)
 """Rows of `clients`."""
@@ -35,6 +35,8 @@ UNCERTAINTY = 0.1
 """Weight of the temporal term in the score (Alg. 1 line 10; a constant in Oort's code)."""
 EXPLORE_WINDOW = 5
 """Exploration candidates per drawn client, as in Oort's code (`sample_window`) and in the paper."""
+Arrivals = Callable[[np.ndarray], np.ndarray]
+"""Returns an exponentially distributed number for each index."""
 FLAT, SHARP = 0.1, 5.0
 """T increases if the utility's relative change is at most FLAT, and decreases if the change is at least SHARP."""
 
@@ -47,7 +49,7 @@ def rms_loss(client: ClientContext) -> float:
 
 
 @dataclass(frozen=True)
-class Oort(Options):
+class Oort(Draws):
     """Oort: Efficient Federated Learning via Guided Participant Selection (Lai et al., OSDI 2021), Sec. 4, Alg. 1.
 
     A client's statistical utility is U = |B| sqrt(mean loss^2) over all its samples B. Clients that were selected
@@ -174,7 +176,15 @@ class Oort(Options):
             average = context.round * count / len(candidates.clients)
             below = candidates.selected <= self.share_limit * average
             candidates = candidates.only(below) if below.sum() >= count else candidates
-        candidates = candidates.only(rng.permutation(len(candidates.clients)))  # The permutation breaks ties at random.
+        if self.draws == "keyed":
+            order = self.drawn(context, candidates.clients, len(candidates.clients), rng)
+        else:
+            order = rng.permutation(len(candidates.clients))
+        candidates = candidates.only(order)  # The permutation breaks ties at random.
+
+        def numbers(some: np.ndarray) -> np.ndarray:
+            return np.asarray(self.arrivals(context, candidates.clients[some], rng))
+
         slow = self.slow(candidates.seconds, pacer.preferred(candidates.seconds))
         explored, fresh = np.flatnonzero(candidates.selected > 0), np.flatnonzero(candidates.selected == 0)
         quota = int(self.preferred * count + 1e-9)
@@ -182,11 +192,10 @@ class Oort(Options):
         exploit = min(len(explored), quota - explore)
         scores = self.scores(candidates.utility[explored], candidates.last[explored], context.round + 1)
         scores = scores * slow[explored]
-        best = explored[self.exploited(scores, exploit, rng)]
-        new = fresh[self.explored((candidates.reward * slow)[fresh], explore, rng)]
-        left = np.ones(len(candidates.clients), dtype=bool)
-        left[best] = left[new] = False
-        rest = rng.choice(np.flatnonzero(left), size=count - len(best) - len(new), replace=False)
+        best = explored[self.exploited(scores, exploit, lambda some: numbers(explored[some]))]
+        new = fresh[self.explored((candidates.reward * slow)[fresh], explore, lambda some: numbers(fresh[some]))]
+        left = np.delete(np.arange(len(candidates.clients)), np.concatenate([best, new]))
+        rest = left[self.drawn(context, candidates.clients[left], count - len(best) - len(new), rng)]
         chosen = np.concatenate([best, new, rest])
         pairs = zip(candidates.clients[chosen], candidates.levels[chosen], strict=True)
         return sorted((int(client), int(level)) for client, level in pairs)
@@ -209,18 +218,18 @@ class Oort(Options):
         scaled = (np.minimum(utility, clip) - least) / max(clip - least, 1e-4)
         return np.asarray(scaled + np.sqrt(UNCERTAINTY * math.log(now) / last))
 
-    def exploited(self, scores: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    def exploited(self, scores: np.ndarray, count: int, arrivals: Arrivals) -> np.ndarray:
         """Draw clients in proportion to their scores, and return their indices in `scores`."""
         best = np.argsort(-scores, kind="stable")
         if count == len(best):
             return best
         reach = int((scores >= self.cut_off * scores[best[count]]).sum())
-        return _drawn(best[: max(reach, int(self.cut_off_pool * count))], scores, count, rng)
+        return _drawn(best[: max(reach, int(self.cut_off_pool * count))], scores, count, arrivals)
 
-    def explored(self, rewards: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    def explored(self, rewards: np.ndarray, count: int, arrivals: Arrivals) -> np.ndarray:
         """Draw clients in proportion to their rewards, and return their indices in `rewards`."""
         best = np.argsort(-rewards, kind="stable")
-        return _drawn(best[: EXPLORE_WINDOW * count], rewards, count, rng)
+        return _drawn(best[: EXPLORE_WINDOW * count], rewards, count, arrivals)
 
 
 @dataclass(frozen=True)
@@ -266,11 +275,11 @@ class Candidates:
         return Candidates(clients, sent, np.minimum(samples, draws), utility, selected, last, seconds)
 
 
-def _drawn(places: np.ndarray, weights: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+def _drawn(places: np.ndarray, weights: np.ndarray, count: int, arrivals: Arrivals) -> np.ndarray:
     """Draw `count` of the indices `places` without replacement, with probabilities proportional to their weights.
     Indices with weight 0 are drawn last."""
-    arrivals = rng.exponential(size=len(places)) / np.maximum(weights[places], 1e-300)
-    return places[np.argsort(arrivals, kind="stable")[:count]]
+    times = arrivals(places) / np.maximum(weights[places], 1e-300)
+    return places[np.argsort(times, kind="stable")[:count]]
 
 
 # ---------------------------------------------------------------------------------------------- the tables

@@ -8,13 +8,20 @@ from typing import Literal
 
 import numpy as np
 
-from fl_engine.core.fields import Options
 from fl_engine.core.types import Assignment, ClientResult, Device, Pick, Pool, RoundContext, Tables
-from fl_engine.selection.capacity import able, check_capacity, dispatched, holds, level_of, warn_too_weak
+from fl_engine.selection.capacity import Draws, able, check_capacity, dispatched, holds, level_of, warn_too_weak
 
 
-class LearnsNothing(Options):
+@dataclass(frozen=True)
+class LearnsNothing(Draws):
     """Base class for selectors without a state."""
+
+    def devices(
+        self, context: RoundContext, devices: Sequence[Device], count: int, rng: np.random.Generator
+    ) -> list[Device]:
+        """Draw at most `count` devices uniformly, and return them in client order."""
+        places = self.drawn(context, [device.client for device in devices], count, rng)
+        return [devices[place] for place in sorted(places)]
 
     def learn(self, state: Tables, assignment: Assignment, result: ClientResult, seconds: float) -> Tables:
         return state
@@ -37,11 +44,15 @@ class Uniform(LearnsNothing):
 
     def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:
         pool, levels = context.pool, dispatched(context.pool)
-        picks: list[Pick] = []
-        for device in _drawn(context.available, count, rng):
-            level = level_of(device, pool) if self.model == "capacity" else levels[-1]
-            picks.append((device.client, int(rng.choice(levels)) if self.model == "random" else level))
-        return picks
+        devices = self.devices(context, context.available, count, rng)
+        if self.model == "capacity":
+            return [(device.client, level_of(device, pool)) for device in devices]
+        if self.model == "largest":
+            return [(device.client, levels[-1]) for device in devices]
+        if self.draws == "keyed":
+            drawn = rng.choice(levels, size=context.fleet[-1].client + 1)
+            return [(device.client, int(drawn[device.client])) for device in devices]
+        return [(device.client, int(rng.choice(levels))) for device in devices]
 
 
 @dataclass(frozen=True)
@@ -60,13 +71,7 @@ class ByCapacity(LearnsNothing):
     def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:
         pool = context.pool
         devices = able(context.available, pool[dispatched(pool)[0]].share)
-        return [(device.client, level_of(device, pool)) for device in _drawn(devices, count, rng)]
-
-
-def _drawn(devices: Sequence[Device], count: int, rng: np.random.Generator) -> list[Device]:
-    """Draw at most `count` devices, and return them in client order."""
-    places = rng.choice(len(devices), size=min(count, len(devices)), replace=False)
-    return sorted((devices[place] for place in places), key=lambda device: device.client)
+        return [(device.client, level_of(device, pool)) for device in self.devices(context, devices, count, rng)]
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,9 @@ class ResourceTable(ByCapacity):
             if not open_levels:
                 break
             level = int(rng.choice(open_levels))
-            client = free[level][int(rng.integers(len(free[level])))]
+            keyed = self.draws == "keyed"
+            place = np.argmin(self.arrivals(context, free[level], rng)) if keyed else rng.integers(len(free[level]))
+            client = free[level][int(place)]
             for clients in free.values():
                 if client in clients:
                     clients.remove(client)

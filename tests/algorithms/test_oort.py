@@ -177,7 +177,11 @@ def scored(cut_off: float, pool: float, count: int, draws: int = 2000) -> Counte
     """Who is drawn of scores 0.8, 0.7, 0.6, 0.5, 0.1."""
     oort = Oort(cut_off=cut_off, cut_off_pool=pool)
     scores = np.asarray([0.5, 0.8, 0.1, 0.7, 0.6])
-    return Counter(int(p) for d in range(draws) for p in oort.exploited(scores, count, seeds.rng(d, "cut off")))
+    found: Counter[int] = Counter()
+    for draw in range(draws):
+        numbers = seeds.rng(draw, "cut off").exponential
+        found.update(oort.exploited(scores, count, lambda some: numbers(size=len(some))).tolist())  # noqa: B023
+    return found
 
 
 def test_the_cut_off_by_hand() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ import pytest
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Selector
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.types import Device
+from fl_engine.core.types import Device, RoundContext
 from fl_engine.selection import SELECTIONS, ByCapacity, Curiosity, Oort, ResourceTable, Uniform
 from fl_engine.selection.capacity import round_size, tiers
 from fl_engine.testing.rounds import check_silent
+from fl_engine.testing.tiny import SEED
 from tests.harness.made_up import paper_pool, picked
 from tests.harness.plugins import LargestUtility
 
@@ -102,6 +104,39 @@ EACH: list[Selector] = [
     Oort(cut_off=0.7, cut_off_pool=0.0, exploration_min=0.2, clip=0.98),
     LargestUtility(),
 ]
+
+
+KEYED = [
+    *(Uniform(model=model, draws="keyed") for model in ("capacity", "random", "largest")),
+    *(kind(draws="keyed") for kind in (ByCapacity, ResourceTable, Curiosity, Oort)),
+]
+
+
+@pytest.mark.parametrize("selector", KEYED, ids=str)
+def test_keyed_draw_without_a_client_replaces_only_this_client(selector: Any) -> None:
+    fleet = devices(weak=16, medium=12, strong=12)
+    tables = selector.init(fleet, PAPER_POOL)
+    whole = RoundContext(3, SEED, fleet, fleet, PAPER_POOL)
+    for draw in range(20):
+        gone = draw % len(fleet)
+        before = dict(selector.pick(tables, whole, 8, seeds.rng(draw, "t")))
+        rest = replace(whole, available=tuple(d for d in fleet if d.client != gone))
+        after = dict(selector.pick(tables, rest, 8, seeds.rng(draw, "t")))
+        assert len(after) == 8
+        assert before.keys() - {gone} <= after.keys()
+        assert gone in before or after == before
+
+
+@pytest.mark.parametrize("selector", KEYED[2:], ids=str)
+def test_keyed_draws_have_the_distribution_of_draws_by_position(selector: Any) -> None:
+    fleet = devices(weak=0, medium=6, strong=6)
+    tables = selector.init(fleet, PAPER_POOL)
+    rates = []
+    for each in (selector, replace(selector, draws="position")):
+        draws = [picked(each, tables, fleet, PAPER_POOL, seeds.rng(draw, "t"), 4) for draw in range(2000)]
+        counts = Counter(client for picks in draws for client, _ in picks)
+        rates.append([counts[device.client] / 2000 for device in fleet])
+    assert rates[0] == pytest.approx(rates[1], abs=0.05)
 
 
 @pytest.mark.parametrize("selector", EACH, ids=str)

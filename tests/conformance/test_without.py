@@ -22,7 +22,11 @@ from tests.harness.made_up import without_fine_tuning
 ROUNDS = 5
 CASES: dict[str, Any] = {
     **{name: without_fine_tuning(kind(training=TRAINING)) for name, kind in ALGORITHMS.items() if name != "fedbn"},
-    **{name: ALGORITHMS["adaptivefl"](training=TRAINING, selection=kind()) for name, kind in SELECTIONS.items()},  # type: ignore[call-arg]
+    **{
+        f"{name}-{draws}": ALGORITHMS["adaptivefl"](training=TRAINING, selection=kind(draws=draws))  # type: ignore[call-arg]
+        for name, kind in SELECTIONS.items()
+        for draws in ("position", "keyed")
+    },
 }
 
 
