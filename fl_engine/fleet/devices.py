@@ -125,11 +125,7 @@ def named(name: str) -> tuple[Tier, ...]:
 
 
 def fleet(
-    tiers: Sequence[Tier] | str,
-    clients: int,
-    seed: int,
-    family: ModelFamily | None = None,
-    smallest: int | None = None,
+    tiers: Sequence[Tier] | str, clients: int, seed: int, family: ModelFamily | None = None, smallest: int | None = None
 ) -> tuple[Device, ...]:
     """Return one device per client. The number of devices per tier is rounded by the largest remainder method. The seed
     determines each client's device, so all algorithms in a comparison use the same fleet.

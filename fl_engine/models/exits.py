@@ -95,11 +95,7 @@ class WithExits(nn.Module):
     """
 
     def __init__(
-        self,
-        layers: Mapping[str, nn.Module],
-        heads: Mapping[str, nn.Module],
-        points: Sequence[str],
-        make: LayerMaker,
+        self, layers: Mapping[str, nn.Module], heads: Mapping[str, nn.Module], points: Sequence[str], make: LayerMaker
     ) -> None:
         """`heads` maps blocks to the heads that the sub-model keeps. `points` lists all blocks that may have a head."""
         super().__init__()

@@ -43,10 +43,7 @@ class Outage:
 
 
 def waiting(
-    call: Callable[[], R],
-    patience_s: float,
-    server: str = "the server",
-    check: Callable[[], object] = lambda: None,
+    call: Callable[[], R], patience_s: float, server: str = "the server", check: Callable[[], object] = lambda: None
 ) -> R:
     """Retry a call while a server is unreachable, for at most `patience_s` seconds. Call `check` before each retry."""
     outage, pause = Outage(server, patience_s), 0.5

@@ -93,12 +93,7 @@ class S3Store:
     at_once = AT_ONCE
 
     def __init__(
-        self,
-        uri: str,
-        endpoint: str | None = None,
-        settings: str = OWN,
-        hasty: bool = False,
-        patience_s: float = 0.0,
+        self, uri: str, endpoint: str | None = None, settings: str = OWN, hasty: bool = False, patience_s: float = 0.0
     ) -> None:
         """`settings` is the prefix of the variables with this store's address and credentials. If a variable is not
         set, the variable with the prefix OWN is used, and then the variable without a prefix. `hasty` limits requests

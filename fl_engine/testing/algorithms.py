@@ -290,9 +290,7 @@ class AlgorithmSuite(Suite):
 
     # --- whole runs
     @pytest.mark.parametrize(
-        "aggregation",
-        [TrimmedMean(clip=0.5), GeometricMedian(), Private(noise_multiplier=0.01)],
-        ids=lambda a: a.name,
+        "aggregation", [TrimmedMean(clip=0.5), GeometricMedian(), Private(noise_multiplier=0.01)], ids=lambda a: a.name
     )
     def test_two_rounds_with_other_aggregations(
         self, algorithm: Algorithm, family: ModelFamily, aggregation: Aggregation

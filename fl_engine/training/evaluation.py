@@ -124,13 +124,7 @@ def score(network: nn.Module, data: Data, ensemble: bool) -> Score:
 
 
 def losses_of(
-    family: ModelFamily,
-    goal: Task,
-    params: Params,
-    spec: SubmodelSpec,
-    x: Tensor,
-    y: Tensor,
-    static_bn: bool = False,
+    family: ModelFamily, goal: Task, params: Params, spec: SubmodelSpec, x: Tensor, y: Tensor, static_bn: bool = False
 ) -> Tensor:
     """Return the loss of each normalised sample, float32 (N,), at the network's last exit. The batches are the same as
     in `evaluate`. With `static_bn`, batch norm uses the statistics of the batch instead of stored statistics."""

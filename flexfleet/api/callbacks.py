@@ -175,11 +175,7 @@ class EarlyStopping(Callback):
     """
 
     def __init__(
-        self,
-        metric: str = "avg",
-        patience: int = 10,
-        min_delta: float = 0.0,
-        mode: Literal["max", "min"] | None = None,
+        self, metric: str = "avg", patience: int = 10, min_delta: float = 0.0, mode: Literal["max", "min"] | None = None
     ) -> None:
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
             raise ConfigError.at(f"patience must be a whole number of at least 1, got {patience!r}")

@@ -353,12 +353,7 @@ class Result(StoredRun):
             self.folder, self._made = folder, None
 
     def replay(
-        self,
-        round: int,
-        client: int,
-        *,
-        settings: Mapping[str, Any] | None = None,
-        on_step: OnStep | None = None,
+        self, round: int, client: int, *, settings: Mapping[str, Any] | None = None, on_step: OnStep | None = None
     ) -> ClientRound:
         """Repeat the training of one client in one round.
 

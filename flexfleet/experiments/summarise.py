@@ -138,10 +138,7 @@ def _one(run: FinishedRun) -> OneRun:
     by_owner: dict[str, float | None] = {}
     for metric, levels in run.evaluation.by_owner.items():
         owner = metric.removeprefix("accuracy_")
-        by_owner |= {
-            f"avg_{owner}": fmean(levels.values()),
-            f"full_{owner}": levels[full_model],
-        }
+        by_owner |= {f"avg_{owner}": fmean(levels.values()), f"full_{owner}": levels[full_model]}
     return OneRun(
         seed=run.config["seed"],
         run_id=run.file.run_id,

@@ -26,10 +26,7 @@ SECRETS = {
     "FLEXFLEET_WEBHOOK_SECRET": "flexfleet-webhook",
 }
 """Map environment variables that name Secrets in the pipelines' namespace to the Secrets' default names."""
-SIZES = {
-    "TASK": {"CPU": "250m:2", "MEMORY": "1Gi:4Gi"},
-    "TRAIN": {"CPU": "500m:8", "MEMORY": "1Gi:16Gi"},
-}
+SIZES = {"TASK": {"CPU": "250m:2", "MEMORY": "1Gi:4Gi"}, "TRAIN": {"CPU": "500m:8", "MEMORY": "1Gi:16Gi"}}
 """Resources as `request:limit` for ordinary tasks and for tasks that train networks. `retarget` identifies both kinds
 of tasks by these values."""
 DATA = "/data"

@@ -95,12 +95,16 @@ def check(resolved: Resolved, publishes: bool = True) -> dict[str, Any]:
     }
 
 
-def first_round(resolved: Resolved, parts: Partition) -> tuple[Run, Any, RoundPlan]:
-    """Plan the first round; return the run, the initial state of the algorithm, and the plan. Raises BadInput."""
+def first_round(
+    resolved: Resolved, parts: Partition, prepared: Mapping[str, Any] | None = None
+) -> tuple[Run, Any, RoundPlan]:
+    """Plan the first round; return the run, the initial state of the algorithm, and the plan. Raises BadInput.
+
+    With None for `prepared`, the results of the preparations, all layers get equal scores. These scores suffice to
+    check the sizes of sub-models."""
     config, algorithm, family = resolved.config, resolved.algorithm, resolved.family
-    # Preparations have not run, so all layers get equal scores. These scores suffice to check the sizes of sub-models.
     server = ServerSite(site_before_pool(resolved, parts), config.run.devices[0])
-    pool = pool_of(algorithm, family, assumed(algorithm, family), server)
+    pool = pool_of(algorithm, family, {**assumed(algorithm, family), **(prepared or {})}, server)
     initial = resolved.start or initial_params(family, seeds.derive(config.seed, "init"))
     trained, held = held_out(config, parts, resolved.data)
     most = most_of(config)

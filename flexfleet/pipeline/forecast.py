@@ -19,16 +19,19 @@ import numpy as np
 from fl_engine.aggregation import privacy
 from fl_engine.backends import InProcess
 from fl_engine.core.clients import client_metrics
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.errors import ConfigError, Diverged, PoolError
 from fl_engine.core.state import pack
 from fl_engine.exchange import coding
+from fl_engine.preparation.apoz import ApozScores, of_scores
 from fl_engine.rounds.ledger import Ledger
 from fl_engine.rounds.round import Progress, run_round
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.verify import NEVER, scratch_clients, without_evaluation
-from fl_engine.selection.capacity import holds
+from fl_engine.selection.capacity import eligible, holds
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore, tensor_bytes
+from fl_engine.training.numerics import SINGLE
 from flexfleet.files.artifacts import Forecast
 from flexfleet.pipeline import partition
 from flexfleet.pipeline.check import first_round
@@ -43,6 +46,11 @@ UNITS = {"seconds": "s", "seconds_simulated": "s", "node_hours": "h", "pods": ""
 """Units of figures; MB for all other figures."""
 ROUND_MB, CLIENT_MB = 1.4e-3, 3.9e-4
 """Usual size of a round's metrics in the store, and of the metrics of each client."""
+APOZ = (0.15, 0.85), (0.85, 0.15)
+"""APoZ of the first and of the last layer. If late layers are pruned more than early layers, models of equal size train
+longer. Measured scores are between these extremes."""
+REJECTED = 0.02
+"""Fraction of updates that may be rejected."""
 MOST_MB = 100
 """Maximum size of a round's models if a starting run forecasts itself."""
 
@@ -53,19 +61,27 @@ def forecast(
     """Forecast a run from its configuration, with the pool that `check` assumes. If `probe` is not 0, train for about
     `probe` seconds on this machine to measure real time and memory. Draw rounds for about `seconds` seconds. Raises
     FlexfleetError."""
-    config = resolved.config
-    run, start, _ = first_round(resolved, partition.cut(resolved))
-    run = replace(run, site=partition.simulated(resolved, run.site))
-    pool, fleet, made = run.site.pool, run.site.fleet, run.algorithm.preparations
-    # The search of a supernet chooses levels and codecs. APoZ scores hardly change the sizes of levels.
-    slack = 1.0 if "supernet" in made else 0.05 if made else 0.0
-    found, rows, rounds = _figures(run, start, config.run.kept_rounds, slack, 100, seconds)
-    needs: dict[str, np.ndarray] = {}
-    if probe:
-        measured = profile(resolved, seconds=probe / len(pool), device=config.run.devices[0]).levels
-        needs = {m.name: m.peak_bytes / 1e6 * np.array([1, 0.7, 1.5]) for m in measured if m.peak_bytes is not None}
-        run = replace(run, site=replace(run.site, numerics=partition.numerics_of(resolved)))
-        found = {"seconds": total(_real_seconds(run, rows, measured), rounds, 0.0) * [1, 0.35, 2.2], **found}
+    config, parts, made = resolved.config, partition.cut(resolved), resolved.algorithm.preparations
+    numerics = partition.numerics_of(resolved) if probe else SINGLE
+    found, measured = dict[str, np.ndarray](), tuple[LevelProfile, ...]()
+    scores = [None] if "apoz" not in made else [*(_apoz(resolved.family, *ends) for ends in APOZ), None]
+    for prepared in scores:
+        try:
+            run, start, _ = first_round(resolved, parts, prepared)
+        except PoolError:
+            if prepared is None:
+                raise
+            continue  # with these scores, no sub-models have the required sizes
+        run = replace(run, site=replace(partition.simulated(resolved, run.site), numerics=numerics))
+        if probe and not measured:
+            measured = profile(resolved, seconds=probe / len(run.site.pool), device=config.run.devices[0]).levels
+        # The search of a supernet chooses levels and codecs. APoZ scores hardly change the sizes of levels.
+        slack, limits = 1.0 if "supernet" in made else 0.05 if made else 0.0, (1000, seconds / len(scores))
+        for name, (value, low, high) in _figures(run, start, config.run.kept_rounds, slack, *limits, measured).items():
+            _, lowest, highest = found.get(name, (value, low, high))
+            found[name] = np.array([value, min(low, lowest), max(high, highest)])
+    pool, fleet = run.site.pool, run.site.fleet
+    needs = {m.name: m.peak_bytes / 1e6 * np.array([1, 0.7, 1.5]) for m in measured if m.peak_bytes is not None}
     if prices:
         scales = {name: 1e-3 if name.startswith("gb") else 1.0 for name in prices}
         found["money"] = np.sum([price * scales[name] * found[PRICES[name]] for name, price in prices.items()], axis=0)
@@ -86,8 +102,7 @@ def of_started(run: Run, initial: Any, kept_rounds: float, out: Path) -> None:
     if not built_in or tensor_bytes(initial.params) * run.at_once >= MOST_MB * 1e6:
         return
     with suppress(Exception):  # the run itself will report the error
-        found, _, _ = _figures(run, initial, kept_rounds, 0.0, 8, 0.5)
-        Forecast(figures=_shown(found)).write(out / "forecast.json")
+        Forecast(figures=_shown(_figures(run, initial, kept_rounds, 0.0, 8, 0.5))).write(out / "forecast.json")
 
 
 def settle(out: Path, ledger: Ledger) -> None:
@@ -113,7 +128,7 @@ def draw(run: Run, initial: Any, most: int, seconds: float) -> tuple[list[Row], 
     drawn, progress, end = list[Row](), Progress(initial), time.thread_time() + seconds
     quiet, log.disabled = log.disabled, True  # the run itself will log the failures
     try:
-        with TemporaryDirectory() as folder:
+        with TemporaryDirectory() as folder, suppress(Diverged):  # after many rounds of FedNova
             clients = scratch_clients(idle, InProcess(site, run.devices), Ledger(FolderStore(Path(folder))))
             while len(drawn) < 2 or (len(drawn) < most and time.thread_time() < end):
                 progress, row = run_round(idle, progress, len(drawn), clients)
@@ -136,22 +151,38 @@ def sums_of(row: Row) -> dict[str, float]:
     }
 
 
-def total(values: Sequence[float], rounds: int, slack: float) -> np.ndarray:
-    """Return the expected sum over `rounds` rounds, and the bounds of its prediction interval. `values` are those of
-    the first rounds. The bounds include an additional error, the fraction `slack` of the sum."""
+def total(values: Sequence[float], rounds: int, slack: float, slower: float = 1.0) -> np.ndarray:
+    """Return the expected sum over `rounds` rounds, and the bounds of its prediction interval.
+
+    Args:
+        values: Values of the first rounds.
+        slack: Additional error, as a fraction of the sum.
+        slower: Largest value that may follow, as a multiple of the largest known value.
+    """
     count, mean = len(values), np.mean(values)
     rest, value = rounds - count, np.sum(values) + (rounds - count) * mean
-    errors = 2 + 8 / (count - 1) ** 2 if count > 1 else 1.0  # about the t distribution's 95 % quantile
-    spread = max(np.std(values, ddof=1), 0.15 * mean) if count > 1 else mean  # few rounds may lack the slowest devices
+    errors = 2 + 8 / max(1, count - 1) ** 2  # about the t distribution's 95 % quantile
+    spread = max(np.std([*values, max(values) * slower], ddof=1), 0.15 * mean)
     margin = errors * spread * np.sqrt(rest + rest**2 / count) + slack * value
     return np.array([value, max(0.0, value - margin), value + margin])
 
 
+def _apoz(family: ModelFamily, first: float, last: float) -> dict[str, ApozScores]:
+    """Return APoZ scores that rise or fall evenly from the first layer to the last."""
+    return {"apoz": of_scores(family, np.linspace(first, last, len(family.prunable())).tolist())}
+
+
 def _figures(
-    run: Run, initial: Any, kept_rounds: float, slack: float, most: int, seconds: float
-) -> tuple[dict[str, np.ndarray], list[Row], int]:
-    """Return the figures of a run, its drawn rounds (`draw`), and its number of rounds. `slack` is the uncertainty of
-    the pool, as a fraction of the figures. `kept_rounds` is the number of rounds whose files are kept."""
+    run: Run,
+    initial: Any,
+    kept_rounds: float,
+    slack: float,
+    most: int,
+    seconds: float,
+    measured: Sequence[LevelProfile] = (),
+) -> dict[str, np.ndarray]:
+    """Return the figures of a run from rounds that are drawn (`draw`). `slack` is the uncertainty of the pool, as a
+    fraction of the figures. `kept_rounds` is the number of rounds whose files are kept."""
     if not any(map(len, run.site.partition.clients)):
         message = "partition.folders must be set, because a forecast requires the clients' sample counts"
         raise ConfigError(message, path="partition.folders")
@@ -161,14 +192,30 @@ def _figures(
     rounds = options.end(row.metrics for row in rows) or int(np.ceil(min(options.stop, longest)))
     coded = run.codecs != coding.PLAIN or any(model.codecs is not None for model in run.site.pool)
     slack = max(slack, 0.3 if coded or client_metrics(run.algorithm) else 0.0)
-    slacks = dict.fromkeys(sums[0], slack) | {"pods": 0.0, "mb_up": max(slack, 0.6 if coded else 0.0)}
-    found = {name: total([each[name] for each in sums], rounds, slacks[name]) for name in slacks}
+    rejected = max(slack, REJECTED)
+    times = dict.fromkeys(("seconds_simulated", "node_hours"), 1.0 if client_metrics(run.algorithm) else rejected)
+    slacks = {"mb_down": slack, "mb_up": max(rejected, 0.6 if coded else 0.0), "pods": 0.0, **times}
+    # A client's state is sent from the client's second assignment on, so the traffic grows until all clients have one.
+    state_mb, seen = coding.bytes_of(run.client_state) / 1e6, set[int]()
+    for row, each in zip(rows, sums, strict=True):
+        asked = {line["client"] for line in row.clients}
+        each["mb_down"] -= state_mb * len(asked & seen)
+        seen |= asked
+    speeds = {device.client: device.speed for device in eligible(run.algorithm, run.site.fleet, run.site.pool)}
+    unseen = min(speeds[client] for client in seen or speeds) / min(speeds.values())
+    slower = dict.fromkeys(times, unseen)  # slower devices may be asked in later rounds
+    found = {name: total([s[name] for s in sums], rounds, slacks[name], slower.get(name, 1.0)) for name in sums[0]}
+    clients = len(run.site.fleet)
+    known = clients * (1 - (1 - np.minimum(1.0, found["pods"] / rounds / clients)) ** rounds)
+    found["mb_down"] += state_mb * (found["pods"] - known * [1, 1.1, 0.9])
     state = tensor_bytes(pack(progress.state)[0]) / 1e6 * np.array([1, 1, 1.2])
-    kept, known = min(rounds, kept_rounds), len(progress.states) * coding.bytes_of(run.client_state) / 1e6
+    kept = min(rounds, kept_rounds)
     text = (rounds * ROUND_MB + found["pods"] * CLIENT_MB) * [1, 0.5, 2]
-    found["mb_store"] = np.maximum(kept, [2, 1, 2]) * state + known * np.array([1, 1, 2]) + text
+    found["mb_store"] = np.maximum(kept, [2, 1, 2]) * state + known * state_mb * [1, 0.9, 1.2] + text
     found["mb_store"] += kept / rounds * found["mb_up"]
-    return found, rows, rounds
+    if measured:
+        found = {"seconds": total(_real_seconds(run, rows, measured), rounds, 0.0) * [1, 0.35, 2.2], **found}
+    return found
 
 
 def _real_seconds(run: Run, rows: Sequence[Row], measured: Sequence[LevelProfile]) -> list[float]:

@@ -36,12 +36,7 @@ def model_pool(resolved: Resolved, pretrain: Path, out: Path) -> Path:
 
 
 def build(
-    config: Config,
-    algorithm: Algorithm,
-    family: ModelFamily,
-    made: Prepared,
-    server: ServerContext,
-    weights: Params,
+    config: Config, algorithm: Algorithm, family: ModelFamily, made: Prepared, server: ServerContext, weights: Params
 ) -> PoolFile:
     """Return the contents of pool.json. With `pretrain.reference`, the contents include the similarity of the pruning
     ratios to the reference pool. `weights`: initial weights for the rounds; empty for random weights."""

@@ -51,12 +51,7 @@ MEANS = (*(name for name in timing.UNIFORMITY if name != timing.MEASURED), *timi
 """Round metrics whose means a result contains. None of these metrics depends on a real clock."""
 
 
-def run(
-    resolved: Resolved,
-    run_id: str,
-    attempt: Attempt = Attempt(),
-    shared: Path | None = None,
-) -> RunResult:
+def run(resolved: Resolved, run_id: str, attempt: Attempt = Attempt(), shared: Path | None = None) -> RunResult:
     """Run all steps, from the partition to the report, in the folder `<run.store>/<run_id>`.
 
     The model is published only if the result's `status` is `finished` (`files.run_status`).

@@ -189,11 +189,7 @@ def name(run_id: str, given: Mapping[str, str]) -> str:
 
 
 def start(
-    config: Config,
-    run: RunFile,
-    out: Path,
-    given: Mapping[str, str],
-    check: Callable[[], object] = lambda: None,
+    config: Config, run: RunFile, out: Path, given: Mapping[str, str], check: Callable[[], object] = lambda: None
 ) -> MLflow | None:
     """Start or continue a run's MLflow run, and add the tags `given`. Returns None if tracking is off."""
     about = {**tags(config, run.run_id, str(out.resolve())), TOKEN: run.token, **given}

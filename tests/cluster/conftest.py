@@ -30,6 +30,7 @@ from fl_engine.remote.kubernetes.cluster import Cluster, _connect
 from flexfleet.config import Config, load_config
 from flexfleet.pipeline.federate import federate
 from flexfleet.pipeline.prepare import Resolved
+from flexfleet.pipeline.resume import Attempt
 from tests.harness.prepared import model_of, prepare
 
 NAMESPACE = f"flexfleet-test-{uuid.uuid4().hex[:6]}"
@@ -188,10 +189,10 @@ def expected(settings: tuple[str, ...], prepared: Callable[[Config], Path], tmp_
 def rounds(settings: tuple[str, ...], prepared: Callable[[Config], Path], tmp_path: Path) -> Callable[..., Path]:
     """`rounds("name", "a.b=c", ..., resume=False)`: the rounds of a run of that name; gives its folder."""
 
-    def run(name: str, *sets: str, resume: bool = False, **more: Any) -> Path:
+    def run(name: str, *sets: str, resume: bool = False) -> Path:
         config = load_config(None, (*settings, *sets))
         inputs, out = prepared(config), tmp_path / name
-        federate(Resolved.of(config), inputs / "partition", inputs / "pool", out, run_id=name, resume=resume, **more)
+        federate(Resolved.of(config), inputs / "partition", inputs / "pool", out, Attempt(resume), run_id=name)
         return out
 
     return run

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flexfleet.files.artifacts import Forecast
+from flexfleet.pipeline.forecast import forecast
+from flexfleet.pipeline.prepare import Resolved
 from tests.harness.processes import refused
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -29,7 +32,7 @@ def test_bytes_and_clock_of_fedavg_are_exact(flexfleet: Any, quick: Sequence[str
     assert [found[name]["value"] for name in ("mb_down", "mb_up")] == [
         real["bytes"][way] / 1e6 for way in ("down", "up")
     ]
-    assert found["mb_up"]["low"] == found["mb_up"]["value"] == found["mb_up"]["high"]
+    assert found["mb_down"]["low"] == found["mb_down"]["value"] == found["mb_down"]["high"]
     assert found["pods"]["value"] == real["metrics"]["updates"]["merged"] == 15
     assert found["seconds_simulated"]["value"] == pytest.approx(real["forecast"]["seconds_simulated"]["real"])
 
@@ -49,6 +52,30 @@ def test_forecast_changes_no_bits_of_the_run(flexfleet: Any, quick: Sequence[str
     done = flexfleet("run", "--json", "--run-id", "b", sets=quick).ok().json
     assert done["forecast"] == {} and not Path("runs/b/forecast.json").exists()
     assert [*sums, done["model_sha256"]] == 2 * sums
+
+
+def test_two_rounds_forecast_the_traffic_of_client_states(flexfleet: Any, quick: Sequence[str]) -> None:
+    sets = [*quick, "algorithm.name=ditto", "rounds.stop=12", "rounds.evaluate_every=12"]
+    found = forecast(Resolved.load(None, sets), seconds=0.0).figures["mb_down"]
+    real = flexfleet("run", "--json", "--run-id", "a", sets=sets).ok().json["bytes"]["down"] / 1e6
+    assert found["value"] == pytest.approx(real, rel=0.15)
+
+
+@pytest.mark.parametrize("ends", [(0.2, 0.8), (0.8, 0.2)], ids=["late layers", "early layers"])
+def test_interval_of_flexfl_contains_pools_of_other_apoz_scores(
+    ends: tuple[float, float], flexfleet: Any, quick: Sequence[str]
+) -> None:
+    sets = [*quick, "rounds.stop=4"]
+    resolved = Resolved.load(None, sets)
+    scores = np.linspace(*ends, len(resolved.family.prunable())).tolist()
+    real = flexfleet("run", "--json", "--run-id", "a", sets=[*sets, f"algorithm.apoz={scores}"]).ok().json
+    found = forecast(resolved).figures["seconds_simulated"]
+    assert found["low"] <= real["forecast"]["seconds_simulated"]["real"] <= found["high"]
+
+
+def test_forecast_ends_before_the_made_up_weights_overflow(quick: Sequence[str]) -> None:
+    sets = [*quick, "algorithm.name=fednova", "rounds.stop=200", "training.epochs=5"]
+    assert forecast(Resolved.load(None, sets)).figures["pods"]["value"] == 200 * 3
 
 
 def test_prices_multiply_the_figures(flexfleet: Any, quick: Sequence[str]) -> None:

@@ -96,11 +96,9 @@ class Place:
         """Start `train` without the checks of `submit`, as Kubeflow's UI does, and return the run's ID."""
         with connected(self.host) as kubeflow, without_links():
             text, version, _ = checked("train", {"store_uri": self.store})
-            pipeline, uploaded, _ = upload(kubeflow, "train", version, text, None)
+            ids, _ = upload(kubeflow, "train", version, text, None)
             where = kubeflow.create_experiment(self.name).experiment_id
-            run = kubeflow.run_pipeline(
-                where, "unchecked", params=parameters, pipeline_id=pipeline, version_id=uploaded
-            )
+            run = kubeflow.run_pipeline(where, "unchecked", params=parameters, **ids)
         return str(run.run_id)
 
     def ended(self, run_id: str, retries: int = 0) -> Followed:
@@ -198,7 +196,7 @@ def when(condition: Callable[[], T], seconds: float, what: str) -> T:
 def task_of(pod: Pod) -> str:
     """Return the task that a pod executes; empty for a driver."""
     assert WORKFLOW in pod["metadata"]["labels"], f"{pod['metadata']['name']} is not a pod of Argo"
-    *_, task, step = ["", "", *pod["metadata"].get("annotations", {}).get(NODE, "").split(".")]
+    task, step = f"..{pod['metadata'].get('annotations', {}).get(NODE, '')}".split(".")[-2:]
     return task.partition("(")[0] if step.partition("(")[0] == "executor" else ""
 
 
