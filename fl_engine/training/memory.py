@@ -29,7 +29,7 @@ from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.fields import Options
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import full_shapes, is_statistic, made_up, random_targets, shapes, take
-from fl_engine.core.system import exit_text, resident_peak, without_main
+from fl_engine.core.system import exit_text, resident_peak, restart_peak, without_main
 from fl_engine.core.types import LocalTask, Params, Pool, SubmodelSpec
 from fl_engine.training.local import TrainingJob, train
 from fl_engine.training.numerics import Numerics
@@ -114,7 +114,7 @@ def _peak(site: TrialSite, trial: LevelTrial) -> tuple[int, int]:
     site.prepare()
     on_gpu = site.device.startswith("cuda")
     peak = partial(torch.cuda.max_memory_reserved, site.device) if on_gpu else resident_peak
-    before = peak()
+    before = peak() if on_gpu else restart_peak()[0]  # the peak includes what imports needed
     # Keep a reference, because a client also stores the received weights during training.
     sent = made_up_weights(site.family, trial.sent)
     generator = torch.Generator().manual_seed(0)

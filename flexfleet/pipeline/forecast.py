@@ -19,11 +19,10 @@ import numpy as np
 from fl_engine.aggregation import privacy
 from fl_engine.backends import InProcess
 from fl_engine.core.clients import client_metrics
-from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, Diverged, PoolError
 from fl_engine.core.state import pack
 from fl_engine.exchange import coding
-from fl_engine.preparation.apoz import ApozScores, of_scores
+from fl_engine.preparation.apoz import of_scores
 from fl_engine.rounds.ledger import Ledger
 from fl_engine.rounds.round import Progress, run_round
 from fl_engine.rounds.run import Run
@@ -64,12 +63,14 @@ def forecast(
     config, parts, made = resolved.config, partition.cut(resolved), resolved.algorithm.preparations
     numerics = partition.numerics_of(resolved) if probe else SINGLE
     found, measured = dict[str, np.ndarray](), tuple[LevelProfile, ...]()
-    scores = [None] if "apoz" not in made else [*(_apoz(resolved.family, *ends) for ends in APOZ), None]
-    for prepared in scores:
+    scores = (*APOZ, None) if "apoz" in made else (None,)
+    for ends in scores:
+        each = None if ends is None else np.linspace(*ends, len(resolved.family.prunable())).tolist()
+        prepared = None if each is None else {"apoz": of_scores(resolved.family, each)}
         try:
             run, start, _ = first_round(resolved, parts, prepared)
         except PoolError:
-            if prepared is None:
+            if ends is None:
                 raise
             continue  # with these scores, no sub-models have the required sizes
         run = replace(run, site=replace(partition.simulated(resolved, run.site), numerics=numerics))
@@ -165,11 +166,6 @@ def total(values: Sequence[float], rounds: int, slack: float, slower: float = 1.
     spread = max(np.std([*values, max(values) * slower], ddof=1), 0.15 * mean)
     margin = errors * spread * np.sqrt(rest + rest**2 / count) + slack * value
     return np.array([value, max(0.0, value - margin), value + margin])
-
-
-def _apoz(family: ModelFamily, first: float, last: float) -> dict[str, ApozScores]:
-    """Return APoZ scores that rise or fall evenly from the first layer to the last."""
-    return {"apoz": of_scores(family, np.linspace(first, last, len(family.prunable())).tolist())}
 
 
 def _figures(

@@ -25,6 +25,7 @@ from fl_engine.storage.checkpoints import MARK
 from fl_engine.storage.s3 import open_store
 from flexfleet.config import Config
 from flexfleet.files.run_folder import folder_lock
+from flexfleet.pipeline import keys
 from flexfleet.pipeline.publish import CANDIDATE, CHAMPION
 from flexfleet.pipeline.resume import place_of
 from flexfleet.reports.precisions import EXPORT
@@ -131,16 +132,20 @@ def collect(config: Config, keep: str, dry_run: bool) -> dict[str, Any]:
             parts.append(("mlflow", run, server.delete_run(client, run, dry_run)))
     if pushed and dvc is not None:
         parts.append(("dvc", dvc, dvc_remote.delete(pushed, held, dvc, dry_run)))
+    for run in sorted(run for entry in gone.values() for run in entry.runs) if config.run.secrets else ():
+        secret = keys.shared_place(config, run)
+        parts += [("keys", keys.address(secret, key), 0) for key in secret.list("")]
+        if not dry_run:
+            secret.delete(*secret.list(""))
     if cluster is not None:
         place = place_of(remote or str(home.resolve()), "")
         stores = {claim["metadata"]["name"]: claim["data"]["store"] for claim in claims}
         paths = {label: store.removeprefix(place) for label, store in stores.items() if store.startswith(place)}
         ended = {label for label, path in paths.items() if path.partition("/")[0] not in found.keys() - gone.keys()}
         places = [str(record.get("key_at")) for entry in gone.values() for record in entry.records]
-        keys = {f"{label}-keys" for label in ended} | {
-            at.rpartition("/")[2] for at in places if at.startswith("the Secret ")
-        }
-        objects = [("configmaps", label) for label in ended] + [("secrets", name) for name in keys]
+        named = {at.rpartition("/")[2] for at in places if at.startswith("the Secret ")}
+        objects = [("configmaps", label) for label in ended]
+        objects += [("secrets", name) for name in named | {f"{label}-keys" for label in ended}]
         for kind, name in sorted(each for each in objects if cluster.get(*each)):
             parts.append((kind, name, 0))
             if not dry_run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -75,6 +76,28 @@ def test_run_has_the_bits_of_one_process_and_leaves_nothing(
     run = jobs.run_label("plain", store_of(settings, "plain").uri())
     assert cluster.select("jobs", {jobs.RUN: run}) == []
     assert cluster.get("secrets", f"{run}-keys") is None
+
+
+def test_run_on_pods_can_be_forked_traced_and_deleted(settings: Settings, cluster: Cluster, tmp_path: Path) -> None:
+    remote = next(each for each in settings if each.startswith("run.remote="))
+    own = (*settings, f"{remote}-commands", f"run.store={tmp_path}", "run.keep=all")
+
+    def flexfleet(*argv: str, sets: tuple[str, ...] = own) -> Any:
+        words = [word for each in sets for word in ("--set", each)]
+        program = [sys.executable, "-m", "flexfleet.cli.main", *argv, *words]
+        done = subprocess.run(program, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    first = flexfleet("run", "--run-id", "first", "--json")
+    second = flexfleet("fork", str(tmp_path / "first"), "--at", "2", "--run-id", "second", "--json", sets=())
+    assert second["model_sha256"] == first["model_sha256"]
+    assert flexfleet("trace", str(tmp_path / "first"), "--json", sets=())["clients"] > 0
+    assert flexfleet("gc", "--keep", "first,second", "--dry-run", "--json")["entries"] == []
+    assert flexfleet("gc", "--keep", "first", "--json")["bytes"] > 0
+    assert store_of(own[-3:], "second").list("") == [] != store_of(own[-3:], "first").list("")
+    label = jobs.run_label("second", store_of(own[-3:], "second").uri())
+    assert cluster.get("configmaps", label) is None is cluster.get("secrets", f"{label}-keys")
 
 
 def test_killed_pod_changes_no_bit(rounds: Rounds, expected: Model, namespace: str, api: Api) -> None:

@@ -170,6 +170,18 @@ def test_shared_files_and_other_models_stay(
     assert contents(Path("remote")) == {} and not [*Path("runs").iterdir()]
 
 
+def test_keys_outside_the_run_are_deleted_with_the_run(flexfleet: Any, quick: Any) -> None:
+    sets = [*quick, "rounds.stop=1", "run.secrets=secrets"]
+    for name in ("a", "b"):
+        flexfleet("run", "--run-id", name, sets=sets).ok()
+    before = contents(Path("secrets"))
+    assert {path.parts[1] for path in before} == {"a", "b"}
+    listed = flexfleet("gc", "--keep", "a", "--dry-run", "--json", sets=sets).json["entries"]
+    assert [row["kind"] for row in listed].count("keys") == 1 and contents(Path("secrets")) == before
+    flexfleet("gc", "--keep", "a", sets=sets).ok()
+    assert {path.parts[1] for path in contents(Path("secrets"))} == {"a"}
+
+
 def test_objects_of_ended_runs_in_the_cluster(
     copies: Any, flexfleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
