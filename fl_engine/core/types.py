@@ -167,6 +167,7 @@ class Device:
         limits: Bounds of the free memory in %, if the Gaussian is clipped (AdaptiveFL).
         speed: Multiply-adds per second on the simulated clock.
         bandwidth: Bytes per second on the simulated clock.
+        watts: Power while the device computes and while it transfers, in W; None if unknown.
     """
 
     client: int
@@ -176,6 +177,7 @@ class Device:
     limits: tuple[float, float] | None = None
     speed: float = 1e9
     bandwidth: float = 1e6
+    watts: tuple[float, float] | None = None
 
     @cached_property
     def most(self) -> float:

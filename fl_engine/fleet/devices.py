@@ -35,6 +35,8 @@ class Tier:
     limits: tuple[float, float] | None = None
     speed: float = 10.0
     bandwidth: float = 30.0
+    watts: tuple[float, float] | None = None
+    """Power of a device while it computes and while it transfers, in W; null: unknown, so energy is not reported."""
     width: float | None = None
     """Width ratio in (0, 1] of a sub-model that must fit into these devices. The capacity r_M is then at least the size
     of this sub-model. With null, r_M is `memory`."""
@@ -142,6 +144,8 @@ def fleet(
     if abs(sum(t.share for t in tiers) - 1) > 1e-6:
         shares = ", ".join(f"{t.name} {t.share}" for t in tiers) or "no tiers"
         raise ConfigError(f"the shares in fleet.tiers must add up to 1, got {shares}", path="fleet.tiers")
+    if len({t.watts is None for t in tiers}) > 1:
+        raise ConfigError("watts must be set for all tiers in fleet.tiers, or for none", path="fleet.tiers")
     tiers = tiers if family is None else holding(tiers, family, smallest)
     rng = seeds.rng(seed, "fleet")
     counts = quotas([t.share for t in tiers], clients)
@@ -165,9 +169,11 @@ def quotas(shares: Sequence[float], clients: int) -> list[int]:
 def _check(t: Tier) -> None:
     finite = all(math.isfinite(value) for value in (t.share, t.memory, t.speed, t.bandwidth, *t.sigma))
     positive = finite and min(t.memory, t.speed, t.bandwidth) > 0 and t.share >= 0 and min(t.sigma, default=-1) >= 0
+    watts = t.watts is None or (min(t.watts) >= 0 and max(t.watts) < math.inf)
     for holds, rule in (
         (t.name.strip(), "have a name"),
         (positive, "have memory, speed and bandwidth above 0, and a share and sigma of at least 0"),
+        (watts, "have watts of at least 0"),
         (t.width is None or (0 < t.width <= 1 and t.limits is None), "have a width in (0, 1], without limits"),
         (t.limits is None or 0 <= t.limits[0] <= t.memory <= t.limits[1], "have limits that enclose its memory"),
     ):
@@ -198,7 +204,7 @@ def at_least(t: Tier, params: int, family: ModelFamily) -> Tier:
 def device_of(client: int, tier: Tier, sigma: float = 0.0) -> Device:
     """Return a device in the tier. `sigma` is the standard deviation of the device's free memory."""
     device = Device(client, tier.name, tier.memory, sigma, tier.limits)
-    return replace(device, speed=tier.speed * 1e9, bandwidth=tier.bandwidth * 1e6 / 8)
+    return replace(device, speed=tier.speed * 1e9, bandwidth=tier.bandwidth * 1e6 / 8, watts=tier.watts)
 
 
 def observe(device: Device, seed: int, round: int) -> float:

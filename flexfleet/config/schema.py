@@ -76,7 +76,8 @@ class FleetConfig(Section):
     devices. `memory` is a percentage of the full model's parameters. Each device gets a standard deviation from
     `sigma`. Its free memory is memory - |N(0, sigma)|, or, with `limits` [low, high], N(memory, sigma) clipped to these
     limits. `width` is the width ratio of a sub-model that always fits. `speed` (10^9 multiply-adds per second) and
-    `bandwidth` (10^6 bits per second) determine the time on the simulated clock."""
+    `bandwidth` (10^6 bits per second) determine the time on the simulated clock. `watts`: power
+    [computing, transferring] in W."""
     trace: Tracing | None = None
     """Trace with online times, speed and bandwidth of each device (docs/guides/traces.md). With null, all devices are
     always online, with the speed and bandwidth of their tier."""

@@ -60,6 +60,7 @@ class Reached(Strict):
     mb_up: Spread | None = None
     seconds: Spread | None
     seconds_simulated: Spread | None
+    joules: Spread | None = None
 
 
 class Highest(Strict):
@@ -106,6 +107,8 @@ class Figures(Strict, Generic[T]):
     """Number of failed updates of all rounds."""
     seconds: T
     seconds_simulated: T | None
+    joules: T | None = None
+    """Energy of the clients on the simulated clock; null if the tiers have no `watts`."""
     uniformity: T | None = None
     """This field and the next five are timing metrics (`fl_engine.rounds.timing`), averaged over the rounds. A field is
     null if the metric was not measured."""

@@ -194,6 +194,8 @@ def notes(c: ComparisonFile) -> list[str]:
         lines.append("Cost to reach a value: until the first evaluated round with this value, averaged over the seeds.")
     if any(r.seconds_simulated is not None for r in results):
         lines.append("simulated s: simulated time on the fleet's devices, computed from their speed and bandwidth.")
+    if any(r.joules is not None for r in results):
+        lines.append("joules: energy of the clients, computed from their simulated times and `fleet.tiers[].watts`.")
     lines += ["MB up: size of all merged updates.", "real s: wall-clock time on this machine."]
     lines.append(UNIFORMITY_NOTE if any(r.uniformity is not None for r in results) else "")
     return [*filter(None, lines), *(f"Note: {note}." for note in c.notes)]

@@ -68,7 +68,8 @@ def tables(c: ComparisonFile) -> list[Table]:
         "simulated s": lambda r: seconds(r.seconds_simulated),
         "real s": lambda r: seconds(r.seconds),
     }
-    found.append(_table(c, COST, cost))
+    energy: Columns = {"joules": lambda r: fine(r.joules)} if any(r.joules is not None for r in labels) else {}
+    found.append(_table(c, COST, {**cost, **energy}))
     if any(getattr(r, name) is not None for r in labels for name in timing.UNIFORMITY):
         title = "Uniformity of the clients' finishing times in a round, s (0: all finish at the same time)"
         times: Columns = {head: _of(n, seconds) for head, n in zip(UNIFORMITY, timing.UNIFORMITY, strict=True)}
@@ -179,7 +180,8 @@ def _to_reach(c: ComparisonFile, measure: Measure) -> list[Table]:
     many seeds the run reaches the accuracy. Empty tables are omitted."""
     on_the_clock = all(r.seconds_simulated is not None for r in c.results.values())
     time = "simulated s" if on_the_clock else "real s"
-    head = ("algorithm", "to reach", "seeds", "rounds", time, "MB down", "MB up")
+    energy = ("joules",) if any(r.joules is not None for r in c.results.values()) else ()
+    head = ("algorithm", "to reach", "seeds", "rounds", time, "MB down", "MB up", *energy)
     what, found = "an accuracy" if c.metric == "accuracy" else c.metric, []
     for of, name in (("avg", "reached_avg"), ("the full model", "reached")):
         rows = [
@@ -191,6 +193,7 @@ def _to_reach(c: ComparisonFile, measure: Measure) -> list[Table]:
                 seconds(one.seconds_simulated if on_the_clock else one.seconds),
                 fine(one.mb_down),
                 fine(one.mb_up),
+                *(fine(one.joules) for _ in energy),
             )
             for label, r in c.results.items()
             for one in getattr(r, name)

@@ -159,6 +159,7 @@ def _one(run: FinishedRun) -> OneRun:
         clients_failed=run.total("clients_failed"),
         seconds=run.history.seconds,
         seconds_simulated=simulated(run.rows),
+        joules=joules(run.rows),
         **timing.means(metrics, timing.UNIFORMITY),
         phases=timing.means(metrics, timing.NAMES),
         model_sha256=run.history.model_sha256,
@@ -221,6 +222,7 @@ def reached(seeds: Sequence[int], runs: Sequence[Sequence[Row]], accuracy: float
         mb_up=spread([b / MB for b in up]),
         seconds=spread(seconds),
         seconds_simulated=spread([simulated(rows) for rows in spent]),
+        joules=spread([joules(rows) for rows in spent]),
     )
 
 
@@ -233,6 +235,12 @@ def simulated(rows: Sequence[Row]) -> float | None:
     """Return the simulated seconds summed over all rounds. None if a round does not have a simulated time."""
     totals = _clock(rows)
     return totals[-1] if totals else None
+
+
+def joules(rows: Sequence[Row]) -> float | None:
+    """Return the energy of all rounds in joules; None if it is unknown."""
+    found = [row.metrics["joules"] for row in rows if "joules" in row.metrics]
+    return sum(found) if found else None
 
 
 def _clock(rows: Sequence[Row]) -> list[float]:

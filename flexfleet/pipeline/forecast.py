@@ -41,7 +41,7 @@ log = logging.getLogger("flexfleet")
 
 PRICES = {"node_hour": "node_hours", "gb_up": "mb_up", "gb_down": "mb_down", "gb_month": "mb_store"}
 """Map each price to the figure that it multiplies. Prices per GB apply to 1,000 MB."""
-UNITS = {"seconds": "s", "seconds_simulated": "s", "node_hours": "h", "pods": "", "money": ""}
+UNITS = {"seconds": "s", "seconds_simulated": "s", "joules": "J", "node_hours": "h", "pods": "", "money": ""}
 """Units of figures; MB for all other figures."""
 ROUND_MB, CLIENT_MB = 1.4e-3, 3.9e-4
 """Usual size of a round's metrics in the store, and of the metrics of each client."""
@@ -144,6 +144,7 @@ def draw(run: Run, initial: Any, most: int, seconds: float) -> tuple[list[Row], 
 def sums_of(row: Row) -> dict[str, float]:
     """Return the figures of one round."""
     return {
+        **({"joules": row.metrics["joules"]} if "joules" in row.metrics else {}),
         "seconds_simulated": row.metrics.get("seconds_simulated", 0.0),
         "mb_down": row.metrics["bytes_down"] / 1e6,
         "mb_up": row.metrics["bytes_up"] / 1e6,
@@ -189,7 +190,9 @@ def _figures(
     coded = run.codecs != coding.PLAIN or any(model.codecs is not None for model in run.site.pool)
     slack = max(slack, 0.3 if coded or client_metrics(run.algorithm) else 0.0)
     rejected = max(slack, REJECTED)
-    times = dict.fromkeys(("seconds_simulated", "node_hours"), 1.0 if client_metrics(run.algorithm) else rejected)
+    times = dict.fromkeys(
+        ("seconds_simulated", "node_hours", "joules"), 1.0 if client_metrics(run.algorithm) else rejected
+    )
     slacks = {"mb_down": slack, "mb_up": max(rejected, 0.6 if coded else 0.0), "pods": 0.0, **times}
     # A client's state is sent from the client's second assignment on, so the traffic grows until all clients have one.
     state_mb, seen = coding.bytes_of(run.client_state) / 1e6, set[int]()

@@ -107,6 +107,19 @@ def test_means_and_sample_standard_deviations() -> None:
 
 
 # ------------------------------------------------------------------------------------- tables of what it took
+def test_energy_to_reach_an_accuracy_is_shown_if_it_is_known() -> None:
+    slow, fast = (
+        [row.model_copy(update={"metrics": row.metrics | {"joules": 4.0}}) for row in each] for each in (SLOW, FAST)
+    )
+    reached = (summarise.reached((0, 1), (slow, fast), 0.4),)
+    results = {"a": summary("all_large", reached=reached, joules=spread([summarise.joules(slow), 10.0]))}
+    c = ComparisonFile(id="x", labels=("a",), seeds=(0, 1), rounds=5, settings={}, results=results)
+    *_, cost, target = comparison_report.tables(c)
+    assert dict(zip(cost.head, cost.rows[0], strict=True))["joules"] == "15.00 ± 7.07"
+    assert dict(zip(target.head, target.rows[0], strict=True))["joules"] == "6.00 ± 2.83"
+    assert summarise.joules(SLOW) is None
+
+
 def test_cost_to_reach_accuracies() -> None:
     """40 % after (2, 1) rounds of 10 s and (2, 2) MB; 60 % in the second seed only, after 3 rounds; 80 % never."""
     reached = tuple(summarise.reached((0, 1), (SLOW, FAST), target) for target in (0.4, 0.6, 0.8))

@@ -61,6 +61,14 @@ def test_two_rounds_forecast_the_traffic_of_client_states(flexfleet: Any, quick:
     assert found["value"] == pytest.approx(real, rel=0.15)
 
 
+def test_energy_of_all_drawn_rounds_is_exact(flexfleet: Any, quick: Sequence[str]) -> None:
+    sets = [*quick, *LARGE, "fleet.tiers=[{name: pi, share: 1.0, memory: 110.0, watts: [6.0, 3.0]}]"]
+    real = flexfleet("run", "--json", "--run-id", "a", sets=sets).ok().json["forecast"]["joules"]
+    found = figures(flexfleet, sets)["figures"]["joules"]
+    assert real["real"] > 0 and found["unit"] == "J"
+    assert found["value"] == pytest.approx(real["real"]) and real["low"] <= real["real"] <= real["high"]
+
+
 @pytest.mark.parametrize("ends", [(0.2, 0.8), (0.8, 0.2)], ids=["late layers", "early layers"])
 def test_interval_of_flexfl_contains_pools_of_other_apoz_scores(
     ends: tuple[float, float], flexfleet: Any, quick: Sequence[str]

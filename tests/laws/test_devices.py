@@ -61,6 +61,8 @@ def test_missing_memory_is_half_normal(sigma: float) -> None:
         (Tier("a", 1.0, 35.0, ()),),
         (Tier("a", 0.5, 35.0), Tier("b", 0.2, 60.0), Tier("a", 0.3, 110.0)),
         (Tier("a", 1.0, 35.0, width=1.5),),
+        (Tier("a", 1.0, 35.0, watts=(5.0, -1.0)),),
+        (Tier("a", 0.5, 35.0, watts=(5.0, 1.0)), Tier("b", 0.5, 60.0)),
     ],
 )
 def test_impossible_fleet_is_refused(tiers: tuple[Tier, ...]) -> None:

@@ -173,6 +173,17 @@ def test_a_line_of_a_client_has_the_two_parts_of_its_time(tmp_path: Path) -> Non
             assert line["seconds_simulated"] == line["seconds_compute"] + line["seconds_communication"]
 
 
+def test_energy_of_a_round_is_power_times_time_of_all_valid_updates(tmp_path: Path) -> None:
+    powered = tuple(replace(device, watts=(5.0, 2.0 + device.client)) for device in FLEET)
+    config = RoundsConfig(stop=2, evaluate_every=2, commit_every=1, over_provision=2.0)
+    run = Run(ALGORITHM, tiny_site(ALGORITHM, fleet=powered), config)
+    for row in rounds.federated(run, FolderStore(tmp_path / "powered"))[1]:
+        assert any("failure" in line for line in row.clients), "a straggler needs energy, too"
+        parts = ((line["seconds_compute"], line["seconds_communication"], line["client"]) for line in row.clients)
+        assert row.metrics["joules"] == pytest.approx(sum(5 * a + (2 + client) * b for a, b, client in parts))
+    assert not any("joules" in row.metrics for row in federate(tmp_path / "unknown"))
+
+
 @pytest.mark.parametrize(
     ("options", "stage"),
     [
