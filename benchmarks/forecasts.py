@@ -127,7 +127,9 @@ def recorded(only: str) -> Iterator[tuple[str, str, Config, dict[str, float]]]:
         for run in planned:
             found = entry["comparison"]["results"].get(run.label, {"runs": []})["runs"]
             real = next((each for each in found if each["seed"] == run.seed == planned[0].seed), None)
-            if real is not None and name.startswith(only):
+            # Runs that diverged ended early.
+            whole = real is not None and real.get("rounds", run.config.rounds.stop) == run.config.rounds.stop
+            if real is not None and whole and name.startswith(only):
                 on_cpu = run.config.run.model_copy(update={"devices": ("cpu",)})
                 config = run.config.model_copy(update={"run": on_cpu})
                 yield name, run.label, config, {figure: real[figure] for figure in RECORDED}
@@ -149,6 +151,7 @@ def peaks(config: Config, _: Any) -> Results:
     resolved = Resolved(config, replace(own.algorithm, training=training))  # type: ignore[type-var]
     found = {level["name"]: level["peak"] for level in forecast(resolved, PROBE_S, seconds=0.0).levels}
     run, start, _plan = first_round(resolved, partitions.cut(resolved))
+    run = replace(run, site=replace(run.site, numerics=partitions.numerics_of(resolved)))
     largest: dict[str, tuple[int, RoundPlan]] = {}
     for number in range(20):
         plan = run.algorithm.plan(start, run.context(number, run.begins(number, 0.0)))
