@@ -43,6 +43,7 @@ PRICES = {"node_hour": "node_hours", "gb_up": "mb_up", "gb_down": "mb_down", "gb
 """Map each price to the figure that it multiplies. Prices per GB apply to 1,000 MB."""
 UNITS = {"seconds": "s", "seconds_simulated": "s", "joules": "J", "node_hours": "h", "pods": "", "money": ""}
 """Units of figures; MB for all other figures."""
+TIMES = ("seconds_simulated", "node_hours", "joules")
 ROUND_MB, CLIENT_MB = 1.4e-3, 3.9e-4
 """Usual size of a round's metrics in the store, and of the metrics of each client."""
 APOZ = (0.15, 0.85), (0.85, 0.15)
@@ -188,21 +189,19 @@ def _figures(
     longest = (options.stop_simulated_s or np.inf) / max(1e-9, float(np.mean([s["seconds_simulated"] for s in sums])))
     rounds = options.end(row.metrics for row in rows) or int(np.ceil(min(options.stop, longest)))
     coded = run.codecs != coding.PLAIN or any(model.codecs is not None for model in run.site.pool)
-    slack = max(slack, 0.3 if coded or client_metrics(run.algorithm) else 0.0)
-    rejected = max(slack, REJECTED)
-    times = dict.fromkeys(
-        ("seconds_simulated", "node_hours", "joules"), 1.0 if client_metrics(run.algorithm) else rejected
-    )
-    slacks = {"mb_down": slack, "mb_up": max(rejected, 0.6 if coded else 0.0), "pods": 0.0, **times}
+    learns = bool(client_metrics(run.algorithm))  # from results that do not exist yet
+    slack = max(slack, 0.3 if coded or learns else 0.0)
+    slacks = {"mb_down": slack, "mb_up": max(slack, 0.6 if coded else REJECTED), "pods": 0.0}
+    slacks |= dict.fromkeys(TIMES, 1.0 if learns else max(slack, REJECTED))
     # A client's state is sent from the client's second assignment on, so the traffic grows until all clients have one.
     state_mb, seen = coding.bytes_of(run.client_state) / 1e6, set[int]()
     for row, each in zip(rows, sums, strict=True):
         asked = {line["client"] for line in row.clients}
         each["mb_down"] -= state_mb * len(asked & seen)
         seen |= asked
-    speeds = {device.client: device.speed for device in eligible(run.algorithm, run.site.fleet, run.site.pool)}
-    unseen = min(speeds[client] for client in seen or speeds) / min(speeds.values())
-    slower = dict.fromkeys(times, unseen)  # slower devices may be asked in later rounds
+    slowest = min(device.speed for device in eligible(run.algorithm, run.site.fleet, run.site.pool))
+    asked_speed = min((device.speed for device in run.site.fleet if device.client in seen), default=slowest)
+    slower = dict.fromkeys(TIMES, max(1.0, asked_speed / slowest))  # later rounds may ask the slowest devices
     found = {name: total([s[name] for s in sums], rounds, slacks[name], slower.get(name, 1.0)) for name in sums[0]}
     clients = len(run.site.fleet)
     known = clients * (1 - (1 - np.minimum(1.0, found["pods"] / rounds / clients)) ** rounds)
