@@ -144,7 +144,6 @@ class Dropping(Options):
         return None
 
 
-# --------------------------------------------------------------------------------------- median, trimmed mean
 class Middle(StoredUpdates):
     """Trimmed mean, which drops the fraction `trim` of an element's values at each end (0.5: median, 0: plain mean).
 

@@ -77,7 +77,6 @@ def unpack(stream: Bytes, count: int, width: int) -> NDArray[np.int32]:
     return found
 
 
-# --------------------------------------------------------------------------------------------------- bit stream
 def take(stream: Bits, at: int, count: int) -> tuple[Bits, int]:
     """Read `count` bits from position `at` on. Return the bits and the next position. Raises IntegrityError if the
     stream ends early."""
@@ -94,7 +93,6 @@ def ended(stream: Bits, at: int) -> None:
         raise IntegrityError("unused bits in the stream's last byte must be 0, got 1")
 
 
-# ------------------------------------------------------------------------------------------ Elias's omega code
 Whole = NDArray[Any]
 """Array of integers of any NumPy type."""
 LEAST = (1, 2, 4, 16, 255)

@@ -127,7 +127,6 @@ def from_layer(family: ModelFamily, width: float, start: int) -> SubmodelSpec:
     return SubmodelSpec.of({group: max(1, int(width * groups[group])) for group in deeper} if width < 1 else {})
 
 
-# ------------------------------------------------------------------------------------------------ early exits
 def exit_name(block: str) -> str:
     """Return the name of the early exit after `block`, which is also the name of the exit's block and module."""
     return "exit_" + block.replace(".", "_")

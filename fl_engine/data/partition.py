@@ -164,7 +164,6 @@ def read_manifest(path: Path) -> PartitionManifest:
     return parsed(PartitionManifest, read_bytes(path), str(path))
 
 
-# ------------------------------------------------------------------------------------------- a user's map
 class Map(Strict, strict=True):
     """User-defined partition such as `{"clients": [[0, 3, 17], [1, 2], ...]}`. Each client has a list of positions in
     the run's training data, after `dataset.train_samples` has been applied."""

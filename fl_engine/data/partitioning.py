@@ -184,7 +184,6 @@ def statistics(clients: tuple[Ints, ...], labels: Ints, classes: int) -> Ints:
     return np.stack([np.bincount(labels[part], minlength=classes) for part in clients], axis=1).astype(np.int64)
 
 
-# ----------------------------------------------------------------------------------------------- wrong labels
 def likely_mistakes(confusion: NDArray[np.int64], sure: float, unknown: Sequence[int] = ()) -> NDArray[np.float64]:
     """Return an array (classes, classes) in which row c is the distribution of wrong labels for class c. The row is
     zero if labels of class c do not change.
@@ -240,7 +239,6 @@ def with_noise(data: Data, partition: Partition) -> Data:
     return replace(data, train_y=targets)
 
 
-# ------------------------------------------------------------------------------------------------- held out
 def split_held_out(samples: int, share: float, seed: int, client: int) -> tuple[Ints, Ints]:
     """Split a client's positions 0 .. samples - 1 into training positions and held-out positions, both ascending. The
     split does not depend on other clients, so a device holds out the same samples as in a simulation."""

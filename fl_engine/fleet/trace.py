@@ -202,7 +202,6 @@ def _late(time: float) -> float:
     return time * (1 + 2**-50) + 1e-6
 
 
-# -------------------------------------------------------------------------------------------- the simulated clock
 def took(trace: Trace, client: int, begin: float, down: float, macs: float, up: float) -> Took | None:
     """Return the duration of an assignment that begins at `begin`; None if the client goes offline before the end. The
     client receives `down` bytes, computes `macs` multiply-adds, and sends `up` bytes, each at the current rate."""

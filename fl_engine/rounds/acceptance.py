@@ -96,7 +96,6 @@ class MovementHistory:
         return sum(len(moved) for moved in self.rounds)
 
 
-# ------------------------------------------------------------------------------------------------- movements
 def measure_movement(update: ClientUpdate, assignment: Assignment, layout: ParamLayout) -> Moved:
     """Return the movement of an update. The result does not depend on the memory layout of the tensors."""
     moved = _distance(update.payload, take(assignment.payload, layout, update.spec, have=assignment.spec))
@@ -167,7 +166,6 @@ def remember(history: MovementHistory, moved: Mapping[int, Moved], size: Moved =
     return MovementHistory(rounds, times)
 
 
-# ------------------------------------------------------------------------------------------------------ rules
 def find_refused(
     plan: RoundPlan,
     moved: Mapping[int, Moved],

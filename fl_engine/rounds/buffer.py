@@ -99,7 +99,6 @@ def check_files(files: TensorFiles, rest: Mapping[str, Any]) -> None:
             raise IntegrityError(f"{error}. {WAY_OUT}") from error
 
 
-# ------------------------------------------------------------------------------------------------------- checks
 def check(algorithm: Algorithm, options: RoundsConfig) -> None:
     """Raise ConfigError if asynchronous rounds do not support the options or the algorithm."""
     if options.mode == "synchronous":
@@ -141,7 +140,6 @@ def check_plan(run: Run, state: Any, plan: RoundPlan, pending: Sequence[PendingU
         _refuse(f"{name} selects more clients than training.fraction allows")
 
 
-# -------------------------------------------------------------------------------------------------- one round
 @dataclass(frozen=True)
 class Due:
     """Updates that a round merges, and updates that remain pending."""

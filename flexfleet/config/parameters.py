@@ -120,7 +120,6 @@ def _names(value: Any) -> Iterator[str]:
             yield from _names(inner)
 
 
-# ------------------------------------------------------------------------------------------------- rows
 def _section(value: Any, prefix: str) -> Iterator[Parameter]:
     kind: Any = type(value)
     for name in hints(kind):
@@ -176,7 +175,6 @@ def in_yaml(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-# ------------------------------------------------------------------------------------------------- types
 @cache
 def hints(kind: Any) -> dict[str, Any]:
     """Return {field: type}, in the order of the fields."""
@@ -232,7 +230,6 @@ def _bounds(notes: Iterable[Any]) -> list[str]:
     return [" and ".join(bounds)] if bounds else []
 
 
-# ------------------------------------------------------------------------------------------------- texts
 def described(kind: type, name: str, path: str) -> str:
     """Return the docstring of a field. If the docstring omits a possible value, all values are prepended."""
     hint, text = hints(kind)[name], text_of(kind, name)

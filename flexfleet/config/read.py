@@ -283,7 +283,6 @@ def flatten(config: Config) -> dict[str, Any]:
     return leaves(config.model_dump(mode="json"))
 
 
-# ------------------------------------------------------------------------------------------- the values in use
 def used_options(config: Config, method: Algorithm, pool: Pool) -> dict[str, Any]:
     """Map the dotted names of all parameters to values. The value of a strategy is its name, or a mapping with the name
     and the changed options if these differ from the defaults.

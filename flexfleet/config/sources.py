@@ -76,7 +76,6 @@ def _digest(name: str) -> str:
     return _digest_of(value)
 
 
-# ------------------------------------------------------------------------------------------- local objects
 def local_name(value: Any) -> str:
     """Register an object in this process under a name such as `__local__:Net_1a2b3c4d`, and return the name."""
     named = value.func if isinstance(value, partial) else value

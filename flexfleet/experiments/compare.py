@@ -128,7 +128,6 @@ def begin(runs: Sequence[PlannedRun], id: str, tags: Mapping[str, str], run_id: 
     return track.begin_parent(config, "comparison", id, store, about, run_id)
 
 
-# ------------------------------------------------------------------------------------------------ checks
 def check_all(runs: Sequence[PlannedRun]) -> None:
     """Check all runs, and raise the error of the first invalid run. The user code of a started
     run must not have changed, and the run must have at most `rounds.stop` committed rounds. All runs must have the same
@@ -176,7 +175,6 @@ def finished(config: Config, out: Path) -> bool:
     return is_complete and RunResult.read(out / "result.json").status == "finished"
 
 
-# ------------------------------------------------------------------------------------------------ commands
 def _execute(
     runs: Sequence[PlannedRun],
     references: Sequence[PlannedRun],

@@ -88,7 +88,6 @@ class NightlyFigures(Artifact):
         return self
 
 
-# ------------------------------------------------------------------------------------------------- measure
 def measure(nightly: NightlyRun, folders: Folders, runs_in: str = PROCESSES) -> NightlyFigures:
     """Compute the metrics of a nightly regression run from its finished runs.
 
@@ -154,7 +153,6 @@ def machine() -> dict[str, str]:
     }
 
 
-# --------------------------------------------------------------------------------------------------- judge
 def judge(
     now: NightlyFigures, reference: NightlyFigures, passed: Sequence[NightlyFigures], thresholds: Mapping[str, float]
 ) -> list[Check]:

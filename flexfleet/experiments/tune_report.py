@@ -200,7 +200,6 @@ def held_out(tuned: Tuned) -> Table:
     return Table(title, ("seed", "default", "best", "gain"), [(name, *cells(d, b)) for name, d, b in rows])
 
 
-# ------------------------------------------------------------------------------------------------- files
 def text(tuned: Tuned, folder: Path) -> str:
     """Format a summary for the terminal."""
     default = "" if tuned.better else " (the default)"
@@ -226,7 +225,6 @@ def page(tuned: Tuned) -> str:
     return html_page("study", answer(tuned), sections)
 
 
-# ------------------------------------------------------------------------------------------- the comparison
 def conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned:
     """Run the best setting and the default on the held-out seeds, and write FILES into `folder`."""
     space, pool = tune_worker.searched(config, prepared)

@@ -80,7 +80,6 @@ def surplus(study: Any, trial: Any, wanted: int) -> bool:
     return len(before) >= wanted
 
 
-# --------------------------------------------------------------------------------------------------- rounds
 class Reporter(Tracker):
     """Report the metric of a run to the trial. Raises Pruned if the trial is worse than the other trials. Raises
     Diverged or NothingMerged instead if the run does not have a usable model."""
@@ -98,7 +97,6 @@ class Reporter(Tracker):
                     raise Pruned(f"pruned after round {step}")
 
 
-# ----------------------------------------------------------------------------------------------------- ends
 def retry_all(study: Any, worker: int | None = None) -> list[int]:
     """Retry the running trials of a dead worker. If `worker` is None, retry all running trials. Returns the trial
     numbers."""
@@ -143,7 +141,6 @@ def give_up(trial: Any, outcome: str, why: Exception) -> Any:
     return TrialState.PRUNED
 
 
-# ------------------------------------------------------------------------------------------------ the worker
 def work(config: Config, folder: Path, id: str, worker: int = 0, prepared: Path | None = None) -> list[int]:
     """Run trials until the study has `tune.trials` trials, and return the numbers of the trials that this worker ran.
     After a restart, the worker first retries its interrupted trial.

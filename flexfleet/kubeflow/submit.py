@@ -216,7 +216,6 @@ def _check_values(name: str, values: Mapping[str, Any]) -> None:
         forms.check_count(config.tune.workers, "tune.workers", "tune.workers")
 
 
-# ------------------------------------------------------------------------------------------------- schedules
 @dataclass(frozen=True)
 class Scheduled:
     recurring_run_id: str

@@ -110,7 +110,6 @@ def _noisy(resolved: Resolved, parts: Partition) -> Partition:
     return replace(parts, noise=noise, noisy=noisy)
 
 
-# ------------------------------------------------------------------------------------------------ site
 def site_before_pool(resolved: Resolved, parts: Partition) -> Site:
     """Return a `Site` without a pool, for steps that run before the pool is built."""
     return Site(resolved.family, (), (), resolved.data, parts, resolved.config.seed, most=most_of(resolved.config))

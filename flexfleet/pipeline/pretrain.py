@@ -160,7 +160,6 @@ def settings_of(resolved: Resolved, name: str, kind: Preparation) -> dict[str, A
     return {k: v for k, v in others.items() if k.startswith("pretrain.")} | named
 
 
-# ----------------------------------------------------------------------- shared folders
 SECTIONS = ("dataset.", "partition.", "noise.", "model.", "pretrain.", "seed")
 """Prefixes of the parameters that determine the partition and, with the algorithm's parameters, the preparations."""
 HELD_OUT = ("evaluate.on", "evaluate.held_out")

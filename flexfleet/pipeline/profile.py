@@ -150,7 +150,6 @@ def _about(resolved: Resolved) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------------------ memory
 def peaks_of(run: Run, initial: Any) -> Peaks:
     """Measure the peak memory of training for each level. The peak includes the gradients, the optimizer's state,
     teacher networks, the largest batch, the samples of the largest client, and the whole data set.
@@ -233,7 +232,6 @@ def check_prunes(run: Run, assignments: Sequence[Assignment]) -> None:
             )
 
 
-# ------------------------------------------------------------------------------------------------------ as text
 def text(found: Profile) -> str:
     """Return a YAML configuration that contains this tier. Comments contain the measurements."""
     a = found.about

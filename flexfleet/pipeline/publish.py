@@ -120,7 +120,6 @@ def clean(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name)
 
 
-# ----------------------------------------------------------------------------------------------- registry
 def register(
     client: Client, run_id: str, name: str, data: Data, folder: Path, levels: Sequence[About], model: str
 ) -> None:

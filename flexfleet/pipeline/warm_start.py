@@ -80,7 +80,6 @@ def _that_are_sent(family: ModelFamily, found: Params, where: str) -> Params:
     return {name: tensor for name, tensor in found.items() if name not in left_out}
 
 
-# -------------------------------------------------------------------------------------------------- reading
 def _read(config: Config, init: str, names: Collection[str]) -> tuple[Params, str]:
     """Return the weights, and a description of their source for messages. `names`: names of the network's weights."""
     if init.startswith(REGISTERED):

@@ -45,7 +45,6 @@ def table(runs: Sequence[FinishedRun]) -> str:
     return "\n".join(lines)
 
 
-# ------------------------------------------------------------------------------------------------- the answer
 def answer(runs: Sequence[FinishedRun]) -> Answer:
     """Return the sentence and the tiles with which the terminal and the page begin. Runs are compared only if they
     differ in nothing but the algorithm."""
@@ -242,7 +241,6 @@ def _best_of(rows: Sequence[Row], key: str) -> Row | None:
     return max((r for r in rows if key in r.metrics), key=lambda r: r.metrics[key], default=None)
 
 
-# ------------------------------------------------------------------------------------------- failed updates
 def failures(run: FinishedRun) -> Table | None:
     """Return a table of the clients with failed or rejected updates. Clients with the most such updates come first.
     Return None if all updates were merged, or if the run no longer has records of its clients."""

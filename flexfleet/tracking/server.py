@@ -118,7 +118,6 @@ class Client:
         return call
 
 
-# ------------------------------------------------------------------------------------------------- the platform
 def is_platforms(uri: str) -> bool:
     return masked(uri).rstrip("/") == platform_uri()
 
@@ -251,7 +250,6 @@ def connect(uri: str, experiment: str, patience_s: float = 0.0) -> tuple[Client,
     return client, str(known.experiment_id)
 
 
-# ------------------------------------------------------------------------------------------------------ deletion
 def runs_by_alias(client: Client, run_ids: Iterable[str]) -> dict[str, set[str]]:
     """Map each alias, and each address models:/NAME@ALIAS, to those of the MLflow runs from which its models come."""
     found: dict[str, set[str]] = {}
@@ -288,7 +286,6 @@ def delete_run(client: Client, run_id: str, dry_run: bool) -> int:
     return sum(each.file_size or 0 for each in files)
 
 
-# ------------------------------------------------------------------------------------------------------ errors
 @contextmanager
 def first_calls(uri: str) -> Iterator[None]:
     """Log slow calls. Raises ConfigError for a rejected call, and UnreachableAddress if the server does not respond."""

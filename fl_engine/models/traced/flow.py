@@ -197,7 +197,6 @@ class Flow:
         return None
 
 
-# -------------------------------------------------------------------------------------------------- the layout
 class Sizes(NamedTuple):
     """Attribute of a layer that stores a number of channels. The number is the length of `axis` divided by `each`."""
 
@@ -297,7 +296,6 @@ def _prunable(
     return tuple(found)
 
 
-# ------------------------------------------------------------------------------------------ hard-coded sizes
 def replace_written_sizes(name: str, traced: Traced, flow: Flow) -> None:
     """Replace hard-coded sizes in a forward, such as `view(-1, 512)` or `expand(8, 64, 1, 1)`, by -1 or by sizes of the
     input, so that the forward works for any sub-model. Replace `view` by `reshape`, because maps are stored channels

@@ -78,7 +78,6 @@ def whole(shape: Any) -> Any:
     return tuple(map(whole, shape)) if several(shape) else tuple(map(fixed, shape))
 
 
-# ------------------------------------------------------------------------------------------------------- rules
 def by_element(call: Call) -> Dims | None:
     """Rule for element-wise operations with broadcasting. Axes that broadcasting aligns have the same channels."""
     return broadcast(list(call.given), call.shape)
@@ -213,7 +212,6 @@ def stacked(call: Call) -> Dims | None:
     return (*dims[:axis], fixed(call.shape[axis]), *dims[axis:])
 
 
-# ------------------------------------------------------------------------------------------------------- table
 def _named(rule: Rule, names: str) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
