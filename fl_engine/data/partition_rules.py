@@ -56,21 +56,14 @@ def dealt_by_label(labels: Ints, clients: int, alpha: float, rng: np.random.Gene
         samples = order[labels[order] == label]
         shares = _drawn(clients, alpha, rng)
         if cap:
-            shares = _capped(shares, sizes < len(labels) / clients)
+            below = sizes < len(labels) / clients  # at least one client is below until all samples are assigned
+            shares = np.where(below, shares, 0.0)
+            shares = shares / shares.sum() if shares.any() else below / below.sum()
         cuts = np.floor(np.cumsum(shares)[:-1] * len(samples) + 0.5).astype(np.int64)
         for client, part in enumerate(np.split(samples, cuts)):
             owner[part] = client
             sizes[client] += len(part)
     return owner
-
-
-def _capped(shares: NDArray[np.float64], below: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Set the shares of clients at or above the cap to 0, and scale the other shares to a sum of 1. At least one client
-    is below the cap until all samples are assigned."""
-    left = np.where(below, shares, 0.0)
-    total = left.sum()
-    capped: NDArray[np.float64] = left / total if total > 0 else below / below.sum()
-    return capped
 
 
 def dirichlet_per_client(

@@ -231,8 +231,11 @@ def _bounds(notes: Iterable[Any]) -> list[str]:
 
 
 def described(kind: type, name: str, path: str) -> str:
-    """Return the docstring of a field. If the docstring omits a possible value, all values are prepended."""
-    hint, text = hints(kind)[name], text_of(kind, name)
+    """Return the docstring of a field in a class or in its base classes. If the docstring omits a possible value, all
+    values are prepended."""
+    hint = hints(kind)[name]
+    texts = (_texts(each).get(name) for each in kind.__mro__ if each is kind or is_dataclass(each))
+    text = next(filter(None, texts), "")
     section = path.removesuffix(".name")
     if section in ("dataset", "model", "algorithm"):
         return f"A name (`flexfleet list {section}s`), or {OWN_MODULE}."
@@ -244,12 +247,6 @@ def described(kind: type, name: str, path: str) -> str:
     if all(word in text for word in listed):
         return text
     return f"{', '.join(listed[:-1])} or {listed[-1]}. {text}".strip()
-
-
-def text_of(kind: type, name: str) -> str:
-    """Return the docstring of a field in a class or in its base classes."""
-    texts = (_texts(each).get(name) for each in kind.__mro__ if each is kind or is_dataclass(each))
-    return next((text for text in texts if text), "")
 
 
 @cache

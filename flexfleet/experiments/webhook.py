@@ -39,7 +39,6 @@ def call(text: str, backoff_s: tuple[float, ...] = BACKOFF_S) -> None:
     about errors do not contain the address. `backoff_s` contains the seconds to wait before each retry."""
     if not (url := os.environ.get(VARIABLE)):
         return
-    why = ""
     for seconds in (0.0, *backoff_s):
         time.sleep(seconds)
         try:  # do not use urllib3's own retries, which log the address

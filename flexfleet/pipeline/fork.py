@@ -76,7 +76,12 @@ def fork(
     if not (out / "run.json").exists():
         source = store_of(before, known.run_id, parent)
         rows = Checkpoints(source).rows()
-        at = _first_round(rows, without) if at is None else at
+        if at is None:
+            if not without:
+                raise ConfigError("a fork needs the number of shared rounds (--at) or clients to leave out", path="at")
+            at = first_asked(rows, without)
+        if at is None:
+            raise ConfigError(f"no round asked the clients {', '.join(map(str, without))}, so nothing would change")
         _check_shared(Checkpoints(source), rows, at, without)
         with folder_lock(out):
             for name in ("partition", "pretrain", "pool", "code"):
@@ -133,15 +138,6 @@ def clients_of(texts: Sequence[str], parent: Path) -> list[int]:
 def first_asked(rows: Iterable[Row], clients: Collection[int]) -> int | None:
     """Return the first round, from 0, that asked one of the clients; None if there is no such round."""
     return next((row.round for row in rows if any(line["client"] in clients for line in row.clients)), None)
-
-
-def _first_round(rows: Sequence[Row], without: Collection[int]) -> int:
-    if not without:
-        raise ConfigError("a fork needs the number of shared rounds (--at) or clients to leave out", path="at")
-    found = first_asked(rows, without)
-    if found is None:
-        raise ConfigError(f"no round asked the clients {', '.join(map(str, without))}, so nothing would change")
-    return found
 
 
 def _check_shared(checkpoints: Checkpoints, rows: Sequence[Row], at: int, without: Collection[int]) -> None:

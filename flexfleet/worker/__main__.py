@@ -24,9 +24,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
         "--folder", type=path_of, metavar="DIR",
         help="folder for the device's key (default: $STATE_DIRECTORY or ~/.local/state/flexfleet/NAME)",
     )  # fmt: skip
-    p.add_argument(
-        "--device", metavar="NAME", help="torch device for training, for example cuda (default: the CPU)"
-    )  # fmt: skip
+    p.add_argument("--device", metavar="NAME", help="torch device for training, for example cuda (default: the CPU)")
     owner_limits.add_options(p)
     p.add_argument("--once", action="store_true", help="end after one assignment")
 
