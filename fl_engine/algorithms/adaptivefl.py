@@ -129,5 +129,4 @@ class AdaptiveFL(PooledAlgorithm):
 
     def task(self, assignment: Assignment, ctx: TaskContext) -> LocalTask:
         inside = [i for i in range(assignment.level + 1) if contains(ctx.layout, assignment.spec, ctx.pool[i].spec)]
-        trained = self.largest_fitting(ctx, inside)
-        return self.local_task(assignment, ctx.pool[trained].spec)
+        return self.local_task(assignment, ctx.pool[self.largest_fitting(ctx, inside)].spec)

@@ -46,8 +46,7 @@ class Ditto(FedAvg):
         attraction = {
             name: self.lam * (tensor - start[name]) for name, tensor in received.items() if not is_statistic(name)
         }
-        task = replace(client.task, proximal=self.lam)
-        job = TrainingJob(task, start, client.x, client.y, attraction)
+        job = TrainingJob(replace(client.task, proximal=self.lam), start, client.x, client.y, attraction)
         trained = train(client.family, client.goal, [job])[0]
         return {PERSONAL + name: tensor for name, tensor in trained.params.items()}
 

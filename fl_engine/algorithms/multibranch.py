@@ -109,8 +109,7 @@ def branching(family: ModelFamily, ends: tuple[str, ...], head_convs: tuple[int,
     has fewer convolutions if its branch would otherwise not be smaller and faster than the next branch."""
     if not hasattr(family, "exit_convs"):  # The network supports only linear layers as heads.
         return with_exits(family, ends)
-    slots = family.layout().slots.values()
-    maps = {slot.block for slot in slots if len(slot.axes) == 4}
+    maps = {slot.block for slot in family.layout().slots.values() if len(slot.axes) == 4}
     family = with_exits(family, ends, ())
     convs: dict[str, int] = {}
     next_one = _cost(family, None)

@@ -187,10 +187,7 @@ def contains(layout: ParamLayout, outer: SubmodelSpec, inner: SubmodelSpec) -> b
 def index_of(pool: Pool, layout: ParamLayout, spec: SubmodelSpec) -> int | None:
     """Return the index of the pool model with the widths and blocks of `spec`, or None. The head's width is ignored."""
     form = layout.form(spec)
-    for i, model in enumerate(pool):
-        if layout.form(model.spec) == form:
-            return i
-    return None
+    return next((i for i, model in enumerate(pool) if layout.form(model.spec) == form), None)
 
 
 def all_classes(spec: SubmodelSpec) -> SubmodelSpec:

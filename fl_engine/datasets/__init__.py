@@ -45,17 +45,13 @@ class Source:
 
     about: str
     """One-line description: name, shape, classes or target, numbers of samples, licence, size of the download."""
-
     load: Callable[[Path], Data]
     """Function that reads the files without using the network. Raises DataError if the files are missing or damaged."""
-
     fetch: Callable[[Path], None] | None = None
     """Function that downloads missing files; None if a package contains the data, or if users must download the files.
     Raises DataError if a file is damaged, and EnvironmentFailure if the network fails or a file cannot be written."""
-
     files: tuple[str, ...] = ()
     """Names of the files that `load` reads. A name with a `*` must match at least one file."""
-
     address: str = ""
     """URL of the data; empty if the data are not published."""
 

@@ -179,8 +179,7 @@ def word_of(sensor: bytes, value: bytes) -> str | None:
     """Return a word such as `M001=on` or `T002=21.5` (rounded to half degrees); None if the value is unreadable."""
     state = STATES.get(value[:2].upper())
     if sensor[:1] == b"T":
-        known = DEGREES.fullmatch(value)
-        state = f"{round(2 * float(value)) / 2:.1f}" if known else None
+        state = f"{round(2 * float(value)) / 2:.1f}" if DEGREES.fullmatch(value) else None
     return f"{sensor.decode('ascii', 'replace')}={state}" if state else None
 
 

@@ -71,7 +71,6 @@ class IdxSet:
 
     def _read(self, root: Path, files: tuple[str, ...], samples: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Return uint8 images (N, 1, 28, 28) and int64 labels (N,) from a pair of files."""
-
         images_path, labels_path = (root / file for file in files)
         images = self._idx(images_path, (samples, SIDE, SIDE))
         labels = self._idx(labels_path, (samples,))

@@ -90,9 +90,8 @@ def read(root: Path, name: str) -> Data:
             "dataset.root to the folder .data in the store of the first run (flexfleet.load also searches the store of "
             "the loaded run)"
         )
-    folder = FolderStore(path)
     try:
-        value = folder.get(ABOUT)
+        value = FolderStore(path).get(ABOUT)
         stored = _STORED.get(key)
         if stored is not None and _key(stored, value) == key:  # check that the user has not changed the arrays
             return stored

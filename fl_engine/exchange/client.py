@@ -67,7 +67,6 @@ class Site:
     """Indices of each client's evaluation samples (`Data.at`), not in `partition`; empty without evaluation."""
     most: int | None = None
     """Maximum sample count that a client may report; None if the server knows the counts. See `data.local_data`."""
-
     idle: bool = False
     """True if clients do not train (`local.untrained`), for forecasts."""
 
@@ -260,11 +259,9 @@ def _result(
     spec = task.spec
     payload = {name: tensor.cpu() for name, tensor in trained.params.items() if name not in kept}
     targets = site.data.train_y[work.indices]
-    if (
-        task.mask_labels and site.data.task.present(targets) is not None
-    ):  # the rows of classes without samples were not trained
-        held = torch.unique(targets).tolist()
-        spec = SubmodelSpec.of({**task.spec.kept, HEAD: held}, task.spec.blocks)
+    if task.mask_labels and site.data.task.present(targets) is not None:
+        # The rows of classes without samples were not trained.
+        spec = SubmodelSpec.of({**task.spec.kept, HEAD: torch.unique(targets).tolist()}, task.spec.blocks)
         payload = take(payload, site.layout, spec, have=task.spec)
     encoding = time.monotonic()
     try:

@@ -52,8 +52,7 @@ def encode(codec: Codec, tensors: Params, seed: int) -> Params:
     """Encode tensors. Raises ModelError for values that the codec cannot represent."""
     part = coded(header_of(tensors))
     rest = {name: tensor for name, tensor in tensors.items() if name not in part}
-    found = codec.encode({name: tensors[name].detach().contiguous() for name in part}, seed)
-    return {**found, **rest}
+    return {**codec.encode({name: tensors[name].detach().contiguous() for name in part}, seed), **rest}
 
 
 def header(codec: Codec | None, given: Header) -> Header:

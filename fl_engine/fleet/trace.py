@@ -227,8 +227,7 @@ def took(trace: Trace, client: int, begin: float, down: float, macs: float, up: 
 def online(fleet: Sequence[Device], now: Now) -> tuple[Device, ...]:
     """Return the online devices with their current speed and bandwidth, sorted by client."""
     speeds, bandwidths = now.speed.tolist(), now.bandwidth.tolist()
-    here = np.flatnonzero(now.online).tolist()
     return tuple(
         Device(d.client, d.tier, d.memory, d.sigma, d.limits, speeds[d.client], bandwidths[d.client])
-        for d in map(fleet.__getitem__, here)
+        for d in map(fleet.__getitem__, np.flatnonzero(now.online).tolist())
     )

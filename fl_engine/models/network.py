@@ -109,8 +109,7 @@ def _layout(family: Network) -> ParamLayout:
 
 @lru_cache(maxsize=64)
 def _prunable(family: Network) -> tuple[Prunable, ...]:
-    modules = blank(family).named_modules()
-    relus = [name for name, layer in modules if isinstance(layer, nn.ReLU | nn.ReLU6)]
+    relus = [name for name, layer in blank(family).named_modules() if isinstance(layer, nn.ReLU | nn.ReLU6)]
     return tuple(
         Prunable(group, layers, tuple(name for name in relus if name.startswith(layers)))
         for group, layers in family.layers_of_groups().items()

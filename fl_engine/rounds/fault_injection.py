@@ -164,8 +164,7 @@ def inject(
             if isinstance(poisoned, ClientFailure):
                 return poisoned
             length, honest = (measure_movement(each, assignment, site.layout).weights for each in (poisoned, result))
-            times = fault.times * honest / length if length else 1.0
-            fault = replace(fault, times=times)
+            fault = replace(fault, times=fault.times * honest / length if length else 1.0)
             result = replace(result, spec=poisoned.spec, payload=poisoned.payload)
         if fault.kind in CHANGE_WEIGHTS:
             return decode_and_check(_changed(fault, assignment, result, site.layout), assignment, rules)

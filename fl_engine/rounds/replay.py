@@ -110,7 +110,6 @@ def replay(
                 f"client {client} in round {round + 1}: the update differs from the run. Replay with the same code on "
                 "the same type of machine as the run"
             )
-    sent = work.start
-    alike = [name for name, t in update.payload.items() if name in sent and t.shape == sent[name].shape]
-    change = {name: update.payload[name] - sent[name] for name in alike}
-    return ClientRound(assignment, work.task, work.start, update, change, same_bits)
+    start = work.start
+    change = {n: t - start[n] for n, t in update.payload.items() if n in start and t.shape == start[n].shape}
+    return ClientRound(assignment, work.task, start, update, change, same_bits)

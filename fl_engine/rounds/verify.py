@@ -84,9 +84,7 @@ def verify_rounds(
             merges = round in kept and not train and clients.states is None and clients.pending is None
             while done < round:
                 done += 1
-                mailbox = None
-                if merges and done == round:
-                    mailbox = _kept(ledger, scratch, round)
+                mailbox = _kept(ledger, scratch, round) if merges and done == round else None
                 progress, row = run_round(run, progress, done, replace(clients, mailbox=mailbox))
                 check_equal(row, rows[done])
                 plan = f"{round_folder(done)}plan.json"

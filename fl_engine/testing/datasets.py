@@ -40,8 +40,7 @@ class DatasetSuite:
         if not data.mean or ({*data.mean} == {0.0} and {*data.std} == {1.0}):
             pytest.skip("the samples are not normalised, or only scaled to 0..1")
         axis = 1 if data.train_x.dim() == 4 else -1
-        features = data.train_x.movedim(axis, 0)
-        for feature, mean, std in zip(features, data.mean, data.std, strict=True):
+        for feature, mean, std in zip(data.train_x.movedim(axis, 0), data.mean, data.std, strict=True):
             x = feature.float() / 255 if data.has_images else feature.double()
             assert float((x.mean() - mean) / std) == pytest.approx(0, abs=0.02)
             assert float(x.std() / std) == pytest.approx(1, abs=0.02)

@@ -47,8 +47,7 @@ def _show(args: argparse.Namespace, result: RunResult) -> None:
 def contributions(args: argparse.Namespace) -> None:
     check_jobs(args.jobs)
     planned = measuring.plan(args.run, args.by)
-    show_cost = show if not args.json else log.info
-    show_cost(planned.cost(args.jobs))
+    (log.info if args.json else show)(planned.cost(args.jobs))
     found = measuring.contributions(args.run, planned, args.jobs)
     if args.json:
         show(json.dumps({"metric": "avg", "contributions": [asdict(each) for each in found]}))

@@ -241,7 +241,6 @@ class TuneConfig(Section):
     """Metric to optimize: its value in the last round, averaged over `seeds`."""
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     """Seeds for the runs of each trial."""
-
     held_out: tuple[int, ...] = (100, 101, 102)
     """Seeds for the final comparison between the best setting and the default."""
     space: dict[str, Range] = Field(default={})

@@ -358,7 +358,6 @@ class ConfusionFile(Artifact):
 
     names: tuple[str, ...] = ()
     """Names of the classes; empty if the task does not name its classes."""
-
     levels: dict[str, tuple[tuple[int, ...], ...]]
 
 

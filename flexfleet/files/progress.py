@@ -98,8 +98,7 @@ def called_while_waiting(report: Callable[[float], None], first_s: float, again_
             report(time.monotonic() - began)
             pause = again_s
 
-    thread = threading.Thread(target=repeat, daemon=True)
-    thread.start()
+    threading.Thread(target=repeat, daemon=True).start()
     try:
         yield
     finally:

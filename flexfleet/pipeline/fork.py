@@ -195,8 +195,7 @@ class Certificate(Artifact):
 def forget(parent: Path, run_id: str, clients: Collection[int], attempt: Attempt = Attempt()) -> RunResult:
     """Run a fork without `clients`, and write its certificate. Raises the errors of `fork`, and ConfigError if the
     server's data may contain samples of the clients."""
-    known = RunFile.read(parent / "run.json")
-    if configs.parse_schema(known.config).partition.proxy_shared:
+    if configs.parse_schema(RunFile.read(parent / "run.json").config).partition.proxy_shared:
         message = "the server's data contain samples of the clients (partition.proxy_shared), which cannot be forgotten"
         raise ConfigError(message, path="partition.proxy_shared")
     result = fork(parent, run_id, without=clients, attempt=attempt)

@@ -162,8 +162,7 @@ def held_out(config: Config, parts: Partition, data: Data) -> tuple[Partition, t
 
 def server_of(resolved: Resolved) -> ServerContext:
     """Return the server context that is used to build the pool. The data are partitioned on first use."""
-    device = resolved.config.run.devices[0]
-    return ServerSite(lambda: site_before_pool(resolved, cut(resolved)), device)
+    return ServerSite(lambda: site_before_pool(resolved, cut(resolved)), resolved.config.run.devices[0])
 
 
 def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path, before: Mapping[str, Any] | None = None) -> Site:

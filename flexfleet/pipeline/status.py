@@ -98,8 +98,7 @@ def list_runs(store: Path) -> list[dict[str, Any]]:
     if not store.exists():
         return []
     check_is_folder(store)
-    folders = sorted(store.glob("[!.]*"))
-    return _described(run for each in folders for run in _placed(each))
+    return _described(run for each in sorted(store.glob("[!.]*")) for run in _placed(each))
 
 
 def runs_in(folder: Path) -> list[dict[str, Any]]:

@@ -27,7 +27,6 @@ DROPOUTS = {
 }  # fmt: skip
 """Modules that replace dropout functions. A trace would record the functions' argument `training` as a constant."""
 
-
 BRANCH_DROPS = ("StochasticDepth", "DropPath")
 """Classes in torchvision and timm that drop whole branches in training. These classes do not mix channels."""
 OF_SHAPE = ("shape", "size", "dim", "ndim", "ndimension", "numel", "len", "dtype", "device", "is_cuda")
