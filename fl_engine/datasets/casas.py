@@ -114,7 +114,7 @@ def load(root: Path) -> Data:
         for name, words in samples(events(path, read(path))):
             names.add(name)
             rows.append(array("i", (word_numbers.setdefault(word, len(word_numbers)) for word in words)))
-            labels.append(LABELS.get(bare(name), LABELS[""]))
+            labels.append(label_of(name))
             homes.append(home)
             if len(rows) > MOST_SAMPLES:
                 raise damaged(path, f"at most {MOST_SAMPLES} activities", "more")
@@ -186,3 +186,8 @@ def word_of(sensor: bytes, value: bytes) -> str | None:
 def bare(name: str) -> str:
     """Return the name if LABELS contains it, otherwise the name without a prefix such as `r1_`."""
     return name if name in LABELS else RESIDENT.sub("", name)
+
+
+def label_of(name: str) -> int:
+    """Return the class index for the name of an activity in a file."""
+    return LABELS.get(bare(name), LABELS[""])
