@@ -120,8 +120,7 @@ def _pack(audio: Path, parts: Sequence[list[Segment]], folder: Path) -> None:
 
 
 def segments(path: Path) -> list[Segment]:
-    """Return the rows of an annotation file. Raises DataError if the columns, a value or the number of rows is
-    wrong."""
+    """Return the rows of an annotation file. Raises DataError for a wrong column, value or number of rows."""
     with expecting(path, f"a table in CSV with the columns {', '.join(COLUMNS)}"):
         rows = csv.DictReader(io.StringIO(read(path, most=MOST_BYTES).decode(), newline=""))
         found = [_segment(*(row.get(name) or "" for name in COLUMNS)) for row in rows]

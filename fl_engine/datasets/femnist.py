@@ -55,15 +55,11 @@ MOST_BYTES = 2**30
 
 
 class _Samples(BaseModel, strict=True):
-    """Images and labels of a writer."""
-
     x: list[Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=SIDE**2, max_length=SIDE**2)]]
     y: list[Annotated[int, Field(ge=0, lt=CLASSES)]]
 
 
 class _Leaf(BaseModel, strict=True):
-    """Content of a file."""
-
     users: list[Any]
     num_samples: list[int]
     user_data: dict[Any, _Samples]

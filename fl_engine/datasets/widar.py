@@ -78,8 +78,7 @@ def load(root: Path) -> Data:
 
 
 def listed(folder: Path) -> Iterator[Sample]:
-    """Yield the samples of all gestures, sorted by path. Raises DataError if a folder or file has an unexpected
-    name."""
+    """Yield the samples of all gestures, sorted by path. Raises DataError for an unexpected folder or file name."""
     for path in sorted(folder.glob("*/*/*.csv")):
         gesture, user = _GESTURE.fullmatch(path.parent.name), _USER.fullmatch(path.name)
         if gesture is None or user is None:

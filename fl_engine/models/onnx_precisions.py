@@ -147,8 +147,7 @@ def measure(
 
 
 def read(folder: Path) -> Precisions | None:
-    """Return the content of precision.json, or None if the file is missing. Raises IntegrityError if the file is
-    damaged."""
+    """Return the content of precision.json; None if the file is missing. Raises IntegrityError for a damaged file."""
     path = folder / ABOUT
     return parsed(Precisions, path.read_bytes(), str(path)) if path.exists() else None
 

@@ -118,8 +118,7 @@ class Checkpoints:
         return [RoundFile(int(m[1]), int(m[2] or 0), m[3], key) for m, key in matches if m]
 
     def commit(self, round: int, tensors: Params, rest: Mapping[str, Any], rows: Sequence[Row]) -> None:
-        """Commit `round`, then delete files that are no longer needed. Raises Stopped if another coordinator has taken
-        over."""
+        """Commit `round`, then delete unneeded files. Raises Stopped if another coordinator has taken over."""
         self.check_lock()
         files: dict[str, Value] = {
             self._own("state.safetensors"): laid_out(tensors),

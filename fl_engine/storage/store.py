@@ -263,8 +263,7 @@ def check_size(name: str, size: int, limit: int | None) -> None:
 
 
 def canonical(value: Any) -> bytes:
-    """Convert a value to JSON. Equal values result in identical bytes. Raises ValueError for a number that is not
-    finite."""
+    """Convert a value to JSON. Equal values result in identical bytes. Raises ValueError for non-finite numbers."""
     return json.dumps(value, sort_keys=True, allow_nan=False).encode()
 
 

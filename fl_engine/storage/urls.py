@@ -161,8 +161,7 @@ def _beginning(response: urllib3.BaseHTTPResponse) -> bytes:
 
 
 def _form(fields: Mapping[str, str], value: Value) -> tuple[Pieces, str]:
-    """Return a tuple (form, content type of the form). The file is the last field, because servers ignore later
-    fields."""
+    """Return a tuple (form, content type). The file is the last field, because servers ignore later fields."""
     boundary = secrets.token_hex(16)
     parts: dict[str, str | tuple[str, bytes, str]] = {**fields, "file": ("value", b"", FIXED["Content-Type"])}
     empty, kind = urllib3.encode_multipart_formdata(parts, boundary)

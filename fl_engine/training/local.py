@@ -160,8 +160,7 @@ class Session:
         self._borrowed.close()
 
     def epoch(self, most_steps: int | None = None, on_step: OnStep | None = None) -> None:
-        """Train one epoch, or only its first `most_steps` steps. `on_step` is called before each step of the first
-        lane."""
+        """Train one epoch or its first `most_steps` steps. `on_step` is called before each step of the first lane."""
         task, order = self._tasks[0], next(self._orders)
         for chosen_bn in order[:most_steps]:
             rate = task.schedule.rate(task.optimizer.lr, self.steps, len(order), task.epochs)
@@ -199,8 +198,7 @@ class Session:
         return [Trained(params, loss, finite, self.steps, self.samples) for params, loss, finite in parts]
 
     def snapshot(self) -> Params:
-        """Return a CPU copy of the training state: weights, optimizer state, states of the random generators,
-        counters."""
+        """Return a CPU copy of the training state: weights, optimizer state, random generators, counters."""
         counted = {"done": self.done, "steps": self.steps, "samples": self.samples}
         parts: dict[str, Params] = {
             "weights": self._state,

@@ -54,8 +54,7 @@ class Setting:
         return self.targets[0].device
 
     def borrow(self, task: LocalTask) -> LaneNetwork:
-        """Return a network in training mode for the sub-model `task.spec`. Build the network if it is not in the
-        cache."""
+        """Return a network in training mode for the sub-model `task.spec`, from the cache if possible."""
         what = (self.family, self.family.layout().form(task.spec), task.spec.kept.get(HEAD), task.scaler)
         try:
             network = _free.setdefault(what, []).pop()

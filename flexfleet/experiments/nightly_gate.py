@@ -156,8 +156,7 @@ def machine() -> dict[str, str]:
 def judge(
     now: NightlyFigures, reference: NightlyFigures, passed: Sequence[NightlyFigures], thresholds: Mapping[str, float]
 ) -> list[Check]:
-    """Compare all metrics of all variants with earlier values. Memory and pace are only compared between identical
-    machines."""
+    """Compare all metrics of all variants with earlier values; memory and pace only between identical machines."""
     checks = []
     for label, figures in now.labels.items():
         for metric in METRICS:

@@ -98,8 +98,7 @@ class Reporter(Tracker):
 
 
 def retry_all(study: Any, worker: int | None = None) -> list[int]:
-    """Retry the running trials of a dead worker. If `worker` is None, retry all running trials. Returns the trial
-    numbers."""
+    """Retry the running trials of a dead worker, or of all workers if `worker` is None. Returns the trial numbers."""
     running = trials_in(study, "RUNNING")
     own = [trial for trial in running if worker is None or trial.user_attrs.get(WORKER) == worker]
     numbers = [trial.number for trial in own if retry(study, trial, died=True, resume=True)]

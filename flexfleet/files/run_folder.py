@@ -124,8 +124,7 @@ def check_manifest(folder: Path) -> bool:
 
 
 def check_inputs(folder: Path, run: RunFile) -> None:
-    """Raise IntegrityError if the run's partition, APoZ scores or pool are missing or have changed since the run
-    started."""
+    """Raise IntegrityError if the partition, APoZ scores or pool are missing or have changed since the run started."""
     scores = prepared.index(folder / "pretrain").get("apoz")
     read_bytes(folder / "partition" / "partition.json", run.partition_sha256)
     read_bytes(folder / "pool" / "pool.json", run.pool_sha256)

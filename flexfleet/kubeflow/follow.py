@@ -189,8 +189,7 @@ FINAL = {1, BadInput.exit_code, Diverged.exit_code, GateFailed.exit_code}
 
 
 def _advice(found: list[Cause], parameters: Mapping[str, Any], run_id: str) -> str:
-    """Return advice on how to continue a failed or terminated run. Return an empty string if the run cannot be
-    continued."""
+    """Return advice on how to continue a failed or terminated run, or "" if the run cannot be continued."""
     key, name = name_of(parameters, run_id)
     codes = {cause.code for cause in found}
     if not key or codes & FINAL:

@@ -61,8 +61,7 @@ class Console(Tracker):
 
 
 def summary(values: Mapping[str, float]) -> str:
-    """Format the metrics of a round in one line, with the score of each level if there are at most MOST_LEVELS
-    levels."""
+    """Format a round's metrics in one line, with the score of each level if there are at most MOST_LEVELS levels."""
     measure, levels = measure_in(values), levels_in(values)
     digits = 1 if measure.unit else 3
 

@@ -163,8 +163,7 @@ def draws_numbers(module: nn.Module, x: Tensor) -> bool:
 
 
 def _vocabulary(module: nn.Module, tokens: Tensor) -> int | None:
-    """Return the number of tokens if the module uses `tokens` as indices of a table or for one-hot vectors, otherwise
-    None."""
+    """Return the number of tokens if the module uses `tokens` as indices or for one-hot vectors, otherwise None."""
     lookups = _Lookups(tokens)
     try:
         with torch.no_grad(), lookups:
