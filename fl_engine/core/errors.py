@@ -320,7 +320,6 @@ def kind_of(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-# --------------------------------------------------------------------------------------------------- hints
 class Named(dict[str, Any]):
     """Dict that raises ConfigError if a key is missing. The message is the key, `problem` and a hint."""
 

@@ -1,9 +1,8 @@
 """Links the rounds of a run in a hash chain, so that later changes are found.
 
 The row of each round contains three checksums: `plan` of the assignments, `model` of the algorithm's state after the
-merge, and `sha256` of each merged update. `link` is the checksum of the row and of the previous row's link.
-Therefore the last link determines all rows. The coordinator signs the last link and the model's checksum with Ed25519
-(RFC 8032).
+merge, and `sha256` of each merged update. `link` is the checksum of the row and of the previous row's link. Therefore
+the last link determines all rows. The coordinator signs the last link and the model's checksum with Ed25519 (RFC 8032).
 """
 
 from __future__ import annotations

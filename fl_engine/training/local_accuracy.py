@@ -74,8 +74,7 @@ class LocalAccuracy:
         correct[places] = chosen == self._labels[places]
 
     def of(self, level: str) -> Local | None:
-        """Return the local accuracy of a level; None if no client has test samples. Call `watch` for all samples
-        first."""
+        """Return a level's local accuracy; None if no client has test samples. Call `watch` for all samples first."""
         dealt = self._owner != NOBODY
         counts, watched = np.bincount(self._owner[dealt]), self._correct[level].numpy()[dealt]
         correct = np.bincount(self._owner[dealt], weights=watched)[counts > 0].astype(np.int64)

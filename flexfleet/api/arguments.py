@@ -52,14 +52,11 @@ class Arguments:
         self._values = merged(Config().model_dump(mode="json"), self._given)
         self._data: dict[str, Data] = {}
         self._active_run = active_run()
-        self._store = self._store_of(keywords, options)
-        self.overrides = self.overrides_of(keywords, options)
-
-    def _store_of(self, keywords: Mapping[str, Any], options: Mapping[str, Any]) -> str:
         uri = keywords.get("store_uri")
         if uri is None or "://" in str(uri):
             uri = leaves({str(path): value for path, value in options.items()}).get("run.store")
-        return str(path_of(self._values["run"]["store"] if uri is None else uri))
+        self._store = str(path_of(self._values["run"]["store"] if uri is None else uri))
+        self.overrides = self.overrides_of(keywords, options)
 
     def overrides_of(self, keywords: Mapping[str, Any], options: Mapping[str, Any]) -> Overrides:
         """Map dotted names to the values of keywords and options. Objects are replaced by their names. Raises

@@ -266,7 +266,6 @@ def _texts(kind: type) -> dict[str, str]:
     return texts
 
 
-# ------------------------------------------------------------------------------------------------- params.yaml
 WIDTH = 120
 HEAD = """\
 All parameters with their defaults: FlexFL on scikit-learn's handwritten digits. `flexfleet run`, `dvc repro` and

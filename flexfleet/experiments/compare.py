@@ -129,9 +129,8 @@ def begin(runs: Sequence[PlannedRun], id: str, tags: Mapping[str, str], run_id: 
 
 
 def check_all(runs: Sequence[PlannedRun]) -> None:
-    """Check all runs, and raise the error of the first invalid run. The user code of a started
-    run must not have changed, and the run must have at most `rounds.stop` committed rounds. All runs must have the same
-    main metric."""
+    """Check all runs, and raise the error of the first invalid run. The user code of a started run must not have
+    changed, and the run must have at most `rounds.stop` committed rounds. All runs must have the same main metric."""
     if "dataset.name" in varied(runs):
         metrics = {e.label: Resolved.of(e.config).data.task.metric.name for e in runs if e.seed == runs[0].seed}
         if len(set(metrics.values())) > 1:

@@ -173,8 +173,7 @@ def hand_over(nightly: NightlyRun, shared: Path, out: Path, job_id: str) -> list
         pair for case, runs in nightly.runs.items() for pair in compare.pairs_of(runs, f"{nightly.id}-{case}", shared)
     ]
     commit = take_commit(nightly)  # pin the commit last, because a failed check may require a code change
-    mlflow = begin(nightly, track.of_job(nightly.config, job_id))
-    return compare.write_pairs(pairs, mlflow, out, commit)
+    return compare.write_pairs(pairs, begin(nightly, track.of_job(nightly.config, job_id)), out, commit)
 
 
 def folders_of(nightly: NightlyRun, finished: Sequence[Path]) -> Folders:

@@ -99,8 +99,7 @@ def finite(figures: Figures) -> list[float] | None:
 
 # ------------------------------------------------------------------------------------------------- sentences
 def headline(tuned: Tuned) -> str:
-    """Return a sentence that compares the best setting with the default. If the best setting is better, the sentence
-    lists its values."""
+    """Return a sentence that compares the best setting with the default, and lists the values of a better setting."""
     metric, seeds = Metric(tuned.measure), len(tuned.held_out["seeds"])
     best, default = finite(tuned.held_out["best"]), finite(tuned.held_out["default"])
     test = tested(best, default) if best and default else None

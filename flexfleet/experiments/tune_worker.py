@@ -281,8 +281,7 @@ def rounds(resolved: Resolved, out: Path, tags: Mapping[str, str], observer: Any
         ConfigError: `out` contains a run with a different configuration.
         Diverged, NothingMerged: The run does not have a usable model.
     """
-    known = known_run(resolved.config, out, resume=True)
-    if known is None or not (out / "history.json").exists():
+    if known_run(resolved.config, out, resume=True) is None or not (out / "history.json").exists():
         # If the study's folder was deleted, trials are numbered from 0 again, but ledgers of earlier runs still exist.
         name = out.name if resolved.config.run.remote is None else name_in(out, resolved)
         steps = out / "partition", out / "pool", out

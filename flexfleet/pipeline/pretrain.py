@@ -143,8 +143,7 @@ def _code(kind: Preparation) -> list[str] | None:
 
 
 def settings_of(resolved: Resolved, name: str, kind: Preparation) -> dict[str, Any]:
-    """Return the values of all parameters that the preparation reads, by dotted name. Raises ConfigError for an unknown
-    parameter."""
+    """Return the values of the preparation's parameters by dotted name. Raises ConfigError for an unknown parameter."""
     algorithm: Any = resolved.algorithm
     own = {f"algorithm.{f.name}": f.name for f in fields(algorithm) if f.name != "training"}
     others = {k: v for k, v in configs.flatten(resolved.config).items() if not k.startswith("algorithm.")}

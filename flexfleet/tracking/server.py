@@ -194,8 +194,7 @@ def check_server(uri: str) -> None:
 
 
 def _check_answer(uri: str) -> None:
-    """Send the first request to a server. MLflow itself would retry the request for minutes. Raises the errors of
-    `check_server`."""
+    """Send the first request to a server, which MLflow would retry for minutes. Raises the errors of `check_server`."""
     kind = uri.partition("://")[0].partition("+")[0].lower()
     if kind not in ("http", "https", *databases.KINDS) or _has_answered(uri):
         return

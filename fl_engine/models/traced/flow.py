@@ -103,8 +103,7 @@ class Flow:
         return self.in_shape(layer.out, node.meta["shape"])
 
     def series(self, node: fx.Node, out: Dims, state: Dim) -> Any:
-        """Return the axes of an LSTM's outputs and the axes of its states. The last axis of a state contains the
-        units."""
+        """Return the axes of an LSTM's outputs and of its states. The last axis of a state contains the units."""
 
         def of(shape: Any) -> Any:
             return tuple(map(of, shape)) if several(shape) else (*ops.whole(shape[:-1]), state)
