@@ -41,11 +41,12 @@ time.monotonic = time.perf_counter = time.process_time  # real time depends on o
 
 from fl_engine.algorithms import ALGORITHMS
 from fl_engine.backends.in_process import InProcess, prepare_process
+from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import FlexfleetError
 from fl_engine.core.system import resident_peak, restart_peak
 from fl_engine.core.types import ClientUpdate, RoundPlan
 from fl_engine.datasets import DATASETS
-from fl_engine.rounds.run import Run
+from fl_engine.exchange.client import Site
 from fl_engine.training import memory
 from flexfleet.cli import many_runs
 from flexfleet.cli.main import parser
@@ -135,11 +136,11 @@ def recorded(only: str) -> Iterator[tuple[str, str, Config, dict[str, float]]]:
                 yield name, run.label, config, {figure: real[figure] for figure in RECORDED}
 
 
-def peak_of(run: Run, plan: RoundPlan) -> float:
+def peak_of(site: Site, algorithm: Algorithm, plan: RoundPlan) -> float:
     """Return the memory that a plan's training adds to this process, in MB."""
     prepare_process(("cpu",))
     before, _ = restart_peak()
-    (result,) = InProcess(run.site, run.devices).run(run.algorithm, plan)
+    (result,) = InProcess(site).run(algorithm, plan)
     assert isinstance(result, ClientUpdate), result
     return (resident_peak() - before) / 1e6
 
@@ -161,7 +162,10 @@ def peaks(config: Config, _: Any) -> Results:
                 largest[name] = samples, replace(plan, assignments=(assignment,))
     from benchmarks.forecasts import peak_of as work  # a function of __main__ cannot be sent to a process
 
-    real = {name: memory.in_child_process("training", work, run, plan) for name, (_, plan) in largest.items()}
+    real = {
+        name: memory.in_child_process("training", work, run.site, run.algorithm, plan)
+        for name, (_, plan) in largest.items()
+    }
     return {"command": (Forecast(figures={name: found[name] for name in real}), real)}
 
 
@@ -215,11 +219,12 @@ def main() -> None:
     if args.json is not None:
         args.json.write_text(json.dumps(rows))
     names = list(dict.fromkeys(name for _, _, name in hits))
-    print(f"{'suites':14}{'forecast':10}" + "".join(f"{name:>19}" for name in names))
+    width = 2 + max(len(suite) for suite, _, _ in hits)
+    print(f"{'suites':{width}}{'forecast':10}" + "".join(f"{name:>19}" for name in names))
     for suite, when in dict.fromkeys((suite, when) for suite, when, _ in sorted(hits)):
         cells = [hits.get((suite, when, name), []) for name in names]
         print(
-            f"{suite:14}{when:10}"
+            f"{suite:{width}}{when:10}"
             + "".join(f"{sum(cell)} of {len(cell)}".rjust(19) if cell else " " * 19 for cell in cells)
         )
     print(f"{time.process_time() - began:.0f} s of CPU time")

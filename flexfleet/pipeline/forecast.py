@@ -49,6 +49,8 @@ ROUND_MB, CLIENT_MB = 1.4e-3, 3.9e-4
 APOZ = (0.15, 0.85), (0.85, 0.15)
 """APoZ of the first and of the last layer. If late layers are pruned more than early layers, models of equal size train
 longer. Measured scores are between these extremes."""
+ALLOCATOR_MB = 20
+"""Uncertainty of a process's memory, which depends on PyTorch's buffers and on the allocator."""
 REJECTED = 0.02
 """Fraction of updates that may be rejected."""
 MOST_MB = 100
@@ -83,17 +85,20 @@ def forecast(
             _, lowest, highest = found.get(name, (value, low, high))
             found[name] = np.array([value, min(low, lowest), max(high, highest)])
     pool, fleet = run.site.pool, run.site.fleet
-    needs = {m.name: m.peak_bytes / 1e6 * np.array([1, 0.7, 1.5]) for m in measured if m.peak_bytes is not None}
+    peaks = {level.name: level.peak_bytes / 1e6 for level in measured if level.peak_bytes is not None}
+    needs = {
+        name: np.array([mb, max(0.0, 0.7 * mb - ALLOCATOR_MB), 1.5 * mb + ALLOCATOR_MB]) for name, mb in peaks.items()
+    }
     if prices:
         scales = {name: 1e-3 if name.startswith("gb") else 1.0 for name in prices}
         found["money"] = np.sum([price * scales[name] * found[PRICES[name]] for name, price in prices.items()], axis=0)
-    peaks, tiers = _shown(needs), []
+    peak_of, tiers = _shown(needs), []
     for tier in dict.fromkeys(device.tier for device in fleet):
         devices = [device for device in fleet if device.tier == tier]
         fits = [model.name for model in pool if holds(devices[0], model.share)]
         about = {"name": tier, "memory": devices[0].most, "clients": [device.client for device in devices]}
-        tiers.append({**about, "levels": fits, "peak": peaks.get(fits[-1]) if fits else None})
-    levels = tuple({"name": model.name, "size": 100 * model.share, "peak": peaks.get(model.name)} for model in pool)
+        tiers.append({**about, "levels": fits, "peak": peak_of.get(fits[-1]) if fits else None})
+    levels = tuple({"name": model.name, "size": 100 * model.share, "peak": peak_of.get(model.name)} for model in pool)
     return Forecast(figures=_shown(found), levels=levels, tiers=tuple(tiers))
 
 
