@@ -22,7 +22,7 @@ from fl_engine.rounds.loop import load_progress
 from fl_engine.rounds.round import plan_round, run_round
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.timing import Stopwatch
-from fl_engine.rounds.verify import first_state, scratch_clients, without_evaluation
+from fl_engine.rounds.verify import last_state, scratch_clients, without_evaluation
 from fl_engine.storage.store import FolderStore
 from fl_engine.training.local import OnStep
 
@@ -87,13 +87,15 @@ def replay(
     if "failure" in line:
         raise ConfigError(f"client {client} failed in round {round + 1}: {line['failure']}")
     with TemporaryDirectory() as folder:
-        clients = scratch_clients(run, backend, Ledger(FolderStore(Path(folder))))
-        last = first_state(clients, ledger, round)
+        clients = scratch_clients(run, backend, Ledger(FolderStore(Path(folder))), ledger)
+        last = last_state(ledger, round)
         progress, _ = load_progress(initial, ledger, last)
         run = without_evaluation(run)
         for each in range(0 if last is None else last + 1, round):
             progress, _ = run_round(run, progress, each, clients)
         plan, _ = plan_round(run, progress, round, clients, Stopwatch())
+    if client not in plan.assignment_of:
+        raise ConfigError(f"client {client} received the assignment of round {round + 1} in an earlier round")
     assignment = plan.assignment_of[client]
     algorithm = other or run.algorithm
     work = accept(algorithm, assignment, run.site)

@@ -50,6 +50,9 @@ class Run:
     def server(self) -> ServerSite:
         site, parts = self.site, self.site.partition
         if self.options.until is not None:  # never train on the validation samples
+            if not len(parts.proxy_test):
+                message = "rounds.until needs validation samples. Increase partition.proxy"
+                raise ConfigError(message, path="rounds.until")
             site = replace(site, partition=replace(parts, proxy_test=parts.proxy_test[:0]))
         return ServerSite(site, self.devices[0])
 

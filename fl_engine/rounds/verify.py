@@ -35,18 +35,18 @@ def without_evaluation(run: Run) -> Run:
     return replace(run, options=run.options.model_copy(update={"evaluate_every": NEVER}), evaluation=None)
 
 
-def scratch_clients(run: Run, backend: Backend, scratch: Ledger) -> Clients:
-    """Return clients whose states and pending updates are stored in `scratch`."""
+def scratch_clients(run: Run, backend: Backend, scratch: Ledger, ledger: Ledger | None = None) -> Clients:
+    """Return clients whose states and pending updates are stored in `scratch`, with copies of those in `ledger`."""
+    if ledger is not None:
+        ledger.states.copy_to(scratch.store)
+        ledger.pending.copy_to(scratch.store)
     states = scratch.states if run.client_state else None
     pending = scratch.pending if run.options.mode == "buffered" else None
     return Clients(backend, None, states=states, pending=pending)
 
 
-def first_state(clients: Clients, ledger: Ledger, round: int) -> int | None:
-    """Return the last round before `round` from whose state the next rounds can be computed; None for the initial
-    state. Old states of clients and old pending updates are not stored."""
-    if clients.states is not None or clients.pending is not None:
-        return None
+def last_state(ledger: Ledger, round: int) -> int | None:
+    """Return the last round before `round` whose state was kept; None for the initial state."""
     return max((each for each in ledger.checkpoints.with_state() if each < round), default=None)
 
 
@@ -76,16 +76,19 @@ def verify_rounds(
     progress, done = Progress(initial), -1
     with TemporaryDirectory() as folder:
         scratch = Ledger(FolderStore(Path(folder)), rules=ledger.mailbox.rules)
-        clients = scratch_clients(run, backend, scratch)
+        clients = scratch_clients(run, backend, scratch, ledger)
         for round in sorted(rounds):
-            last = first_state(clients, ledger, round)
+            last = last_state(ledger, round)
             if last is not None and last > done:
                 progress, done = stored_progress(initial, ledger, rows[last]), last
             merges = round in kept and not train and clients.states is None and clients.pending is None
             while done < round:
                 done += 1
                 mailbox = _kept(ledger, scratch, round) if merges and done == round else None
-                progress, row = run_round(run, progress, done, replace(clients, mailbox=mailbox))
+                try:
+                    progress, row = run_round(run, progress, done, replace(clients, mailbox=mailbox))
+                except IntegrityError as error:  # a damaged copy of a kept result
+                    raise IntegrityError(str(error).replace(f"{folder}/", ledger.store.uri())) from error
                 check_equal(row, rows[done])
                 plan = f"{round_folder(done)}plan.json"
                 if mailbox is not None and scratch.store.get(plan) != ledger.store.get(plan):

@@ -17,7 +17,7 @@ from fl_engine.core.errors import IntegrityError
 from fl_engine.core.types import Params
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.run_files import read_tensors
-from fl_engine.storage.store import laid_out, sha256
+from fl_engine.storage.store import Store, laid_out, sha256
 
 FILE = re.compile(r"(?:([1-9][0-9]{0,17})-)?([0-9a-f]{64})\.safetensors")
 
@@ -52,6 +52,12 @@ class TensorFiles:
     def get(self, name: str) -> Params:
         """Return the tensors in a file. Raises IntegrityError if the file is missing or damaged."""
         return read_tensors(self._checkpoints.store, self._folder + name)
+
+    def copy_to(self, store: Store) -> None:
+        """Copy all files to another store."""
+        own = self._checkpoints.store
+        for key in own.list(self._folder):
+            store.put(key, own.get(key))
 
     def prune(self) -> None:
         """Delete files that no stored commit names. If a commit cannot be read, delete no file."""

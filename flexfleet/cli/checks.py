@@ -40,7 +40,7 @@ def verify(args: argparse.Namespace) -> None:
     show(f"{found.run_id}: nothing has changed in {found.rounds} rounds")
     if found.public_key:
         show(f"signed with the key {found.public_key}")
-    for name, again in (("merged", found.merged), ("trained", found.trained)):
+    for name, again in (("merged", {*found.merged, *found.trained}), ("trained", found.trained)):
         if again:
             show(f"{name} again, with equal bits: {len(again)} of {found.rounds} rounds")
     if found.evaluated:

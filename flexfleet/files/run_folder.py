@@ -117,8 +117,9 @@ def check_manifest(folder: Path) -> bool:
     for name, expected in RunManifest.read(path).files.items():
         if (found := _sum(folder / name)) != expected:
             raise IntegrityError(
-                f"{folder / name} has changed since the run finished: its sha256 is {found.sha256[:12]}, expected "
-                f"{expected.sha256[:12]}. Restore the file, or delete {path} and run again with --resume"
+                f"{folder / name} has changed since the run finished: it has {found.size} bytes and the sha256 "
+                f"{found.sha256[:12]}, expected {expected.size} bytes and {expected.sha256[:12]}. Restore the file, or "
+                f"delete {path} and run again with --resume"
             )
     return True
 

@@ -19,7 +19,7 @@ from fl_engine.storage.checkpoints import Checkpoints
 from flexfleet import config as configs
 from flexfleet.files.artifacts import RunFile, RunResult
 from flexfleet.files.run_folder import check_is_folder
-from flexfleet.pipeline.fork import clients_of, first_asked
+from flexfleet.pipeline.fork import clients_of, shared_rounds
 from flexfleet.pipeline.resume import store_of
 
 log = logging.getLogger("flexfleet")
@@ -60,7 +60,8 @@ def plan(run: Path, by: By) -> Plan:
     check_is_folder(run)
     file, result = RunFile.read(run / "run.json"), RunResult.read(run / "result.json")
     config = configs.parse_schema(file.config)
-    rows = Checkpoints(store_of(config, file.run_id, run)).rows()
+    checkpoints = Checkpoints(store_of(config, file.run_id, run))
+    rows = checkpoints.rows()
     groups: dict[str, tuple[int, ...]]
     if by == "client":
         groups = {f"client={client}": (client,) for client in range(config.partition.clients)}
@@ -68,7 +69,7 @@ def plan(run: Path, by: By) -> Plan:
         groups = {f"tier={tier.name}": tuple(clients_of([f"tier={tier.name}"], run)) for tier in config.fleet.tiers}
     rounds = {}
     for name, clients in groups.items():
-        first = first_asked(rows, clients)
+        first = shared_rounds(checkpoints, rows, clients)
         rounds[name] = 0 if first is None else len(rows) - first
     seconds = fmean(row.metrics["seconds_round"] for row in rows)
     return Plan(result.metrics["avg"], groups, rounds, seconds)

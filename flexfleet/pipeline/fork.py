@@ -51,7 +51,7 @@ def fork(
     """Run a fork of the run in the folder `parent`, or resume it.
 
     Args:
-        at: Number of shared rounds. With None, all rounds before the first round that asked a client in `without`.
+        at: Number of shared rounds; None: see `shared_rounds`.
         settings: Changed parameters by dotted name.
         without: Clients that the fork never asks.
 
@@ -71,7 +71,8 @@ def fork(
     config, algorithm = configs.parse_with_algorithm(applied(known.config, given), stored=True)
     resolved = Resolved(config, algorithm)
     if privacy.is_private(algorithm):
-        raise ConfigError("a private run cannot be forked, because two runs would spend its privacy budget")
+        message = "a private run cannot be forked, because two runs would spend its privacy budget. Start a new run"
+        raise ConfigError(message)
     out = Path(config.run.store) / check_name(run_id, "run_id")
     if not (out / "run.json").exists():
         source = store_of(before, known.run_id, parent)
@@ -79,9 +80,12 @@ def fork(
         if at is None:
             if not without:
                 raise ConfigError("a fork needs the number of shared rounds (--at) or clients to leave out", path="at")
-            at = first_asked(rows, without)
+            at = shared_rounds(Checkpoints(source), rows, without)
         if at is None:
             raise ConfigError(f"no round asked the clients {', '.join(map(str, without))}, so nothing would change")
+        if known.forked is not None and at < known.forked.round:
+            base, count = known.forked.run_id, known.forked.round
+            raise ConfigError(f"rounds 1 to {count} are rounds of {base}. Fork {base} instead", path="at")
         _check_shared(Checkpoints(source), rows, at, without)
         with folder_lock(out):
             for name in ("partition", "pretrain", "pool", "code"):
@@ -105,7 +109,7 @@ def fork(
     return run_all(resolved, run_id, replace(attempt, resume=True))
 
 
-def clients_of(texts: Sequence[str], parent: Path) -> list[int]:
+def clients_of(texts: Sequence[str], parent: Path, option: str = "--without") -> list[int]:
     """Return the clients that `client=7`, `client=7,9`, `tier=NAME` or `label=3` name in a run. `label` names all
     clients with samples of this label."""
     check_is_folder(parent)
@@ -129,8 +133,10 @@ def clients_of(texts: Sequence[str], parent: Path) -> list[int]:
             case _:
                 some = set()
         if not some or (kind == "client" and len(some) != len(value.split(","))):
-            expected = "client=7, client=7,9, tier=NAME or label=3, and name clients of the run"
-            raise ConfigError(f"--without must be {expected}, got {text!r}", path="without")
+            forms, got = "client=7, client=7,9, tier=NAME or label=3", text
+            if option == "--client":
+                forms, got = "7 or 7,9", value
+            raise ConfigError(f"{option} must be {forms}, and name clients of the run, got {got!r}", path=option[2:])
         found |= some
     return sorted(found)
 
@@ -138,6 +144,13 @@ def clients_of(texts: Sequence[str], parent: Path) -> list[int]:
 def first_asked(rows: Iterable[Row], clients: Collection[int]) -> int | None:
     """Return the first round, from 0, that asked one of the clients; None if there is no such round."""
     return next((row.round for row in rows if any(line["client"] in clients for line in row.clients)), None)
+
+
+def shared_rounds(checkpoints: Checkpoints, rows: Iterable[Row], without: Collection[int]) -> int | None:
+    """Return the number of rounds that a fork without these clients can share: all rounds until the last kept state
+    before the first round that asked one of them. None if no round asked them."""
+    asked = first_asked(rows, without)
+    return None if asked is None else max((r + 1 for r in checkpoints.with_state() if r < asked), default=0)
 
 
 def _check_shared(checkpoints: Checkpoints, rows: Sequence[Row], at: int, without: Collection[int]) -> None:

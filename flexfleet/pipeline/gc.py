@@ -26,7 +26,6 @@ from fl_engine.storage.s3 import open_store
 from flexfleet.config import Config
 from flexfleet.files.run_folder import folder_lock
 from flexfleet.pipeline import keys
-from flexfleet.pipeline.publish import CANDIDATE, CHAMPION
 from flexfleet.pipeline.resume import place_of
 from flexfleet.reports.precisions import EXPORT
 from flexfleet.tracking import dvc_remote, server
@@ -162,7 +161,7 @@ def _kept(entries: dict[str, Entry], keep: str, home: Path, aliases: dict[str, s
     def named(word: str) -> set[str]:
         return {name for name, entry in entries.items() if name == word or entry.tracked & aliases.get(word, set())}
 
-    words, known = [word.strip() for word in keep.split(",")], {*entries, *aliases, CANDIDATE, CHAMPION}
+    words, known = [word.strip() for word in keep.split(",")], {*entries, *aliases}
     if wrong := [word for word in words if not DAYS.fullmatch(word) and word not in known]:
         raise ConfigError(
             f"--keep must list names of runs, aliases of registered models or ages such as 30d, got {wrong[0]!r}"

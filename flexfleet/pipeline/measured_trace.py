@@ -22,6 +22,7 @@ from fl_engine.remote.scheduler import LOST
 from fl_engine.storage.store import FolderStore
 from flexfleet import config as configs
 from flexfleet.files.artifacts import RunFile
+from flexfleet.files.run_folder import check_is_folder
 
 LEAST, MOST = 1e-6, 1e9
 """Smallest and largest rate in a trace file."""
@@ -54,6 +55,7 @@ def trace(run: Path, out: Path) -> dict[str, Any]:
     """Write a trace file, and return a summary. Its `error` contains the median and the 90th percentile of the relative
     error of the simulated clock, if the time of each assignment is computed with the client's previous rates. Raises
     ConfigError if the run contains no measured times, and IntegrityError if the run has not finished."""
+    check_is_folder(run)
     config = configs.parse_schema(RunFile.read(run / "run.json").config)
     rounds = json.loads(read_bytes(run / "history.json"))["rounds"]
     devices = fleet(config.fleet.tiers, config.partition.clients, config.seed)

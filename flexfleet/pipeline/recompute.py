@@ -26,13 +26,15 @@ from fl_engine.training.local import OnStep
 from fl_engine.training.numerics import describe, differing
 from flexfleet import config as configs
 from flexfleet.config.dotted import applied
-from flexfleet.files.artifacts import EvaluationFile, History, RunFile
-from flexfleet.files.run_folder import check_manifest
+from flexfleet.files.artifacts import EvaluationFile, History, RunFile, RunResult
+from flexfleet.files.run_folder import MANIFEST, check_manifest
+from flexfleet.files.run_status import tally_in
 from flexfleet.pipeline import keys, partition
 from flexfleet.pipeline.evaluate import evaluate
 from flexfleet.pipeline.fork import check_certificate
 from flexfleet.pipeline.prepare import Resolved
 from flexfleet.pipeline.resume import devices_decide, store_of
+from flexfleet.pipeline.run import result
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,6 @@ class Recomputation:
     initial: Any
     backend: InProcess
     ledger: Ledger
-
-    @property
-    def restarts(self) -> bool:
-        """True if rounds can be computed from a stored state. Old client states and waiting updates are not stored."""
-        return not self.rounds.client_state and self.rounds.options.mode != "buffered"
 
 
 def recomputation(resolved: Resolved, folder: Path, run: RunFile) -> Recomputation:
@@ -107,7 +104,7 @@ def replay_client(
             raise ConfigError(message, path=wrong[0])
         other = configs.parse_with_algorithm(applied(run.config, settings), stored=True)[1]
     again = recomputation(resolved, folder, run)
-    if run.forked is not None and (round < run.forked.round or not again.restarts):
+    if run.forked is not None and round < run.forked.round:
         raise ConfigError(f"round {round + 1} of a fork cannot be replayed. Replay a round of {run.forked.run_id}")
     return replay(again.rounds, again.initial, again.backend, again.ledger, round, client, other, on_step)
 
@@ -156,7 +153,7 @@ def verify(
         IntegrityError: Something differs. The message names the first file, round or client.
         ConfigError: The run has no such round.
     """
-    check_manifest(folder)
+    whole = check_manifest(folder)
     store = store_of(resolved.config, run.run_id, folder)
     ledger, left = Ledger(store), list[str]()
     rows = ledger.checkpoints.rows(lines=False)
@@ -169,11 +166,16 @@ def verify(
     found = _check_history(folder, link, public_key) if (folder / "history.json").exists() else None
     if found is None:
         left.append("the signature, because the run has not finished")
+    elif not whole:
+        left.append(f"the other files, because {folder / MANIFEST} is missing")
     first = 0 if run.forked is None else run.forked.round
     if run.forked is not None and first:
         if rows[first - 1].link != run.forked.link:
             raise IntegrityError(f"{folder / 'run.json'}: the shared rounds are not those of {run.forked.run_id}")
-        left.append(f"rounds 1 to {first}, which are rounds of {run.forked.run_id}. Verify that run")
+        base = f"rounds 1 to {first} are rounds of {run.forked.run_id}. Verify that run"
+        if any(each < first for each in rounds):
+            raise ConfigError(f"--rounds: {base}", path="rounds")
+        left.append(f"{base}, and compare both with `flexfleet diff`")
     chosen = set(range(first, count) if every else rounds) - set(range(first))
     others = sorted(set(range(first, count)) - chosen)
     chosen |= set(random.sample(others, min(sample, len(others))))
@@ -188,15 +190,13 @@ def verify(
             if sha256(laid_out(published(final))) != found.model_sha256:
                 raise IntegrityError(f"{folder / 'model.safetensors'} is not the model of the last round")
         kept = kept_results(again.ledger)
-        if first and not again.restarts:
-            left.append("the rounds of a fork whose clients keep states or whose updates wait")
-            chosen, kept = set(), set()
         for train, some in ((True, chosen), (False, kept - chosen)):
             for each, how in verify_rounds(again.rounds, again.initial, again.backend, again.ledger, some, train):
                 (merged if how == "merged" else trained).append(each + 1)
                 progress(f"round {each + 1}: {how} again, equal")
         if evaluated := (folder / "evaluation.json").exists():
             _check_evaluation(resolved, folder)
+            _check_result(folder)
         if rest := count - first - len(merged) - len(trained):
             left.append(f"the merge of {rest} of {count} rounds (run.keep = {resolved.config.run.keep})")
     key, forgotten = "" if found is None else found.public_key, tuple[int, ...]()
@@ -225,3 +225,12 @@ def _check_evaluation(resolved: Resolved, folder: Path) -> None:
         found, stored = (EvaluationFile.read(each / "evaluation.json") for each in (Path(scratch), folder))
     if found != stored:
         raise IntegrityError(f"{folder / 'evaluation.json'} differs from a new evaluation of the model")
+
+
+def _check_result(folder: Path) -> None:
+    """Compare result.json with the files from which it was computed."""
+    if (folder / "result.json").exists():
+        stored = RunResult.read(folder / "result.json")
+        about = (stored.run_id, stored.mlflow_run_id, Path(stored.report), stored.store_uri)
+        if stored != result(folder, *about, tally_in(folder)):
+            raise IntegrityError(f"{folder / 'result.json'} differs from history.json and evaluation.json")

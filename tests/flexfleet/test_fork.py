@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import flexfleet as ff
-from fl_engine.core.errors import IntegrityError
+from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore
 
@@ -133,6 +133,38 @@ def test_fork_at_a_round_without_a_state_names_the_kept_rounds(flexfleet: Any, s
     flexfleet("run", "--run-id", "sums", sets=[*sets, "run.keep=sums", "rounds.commit_every=1"])
     done = flexfleet("fork", "runs/sums", "--at", "1", "--run-id", "b")
     assert done.code == 2 and "3, 4" in done.err
+
+
+def test_fork_without_a_client_begins_at_the_last_kept_state(flexfleet: Any, run: Path, sets: list[str]) -> None:
+    client = asked_in(run)[1][0]
+    flexfleet("run", "--run-id", "sums", sets=[*sets, "run.keep=sums", "rounds.commit_every=1"])
+    forked = flexfleet("fork", "runs/sums", "--without", f"client={client}", "--run-id", "b", "--json").json
+    never = flexfleet("run", "--run-id", "never", "--json", sets=[*sets, f"rounds.without=[{client}]"]).json
+    assert forked["model_sha256"] == never["model_sha256"]
+    assert json.loads(Path("runs/b/run.json").read_text())["forked"]["round"] == 0
+
+
+def test_rounds_of_the_first_run_are_forked_and_verified_there(flexfleet: Any) -> None:
+    flexfleet("fork", "runs/a", "--at", "2", "--run-id", "b", sets=["training.lr=0.2"]).ok()
+    for argv in (("fork", "runs/b", "--at", "1", "--run-id", "c"), ("verify", "runs/b", "--rounds", "1")):
+        done = flexfleet(*argv)
+        assert done.code == 2 and "rounds of a" in done.err
+
+
+@pytest.mark.parametrize("own", [("algorithm.name=ditto",), ("rounds.mode=buffered", "rounds.buffer=1")], ids=str)
+def test_fork_with_client_states_or_pending_updates_is_verified_and_replayed(
+    own: Sequence[str], flexfleet: Any, sets: list[str]
+) -> None:
+    flexfleet("run", "--run-id", "own", sets=[*sets, *own]).ok()
+    flexfleet("fork", "runs/own", "--at", "2", "--run-id", "b").ok()
+    assert ff.load("runs/b").model_sha256 == ff.load("runs/own").model_sha256
+    assert flexfleet("verify", "runs/b", "--all", "--json").json["trained"] == [3, 4]
+    client = asked_in(Path("runs/b"))[3][0]
+    if "rounds.mode=buffered" in own:
+        with pytest.raises(ConfigError, match="earlier round"):
+            ff.load("runs/b").replay(round=4, client=client)
+    else:
+        assert ff.load("runs/b").replay(round=4, client=client).same_bits
 
 
 def test_private_run_is_not_forked(flexfleet: Any, sets: list[str]) -> None:

@@ -170,16 +170,22 @@ def test_shared_files_and_other_models_stay(
     assert contents(Path("remote")) == {} and not [*Path("runs").iterdir()]
 
 
-def test_keys_outside_the_run_are_deleted_with_the_run(flexfleet: Any, quick: Any) -> None:
+def test_alias_that_no_model_has_keeps_nothing_and_is_refused(copies: Any, flexfleet: Any) -> None:
+    copies("b")
+    done = flexfleet("gc", "--keep", "champion")
+    assert done.code == 2 and "champion" in done.err and Path("runs/b").exists()
+
+
+def test_keys_outside_the_run_are_deleted_with_the_run(own_folder: None, flexfleet: Any, quick: Any) -> None:
     sets = [*quick, "rounds.stop=1", "run.secrets=secrets"]
-    for name in ("a", "b"):
+    for name in ("one", "two"):
         flexfleet("run", "--run-id", name, sets=sets).ok()
     before = contents(Path("secrets"))
-    assert {path.parts[1] for path in before} == {"a", "b"}
-    listed = flexfleet("gc", "--keep", "a", "--dry-run", "--json", sets=sets).json["entries"]
+    assert {path.parts[1] for path in before} == {"one", "two"}
+    listed = flexfleet("gc", "--keep", "one", "--dry-run", "--json", sets=sets).json["entries"]
     assert [row["kind"] for row in listed].count("keys") == 1 and contents(Path("secrets")) == before
-    flexfleet("gc", "--keep", "a", sets=sets).ok()
-    assert {path.parts[1] for path in contents(Path("secrets"))} == {"a"}
+    flexfleet("gc", "--keep", "one", sets=sets).ok()
+    assert {path.parts[1] for path in contents(Path("secrets"))} == {"one"}
 
 
 def test_objects_of_ended_runs_in_the_cluster(

@@ -88,5 +88,8 @@ def test_wrong_until_is_refused(run: Any, until: str) -> None:
     assert "rounds.until" in run("a", f"rounds.until={until}", code=2).err
 
 
-def test_until_needs_a_proxy(run: Any) -> None:
-    assert "partition.proxy" in run("a", "rounds.until={patience: 3}", "partition.proxy=0", code=2).err
+def test_until_needs_a_proxy(own_folder: None, flexfleet: Any, quick: Sequence[str]) -> None:
+    given = [*(text for text in quick if not text.startswith(("rounds.stop", "partition.proxy"))), *SETS]
+    for command in ("check", "run"):
+        done = flexfleet(command, sets=[*given, "rounds.until={patience: 3}", "partition.proxy=0"])
+        assert done.code == 2 and "partition.proxy" in done.err

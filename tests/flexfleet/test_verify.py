@@ -92,6 +92,17 @@ def test_any_changed_byte_of_a_ledger_in_a_bucket_is_found(tmp_path: Path, monke
     ff.load(folder).verify()
 
 
+def test_changed_result_is_found_without_the_manifest(run: Path) -> None:
+    (run / MANIFEST).unlink()
+    assert any(MANIFEST in text for text in ff.load(run).verify().not_checked)
+    result = json.loads((run / "result.json").read_text())
+    result["metrics"]["avg"] += 0.05
+    (run / "result.json").write_text(json.dumps(result))
+    with pytest.raises(IntegrityError) as error:
+        ff.load(run).verify()
+    assert "result.json" in str(error.value)
+
+
 @pytest.mark.parametrize("how", ["cut", "swapped", "other key"])
 def test_rounds_that_were_signed_again_are_found(run: Path, how: str) -> None:
     key = ff.load(run).verify().public_key
