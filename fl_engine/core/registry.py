@@ -52,6 +52,8 @@ def resolve(registry: Mapping[str, T], name: str, what: str) -> T:
         found: T = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # user code may raise any exception
         hint = did_you_mean(attribute, getattr(sys.modules.get(module), "__dict__", ()))
+        if module == "__main__":
+            hint = ". Define it in a file, because other processes cannot import from a script or notebook"
         raise ConfigError(f"{what} {name!r} cannot be imported: {type(error).__name__}: {error}{hint}") from error
     check_call(found, name, what)
     return found

@@ -92,9 +92,8 @@ def test_run_on_pods_can_be_forked_traced_and_deleted(settings: Settings, cluste
     first = flexfleet("run", "--run-id", "first", "--json")
     second = flexfleet("fork", str(tmp_path / "first"), "--at", "2", "--run-id", "second", "--json", sets=())
     assert second["model_sha256"] == first["model_sha256"]
-    assert (
-        flexfleet("trace", str(tmp_path / "first"), "--out", str(tmp_path / "t.csv"), "--json", sets=())["clients"] > 0
-    )
+    traced = flexfleet("trace", str(tmp_path / "first"), "--out", str(tmp_path / "trace.csv"), "--json", sets=())
+    assert traced["clients"] > 0
     assert flexfleet("gc", "--keep", "first,second", "--dry-run", "--json")["entries"] == []
     assert flexfleet("gc", "--keep", "first", "--json")["bytes"] > 0
     assert store_of(own[-3:], "second").list("") == [] != store_of(own[-3:], "first").list("")
