@@ -121,7 +121,7 @@ def stop(planned: list[PlannedRun], runs: list[PlannedRun], *_: Any, **__: Any) 
 
 def recorded(only: str) -> Iterator[tuple[str, str, Config, dict[str, float]]]:
     """Yield (comparison, label, configuration, real figures) for the first seed of each recorded run."""
-    for name, entry in json.loads(RESULTS.read_text()).items():
+    for name, entry in json.loads(RESULTS.read_text("utf-8")).items():
         planned: list[PlannedRun] = []
         with patch.object(many_runs, "run_comparison", partial(stop, planned)), suppress(Planned):
             many_runs.compare(parser().parse_args(shlex.split(entry["command"])[1:]))
@@ -217,7 +217,7 @@ def main() -> None:
                         shown = ", ".join(f"{figure[key]:.4g}" for key in ("value", "low", "high"))
                         print(f"miss: {suite} {label} {when} {name}: {shown}; real {real[name]:.4g}", flush=True)
     if args.json is not None:
-        args.json.write_text(json.dumps(rows))
+        args.json.write_text(json.dumps(rows), "utf-8")
     names = list(dict.fromkeys(name for _, _, name in hits))
     width = 2 + max(len(suite) for suite, _, _ in hits)
     print(f"{'suites':{width}}{'forecast':10}" + "".join(f"{name:>19}" for name in names))
