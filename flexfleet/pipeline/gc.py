@@ -25,7 +25,6 @@ from fl_engine.storage.checkpoints import MARK
 from fl_engine.storage.s3 import open_store
 from flexfleet.config import Config
 from flexfleet.files.run_folder import folder_lock
-from flexfleet.pipeline import keys
 from flexfleet.pipeline.resume import place_of
 from flexfleet.reports.precisions import EXPORT
 from flexfleet.tracking import dvc_remote, server
@@ -93,7 +92,8 @@ class Entry:
 
 def collect(config: Config, keep: str, dry_run: bool) -> dict[str, Any]:
     """Delete all entries that are not kept, and everything that belongs only to them. `keep` lists names of entries,
-    aliases of registered models, and ages such as 30d. With `dry_run`, delete nothing.
+    aliases of registered models, and ages such as 30d. With `dry_run`, delete nothing. Keys in `run.secrets` stay,
+    because runs in other stores may use them.
 
     Raises:
         ConfigError: `keep` contains an unknown word, or `publish.dvc` is not set.
@@ -131,11 +131,6 @@ def collect(config: Config, keep: str, dry_run: bool) -> dict[str, Any]:
             parts.append(("mlflow", run, server.delete_run(client, run, dry_run)))
     if pushed and dvc is not None:
         parts.append(("dvc", dvc, dvc_remote.delete(pushed, held, dvc, dry_run)))
-    for run in sorted(run for entry in gone.values() for run in entry.runs) if config.run.secrets else ():
-        secret = keys.shared_place(config, run)
-        parts += [("keys", keys.address(secret, key), 0) for key in secret.list("")]
-        if not dry_run:
-            secret.delete(*secret.list(""))
     if cluster is not None:
         place = place_of(remote or str(home.resolve()), "")
         stores = {claim["metadata"]["name"]: claim["data"]["store"] for claim in claims}

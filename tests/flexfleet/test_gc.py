@@ -176,18 +176,6 @@ def test_alias_that_no_model_has_keeps_nothing_and_is_refused(copies: Any, flexf
     assert done.code == 2 and "champion" in done.err and Path("runs/b").exists()
 
 
-def test_keys_outside_the_run_are_deleted_with_the_run(own_folder: None, flexfleet: Any, quick: Any) -> None:
-    sets = [*quick, "rounds.stop=1", "run.secrets=secrets"]
-    for name in ("one", "two"):
-        flexfleet("run", "--run-id", name, sets=sets).ok()
-    before = contents(Path("secrets"))
-    assert {path.parts[1] for path in before} == {"one", "two"}
-    listed = flexfleet("gc", "--keep", "one", "--dry-run", "--json", sets=sets).json["entries"]
-    assert [row["kind"] for row in listed].count("keys") == 1 and contents(Path("secrets")) == before
-    flexfleet("gc", "--keep", "one", sets=sets).ok()
-    assert {path.parts[1] for path in contents(Path("secrets"))} == {"one"}
-
-
 def test_objects_of_ended_runs_in_the_cluster(
     copies: Any, flexfleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
