@@ -65,12 +65,14 @@ def replay(
     client: int,
     other: Algorithm | None = None,
     on_step: OnStep | None = None,
+    first: int = 0,
 ) -> ClientRound:
     """Return the assignment and the result of `client` in `round`, counted from 0.
 
     `initial` is the state before round 0. `backend` executes the earlier rounds again. `other` is the algorithm with
-    other settings for this training only. `on_step` is called before each training step. Raises ConfigError if the
-    client was not selected or failed, and IntegrityError if the update differs from the ledger.
+    other settings for this training only. `on_step` is called before each training step. Rounds before `first` are
+    shared with another run. Raises ConfigError if the client was not selected or failed, and IntegrityError if the
+    update differs from the ledger.
     """
     rows = ledger.checkpoints.rows()
     if not 0 <= round < len(rows):
@@ -86,6 +88,9 @@ def replay(
         raise ConfigError(f"client {client} was not selected in round {round + 1}. Choose from {choices}")
     if "failure" in line:
         raise ConfigError(f"client {client} failed in round {round + 1}: {line['failure']}")
+    round -= int(line.get("staleness", 0))  # the round that sent the assignment
+    if round < first:
+        raise ConfigError(f"round {round + 1} of a fork cannot be replayed, because it is a round of the first run")
     with TemporaryDirectory() as folder:
         clients = scratch_clients(run, backend, Ledger(FolderStore(Path(folder))), ledger)
         last = last_state(ledger, round)
@@ -94,8 +99,6 @@ def replay(
         for each in range(0 if last is None else last + 1, round):
             progress, _ = run_round(run, progress, each, clients)
         plan, _ = plan_round(run, progress, round, clients, Stopwatch())
-    if client not in plan.assignment_of:
-        raise ConfigError(f"client {client} received the assignment of round {round + 1} in an earlier round")
     assignment = plan.assignment_of[client]
     algorithm = other or run.algorithm
     work = accept(algorithm, assignment, run.site)

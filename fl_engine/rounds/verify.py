@@ -71,6 +71,8 @@ def verify_rounds(
     `initial` is the state before round 0. `train` is True to train the clients even if their results were kept. Raises
     IntegrityError with the first round, client or file that differs.
     """
+    if not rounds:
+        return
     rows, kept = ledger.checkpoints.rows(), kept_results(ledger)
     run = without_evaluation(run)
     progress, done = Progress(initial), -1
@@ -88,7 +90,7 @@ def verify_rounds(
                 try:
                     progress, row = run_round(run, progress, done, replace(clients, mailbox=mailbox))
                 except IntegrityError as error:  # a damaged copy of a kept result
-                    raise IntegrityError(str(error).replace(f"{folder}/", ledger.store.uri())) from error
+                    raise IntegrityError(str(error).replace(folder, ledger.store.uri().rstrip("/"))) from error
                 check_equal(row, rows[done])
                 plan = f"{round_folder(done)}plan.json"
                 if mailbox is not None and scratch.store.get(plan) != ledger.store.get(plan):

@@ -192,6 +192,8 @@ class Oort(Draws):
         exploit = min(len(explored), quota - explore)
         scores = self.scores(candidates.utility[explored], candidates.last[explored], context.round + 1)
         scores = scores * slow[explored]
+        if self.draws == "keyed" and exploit == len(explored):
+            numbers(explored)  # `exploited` draws nothing, but the next numbers must stay the same
         best = explored[self.exploited(scores, exploit, lambda some: numbers(explored[some]))]
         new = fresh[self.explored((candidates.reward * slow)[fresh], explore, lambda some: numbers(fresh[some]))]
         left = np.delete(np.arange(len(candidates.clients)), np.concatenate([best, new]))

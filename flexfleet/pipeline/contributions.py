@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.storage.checkpoints import Checkpoints
 from flexfleet import config as configs
 from flexfleet.files.artifacts import RunFile, RunResult
@@ -70,6 +70,9 @@ def plan(run: Path, by: By) -> Plan:
     rounds = {}
     for name, clients in groups.items():
         first = shared_rounds(checkpoints, rows, clients)
+        if first is not None and file.forked is not None and first < file.forked.round:
+            base = file.forked.run_id
+            raise ConfigError(f"{name} was in rounds shared with {base}. Measure the contributions to {base} instead")
         rounds[name] = 0 if first is None else len(rows) - first
     seconds = fmean(row.metrics["seconds_round"] for row in rows)
     return Plan(result.metrics["avg"], groups, rounds, seconds)

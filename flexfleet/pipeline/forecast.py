@@ -72,10 +72,10 @@ def forecast(
         prepared = None if each is None else {"apoz": of_scores(resolved.family, each)}
         try:
             run, start, _ = first_round(resolved, parts, prepared)
-        except PoolError:
+        except (ConfigError, PoolError):
             if ends is None:
                 raise
-            continue  # with these scores, no sub-models have the required sizes
+            continue  # with these scores, no sub-models have the required sizes, or a tier cannot hold any
         run = replace(run, site=replace(partition.simulated(resolved, run.site), numerics=numerics))
         if probe and not measured:
             measured = profile(resolved, seconds=probe / len(run.site.pool), device=config.run.devices[0]).levels
@@ -144,6 +144,8 @@ def draw(run: Run, initial: Any, most: int, seconds: float) -> tuple[list[Row], 
                     break
     finally:
         log.disabled = quiet
+    if not drawn:
+        raise Diverged("the model's first weights are too large to merge an update")
     return drawn, progress
 
 

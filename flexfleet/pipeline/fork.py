@@ -143,7 +143,9 @@ def clients_of(texts: Sequence[str], parent: Path, option: str = "--without") ->
 
 def first_asked(rows: Iterable[Row], clients: Collection[int]) -> int | None:
     """Return the first round, from 0, that asked one of the clients; None if there is no such round."""
-    return next((row.round for row in rows if any(line["client"] in clients for line in row.clients)), None)
+    # If updates wait, a client's line is in the round that merges its update.
+    lines = ((row.round, line) for row in rows for line in row.clients if line["client"] in clients)
+    return min((round - int(line.get("staleness", 0)) for round, line in lines), default=None)
 
 
 def shared_rounds(checkpoints: Checkpoints, rows: Iterable[Row], without: Collection[int]) -> int | None:
@@ -215,8 +217,10 @@ def forget(parent: Path, run_id: str, clients: Collection[int], attempt: Attempt
     out = Path(result.report).parent
     history, file = History.read(out / "history.json"), RunFile.read(out / "run.json")
     assert file.forked is not None
-    made = Certificate(run_id=run_id, forgotten=tuple(clients), forked=file.forked, model_sha256=history.model_sha256)
     config = configs.parse_schema(file.config)
+    if first_asked(Checkpoints(store_of(config, run_id, out)).each_row(), clients) is not None:
+        raise IntegrityError(f"{out} merged an update of the clients, so they are not forgotten. Delete the run")
+    made = Certificate(run_id=run_id, forgotten=tuple(clients), forked=file.forked, model_sha256=history.model_sha256)
     secret = keys.place(config, run_id, store_of(config, run_id, out), out).read()
     assert secret is not None, "the run that has just ended has a key"
     key, signature = chain.sign(secret, made.content(), history.model_sha256)

@@ -25,6 +25,7 @@ from fl_engine.storage.checkpoints import MARK
 from fl_engine.storage.s3 import open_store
 from flexfleet.config import Config
 from flexfleet.files.run_folder import folder_lock
+from flexfleet.pipeline.publish import CANDIDATE, CHAMPION
 from flexfleet.pipeline.resume import place_of
 from flexfleet.reports.precisions import EXPORT
 from flexfleet.tracking import dvc_remote, server
@@ -115,7 +116,7 @@ def collect(config: Config, keep: str, dry_run: bool) -> dict[str, Any]:
     tracked = {run for entry in found.values() for run in entry.tracked}
     client = server.Client(config.tracking.mlflow) if tracked and config.tracking.mlflow else None
     aliases = {} if client is None else server.runs_by_alias(client, tracked)
-    kept = _kept(entries, keep, home, aliases)
+    kept = _kept(entries, keep, home, aliases, dry_run)
     gone |= {name: entry for name, entry in entries.items() if name not in kept}
     pushed = {pointer for entry in gone.values() for pointer in entry.pointers}
     if pushed and dvc is None:
@@ -150,7 +151,9 @@ def collect(config: Config, keep: str, dry_run: bool) -> dict[str, Any]:
     return {"entries": rows, "kept": kept, "bytes": sum(size for _, _, size in parts), "dry_run": dry_run}
 
 
-def _kept(entries: dict[str, Entry], keep: str, home: Path, aliases: dict[str, set[str]]) -> dict[str, str]:
+def _kept(
+    entries: dict[str, Entry], keep: str, home: Path, aliases: dict[str, set[str]], dry_run: bool
+) -> dict[str, str]:
     """Map the name of each kept entry to the reason. `aliases` maps aliases to MLflow runs (`server.runs_by_alias`)."""
 
     def named(word: str) -> set[str]:
@@ -158,11 +161,13 @@ def _kept(entries: dict[str, Entry], keep: str, home: Path, aliases: dict[str, s
 
     words, known = [word.strip() for word in keep.split(",")], {*entries, *aliases}
     if wrong := [word for word in words if not DAYS.fullmatch(word) and word not in known]:
-        raise ConfigError(
-            f"--keep must list names of runs, aliases of registered models or ages such as 30d, got {wrong[0]!r}"
-            f"{nearest(wrong[0], known)}",
-            path="keep",
+        text = (
+            f"--keep must list names of runs, aliases of their registered models or ages such as 30d, got {wrong[0]!r}"
+            f"{nearest(wrong[0], known)}"
         )
+        if not dry_run or not {CANDIDATE, CHAMPION}.issuperset(wrong):  # other runs may be registered before a deletion
+            raise ConfigError(text, path="keep")
+        log.warning("a deletion would be refused: %s", text)
     days = max((int(found[1]) for found in map(DAYS.fullmatch, words) if found), default=0)
     kept = {name: word for word in words for name in named(word)}
     for name in sorted(entries.keys() - kept.keys()):

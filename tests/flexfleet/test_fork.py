@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import flexfleet as ff
-from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.errors import IntegrityError
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore
 
@@ -160,11 +160,23 @@ def test_fork_with_client_states_or_pending_updates_is_verified_and_replayed(
     assert ff.load("runs/b").model_sha256 == ff.load("runs/own").model_sha256
     assert flexfleet("verify", "runs/b", "--all", "--json").json["trained"] == [3, 4]
     client = asked_in(Path("runs/b"))[3][0]
-    if "rounds.mode=buffered" in own:
-        with pytest.raises(ConfigError, match="earlier round"):
-            ff.load("runs/b").replay(round=4, client=client)
-    else:
-        assert ff.load("runs/b").replay(round=4, client=client).same_bits
+    again, before = (ff.load(name).replay(round=4, client=client) for name in ("runs/b", "runs/own"))
+    assert all(t.equal(again.update.payload[name]) for name, t in before.update.payload.items())
+
+
+def test_forgotten_client_has_no_pending_update_in_the_shared_rounds(flexfleet: Any, sets: list[str]) -> None:
+    flexfleet("run", "--run-id", "own", sets=[*sets, "rounds.mode=buffered", "rounds.buffer=1"]).ok()
+    lines = [line for row in Checkpoints(FolderStore(Path("runs/own"))).rows() for line in row.clients]
+    client = next(line["client"] for line in lines if line.get("staleness"))
+    flexfleet("forget", "runs/own", "--client", str(client), "--run-id", "b").ok()
+    assert ff.load("runs/b").verify().forgotten == (client,)
+    assert ff.load("runs/b").model_sha256 != ff.load("runs/own").model_sha256
+
+
+def test_contributions_of_a_fork_refuse_clients_of_the_shared_rounds_first(flexfleet: Any) -> None:
+    flexfleet("fork", "runs/a", "--at", "3", "--run-id", "b").ok()
+    done = flexfleet("contributions", "runs/b")
+    assert done.code == 2 and "shared with a" in done.err and not list(Path("runs").glob("b-without*"))
 
 
 def test_private_run_is_not_forked(flexfleet: Any, sets: list[str]) -> None:

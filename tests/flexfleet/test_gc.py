@@ -170,9 +170,11 @@ def test_shared_files_and_other_models_stay(
     assert contents(Path("remote")) == {} and not [*Path("runs").iterdir()]
 
 
-def test_alias_that_no_model_has_keeps_nothing_and_is_refused(copies: Any, flexfleet: Any) -> None:
+def test_alias_that_no_model_has_keeps_nothing_and_is_refused(copies: Any, flexfleet: Any, caplog: Any) -> None:
     copies("b")
-    done = flexfleet("gc", "--keep", "champion")
+    assert flexfleet("gc", "--keep", "champion,30d", "--dry-run").code == 0
+    assert "a deletion would be refused" in caplog.text
+    done = flexfleet("gc", "--keep", "champion,30d")
     assert done.code == 2 and "champion" in done.err and Path("runs/b").exists()
 
 
