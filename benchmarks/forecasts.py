@@ -219,7 +219,7 @@ def main() -> None:
     if args.json is not None:
         args.json.write_text(json.dumps(rows), "utf-8")
     names = list(dict.fromkeys(name for _, _, name in hits))
-    width = 2 + max(len(suite) for suite, _, _ in hits)
+    width = 2 + max(len(suite) for suite in ("suites", *(suite for suite, _, _ in hits)))
     print(f"{'suites':{width}}{'forecast':10}" + "".join(f"{name:>19}" for name in names))
     for suite, when in dict.fromkeys((suite, when) for suite, when, _ in sorted(hits)):
         cells = [hits.get((suite, when, name), []) for name in names]
