@@ -12,7 +12,8 @@ import pytest
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Selector
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.types import Device, RoundContext
+from fl_engine.core.submodels import FULL
+from fl_engine.core.types import Assignment, ClientUpdate, Device, RoundContext
 from fl_engine.selection import SELECTIONS, ByCapacity, Curiosity, Oort, ResourceTable, Uniform
 from fl_engine.selection.capacity import round_size, tiers
 from fl_engine.testing.rounds import check_silent
@@ -125,6 +126,22 @@ def test_keyed_draw_without_a_client_replaces_only_this_client(selector: Any) ->
         assert len(after) == 8
         assert before.keys() - {gone} <= after.keys()
         assert gone in before or after == before
+
+
+def test_keyed_oort_does_not_change_its_draws_if_an_unselected_known_client_is_missing() -> None:
+    """Two of three known clients are drawn. Without the third, both others are selected without a draw."""
+    oort = Oort(draws="keyed", share_limit=None, exploration=0.7, exploration_decay=1.0)
+    fleet = devices(weak=4, medium=4, strong=4)
+    tables = oort.init(fleet, PAPER_POOL)
+    for client in range(3):
+        update = ClientUpdate(0, client, FULL, {}, 5, {"rms_loss": 1.0})
+        tables = oort.learn(tables, Assignment(0, client, FULL, {}, 0, 0), update, 1.0)
+    whole = RoundContext(1, SEED, fleet, fleet, PAPER_POOL)
+    for draw in range(20):
+        before = oort.pick(tables, whole, 6, seeds.rng(draw, "t"))
+        (gone,) = set(range(3)) - {client for client, _ in before}
+        rest = replace(whole, available=tuple(device for device in fleet if device.client != gone))
+        assert oort.pick(tables, rest, 6, seeds.rng(draw, "t")) == before
 
 
 @pytest.mark.parametrize("selector", KEYED[2:], ids=str)
