@@ -168,8 +168,8 @@ def record_round(
         metrics["seconds_encode_clients"] = math.fsum(u.metrics.get("seconds_encode", 0.0) for u in updates)
         metrics["train_loss"] = sum(u.metrics["loss"] * u.num_examples for u in updates) / samples
     times = dict(sorted(results.times.items()))
-    powers = [(run.site.fleet[client].watts, took) for client, took in times.items()]
-    if run.site.fleet[0].watts is not None:
+    if run.site.fleet[0].watts is not None:  # then all devices have watts
+        powers = [(run.site.fleet[client].watts, took) for client, took in times.items()]
         metrics["joules"] = math.fsum(w[0] * took.compute + w[1] * took.communication for w, took in powers if w)
     merged = [times[update.client] for update in updates if update.client in times]
     numerics = run.site.numerics

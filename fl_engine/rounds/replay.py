@@ -65,14 +65,14 @@ def replay(
     client: int,
     other: Algorithm | None = None,
     on_step: OnStep | None = None,
-    first: int = 0,
+    shared: tuple[int, str] = (0, ""),
 ) -> ClientRound:
     """Return the assignment and the result of `client` in `round`, counted from 0.
 
     `initial` is the state before round 0. `backend` executes the earlier rounds again. `other` is the algorithm with
-    other settings for this training only. `on_step` is called before each training step. Rounds before `first` are
-    shared with another run. Raises ConfigError if the client was not selected or failed, and IntegrityError if the
-    update differs from the ledger.
+    other settings for this training only. `on_step` is called before each training step. `shared` contains the number
+    of rounds that another run shares, and the ID of this run. Raises ConfigError if the client was not selected or
+    failed, and IntegrityError if the update differs from the ledger.
     """
     rows = ledger.checkpoints.rows()
     if not 0 <= round < len(rows):
@@ -89,8 +89,8 @@ def replay(
     if "failure" in line:
         raise ConfigError(f"client {client} failed in round {round + 1}: {line['failure']}")
     round -= int(line.get("staleness", 0))  # the round that sent the assignment
-    if round < first:
-        raise ConfigError(f"round {round + 1} of a fork cannot be replayed, because it is a round of the first run")
+    if round < shared[0]:
+        raise ConfigError(f"round {round + 1} of a fork cannot be replayed. Replay a round of {shared[1]}")
     with TemporaryDirectory() as folder:
         clients = scratch_clients(run, backend, Ledger(FolderStore(Path(folder))), ledger)
         last = last_state(ledger, round)

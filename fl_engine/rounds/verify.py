@@ -36,10 +36,9 @@ def without_evaluation(run: Run) -> Run:
 
 
 def scratch_clients(run: Run, backend: Backend, scratch: Ledger, ledger: Ledger | None = None) -> Clients:
-    """Return clients whose states and pending updates are stored in `scratch`, with copies of those in `ledger`."""
+    """Return clients whose states and pending updates are written to `scratch`, and read from `scratch` or `ledger`."""
     if ledger is not None:
-        ledger.states.copy_to(scratch.store)
-        ledger.pending.copy_to(scratch.store)
+        scratch.states.behind, scratch.pending.behind = ledger.states, ledger.pending
     states = scratch.states if run.client_state else None
     pending = scratch.pending if run.options.mode == "buffered" else None
     return Clients(backend, None, states=states, pending=pending)

@@ -17,7 +17,7 @@ from fl_engine.core.errors import IntegrityError
 from fl_engine.core.types import Params
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.run_files import read_tensors
-from fl_engine.storage.store import Store, laid_out, sha256
+from fl_engine.storage.store import laid_out, sha256
 
 FILE = re.compile(r"(?:([1-9][0-9]{0,17})-)?([0-9a-f]{64})\.safetensors")
 
@@ -36,6 +36,8 @@ class TensorFiles:
         self._checkpoints, self._folder, self._names = checkpoints, folder, named
         self._named: dict[int, frozenset[str]] = {}
         """Map each committed round to the file names in its commit."""
+        self.behind: TensorFiles | None = None
+        """Files that are read if this folder lacks them, and never changed."""
 
     def put(self, tensors: Params, before: str | None = None) -> str:
         """Write the tensors and return the file's name. `before` is the name of an existing file, which is reused if it
@@ -51,13 +53,12 @@ class TensorFiles:
 
     def get(self, name: str) -> Params:
         """Return the tensors in a file. Raises IntegrityError if the file is missing or damaged."""
-        return read_tensors(self._checkpoints.store, self._folder + name)
-
-    def copy_to(self, store: Store) -> None:
-        """Copy all files to another store."""
-        own = self._checkpoints.store
-        for key in own.list(self._folder):
-            store.put(key, own.get(key))
+        try:
+            return read_tensors(self._checkpoints.store, self._folder + name)
+        except IntegrityError:
+            if self.behind is None:
+                raise
+            return self.behind.get(name)
 
     def prune(self) -> None:
         """Delete files that no stored commit names. If a commit cannot be read, delete no file."""

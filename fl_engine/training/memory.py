@@ -114,7 +114,7 @@ def _peak(site: TrialSite, trial: LevelTrial) -> tuple[int, int]:
     site.prepare()
     on_gpu = site.device.startswith("cuda")
     peak = partial(torch.cuda.max_memory_reserved, site.device) if on_gpu else resident_peak
-    before = peak() if on_gpu else restart_peak()[0]  # the peak includes what imports needed
+    before = peak() if on_gpu else restart_peak()[0]  # earlier peaks, such as those of imports, do not count
     # Keep a reference, because a client also stores the received weights during training.
     sent = made_up_weights(site.family, trial.sent)
     generator = torch.Generator().manual_seed(0)

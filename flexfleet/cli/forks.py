@@ -29,7 +29,7 @@ def fork(args: argparse.Namespace) -> None:
 
 
 def forget(args: argparse.Namespace) -> None:
-    clients = clients_of([f"client={args.client}"], args.run, "--client")
+    clients = clients_of([f"client={args.client}"], args.run)
     run_id = args.run_id or dated(f"{args.run.resolve().name}-without-{args.client.replace(',', '-')}")
     result = forking.forget(args.run, run_id, clients, Attempt(args.resume))
     _show(args, result)

@@ -61,7 +61,7 @@ def plan(run: Path, by: By) -> Plan:
     file, result = RunFile.read(run / "run.json"), RunResult.read(run / "result.json")
     config = configs.parse_schema(file.config)
     checkpoints = Checkpoints(store_of(config, file.run_id, run))
-    rows = checkpoints.rows()
+    rows, kept = checkpoints.rows(), checkpoints.with_state()
     groups: dict[str, tuple[int, ...]]
     if by == "client":
         groups = {f"client={client}": (client,) for client in range(config.partition.clients)}
@@ -69,7 +69,7 @@ def plan(run: Path, by: By) -> Plan:
         groups = {f"tier={tier.name}": tuple(clients_of([f"tier={tier.name}"], run)) for tier in config.fleet.tiers}
     rounds = {}
     for name, clients in groups.items():
-        first = shared_rounds(checkpoints, rows, clients)
+        first = shared_rounds(kept, rows, clients)
         if first is not None and file.forked is not None and first < file.forked.round:
             base = file.forked.run_id
             raise ConfigError(f"{name} was in rounds shared with {base}. Measure the contributions to {base} instead")

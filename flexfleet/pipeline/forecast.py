@@ -44,6 +44,7 @@ PRICES = {"node_hour": "node_hours", "gb_up": "mb_up", "gb_down": "mb_down", "gb
 UNITS = {"seconds": "s", "seconds_simulated": "s", "joules": "J", "node_hours": "h", "pods": "", "money": ""}
 """Units of figures; MB for all other figures."""
 TIMES = ("seconds_simulated", "node_hours", "joules")
+"""Figures that depend on the devices' speed."""
 ROUND_MB, CLIENT_MB = 1.4e-3, 3.9e-4
 """Usual size of a round's metrics in the store, and of the metrics of each client."""
 APOZ = (0.15, 0.85), (0.85, 0.15)
@@ -66,39 +67,42 @@ def forecast(
     config, parts, made = resolved.config, partition.cut(resolved), resolved.algorithm.preparations
     numerics = partition.numerics_of(resolved) if probe else SINGLE
     found, measured = dict[str, np.ndarray](), tuple[LevelProfile, ...]()
-    scores = (*APOZ, None) if "apoz" in made else (None,)
-    for ends in scores:
-        each = None if ends is None else np.linspace(*ends, len(resolved.family.prunable())).tolist()
-        prepared = None if each is None else {"apoz": of_scores(resolved.family, each)}
+    cases, given = (*APOZ, None) if "apoz" in made else (None,), None
+    for ends in cases:
+        prepared = {}
+        if ends is not None:
+            scores = np.linspace(*ends, len(resolved.family.prunable())).tolist()
+            prepared = {"apoz": of_scores(resolved.family, scores)}
         try:
             run, start, _ = first_round(resolved, parts, prepared)
         except (ConfigError, PoolError):
             if ends is None:
                 raise
             continue  # with these scores, no sub-models have the required sizes, or a tier cannot hold any
-        run = replace(run, site=replace(partition.simulated(resolved, run.site), numerics=numerics))
+        given = given or partition.simulated(resolved, run.site)  # reads the clients' folders only once
+        site = replace(run.site, data=given.data, partition=given.partition, held=given.held, numerics=numerics)
+        run = replace(run, site=site)
         if probe and not measured:
             measured = profile(resolved, seconds=probe / len(run.site.pool), device=config.run.devices[0]).levels
         # The search of a supernet chooses levels and codecs. APoZ scores hardly change the sizes of levels.
-        slack, limits = 1.0 if "supernet" in made else 0.05 if made else 0.0, (1000, seconds / len(scores))
+        slack, limits = 1.0 if "supernet" in made else 0.05 if made else 0.0, (1000, seconds / len(cases))
         for name, (value, low, high) in _figures(run, start, config.run.kept_rounds, slack, *limits, measured).items():
             _, lowest, highest = found.get(name, (value, low, high))
             found[name] = np.array([value, min(low, lowest), max(high, highest)])
     pool, fleet = run.site.pool, run.site.fleet
-    peaks = {level.name: level.peak_bytes / 1e6 for level in measured if level.peak_bytes is not None}
-    needs = {
-        name: np.array([mb, max(0.0, 0.7 * mb - ALLOCATOR_MB), 1.5 * mb + ALLOCATOR_MB]) for name, mb in peaks.items()
-    }
+    factors, allocator = np.array([1, 0.7, 1.5]), ALLOCATOR_MB * np.array([0, -1, 1])
+    sizes = {level.name: level.peak_bytes / 1e6 for level in measured if level.peak_bytes is not None}
+    peaks = _shown({name: np.maximum(0.0, mb * factors + allocator) for name, mb in sizes.items()})
     if prices:
         scales = {name: 1e-3 if name.startswith("gb") else 1.0 for name in prices}
         found["money"] = np.sum([price * scales[name] * found[PRICES[name]] for name, price in prices.items()], axis=0)
-    peak_of, tiers = _shown(needs), []
+    tiers = []
     for tier in dict.fromkeys(device.tier for device in fleet):
         devices = [device for device in fleet if device.tier == tier]
         fits = [model.name for model in pool if holds(devices[0], model.share)]
         about = {"name": tier, "memory": devices[0].most, "clients": [device.client for device in devices]}
-        tiers.append({**about, "levels": fits, "peak": peak_of.get(fits[-1]) if fits else None})
-    levels = tuple({"name": model.name, "size": 100 * model.share, "peak": peak_of.get(model.name)} for model in pool)
+        tiers.append({**about, "levels": fits, "peak": peaks.get(fits[-1]) if fits else None})
+    levels = tuple({"name": model.name, "size": 100 * model.share, "peak": peaks.get(model.name)} for model in pool)
     return Forecast(figures=_shown(found), levels=levels, tiers=tuple(tiers))
 
 

@@ -80,7 +80,7 @@ def fork(
         if at is None:
             if not without:
                 raise ConfigError("a fork needs the number of shared rounds (--at) or clients to leave out", path="at")
-            at = shared_rounds(Checkpoints(source), rows, without)
+            at = shared_rounds(Checkpoints(source).with_state(), rows, without)
         if at is None:
             raise ConfigError(f"no round asked the clients {', '.join(map(str, without))}, so nothing would change")
         if known.forked is not None and at < known.forked.round:
@@ -109,7 +109,7 @@ def fork(
     return run_all(resolved, run_id, replace(attempt, resume=True))
 
 
-def clients_of(texts: Sequence[str], parent: Path, option: str = "--without") -> list[int]:
+def clients_of(texts: Sequence[str], parent: Path) -> list[int]:
     """Return the clients that `client=7`, `client=7,9`, `tier=NAME` or `label=3` name in a run. `label` names all
     clients with samples of this label."""
     check_is_folder(parent)
@@ -133,10 +133,8 @@ def clients_of(texts: Sequence[str], parent: Path, option: str = "--without") ->
             case _:
                 some = set()
         if not some or (kind == "client" and len(some) != len(value.split(","))):
-            forms, got = "client=7, client=7,9, tier=NAME or label=3", text
-            if option == "--client":
-                forms, got = "7 or 7,9", value
-            raise ConfigError(f"{option} must be {forms}, and name clients of the run, got {got!r}", path=option[2:])
+            forms = "client=7, client=7,9, tier=NAME or label=3"
+            raise ConfigError(f"{text!r} does not name clients of the run. Use {forms}", path="without")
         found |= some
     return sorted(found)
 
@@ -148,11 +146,11 @@ def first_asked(rows: Iterable[Row], clients: Collection[int]) -> int | None:
     return min((round - int(line.get("staleness", 0)) for round, line in lines), default=None)
 
 
-def shared_rounds(checkpoints: Checkpoints, rows: Iterable[Row], without: Collection[int]) -> int | None:
-    """Return the number of rounds that a fork without these clients can share: all rounds until the last kept state
-    before the first round that asked one of them. None if no round asked them."""
+def shared_rounds(kept: Iterable[int], rows: Iterable[Row], without: Collection[int]) -> int | None:
+    """Return the number of rounds that a fork without these clients can share: all rounds until the last round with a
+    `kept` state before the first round that asked one of them. None if no round asked them."""
     asked = first_asked(rows, without)
-    return None if asked is None else max((r + 1 for r in checkpoints.with_state() if r < asked), default=0)
+    return None if asked is None else max((round + 1 for round in kept if round < asked), default=0)
 
 
 def _check_shared(checkpoints: Checkpoints, rows: Sequence[Row], at: int, without: Collection[int]) -> None:

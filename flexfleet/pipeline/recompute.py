@@ -104,10 +104,8 @@ def replay_client(
             raise ConfigError(message, path=wrong[0])
         other = configs.parse_with_algorithm(applied(run.config, settings), stored=True)[1]
     again = recomputation(resolved, folder, run)
-    if run.forked is not None and round < run.forked.round:
-        raise ConfigError(f"round {round + 1} of a fork cannot be replayed. Replay a round of {run.forked.run_id}")
-    first = 0 if run.forked is None else run.forked.round
-    return replay(again.rounds, again.initial, again.backend, again.ledger, round, client, other, on_step, first)
+    shared = (0, "") if run.forked is None else (run.forked.round, run.forked.run_id)
+    return replay(again.rounds, again.initial, again.backend, again.ledger, round, client, other, on_step, shared)
 
 
 @dataclass(frozen=True)
@@ -177,7 +175,7 @@ def verify(
         if any(each < first for each in rounds):
             raise ConfigError(f"--rounds: {base}", path="rounds")
         left.append(f"{base}, and compare both with `flexfleet diff`")
-    chosen = set(range(first, count) if every else rounds) - set(range(first))
+    chosen = set(range(first, count) if every else rounds)
     others = sorted(set(range(first, count)) - chosen)
     chosen |= set(random.sample(others, min(sample, len(others))))
     merged, trained, evaluated = list[int](), list[int](), False

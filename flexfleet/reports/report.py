@@ -62,8 +62,8 @@ def answer(runs: Sequence[FinishedRun]) -> Answer:
     else:
         tally = runs[0].tally
         alone = f" with {main.shown[1]}; {tally if tally.failed else 'no update failed'}"
-        apart = "; the runs differ in more than the algorithm, so they are not compared"
-        apart = "" if any(run.file.forked for run in runs) else apart
+        forked = any(run.file.forked for run in runs)
+        apart = "" if forked else "; the runs differ in more than the algorithm, so they are not compared"
         sentence = f"{main.name} reaches {metric.score(main.value)} after {count(main.rounds, 'round')}"
         sentence += apart if len(runs) > 1 else alone
     return Answer(", ".join(run.file.run_id for run in runs), sentence, tiles(metric, main, other))

@@ -77,6 +77,7 @@ def test_measured_run_is_simulated_with_its_own_times(flexfleet: Any, quick: Seq
         assert {line["client"]: line["seconds_simulated"] for line in again["clients"]} == pytest.approx(seconds)
         assert again["metrics"]["seconds_simulated"] == pytest.approx(max(seconds.values()))
     assert "no measured times" in refused(flexfleet("trace", "runs/simulated"))
+    assert "runs/missing" in refused(flexfleet("trace", "runs/missing"))
 
     lost = json.loads(history.read_text())
     client = lost["rounds"][1]["clients"].pop()["client"]
