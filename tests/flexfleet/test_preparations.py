@@ -159,6 +159,7 @@ class NoPrepare:
 
 WRONG = {
     "nowhere:Search": "cannot be imported",
+    "__main__:Search": "Define it in a file",
     "apos": "did you mean 'apoz'?",
     f"{HERE}:NoPrepare": "must define needs_data, artifact, prepare, assumed",
     f"{HERE}:Asks": "'algorithm.epsilom'",

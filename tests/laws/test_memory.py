@@ -114,6 +114,23 @@ def test_client_uses_the_memory_that_was_measured(numerics: Numerics) -> None:
     assert planned < 1.5 * (peak - before)
 
 
+def prepare_with_a_peak() -> None:
+    torch.ones(10**8)  # 400 MB, which are freed at once; afterwards, PREPARE lets the allocator keep freed memory
+    PREPARE()
+
+
+def test_earlier_peaks_do_not_hide_the_memory_of_a_level() -> None:
+    site, algorithm = site_of_one_client(SINGLE)
+    run = Run(algorithm, site, RoundsConfig(stop=1))
+    (*_, whole) = trials_of(run, first_plan(algorithm, site).assignments)
+    found = [
+        memory.measured(TrialSite(CNN, site.data, SAMPLES, SINGLE, prepare), whole)
+        for prepare in (PREPARE, prepare_with_a_peak)
+    ]
+    usual, after_a_peak = (peak - before for before, peak in found)
+    assert after_a_peak == pytest.approx(usual, rel=0.3)
+
+
 def trials(algorithm: Algorithm) -> tuple[Pool, list[LevelTrial]]:
     site = tiny_site(algorithm)
     run = Run(algorithm, site, RoundsConfig(stop=7))
